@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 128
-"""Rows and columns of a block of a weight, and the columns of a block of activations."""
+from megatron_dppo.model.quantization import BLOCK, SCALE, is_quantized, scale_dims
+
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 """448, the largest value of e4m3."""
@@ -51,7 +51,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
     Raises ValueError if the shape of ``scales`` is not that of the blocks of ``values``.
     """
     n, k = values.shape
-    grid = scale_shape(n, k)
+    grid = scale_dims((n, k))
     if tuple(scales.shape) != grid:
         raise ValueError(
             f"block FP8: scales have shape {tuple(scales.shape)}, expected {grid} for a matrix of shape {(n, k)}"
@@ -60,9 +60,15 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
     return (values.float() * by_row.repeat_interleave(BLOCK, 1)[:, :k]).to(dtype)
 
 
-def scale_shape(n: int, k: int) -> tuple[int, int]:
-    """Return the shape of the scales of an ``[n, k]`` matrix."""
-    return -(-n // BLOCK), -(-k // BLOCK)
+def encode(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors, with their names, that a block-FP8 checkpoint has for the Hugging Face tensor ``name``.
+
+    A quantised matrix has its values and its scales, any other tensor is itself.
+    """
+    if not is_quantized(name):
+        return [(name, tensor)]
+    values, scales = quantize(tensor)
+    return [(name, values), (name + SCALE, scales)]
 
 
 def round_activations(x: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ def round_activations(x: Tensor) -> Tensor:
 def _blocks(matrix: Tensor) -> Tensor:
     """Return the blocks ``[n / 128, 128, k / 128, 128]`` of a matrix, filled up with zeros at its edges."""
     n, k = matrix.shape
-    rows, columns = scale_shape(n, k)
+    rows, columns = scale_dims((n, k))
     padding = (0, columns * BLOCK - k, 0, rows * BLOCK - n)
     padded = torch.nn.functional.pad(matrix, padding)
     return padded.reshape(rows, BLOCK, columns, BLOCK)

@@ -73,7 +73,7 @@ class StagedFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{self.out}: another process is writing it now") from None
-        # Before the lock was taken, another process may have renamed the folder: the lock is then on its result.
+        # Another process may have renamed the folder before the lock was taken: the lock is then on its result.
         if not self.folder.exists() or not os.path.samestat(
             os.fstat(self._lock), self.folder.stat()
         ):

@@ -21,15 +21,13 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import (
+    SCALE,
     SCHEME,
     check_block_widths,
     is_quantized,
     stored_tensors,
 )
 from megatron_dppo.system.files import Closing
-
-_SCALE = "_scale_inv"
-_QUANTIZED = torch.float8_e4m3fn
 
 
 class DequantizedReader(Closing):
@@ -41,29 +39,29 @@ class DequantizedReader(Closing):
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
         self.folder = reader.folder
         self._reader = reader
-        self.specs = {name: s for name, s in reader.specs.items() if not name.endswith(_SCALE)}
+        self.specs = {name: s for name, s in reader.specs.items() if not name.endswith(SCALE)}
         self._blocks: dict[str, tuple[int, ...]] = {}
         for name, spec in self.specs.items():
-            if spec.dtype == _QUANTIZED:
+            if spec.dtype == block_fp8.DTYPE:
                 self._blocks[name] = self._block(name, spec, block)
 
     def _block(self, name: str, spec: TensorSpec, block: tuple[int, int] | None) -> tuple[int, int]:
-        scale = self._reader.specs.get(name + _SCALE)
+        scale = self._reader.specs.get(name + SCALE)
         if scale is None or len(spec.shape) != 2:
             raise CheckpointError(
-                f"{self.folder}: {name} of shape {spec.shape} has 8-bit weights, expected a matrix with {name}{_SCALE}"
+                f"{self.folder}: {name} of shape {spec.shape} has 8-bit weights, expected a matrix with {name}{SCALE}"
             )
         if math.prod(scale.shape) == 1:
             return spec.shape[0], spec.shape[1]
         if block is None:
             raise CheckpointError(
-                f"{self.folder}: {name}{_SCALE} has shape {scale.shape}, and config.json's quantization_config no "
+                f"{self.folder}: {name}{SCALE} has shape {scale.shape}, and config.json's quantization_config no "
                 "weight_block_size"
             )
         grid = tuple(-(-size // length) for size, length in zip(spec.shape, block, strict=True))
         if scale.shape != grid:
             raise CheckpointError(
-                f"{self.folder}: {name}{_SCALE} has shape {scale.shape}, expected {grid} for blocks of {block}"
+                f"{self.folder}: {name}{SCALE} has shape {scale.shape}, expected {grid} for blocks of {block}"
             )
         return block
 
@@ -76,7 +74,7 @@ class DequantizedReader(Closing):
         scale_start = start // height
         scale_end = -(-(start + count) // height)
         scale_count = scale_end - scale_start
-        scales = self._reader.read_rows(name + _SCALE, scale_start, scale_count).float()
+        scales = self._reader.read_rows(name + SCALE, scale_start, scale_count).float()
         by_row = scales.reshape(scale_count, -1).repeat_interleave(height, 0)
         by_row = by_row[start - scale_start * height :][:count]
         return rows.float() * by_row.repeat_interleave(width, 1)[:, : rows.shape[1]]
@@ -90,7 +88,7 @@ def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader:
     CheckpointError.
     """
     reader = SafetensorsReader(hf_dir)
-    if all(spec.dtype != _QUANTIZED for spec in reader.specs.values()):
+    if all(spec.dtype != block_fp8.DTYPE for spec in reader.specs.values()):
         return reader
     try:
         return DequantizedReader(reader, _block_size(reader.folder / "config.json"))
@@ -130,16 +128,12 @@ def quantize_folder(
         for name, dims in stored_tensors(hf_tensors(shape)).items():
             dtype = torch.float32
             if name in reader.specs:
-                dtype = _QUANTIZED if is_quantized(name) else reader.specs[name].dtype
+                dtype = block_fp8.DTYPE if is_quantized(name) else reader.specs[name].dtype
             specs[name] = TensorSpec(dims, dtype)
         with ShardedWriter(out_dir, specs, side_files_from=hf_dir, quantization=SCHEME) as writer:
             for name, dims in hf_tensors(shape).items():
                 rows = reader.read_rows(name, 0, dims[0])
-                if is_quantized(name):
-                    values, scales = block_fp8.quantize(rows)
-                    writer.write_rows(name, 0, values)
-                    writer.write_rows(name + _SCALE, 0, scales)
-                else:
-                    writer.write_rows(name, 0, rows)
+                for stored_name, tensor in block_fp8.encode(name, rows):
+                    writer.write_rows(stored_name, 0, tensor)
                 progress(rows.nbytes)
     return specs

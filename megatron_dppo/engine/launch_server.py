@@ -84,7 +84,7 @@ def listen_where(host: str, *, several: bool = False) -> None:
 
     Do nothing unless ``host`` is loopback or the server runs on ``several`` hosts.
     """
-    # By default the groups listen on the address of the machine's name.
+    # The groups listen on the address of the machine's name unless they are told another.
     if not (several or network.is_loopback(host)):
         return
     address = network.resolve(host)

@@ -127,6 +127,7 @@ def server_options(
         hosts: the hosts of a server that runs over several hosts.
     """
     device = engine_device(config.engine)
+    model = load_model_shape(config.model.hf_checkpoint)
     options: dict[str, Any] = {
         "model_path": str(Path(config.model.hf_checkpoint).resolve()),
         "dtype": config.model.dtype,
@@ -145,12 +146,9 @@ def server_options(
             "max_total_tokens": cpu_kv_tokens(config),
             "sleep_on_idle": True,
         }
-    elif load_model_shape(config.model.hf_checkpoint).is_moe:
+    elif model.is_moe:
         options["moe_runner_backend"] = EXPERT_KERNEL
-    missing_keys = missing_engine_keys(config.model.hf_checkpoint)
-    if missing_keys:
-        options["json_model_override_args"] = json.dumps(missing_keys)
-    if load_model_shape(config.model.hf_checkpoint).router.has_bias:
+    if model.router.has_bias:
         # SGLang would make the shared expert of some such models the last of the experts: other tensors than the map's.
         options["disable_shared_experts_fusion"] = True
     if config.head.dtype == "float32":
@@ -161,7 +159,14 @@ def server_options(
             # Disable chunked prefill: where a prompt is cut depends on the other requests. Lower the memory fraction,
             # because SGLang reserves too much memory without chunks.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
-    options |= quantization_options(config.engine)
+    changed_keys = missing_engine_keys(config.model.hf_checkpoint)
+    if config.engine.quantization is not None:
+        # The server starts with arbitrary weights: no checkpoint of this kind exists, and a server joins the fleet by a
+        # weight update.
+        options |= {"quantization": config.engine.quantization, "load_format": "dummy"}
+        changed_keys["quantization_config"] = SCHEME
+    if changed_keys:
+        options["json_model_override_args"] = json.dumps(changed_keys)
     options |= adapter_options(config)
     options |= {name: value for name, value in config.sglang.items() if value is not None}
     if hosts is not None:
@@ -172,21 +177,6 @@ def server_options(
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
     return options
-
-
-def quantization_options(engine: schema.EngineConfig) -> dict[str, Any]:
-    """Return SGLang's options of a server with block-FP8 weights; empty for any other server.
-
-    The server starts with arbitrary weights: no checkpoint of this kind exists, and a server joins the fleet by a
-    weight update.
-    """
-    if engine.quantization is None:
-        return {}
-    return {
-        "quantization": engine.quantization,
-        "load_format": "dummy",
-        "json_model_override_args": json.dumps({"quantization_config": SCHEME}),
-    }
 
 
 def adapter_options(config: ServerSections) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from megatron_dppo.engine.running_server import check_layout
 from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
 from megatron_dppo.engine.shared_buckets import WireHeader, shared_payloads
 from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.mapping import engine_inputs
-from megatron_dppo.model.quantization import SCALE, is_quantized, stored_tensors
+from megatron_dppo.model.quantization import stored_tensors
 from megatron_dppo.model.shape import ModelShape
 
 TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
@@ -537,11 +538,7 @@ class EngineWeights:
             return list(bucket)
         encoded: list[tuple[str, Tensor]] = []
         for name, tensor in bucket:
-            if is_quantized(name):
-                values, scales = block_fp8.quantize(tensor.detach())
-                encoded += [(name, values), (name + SCALE, scales)]
-            else:
-                encoded.append((name, tensor))
+            encoded += block_fp8.encode(name, tensor.detach())
         return encoded
 
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
@@ -558,6 +555,11 @@ class EngineWeights:
                 dtype_names.append(_name_of(dtype))
                 size += math.prod(dims) * dtype.itemsize
         return WireHeader(tuple(input_names), tuple(dtype_names), tuple(input_dims), size)
+
+    def planned_header(self, bucket: PlannedBucket) -> WireHeader:
+        """Return the header of a bucket that is not gathered yet."""
+        gathered = [(tensor.name, tensor.shape) for tensor in bucket.tensors]
+        return self.header(self.sent_shapes(gathered))
 
     def probe_header(self) -> WireHeader:
         """Return the header of a bucket that changes no weight; a group's first connections are made with it."""

@@ -239,10 +239,10 @@ class Recorder(Closing):
         if self._writer is not None:
             values = {**record, "weight_version": step}
             line = records.encode_record(step, values) + "\n"
-            write = partial(self._writer.write, step, values)
+            write = partial(self._writer.append, step, line)
             self._write_or_keep("metrics", records.RECORDS_FILE, line, write)
             if self._trackers is not None:
-                self._trackers.scalars(step, {**record, "weight_version": step})
+                self._trackers.scalars(step, values)
         self._console.step(step, record)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:

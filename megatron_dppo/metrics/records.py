@@ -239,11 +239,15 @@ class MetricsWriter:
         ``values``: metric name -> number; NaN and infinities are written as null. Raises RecordsError: the step was
         written before, or a value is not a number.
         """
+        self.append(step, encode_record(step, values) + "\n")
+
+    def append(self, step: int, line: str) -> None:
+        """Write the encoded record ``line`` of ``step``, as ``write`` does. Raises RecordsError, OSError."""
         if step <= self._last_step:
             raise RecordsError(
                 f"step {step} was written after step {self._last_step}, expected one record a step, in order"
             )
-        self._lines.append(encode_record(step, values) + "\n")
+        self._lines.append(line)
         self._last_step = step
 
     def complete(

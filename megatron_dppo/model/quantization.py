@@ -17,7 +17,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
 BLOCK = 128
-"""Rows and columns of a block that has one scale."""
+"""Rows and columns of a block of a weight, which has one scale, and the columns of a block of activations."""
 SCALE_BYTES = 4
 SCALE = "_scale_inv"
 """Ending of the name of a weight's scales, in checkpoints and in engines."""

@@ -417,7 +417,8 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
 
 
 def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What decides the state of a fork server after its imports; the variables of one run do not."""
+    """Return a text that two fork servers share if their imports leave the same state; variables of one run are left
+    out."""
     variables = without_secrets(environment)
     lines = [f"{k}={v}" for k, v in sorted(variables.items()) if not k.startswith(_RUN_PREFIX)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_dppo.block_fp8 import BLOCK, dequantize, quantize
+from megatron_dppo.block_fp8 import dequantize, quantize
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import LocalParameter, Segment, local_parameters
-from megatron_dppo.model.quantization import is_quantized
+from megatron_dppo.model.quantization import BLOCK, is_quantized
 from megatron_dppo.model.shape import ModelShape
 
 

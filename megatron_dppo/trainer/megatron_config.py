@@ -98,7 +98,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
 
 def _has_head_norms(shape: ModelShape) -> bool:
     """Whether Megatron-Core's flag for norms of each head by itself, or of MLA's latents, is set."""
-    # With norms of all heads, Megatron-Core would also sum the gradients of different ranks' weights.
+    # The flag would make Megatron-Core sum the gradients of different ranks' weights of a norm of all heads.
     if shape.norms_all_heads:
         return False
     if shape.latent is not None:

@@ -183,7 +183,7 @@ def _broadcast(
     with _connections(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
-        # For NCCL, wait() blocks only the stream, not this thread.
+        # NCCL's wait() blocks only the stream, not this thread.
         stream.synchronize()
 
 

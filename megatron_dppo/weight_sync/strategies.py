@@ -159,8 +159,7 @@ class DistributedStrategy(Strategy):
     def _announce(self, planned: PlannedBucket) -> None:
         engines = self._transfer.engines
         name = self._points[planned.receiver][2]
-        gathered = [(t.name, t.shape) for t in planned.tensors]
-        header = engines.first.header(engines.first.sent_shapes(gathered))
+        header = engines.first.planned_header(planned)
         calls = engines.start(lambda e: e.receive(header, name))
         sender = f"trainer rank {planned.receiver}"
         self._all_arrive(calls, f"a broadcast of {header.bytes} bytes from {sender}")

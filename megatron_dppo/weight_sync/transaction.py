@@ -679,8 +679,7 @@ class WeightUpdater:
         first_engine = self._engines.first
         total_bytes = 0
         for bucket in self._plan:
-            gathered = [(t.name, t.shape) for t in bucket.tensors]
-            total_bytes += first_engine.header(first_engine.sent_shapes(gathered)).bytes
+            total_bytes += first_engine.planned_header(bucket).bytes
         return self._strategy.copies, total_bytes
 
     def _foreign_hosts(self) -> list[str]:

@@ -9,13 +9,8 @@ import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from megatron_dppo.block_fp8 import (
-    BLOCK,
-    dequantize,
-    quantize,
-    round_activations,
-    scale_shape,
-)
+from megatron_dppo.block_fp8 import dequantize, quantize, round_activations
+from megatron_dppo.model.quantization import BLOCK, scale_dims
 
 E4M3 = sorted(
     {
@@ -76,7 +71,7 @@ def test_smaller_blocks_at_the_edges(n: int, k: int) -> None:
     values, scales = quantize(weight)
     assert values.shape == weight.shape
     assert values.is_contiguous()
-    assert scales.shape == scale_shape(n, k)
+    assert scales.shape == scale_dims((n, k))
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
             at = (

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_dppo.block_fp8 import BLOCK, DTYPE, quantize, round_activations
+from megatron_dppo.block_fp8 import DTYPE, quantize, round_activations
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights
 from megatron_dppo.diagnostics.doctor.report import Doctor
-from megatron_dppo.model.quantization import is_quantized
+from megatron_dppo.model.quantization import BLOCK, is_quantized
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_doctor import Policy, with_sides, with_tensors
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo import EXAMPLES
 from megatron_dppo.block_fp8 import DTYPE, quantize
 from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
@@ -249,6 +250,22 @@ def test_a_server_starts_with_arbitrary_weights_in_the_quantised_layout(config: 
     assert (scheme["quant_method"], scheme["weight_block_size"]) == ("fp8", [128, 128])
     assert scheme["activation_scheme"] == "dynamic"
     assert plain == {name: value for name, value in fp8.items() if name not in added}
+
+
+def test_keys_that_the_engine_lacks_stand_beside_the_quantised_layout(
+    config: Any, tmp_path: Path
+) -> None:
+    model = tmp_path / "moonlight"
+    model.mkdir()
+    published = EXAMPLES / "model_configs" / "moonlight-16b-a3b-instruct" / "config.json"
+    values = json.loads(published.read_text())
+    del values["moe_layer_freq"]
+    (model / "config.json").write_text(json.dumps(values))
+    overrides = (f"model.hf_checkpoint={model}", "model.dtype=bfloat16", "engine.quantization=fp8")
+    options = server_options(ServerSections.of(config(*overrides)), host="h", port=1, seed=1)
+    changed_keys = json.loads(options["json_model_override_args"])
+    assert changed_keys["moe_layer_freq"] == 1
+    assert changed_keys.keys() == {"moe_layer_freq", "quantization_config"}
 
 
 def test_servers_without_a_trainer_are_refused(config: Any, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
 LAYERS = (  # from the ground up; a module may import its own package and everything below
     {"logging"},
     {"system"},
-    {"block_fp8", "tensor_hash"},
+    {"tensor_hash"},
     {"model"},
+    {"block_fp8"},
     {"metrics"},
     {"algorithms", "vocab_parallel"},
     {"config"},

@@ -277,9 +277,6 @@ class Chaos:
         return self.newest_step
 
 
-# --- the check
-
-
 def faults_of(directory: Path, config: Path) -> Iterator[str]:
     """Yield each way in which the finished run in ``directory`` differs from an undisturbed one."""
     steps = [records.step_of(row) for row in records.read_records(directory)]

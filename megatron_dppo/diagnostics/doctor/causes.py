@@ -25,6 +25,7 @@ from megatron_dppo.diagnostics.doctor.sampling import (
     normaliser_of_first,
     nucleus,
 )
+from megatron_dppo.model.quantization import BLOCK
 
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 
@@ -163,11 +164,11 @@ BLOCK_FAULTS: tuple[tuple[str, BlocksOf], ...] = (
     ),
     (
         "each FP8 block has the values of the block below",
-        _with_values(lambda values: values.roll(-block_fp8.BLOCK, 0)),
+        _with_values(lambda values: values.roll(-BLOCK, 0)),
     ),
     (
         "each FP8 block has the values of the block to its right",
-        _with_values(lambda values: values.roll(-block_fp8.BLOCK, 1)),
+        _with_values(lambda values: values.roll(-BLOCK, 1)),
     ),
 )
 """Name of an alternative, and the blocks with which the engine then computes."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.block_fp8 import BLOCK, dequantize, round_activations
+from megatron_dppo.block_fp8 import dequantize, round_activations
+from megatron_dppo.model.quantization import BLOCK
 
 
 def dispatch_linear(

@@ -119,7 +119,7 @@ def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch
 
 
 def prepare_models(runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Before ``runner`` loads its model: put functions in place of the model's own that need a device."""
+    """Replace the functions of ``runner``'s model that need a device, before the model is loaded."""
     architectures = runner.model_config.hf_config.architectures or []
     if "MiniMaxM2ForCausalLM" in architectures:
         from sglang.srt.models import minimax_m2
