@@ -99,6 +99,16 @@ def read_records(directory: str | Path) -> list[Record]:
     return decode_records(read_lines(path), str(path))
 
 
+def last_step(directory: Path) -> int:
+    """Return the last recorded step of the run in ``directory``, which may be running; -1 without a record."""
+    try:
+        lines = (directory / RECORDS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return -1
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+    return max(steps, default=-1)
+
+
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a file that the run itself wrote, with their ends.
 

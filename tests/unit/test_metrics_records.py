@@ -8,10 +8,12 @@ import pytest
 
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    RECORDS_FILE,
     MetricsWriter,
     RecordsError,
     decode_records,
     encode_record,
+    last_step,
     mean_accuracy,
     phase_table,
     read_records,
@@ -118,3 +120,10 @@ def test_every_row_names_a_divisor_and_a_panel_that_there_are():
 
 def test_the_page_of_metrics_is_the_table():
     assert (ROOT / "docs" / "metrics.md").read_text() == reference()
+
+
+def test_the_last_step_of_a_running_run_leaves_out_an_incomplete_line(tmp_path):
+    assert last_step(tmp_path) == -1
+    lines = [encode_record(step, {}) for step in (0, 1, 2)]
+    (tmp_path / RECORDS_FILE).write_text("\n".join(lines))
+    assert last_step(tmp_path) == 1

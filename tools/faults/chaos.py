@@ -175,14 +175,7 @@ class LiveRun:
 
     def last_step(self) -> int:
         """Return the last recorded step; 0 without one."""
-        if not (self.directory / records.RECORDS_FILE).exists():
-            return 0
-        try:
-            rows = records.read_records(self.directory)
-        except records.RecordsError:
-            # A start replaces the file at this moment.
-            return 0
-        return max(map(records.step_of, rows), default=0)
+        return max(0, records.last_step(self.directory))
 
     def wait(self, limit_s: float, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``. Raises TimeoutError."""

@@ -42,7 +42,7 @@ from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
-from megatron_dppo.metrics.records import read_records
+from megatron_dppo.metrics.records import last_step, read_records
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
@@ -422,7 +422,7 @@ class Rehearsal:
                 _fail(label, attempt.failure(), attempts.key_of(attempt.errors))
                 self._write(derived, [], left_out, done, passed=False)
                 return FAILED
-            if attempts.last_step(self.run_directory) >= ends and attempt.code == 0:
+            if last_step(self.run_directory) >= ends and attempt.code == 0:
                 break
         return self._judge(derived, left_out, done, placement)
 

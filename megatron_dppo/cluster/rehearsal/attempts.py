@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -24,7 +23,7 @@ from megatron_dppo.engine.options import ServerSections, server_environment
 from megatron_dppo.engine.process import LIBRARIES
 from megatron_dppo.launch.forked_ranks import libraries_of, shares_imports
 from megatron_dppo.launch.local import cores_of_ranks, ranks_environment
-from megatron_dppo.metrics.records import RECORDS_FILE
+from megatron_dppo.metrics.records import last_step
 from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
 
@@ -129,16 +128,6 @@ class _Watch:
                 # Forks of shared servers are no descendants of the run.
                 self.usage.add(self.phase_of(step), usage_of(os.getpid()))
                 measured = time.monotonic()
-
-
-def last_step(directory: Path) -> int:
-    """The last recorded step of the run in ``directory``; -1 where none is."""
-    try:
-        lines = (directory / RECORDS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return -1
-    steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
-    return max(steps, default=-1)
 
 
 @dataclass(frozen=True)
