@@ -230,11 +230,9 @@ trap 'forward HUP' HUP
 trap : INT # a terminal's reaches the command by itself
 enter "$@" <&0 9>"$run/started" &
 child=$!
-while :; do
-  code=0
-  wait "$child" || code=$?
-  kill -0 "$child" 2>/dev/null || break # else a signal ended the wait
-done
+while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait early, with a code of its own
+code=0
+wait "$child" || code=$?
 if [ -n "$keep" ]; then
   trap - EXIT
   mv "$run" "$cache/kept-${run##*/}"
