@@ -13,6 +13,7 @@ status but 200 is a fault. ``tools/serve_environment.py`` is such a server.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -47,20 +48,28 @@ class OverHttp:
         answer = await self._endpoint.post("/reset", {"problem": fields})
         if not isinstance(answer, dict) or not isinstance(answer.get("episode"), str):
             raise ValueError(
-                f"/reset answered {str(answer)[:200]}, expected an object with the text episode"
+                f"/reset answered {self._endpoint.excerpt(answer)}, expected an object with the text episode"
             )
         self._episode = answer["episode"]
-        return Step(answer.get("observation", "")).observation
+        return self._checked({"observation": answer.get("observation", "")}).observation
 
     async def step(self, turn: Turn) -> Step:
         body = {"episode": self._episode, "text": turn.text, "truncated": turn.is_truncated}
         answer: Any = await self._endpoint.post("/step", body)
         if not isinstance(answer, dict) or not answer.keys() <= _STEP:
             raise ValueError(
-                f"/step answered {str(answer)[:200]}, expected an object of {sorted(_STEP)}"
+                f"/step answered {self._endpoint.excerpt(answer)}, expected an object of {sorted(_STEP)}"
             )
         is_scored = answer.pop("scored", False)
-        return Step(**answer, is_scored=is_scored)
+        return self._checked({**answer, "is_scored": is_scored})
+
+    def _checked(self, fields: Mapping[str, Any]) -> Step:
+        """Build the step of an answer. Raises TypeError and ValueError for bad values, without the server's key."""
+        try:
+            return Step(**fields)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(self._endpoint.without_key(str(error))) from None
 
     async def close(self) -> None:
         try:

@@ -864,6 +864,11 @@ def test_triage_at_its_bounds_by_hand():
 
 def test_triage_s_repair_reaches_the_loss_and_stops_at_numbers_that_are_none():
     x, _ = far_responses(1)
+    repaired_rows = triage.repair(x, recomputed, repair_segment=128, repair=2.0)[1] != 0
+    raised = torch.nonzero(x.loss_mask & repaired_rows)[0]
+    log_probs = x.log_probs.detach().clone()
+    log_probs[raised] = x.recomputed_log_probs[raised] + 0.5
+    x = replace(x, log_probs=log_probs.requires_grad_())
     plain = policy_loss(build_algorithm("triage", {"repair": 0.0}), x)
     repaired = policy_loss(build_algorithm("triage", {"repair": 2.0}), x)
     value, slope = triage.repair(x, recomputed, repair_segment=128, repair=2.0)
@@ -875,6 +880,9 @@ def test_triage_s_repair_reaches_the_loss_and_stops_at_numbers_that_are_none():
         for sums in (plain, repaired)
     ]
     torch.testing.assert_close(slopes[1] - slopes[0], torch.where(counted, slope, 0.0))
+    # The clip blocks the raised token, and its segment is still repaired.
+    assert plain.blocked[raised].all()
+    assert slopes[1][raised].all()
     lost = x.rollout_log_probs.clone()
     lost[torch.nonzero(counted)[0]] = -math.inf
     sums = policy_loss(build_algorithm("triage"), replace(x, rollout_log_probs=lost))

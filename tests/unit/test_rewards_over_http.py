@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineRequestError
+from megatron_dppo.environments import Turn
+from megatron_dppo.environments.over_http import OverHttp
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError, over_http
 from megatron_dppo.rewards.over_http import Judge, RewardModel
 from tests.messages import mentioning
@@ -293,9 +297,12 @@ def test_a_redirect_is_not_followed_and_names_both_addresses():
     asyncio.run(run())
 
 
+KEY = "sk-5c0ffee5"
+
+
 @pytest.mark.parametrize("status", [200, 302, 401, 503])
 def test_a_key_that_the_server_echoes_is_in_no_message(status, monkeypatch):
-    key = "sk-5c0ffee5"
+    key = KEY
     monkeypatch.setenv("JUDGE_KEY", key)
 
     async def run() -> None:
@@ -313,6 +320,38 @@ def test_a_key_that_the_server_echoes_is_in_no_message(status, monkeypatch):
             result = await judge(RewardInput("1"))
             assert (result.value, key in result.reason) == (0.5, False)
             await judge._endpoint.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("reset", "step"),
+    [
+        ({"error": KEY}, {}),
+        ({"episode": "a", "observation": [KEY]}, {}),
+        ({"episode": "a", "observation": {KEY: 1}}, {}),
+        ({"episode": "a"}, {"error": KEY}),
+        ({"episode": "a"}, {"reward": KEY}),
+        ({"episode": "a"}, {"observation": {"messages": KEY}}),
+    ],
+)
+def test_a_key_that_an_environments_server_echoes_is_in_no_message(reset, step, monkeypatch):
+    """The answers are valid JSON, of other fields or values than the protocol's."""
+    monkeypatch.setenv("ENVIRONMENT_KEY", KEY)
+
+    async def run() -> None:
+        service = Service(lambda body: reset if "problem" in body else step)
+        async with serving(service) as url:
+            environment = OverHttp(url, "ENVIRONMENT_KEY")
+
+            async def play() -> None:
+                await environment.reset(Problem(0, "1+1", "2", (1,)))
+                await environment.step(Turn("2", (1,)))
+
+            with pytest.raises((TypeError, ValueError)) as error:
+                await play()
+            await environment.close()
+        assert KEY not in "".join(traceback.format_exception(error.value))
 
     asyncio.run(run())
 
