@@ -400,6 +400,7 @@ def check_config(
         _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
         _engine(engine, rollout, config.weight_sync.strategy),
+        _changes_only(config.weight_sync, engine),
         forwarded.MEGATRON.faults(config.megatron),
         forwarded.training_faults(
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
@@ -655,6 +656,22 @@ def _engine(
         ssl.create_default_context(cafile=engine.ca_file)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
         yield f"engine.ca_file: got {engine.ca_file!r}, expected a PEM file of certificates: {error}"
+
+
+def _changes_only(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) -> layout.Faults:
+    """Report settings with which no update could send only changes."""
+    if not sync.changes_only:
+        return
+    if sync.strategy == "disk":
+        yield (
+            "weight_sync.changes_only: got true with weight_sync.strategy disk, expected distributed or tensor: a "
+            "folder holds whole weights"
+        )
+    if engine.placement == "colocated":
+        yield (
+            "weight_sync.changes_only: got true with engine.placement colocated, expected separate: engines give up "
+            "their weights for every training step"
+        )
 
 
 def _colocation(

@@ -420,6 +420,11 @@ class WeightSyncConfig(Section):
     """Network bandwidth into a node, GB/s (1e9 bytes). With it, the lower bound of an update's seconds is recorded
     beside the measured ones, as ``weights/bound_s``. Empty: bounds in bytes only.
     """
+    changes_only: bool = False
+    """Send only the elements that changed since the last update, to servers that hold it; ``distributed`` and
+    ``tensor``. Every sender keeps a copy of the weights that it sends in host memory. Whole weights are sent to a new
+    server, after a failed or unverified update, and where the changes are not fewer bytes.
+    """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update."""
     canary_every: int = Field(default=1, ge=0)

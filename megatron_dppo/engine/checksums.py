@@ -6,10 +6,10 @@ Tensors come in buckets, in any order, from one rank or several. ``megatron_dppo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,10 @@ class EnginePart:
     def cut(self, hf_tensor: Tensor, engine_dtype: torch.dtype) -> Tensor:
         """Compute the part's bytes in the engine from the whole Hugging Face tensor: a view, or a copy where the bytes
         differ."""
-        part = self.block.of_hf(hf_tensor).to(engine_dtype)
+        part = hf_tensor
+        if self.block.length != hf_tensor.shape[self.block.dim]:
+            part = self.block.of_hf(hf_tensor)
+        part = part.to(engine_dtype)
         if self.adds_one:
             part = part + 1
         padding = self.width - self.block.length
@@ -70,6 +73,7 @@ class EngineTensors:
         parts: the places of each of these tensors, by its name.
         sizes: for each rank, the number of elements of each engine tensor. Elements that no part fills are zero, such
             as the last rank's share of a small vocabulary.
+        adds_one: whether an engine tensor holds 1 + what it receives.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class EngineTensors:
             self.shapes = quantization.stored_tensors(self.shapes)
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
+        self.adds_one = False
         self._dtypes: dict[str, torch.dtype] = {}
         self._own_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
@@ -104,6 +109,15 @@ class EngineTensors:
                     self._add(rank, scales)
                     self._dtypes[_tensor_of(parameter)] = block_fp8.DTYPE
                     self._dtypes[_tensor_of(scales)] = torch.float32
+
+    @classmethod
+    def of_server(cls, shape: ModelShape, info: Mapping[str, Any]) -> Self:
+        """Return the tensors of a server of ``shape``, from the arguments that it reports in ``/server_info``.
+
+        Raises LayoutError as the constructor does.
+        """
+        is_quantized = info.get("quantization") is not None
+        return cls(shape, int(info["tp_size"]), str(info["device"]), quantized=is_quantized)
 
     def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an engine tensor; ``weights_dtype`` is that of tensors that are not quantised."""
@@ -123,6 +137,7 @@ class EngineTensors:
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
         tensor, is_expert, _ = parameter.name.partition("[")
         sizes = self.sizes[rank]
+        self.adds_one |= parameter.adds_one
         if parameter.dtype is not None:
             self._dtypes[tensor] = getattr(torch, parameter.dtype)
         if not parameter.segments:

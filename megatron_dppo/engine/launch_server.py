@@ -29,6 +29,7 @@ from typing import Any
 from megatron_dppo.engine import (
     broadcast_group,
     continuation,
+    direct_loading,
     raw_checksums,
     recordings,
     server_state,
@@ -162,6 +163,7 @@ def _change_sglang() -> None:
     broadcast_group.register()
     server_state.register()
     raw_checksums.register()
+    direct_loading.register()
     if VARIABLE in os.environ:
         register_digests()
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from megatron_dppo.engine import direct_loading
 from megatron_dppo.engine.errors import EngineAnswerError
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
@@ -29,12 +30,14 @@ class SchedulerState:
         released: tags of the memory that is released.
         has_session: whether an update session is open.
         groups: names of the broadcast groups that its ranks are in.
+        places_directly: whether it loads weight updates by direct placement.
     """
 
     is_paused: bool
     released: tuple[MemoryTag, ...]
     has_session: bool
     groups: tuple[Annotated[str, Field(max_length=200)], ...]
+    places_directly: bool = False
 
 
 _STATE = TypeAdapter(SchedulerState)
@@ -66,11 +69,13 @@ def register() -> None:
 def report(answer: Any, scheduler: Any, *_: Any) -> None:
     """Add the state to SGLang's ``answer`` about the ``scheduler``."""
     updater = scheduler.weight_updater
-    groups = scheduler.tp_worker.model_runner.weight_updater._model_update_group
+    runner = scheduler.tp_worker.model_runner
+    groups = runner.weight_updater._model_update_group
     state = SchedulerState(
         bool(scheduler._engine_paused),
         tuple(sorted(updater.offload_tags)),
         updater._session is not None,
         tuple(groups),
+        direct_loading.places_directly(runner.model),
     )
     answer.internal_state[FIELD] = asdict(state)

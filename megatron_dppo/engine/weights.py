@@ -136,10 +136,15 @@ class DecodedScores:
 class EngineWeights:
     """Weight control of one running SGLang server (0.5.23); made by ``connect``.
 
+    Attributes:
+        places_directly: whether the server loads updates by direct placement, which needs no tensor twice.
+
     Coroutines send requests to the server, each with a time limit. They raise EngineLostError if the server does not
     respond, EngineRequestError if it rejects the request, and EngineAnswerError if the response does not have SGLang's
     form. Methods that are not coroutines are local.
     """
+
+    places_directly = False
 
     def __init__(
         self,
@@ -160,6 +165,7 @@ class EngineWeights:
         self.occupation = Occupation(client.url, () if state is None else state.released)
         self.groups = () if state is None else state.groups
         """Names of the broadcast groups that the server was in when the connection was made."""
+        self.places_directly = state is not None and state.places_directly
 
     @classmethod
     async def connect(
@@ -189,12 +195,7 @@ class EngineWeights:
         try:
             info = await client.get_json("/server_info", timeout_s=patience_s)
             check_layout(client.url, info, dtype, shape, quantization)
-            tensors = EngineTensors(
-                shape,
-                int(info["tp_size"]),
-                str(info["device"]),
-                quantized=quantization is not None,
-            )
+            tensors = EngineTensors.of_server(shape, info)
             state = state_of(client.url, info)
         except LayoutError as error:
             await client.close()
@@ -517,6 +518,8 @@ class EngineWeights:
 
     def inputs(self, name: str) -> list[str]:
         """Return the names under which a tensor of a checkpoint must be sent to the engine."""
+        if self.places_directly:
+            return [name]
         return engine_inputs(self.tensors.shape, name)
 
     def sent_shapes(

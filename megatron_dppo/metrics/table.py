@@ -496,6 +496,10 @@ UPDATE_BYTES_BETWEEN_NODES_BOUND = _metric(
 UPDATE_BYTES_INTO_NODE_BOUND = _metric(
     "weights/bytes_into_node_bound", "the fewest bytes that must enter the node that needs the most"
 )
+UPDATE_SENT_FRACTION = _metric(
+    "weights/sent_fraction",
+    "bytes of the update over those of all weights; recorded with weight_sync.changes_only",
+)
 UPDATE_RATE = _metric("weights/gb_per_s", "GB of weights per second of weights/stall_s")
 CANARY_MAX = _metric(
     "weights/canary_max_abs_diff",

@@ -181,8 +181,10 @@ class AdapterUpdater(transaction.WeightUpdater):
         self,
         phases: transaction.Phases,
         verify: bool,
+        *,
+        sends_changes: bool,
     ) -> tuple[int, int, list[Any] | None]:
-        sent, received, _ = super()._stream(phases, verify=False)
+        sent, received, _ = super()._stream(phases, verify=False, sends_changes=sends_changes)
         return sent, received, None if self._is_base_compared else self._hash_base(phases)
 
     def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:

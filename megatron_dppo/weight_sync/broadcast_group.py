@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -37,7 +38,16 @@ _LISTEN_S = 0.2
 _CALL_S = 5.0
 
 
+_ANNOUNCED_S = 0.002
+"""Seconds between two looks for a sender's next announcement."""
+
+
 _SLACK = timedelta(seconds=30)
+
+
+def _announcement(number: int) -> str:
+    """The key in a group's rendezvous of its sender's announcement ``number``."""
+    return f"bucket {number}"
 
 
 class CalledOffError(EngineError):
@@ -88,7 +98,13 @@ class BroadcastGroup:
         self._device = device
         self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
         self._connected: Future[None] | None = None
+        self._announced = 0
         self._stream: torch.cuda.Stream | None = None
+
+    def announce(self, value: int) -> None:
+        """Tell rank 0 ``value`` about the next bucket; see ``Announcements``."""
+        self._store.set(_announcement(self._announced), str(value))
+        self._announced += 1
 
     def wait(self, future: Future[None]) -> None:
         """Wait for ``future`` of this group, or until a rank cancels the whole transfer.
@@ -150,6 +166,39 @@ class BroadcastGroup:
             self._group.abort()
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+class Announcements:
+    """The values that the sender with the rendezvous ``address``:``port`` announces, in order; read on rank 0."""
+
+    def __init__(self, address: str, port: int, timeout_s: float) -> None:
+        self._timeout = timeout_s
+        self._read = 0
+        limit = timedelta(seconds=timeout_s)
+        with _connections():
+            self._store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+
+    def next(self) -> int:
+        """Wait for the next value.
+
+        Raises CalledOffError if the transfer is cancelled meanwhile, and ConnectionBrokenError if the sender is gone or
+        announces nothing within the time limit.
+        """
+        key = _announcement(self._read)
+        deadline = time.monotonic() + self._timeout
+        with _connections():
+            while not self._store.check([key]):
+                if self._store.check([CALLED_OFF]):
+                    raise CalledOffError("the sender called the weight transfer off")
+                if time.monotonic() > deadline:
+                    raise ConnectionBrokenError(
+                        f"a sender announced no bucket within {self._timeout:.0f} s"
+                    )
+                time.sleep(_ANNOUNCED_S)
+            value = int(self._store.get(key))
+            self._store.delete_key(key)
+        self._read += 1
+        return value
 
 
 def _drop(store: dist.Store) -> None:

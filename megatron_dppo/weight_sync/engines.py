@@ -17,12 +17,14 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from megatron_dppo.engine.changes import Changes, item_bytes
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback, resolve, source_address
+from megatron_dppo.weight_sync.sent_weights import SentWeights
 
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ class Transfer:
         dtype: dtype of the tensors in the buckets without a dtype of their own.
         timeout_s: limit of each request to an engine, seconds.
         directory: the configured folder, used by the strategy ``disk``.
+        sent_weights: the bytes that this rank sent last, if updates send only changes; None if all are sent whole.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class Transfer:
     dtype: torch.dtype
     timeout_s: float
     directory: str | None = None
+    sent_weights: SentWeights | None = None
 
     @property
     def is_rank_0(self) -> bool:
@@ -60,6 +64,12 @@ class Transfer:
     @property
     def sends(self) -> bool:
         return any(bucket.receiver == self.rank for bucket in self.plan)
+
+    def changes(self, bucket: Bucket, data: Tensor) -> Changes | None:
+        """Return what changed in the flat bytes ``data`` of this rank's next bucket; None if it must be sent whole."""
+        assert self.sent_weights is not None
+        header = self.engines.first.header([(name, tensor.shape) for name, tensor in bucket])
+        return self.sent_weights.changes(data, item_bytes(header))
 
 
 class Strategy:
@@ -150,11 +160,18 @@ class Engines:
     """One or more engines. Each method calls all of them at the same time.
 
     ``runner`` runs the calls, so that this rank's threads can wait for them or do other work.
+
+    Attributes:
+        place_directly: whether every engine loads updates by direct placement.
     """
 
     def __init__(self, members: Sequence[EngineWeights], runner: AsyncRunner) -> None:
         self.members = tuple(members)
         self._runner = runner
+        self.place_directly = all(engine.places_directly for engine in members)
+        for engine in members:
+            # All engines receive the same bytes, so that one engine with SGLang's loader decides their form.
+            engine.places_directly = self.place_directly
 
     @classmethod
     def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
@@ -180,6 +197,11 @@ class Engines:
     @property
     def ranks(self) -> int:
         return sum(engine.ranks for engine in self.members)
+
+    @property
+    def take_changes(self) -> bool:
+        """Whether the engines can apply changes to the weights that they hold."""
+        return self.place_directly and not self.first.tensors.adds_one
 
     @cached_property
     def foreign_hosts(self) -> list[str]:

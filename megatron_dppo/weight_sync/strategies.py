@@ -23,14 +23,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo.engine.changes import changes_header
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.shared_buckets import shared_empty
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.network import is_loopback
 from megatron_dppo.system.scratch import private_name
-from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off, in_background
+from megatron_dppo.weight_sync.broadcast_group import (
+    Announcements,
+    BroadcastGroup,
+    call_off,
+    in_background,
+)
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     Bucket,
@@ -43,6 +51,9 @@ from megatron_dppo.weight_sync.engines import (
 )
 
 log = logging.getLogger(__name__)
+
+_WHOLE = -1
+"""Announced in place of the number of changes of a bucket that is sent whole."""
 
 
 class DistributedStrategy(Strategy):
@@ -64,6 +75,7 @@ class DistributedStrategy(Strategy):
         self._packer = Packer(transfer.engines.first.pieces)
         self._in_flight: Future[None] | None = None
         self._conducting: Future[None] | None = None
+        self._announcements: dict[str, Announcements] = {}
 
     def meeting_point(self) -> Any:
         """Return the address at which this rank's group meets; None on a rank that sends nothing."""
@@ -104,6 +116,11 @@ class DistributedStrategy(Strategy):
         """Wait for this rank's bucket before, then start the broadcast of this one."""
         assert self._group is not None
         data = self._packer.pack(bucket)
+        if self._transfer.sent_weights is not None:
+            changes = self._transfer.changes(bucket, data)
+            self._group.announce(_WHOLE if changes is None else changes.count)
+            if changes is not None:
+                data = torch.cat(changes.pieces())
         self._sent()
         self._in_flight = self._group.broadcast(data)
         return data.numel()
@@ -123,6 +140,7 @@ class DistributedStrategy(Strategy):
             self._call_off()
         self._in_flight = self._conducting = None
         self._points = []
+        self._announcements.clear()
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -160,9 +178,26 @@ class DistributedStrategy(Strategy):
         engines = self._transfer.engines
         name = self._points[planned.receiver][2]
         header = engines.first.planned_header(planned)
+        if self._transfer.sent_weights is not None:
+            count = self._announced_count(planned.receiver)
+            if count != _WHOLE:
+                header = changes_header(header, count)
         calls = engines.start(lambda e: e.receive(header, name))
         sender = f"trainer rank {planned.receiver}"
         self._all_arrive(calls, f"a broadcast of {header.bytes} bytes from {sender}")
+
+    def _announced_count(self, sender: int) -> int:
+        """Return how many changes the sender's next bucket has; _WHOLE if it is sent whole."""
+        address, port, name, _ = self._points[sender]
+        try:
+            if name not in self._announcements:
+                limit = self._transfer.timeout_s
+                self._announcements[name] = Announcements(address, port, limit)
+            return self._announcements[name].next()
+        except ENGINE_FAULTS:
+            # The other senders wait for engines that no call makes enter their broadcasts.
+            self._call_off()
+            raise
 
     def _all_arrive(self, calls: dict[str, Future[None]], step: str) -> None:
         self._transfer.engines.arrive(calls, self._transfer.timeout_s, step, self._call_off)
@@ -223,6 +258,7 @@ class TensorStrategy(Strategy):
                     "strategy distributed or disk"
                 )
         self._packer = Packer(transfer.engines.first.pieces)
+        self._compared = Packer(transfer.engines.first.pieces)
         self._in_flight: dict[str, Future[None]] = {}
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
@@ -233,7 +269,15 @@ class TensorStrategy(Strategy):
         """Copy the bucket where engines can open it, and have them load it after the previous one."""
         engines = self._transfer.engines
         header = engines.first.header([(name, tensor.shape) for name, tensor in bucket])
-        data = self._packer.copy(bucket, shared_empty)
+        changes = None
+        if self._transfer.sent_weights is not None:
+            changes = self._transfer.changes(bucket, self._compared.pack(bucket))
+        if changes is None:
+            data = self._packer.copy(bucket, shared_empty)
+        else:
+            header = changes_header(header, changes.count)
+            data = shared_empty(header.bytes, changes.values.device)
+            torch.cat(changes.pieces(), out=data)
         self.arrive()
         self._in_flight = engines.start(lambda e: e.receive_shared(header, data))
         return data.numel()

@@ -33,6 +33,7 @@ from megatron_dppo.weight_sync.engines import (
     Strategy,
     Transfer,
 )
+from megatron_dppo.weight_sync.sent_weights import SentWeights
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ class UpdateReport:
         stall_s: seconds from the pause of the engines to the commit.
         canary: comparison of log-probabilities; None if this update had none.
         network: bytes/s that can enter a node; None if the configuration does not state it.
+        sent_fraction: bytes sent over the bytes of all weights; None unless updates may send only changes.
     """
 
     version: int
@@ -210,6 +212,7 @@ class UpdateReport:
     stall_s: float
     canary: canary.CanaryReport | None = None
     network: float | None = None
+    sent_fraction: float | None = None
 
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {
@@ -226,6 +229,8 @@ class UpdateReport:
         }
         if self.network is not None:
             values[names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
+        if self.sent_fraction is not None:
+            values[names.UPDATE_SENT_FRACTION] = self.sent_fraction
         if self.canary is not None:
             values[names.CANARY_MAX] = self.canary.max_abs_diff
             values[names.CANARY_MEAN] = self.canary.mean_abs_diff
@@ -322,6 +327,8 @@ class WeightUpdater:
         default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0},
         init=False,
     )
+    _sent_weights: SentWeights | None = field(default=None, init=False)
+    _take_changes: bool = field(default=False, init=False)
     _digests: verification.Digests | None = field(default=None, init=False)
     _has_digests: bool = field(default=False, init=False)
 
@@ -342,6 +349,9 @@ class WeightUpdater:
         except ENGINE_FAULTS as fault:
             error = fault
         self._share(error, "no engine for weight updates")
+        if self.config.changes_only:
+            own_answer = self._engines is None or self._engines.take_changes
+            self._take_changes = all(self.source.all_gather(own_answer))
 
     def update(self, version: int) -> UpdateReport:
         """Send all weights and commit them as ``version``.
@@ -362,13 +372,14 @@ class WeightUpdater:
         phases, started = Phases(), time.perf_counter()
         self.fence()
         try:
-            compare_memory = self._is_memory_due(previous_version)
+            sends_changes = self._sends_changes(previous_version)
+            compare_memory = sends_changes or self._is_memory_due(previous_version)
             paused_at = self._begin(
                 phases, version, title, previous_version if compare_memory else None
             )
             if not verify:
                 self._keep_digests(None, exist=False)
-            sent, received, partials = self._stream(phases, verify)
+            sent, received, partials = self._stream(phases, verify, sends_changes=sends_changes)
             # Share failures only now: until the last bucket every rank is in the gathers, and none may leave them.
             self._with_strategy(phases, "arrive", Strategy.arrive)
             self._share(phases.error, title)
@@ -407,9 +418,11 @@ class WeightUpdater:
         current_time = time.perf_counter()
         between_nodes = self.source.bytes_between_nodes(self._plan or ())
         rate = self.config.network_gb_per_s
+        counts = count_bytes(facts, self.source.gather_bound(), between_nodes)
         return UpdateReport(
             version=version,
-            **count_bytes(facts, self.source.gather_bound(), between_nodes),
+            **counts,
+            sent_fraction=self._sent_fraction(counts["bytes"], whole_bytes=facts[0][5]),
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=tensors,
@@ -479,8 +492,14 @@ class WeightUpdater:
             return engines.interrupt()
         return engines.drain(self.config.timeout_s)
 
-    def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
-        """Gather all buckets and send those of this rank.
+    def _stream(
+        self,
+        phases: Phases,
+        verify: bool,
+        *,
+        sends_changes: bool,
+    ) -> tuple[int, int, list[Any] | None]:
+        """Gather all buckets and send those of this rank. ``sends_changes``: only what changed since the last update.
 
         Returns:
             The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
@@ -489,6 +508,8 @@ class WeightUpdater:
         expected_checksums = None
         if verify and self._engines is not None and self._sends():
             expected_checksums = verification.ExpectedByLayout(self._engines)
+        if self._sent_weights is not None:
+            self._sent_weights.begin(is_base=sends_changes)
         sent = received = 0
         buckets = self.source.gather(self._plan)
         while True:
@@ -533,6 +554,21 @@ class WeightUpdater:
     def _keep_digests(self, digests: verification.Digests | None, *, exist: bool) -> None:
         """Keep the expected checksums of the engines' weights on rank 0; every rank knows whether they exist."""
         self._digests, self._has_digests = digests, exist
+
+    def _sent_fraction(self, sent_bytes: int, *, whole_bytes: int) -> float | None:
+        """Return the bytes sent over those of all weights; None where every update sends all weights."""
+        if not self.config.changes_only:
+            return None
+        return sent_bytes / max(whole_bytes, 1)
+
+    def _sends_changes(self, previous_version: int | None) -> bool:
+        """Return whether the update sends changes to ``previous_version``; the same on every rank.
+
+        The engines must hold that version, which is then compared with the checksums that verified it.
+        """
+        if previous_version is None or not self._has_digests or self.leave_devices is not None:
+            return False
+        return self._take_changes
 
     def _is_memory_due(self, previous_version: int | None) -> bool:
         if not self.compare_before_every or previous_version is None or not self._has_digests:
@@ -634,9 +670,12 @@ class WeightUpdater:
         dtype = getattr(torch, self.source.dtype_name)
         limit = self.config.timeout_s
         folder = self.config.directory
+        if self.config.changes_only and self._sent_weights is None:
+            self._sent_weights = SentWeights()
+        sent_weights = self._sent_weights
         try:
             self._strategy = self._strategy_of(
-                Transfer(self.source.rank, engines, self._plan, dtype, limit, folder)
+                Transfer(self.source.rank, engines, self._plan, dtype, limit, folder, sent_weights)
             )
         except BaseException:
             engines.close()

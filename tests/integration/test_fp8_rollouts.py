@@ -225,9 +225,16 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
 def test_two_engine_ranks(tmp_path: Path, trained: Path) -> None:
     served = serve(save_model(tmp_path / "start", 0), quantization="fp8", tp_size=2)
     try:
-        updates = updater(served.weights(), Bf16Source(read(trained)))
+        weights = read(trained)
+        updates = updater(served.weights(), Bf16Source(weights), changes_only=True)
         assert updates.update(1).tensors == 2 * (21 + 2 * 4)
         assert_serves_fp8(served, trained, 1)
+        weights[O_PROJ] = weights[O_PROJ].clone()
+        weights[O_PROJ][0, :9] *= 2
+        report = updates.update(2)
+        assert report.verified
+        assert report.sent_fraction is not None
+        assert report.sent_fraction < 0.01
         updates.close()
     finally:
         served.process.kill()

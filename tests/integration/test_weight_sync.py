@@ -96,6 +96,49 @@ def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
     updates.close()
 
 
+def nudged(weights: Weights) -> Weights:
+    """The weights after a small step: one element of every tensor is another one."""
+    new: Weights = {}
+    for name, tensor in weights.items():
+        new[name] = tensor.clone()
+        new[name].view(-1)[3] += 1
+    return new
+
+
+class GatherInterruptedError(OSError):
+    """Ends a gather."""
+
+
+def end_the_gather() -> None:
+    raise GatherInterruptedError
+
+
+@pytest.mark.parametrize("strategy", ["distributed", "tensor"])
+def test_changes_reach_the_engine_and_an_interrupted_update_leaves_no_version(
+    served: Served, trained: Path, strategy: str
+) -> None:
+    old = read(trained)
+    new = nudged(old)
+    updates = updater(served.weights(), Source(old), strategy=strategy, changes_only=True)
+    assert updates.update(1).sent_fraction == 1.0
+    updates.source = Source(new)
+    report = updates.update(2)
+    assert report.verified
+    assert report.bytes == 8 * len(new)
+    assert report.sent_fraction is not None
+    assert report.sent_fraction < 0.01
+    updates.source = Source(nudged(new), between=end_the_gather)
+    with pytest.raises(GatherInterruptedError):
+        updates.update(3)
+    assert served.version() == "unverified-3"
+    with pytest.raises((TimeoutError, urllib.error.URLError)):
+        served.post("/generate", {"input_ids": PROMPT}, timeout=2)
+    updates.source = Source(old, model=trained)
+    assert updates.update(3).sent_fraction == 1.0
+    assert_serves(served, trained, 3)
+    updates.close()
+
+
 def swap_gate_and_up(new: Weights, old: Weights) -> Weights:
     gate, up = (f"model.layers.0.mlp.experts.3.{x}_proj.weight" for x in ("gate", "up"))
     return {**new, gate: new[up], up: new[gate]}
@@ -474,12 +517,12 @@ def expert_parallel(url: str, trained: str, served: str) -> list[dict[str, Any]]
             engine.on_the_way = wire
             return engine
 
-        updates = WeightUpdater(
-            TrainerWeights(trainer), WeightSyncConfig(), first_failure, open_engine, RUNNER
-        )
+        config = WeightSyncConfig(changes_only=True)
+        updates = WeightUpdater(TrainerWeights(trainer), config, first_failure, open_engine, RUNNER)
         updates.attach([url])
         try:
             outcomes.append(outcome(updates.update(60)))
+            outcomes[-1]["changed"] = updates.update(60).bytes
         except WeightUpdateError as error:
             outcomes.append({"error": str(error), "engines": list(error.engines)})
         outcomes[-1]["committed"] = updates.committed_version
@@ -505,7 +548,10 @@ def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -
     assert "layers.0.self_attn.qkv_proj.weight on engine rank 0" in failed["error"]
     size = sum(t.nbytes for t in read(trained).values())
     # Each rank sends its experts, and rank 0 the rest: nothing is exchanged between them.
+    changed = done.pop("changed")
     assert done == {"verified": True, "bytes": [size] * 3, "committed": 60}
+    # Nothing has changed: each rank sends one item of its bucket.
+    assert changed == 2 * 8
     assert_serves(served, trained, 60)
 
 
@@ -516,12 +562,14 @@ def test_two_engine_ranks(tmp_path: Path) -> None:
     weights = read(trained)
     served = serve(folder, tp_size=2)
     try:
-        updates = updater(served.weights(), Source(weights))
+        updates = updater(served.weights(), Source(weights), changes_only=True)
         report = updates.update(1)
         assert (report.verified, report.tensors) == (True, 2 * 21)
-        twice = weights["model.embed_tokens.weight"].nbytes
-        assert report.bytes == sum(t.nbytes for t in weights.values()) + twice
+        # The embedding is sent once, although the engine holds it twice.
+        assert report.bytes == sum(t.nbytes for t in weights.values())
         assert_serves(served, trained, 1)
+        updates.source = Source(nudged(weights))
+        assert updates.update(2).bytes == 8 * len(weights)
         updates.close()
     finally:
         served.process.kill()

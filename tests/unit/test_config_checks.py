@@ -384,6 +384,14 @@ REFUSED = [
         "rollout.max_staleness: got 1 with rollout.replay_from, expected 0",
     ),
     (
+        ["weight_sync.changes_only=true", "weight_sync.strategy=disk"],
+        "weight_sync.changes_only: got true with weight_sync.strategy disk",
+    ),
+    (
+        ["weight_sync.changes_only=true", "engine.placement=colocated"],
+        "weight_sync.changes_only: got true with engine.placement colocated",
+    ),
+    (
         ["engine.placement=colocated", "engine.urls=['http://a:3000']"],
         "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere",
     ),

@@ -1,0 +1,101 @@
+"""Buckets that hold only the items that changed, in SGLang's bucket format.
+
+A bucket's flat bytes are read as items of the size of its smallest dtype. Its changes are the positions of the items
+that differ from the base, the bytes of the same bucket in the update before, and their new values. In SGLang's format:
+a tensor of positions (int32), one empty tensor for each tensor of the whole bucket, and a tensor of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.engine.direct_loading import POSITIONS
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.shared_buckets import WireHeader
+
+VALUES = "megatron_dppo.changes.values"
+_ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_POSITION_BYTES = 4
+_MOST_ITEMS = 2**31 - 1
+
+
+class PositionError(EngineError, ValueError):
+    """A change lies outside of its bucket."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The items of a bucket that changed.
+
+    Attributes:
+        positions: int32 ``[n]``, counted in items from the start of the bucket's flat bytes; at least one.
+        values: the new items ``[n]``, as unsigned or signed integers of their size.
+    """
+
+    positions: Tensor
+    values: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.positions.numel()
+
+    def pieces(self) -> list[Tensor]:
+        """Return the flat bytes to send, in the order of ``changes_header``."""
+        return [self.positions.view(torch.uint8), self.values.view(torch.uint8)]
+
+
+def item_bytes(header: WireHeader) -> int:
+    """Return the size of the items of a whole bucket with this header."""
+    return min(getattr(torch, name).itemsize for name in header.dtypes)
+
+
+def changes_header(header: WireHeader, count: int) -> WireHeader:
+    """Return the header of ``count`` changed items of a bucket whose whole has ``header``."""
+    size = item_bytes(header)
+    values_dtype = str(_ITEMS[size]).removeprefix("torch.")
+    return WireHeader(
+        (POSITIONS, *header.names, VALUES),
+        ("int32", *header.dtypes, values_dtype),
+        ((count,), *((0,) for _ in header.names), (count,)),
+        count * (_POSITION_BYTES + size),
+    )
+
+
+def find_changes(data: Tensor, base: Tensor, item_bytes: int) -> Changes | None:
+    """Return the items of the flat bytes ``data`` that differ from ``base``; None if they are not fewer bytes.
+
+    Where nothing changed, the first item is sent again.
+    """
+    items = data.view(_ITEMS[item_bytes])
+    if items.numel() > _MOST_ITEMS:
+        return None
+    positions = _true_positions(items != base.view(items.dtype))
+    if positions.numel() * (_POSITION_BYTES + item_bytes) >= data.numel():
+        return None
+    if not positions.numel():
+        positions = positions.new_zeros(1)
+    return Changes(positions.to(torch.int32), items[positions])
+
+
+def _true_positions(mask: Tensor) -> Tensor:
+    """Return the positions of the true elements of a vector."""
+    if mask.is_cuda:
+        return mask.nonzero().view(-1)
+    # On a CPU torch's function visits element by element, numpy's passes over words of false ones.
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def apply_changes(data: Tensor, changes: Changes) -> None:
+    """Write the changed items into the flat bytes ``data``. Raises PositionError for a position outside of them."""
+    items = data.view(changes.values.dtype)
+    first, last = torch.aminmax(changes.positions)
+    if int(first) < 0 or int(last) >= items.numel():
+        raise PositionError(
+            f"weight update: changes at the items {int(first)} to {int(last)} were received for a bucket of "
+            f"{items.numel()} items"
+        )
+    items.index_copy_(0, changes.positions.long(), changes.values)

@@ -1,0 +1,481 @@
+"""Direct placement: a server copies the tensors of a weight update straight to their places in its own tensors.
+
+SGLang's own loader looks every tensor up in tables of names and calls a Python function for each expert; so do the
+starts of servers from a checkpoint. Updates of servers that ``engine.launch_server`` starts are loaded here, by
+``EngineTensors.parts``, the table of the checksums: a place that the table has wrong is found by the verification.
+
+SGLang's loader remains where the table does not describe the server's tensors: another model, an adapter's layers, a
+tensor that is not contiguous. The choice is made once for a server, and logged.
+
+All strategies call the ``load_weights`` of SGLang's model. Tensors that the model derives from loaded ones (``w_kc``
+and ``w_vc`` of latent attention) are derived once, at the end of an update. SGLang is called by its plugin hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_dppo.engine.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_dppo.engine.checksums import EnginePart, EngineTensors
+
+log = logging.getLogger(__name__)
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+LOADED = f"{_RUNNER}.maybe_precompile_model_kernels_after_loading"
+"""The method that SGLang calls next after it has loaded a model. SGLang applies hooks to a method once, and the CPU
+platform has hooks on ``load_model`` itself, which it registers later."""
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+BEGUN = f"{_UPDATER}.begin_weight_update"
+ENDED = f"{_UPDATER}.end_weight_update"
+RECEIVED = f"{_UPDATER}._receive_bucketed_weights_from_distributed"
+SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
+POSITIONS = "megatron_dppo.changes.positions"
+"""Name of the first tensor of a bucket that holds only changes."""
+_TENSORS_AT_ONCE = 1024
+"""Tensors of a folder that are read before they are copied."""
+
+
+class UnplaceableError(EngineError, ValueError):
+    """The server's tensors are not those of the table, or a received tensor is not one of the model."""
+
+
+class _Place(NamedTuple):
+    """The place of one block of a received tensor.
+
+    Attributes:
+        target: the view of the engine's tensor that holds the block; a vector where the block is one run of elements.
+        run: start and length of the block in the flat received tensor; None: the whole tensor, or no run.
+        cut: dimension, start and length of a block that is no run of elements; None for a run.
+        padding: the view of the engine's tensor that zeros fill; None where it has no padding.
+        part: the table's entry where the engine's values differ from the received ones; None where they are equal.
+    """
+
+    target: Tensor
+    run: tuple[int, int] | None = None
+    cut: tuple[int, int, int] | None = None
+    padding: Tensor | None = None
+    part: EnginePart | None = None
+
+
+class ReceivedBucket:
+    """The flat bytes of a received bucket, and the names, dtypes and shapes of the tensors in it."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        data: Tensor,
+    ) -> None:
+        self.names = names
+        self.dtypes = dtypes
+        self.shapes = [tuple(dims) for dims in shapes]
+        self.data = data
+
+    def flat_tensors(self) -> Sequence[Tensor]:
+        """Return the tensors as vectors."""
+        sizes = [math.prod(dims) for dims in self.shapes]
+        first_dtype = self.dtypes[0]
+        if all(dtype == first_dtype for dtype in self.dtypes):
+            return self.data.view(first_dtype).split(sizes)
+        byte_sizes = [n * dtype.itemsize for n, dtype in zip(sizes, self.dtypes, strict=True)]
+        chunks = self.data.split(byte_sizes)
+        return [chunk.view(dtype) for chunk, dtype in zip(chunks, self.dtypes, strict=True)]
+
+
+class TensorPlaces:
+    """The places of all tensors of a model in the tensors of one engine rank.
+
+    Args:
+        table: the tensors of the served model.
+        rank: the engine rank.
+        held_tensors: the rank's tensors, by SGLang's names.
+
+    Raises:
+        UnplaceableError: the rank does not hold the tensors of the table.
+    """
+
+    def __init__(
+        self,
+        table: EngineTensors,
+        rank: int,
+        held_tensors: Mapping[str, Tensor],
+    ) -> None:
+        from megatron_dppo.model.mapping import engine_inputs
+
+        self._shapes = {name: tuple(dims) for name, dims in table.shapes.items()}
+        self._places: dict[str, list[_Place]] = {}
+        self._repeated: set[str] = set()
+        self._addresses: dict[str, int] = {}
+        self._unfilled: list[Tensor] = []
+        flat_tensors = self._flat(table.sizes[rank], held_tensors)
+        filled_tensors: set[str] = set()
+        for name, parts in table.parts.items():
+            self._repeated.update(engine_inputs(table.shape, name)[1:])
+            own_parts = [part for part in parts if part.rank == rank]
+            filled_tensors.update(part.tensor for part in own_parts)
+            places: list[_Place] = []
+            for part in own_parts:
+                places.append(_place(part, self._shapes[name], flat_tensors[part.tensor]))
+            self._places[name] = places
+        for name, flat in flat_tensors.items():
+            if name not in filled_tensors:
+                self._unfilled.append(flat)
+
+    def is_current(self, held_tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether the rank's tensors are still at the addresses that the places have."""
+        for name, address in self._addresses.items():
+            tensor = held_tensors.get(name)
+            if tensor is None or tensor.data_ptr() != address:
+                return False
+        return True
+
+    def fill_padding(self) -> None:
+        """Write zeros to the tensors that no tensor of a checkpoint fills."""
+        for tensor in self._unfilled:
+            tensor.zero_()
+
+    def load(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the blocks of the tensors to their places.
+
+        Raises UnplaceableError for a tensor that the model does not have, or of another shape.
+        """
+        names: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        flat_tensors: list[Tensor] = []
+        for name, tensor in bucket:
+            names.append(name)
+            shapes.append(tuple(tensor.shape))
+            flat_tensors.append(tensor.reshape(-1))
+        self._copy(names, shapes, flat_tensors)
+
+    def load_received(self, bucket: ReceivedBucket) -> None:
+        """Copy the blocks of a bucket's tensors to their places; raises as ``load``."""
+        self._copy(bucket.names, bucket.shapes, bucket.flat_tensors())
+
+    def load_changes(self, bucket: ReceivedBucket) -> None:
+        """Apply the changes of a bucket (``engine/changes.py``) to the weights that the engine holds.
+
+        The bucket's present bytes are read from the engine's tensors, changed, and copied to their places. A rank reads
+        and copies only its own blocks.
+
+        Raises UnplaceableError for a tensor that the model does not have.
+        """
+        import torch
+
+        from megatron_dppo.engine.changes import Changes, apply_changes
+
+        positions, *_, values = bucket.flat_tensors()
+        names = bucket.names[1:-1]
+        unknown_names = [name for name in names if name not in self._places]
+        if unknown_names:
+            raise UnplaceableError(
+                f"weight update: changes of {unknown_names[0]} were received, expected a tensor of the model"
+            )
+        dtypes = bucket.dtypes[1:-1]
+        shapes = [self._shapes[name] for name in names]
+        size = sum(
+            math.prod(dims) * dtype.itemsize for dims, dtype in zip(shapes, dtypes, strict=True)
+        )
+        data = torch.empty(size, dtype=torch.uint8, device=positions.device)
+        flat_tensors = ReceivedBucket(names, dtypes, shapes, data).flat_tensors()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, dims, flat in zip(names, shapes, flat_tensors, strict=True):
+            for place in self._places[name]:
+                targets.append(_block(flat, dims, place))
+                sources.append(place.target)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        apply_changes(data, Changes(positions, values))
+        self._copy(names, shapes, flat_tensors)
+
+    def _copy(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        flat_tensors: Sequence[Tensor],
+    ) -> None:
+        """Copy the blocks of received tensors, given as vectors, to their places."""
+        import torch
+
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, dims, flat in zip(names, shapes, flat_tensors, strict=True):
+            places = self._places.get(name)
+            if places is None:
+                self._check_ignored(name)
+                continue
+            if dims != self._shapes[name]:
+                raise UnplaceableError(
+                    f"weight update: {name} was received with the shape {dims}, expected {self._shapes[name]}"
+                )
+            for place in places:
+                targets.append(place.target)
+                if place.part is None:
+                    sources.append(_block(flat, dims, place))
+                else:
+                    sources.append(place.part.cut(flat.view(dims), place.target.dtype))
+                if place.padding is not None:
+                    place.padding.zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _check_ignored(self, name: str) -> None:
+        """Raise unless ``name`` is the bucket that changes nothing, or repeats a tensor for SGLang's loader."""
+        if name in self._repeated or "rotary_emb.inv_freq" in name:
+            return
+        raise UnplaceableError(
+            f"weight update: {name} was received, expected a tensor of the model"
+        )
+
+    def _flat(
+        self,
+        sizes: Mapping[str, int],
+        held_tensors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Return the rank's tensors as vectors, after a comparison with the table's ``sizes``."""
+        flat_tensors: dict[str, Tensor] = {}
+        for name, size in sizes.items():
+            tensor = held_tensors.get(name)
+            if tensor is None or tensor.numel() != size or not tensor.is_contiguous():
+                held = "no tensor"
+                if tensor is not None:
+                    held = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+                raise UnplaceableError(
+                    f"{name}: the engine holds {held}, expected {size} contiguous elements"
+                )
+            self._addresses[name] = tensor.data_ptr()
+            flat_tensors[name] = tensor.detach().view(-1)
+        return flat_tensors
+
+
+def _place(part: EnginePart, dims: tuple[int, ...], flat: Tensor) -> _Place:
+    """Return the place of ``part``, a block of a tensor of the shape ``dims``, in the vector of its engine tensor."""
+    block = part.block
+    held_dims = list(dims)
+    held_dims[block.dim] = part.width
+    size = math.prod(held_dims)
+    region = flat[part.start : part.start + size]
+    if part.adds_one:
+        return _Place(region.view(held_dims), part=part)
+    is_whole = block.length == dims[block.dim]
+    if is_whole and part.width == block.length:
+        return _Place(region)
+    if block.dim == 0:
+        row = math.prod(dims[1:])
+        filled = block.length * row
+        padding = region[filled:] if filled < size else None
+        return _Place(region[:filled], run=(block.hf_start * row, filled), padding=padding)
+    shaped = region.view(held_dims)
+    padding = None
+    if part.width > block.length:
+        padding = shaped.narrow(block.dim, block.length, part.width - block.length)
+    target = shaped.narrow(block.dim, 0, block.length)
+    return _Place(target, cut=(block.dim, block.hf_start, block.length), padding=padding)
+
+
+def _block(flat: Tensor, dims: tuple[int, ...], place: _Place) -> Tensor:
+    """Return the view of a received tensor, given as a vector, that belongs at ``place``."""
+    if place.run is not None:
+        return flat.narrow(0, *place.run)
+    if place.cut is not None:
+        return flat.view(dims).narrow(*place.cut)
+    return flat
+
+
+class DirectLoader:
+    """Takes the place of ``load_weights`` of a server's ``model`` once the model is loaded.
+
+    Args:
+        model: SGLang's model.
+        rank: the engine rank.
+        read_table: reads the tensors of the served model.
+    """
+
+    def __init__(self, model: Any, rank: int, read_table: Callable[[], EngineTensors]) -> None:
+        self._model = model
+        self._rank = rank
+        self._read_table = read_table
+        self._own_loader = model.load_weights
+        self._table: EngineTensors | None = None
+        self._tensor_places: TensorPlaces | None = None
+        self._has_session = False
+        self._uses_own_loader = False
+        self._prepare()
+
+    @property
+    def places_directly(self) -> bool:
+        return not self._uses_own_loader
+
+    def begin(self) -> None:
+        """Open an update: SGLang may have replaced tensors since the last one."""
+        self._has_session = True
+        self._prepare()
+
+    def end(self) -> bool:
+        """Close an update. Returns whether the caller must derive the model's other tensors."""
+        self._has_session = False
+        return not self._uses_own_loader
+
+    def __call__(
+        self,
+        weights: ReceivedBucket | Iterable[tuple[str, Tensor]],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Load ``weights``. Outside of a session they are all tensors of the model, such as those of a folder."""
+        if not self._has_session:
+            self._prepare()
+        if self._tensor_places is None:
+            return self._own_loader(weights, *args, **options)
+        if not isinstance(weights, ReceivedBucket):
+            for group in _groups(weights):
+                self._tensor_places.load(group)
+        elif weights.names[0] == POSITIONS:
+            self._tensor_places.load_changes(weights)
+        else:
+            self._tensor_places.load_received(weights)
+        if not self._has_session and hasattr(self._model, "post_load_weights"):
+            self._model.post_load_weights()
+        return None
+
+    def _prepare(self) -> None:
+        """Make the places of the model's present tensors, unless the table does not describe them."""
+        if self._uses_own_loader:
+            return
+        held_tensors = dict(self._model.named_parameters())
+        held_tensors.update(self._model.named_buffers())
+        try:
+            if self._tensor_places is None or not self._tensor_places.is_current(held_tensors):
+                if self._table is None:
+                    self._table = self._read_table()
+                self._tensor_places = TensorPlaces(self._table, self._rank, held_tensors)
+        except (OSError, ValueError) as error:
+            log.info("weight updates are loaded by SGLang's own loader: %s", error)
+            self._uses_own_loader = True
+            self._tensor_places = None
+            return
+        self._tensor_places.fill_padding()
+
+
+def _groups(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    remaining = iter(weights)
+    while group := list(islice(remaining, _TENSORS_AT_ONCE)):
+        yield group
+
+
+def register() -> None:
+    """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOADED, load_updates_directly, HookType.AFTER)
+    HookRegistry.register(BEGUN, begin_update, HookType.AFTER)
+    HookRegistry.register(ENDED, end_update, HookType.AROUND)
+    HookRegistry.register(RECEIVED, receive_bucket, HookType.AROUND)
+    HookRegistry.register(SHARED, load_shared_bucket, HookType.AROUND)
+
+
+def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
+    """Give the model that ``runner`` has loaded a DirectLoader."""
+    if runner.is_draft_worker:
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    arguments = runner.server_args
+    folder = str(runner.model_config.model_path)
+
+    def read_table() -> EngineTensors:
+        from megatron_dppo.engine.checksums import EngineTensors
+        from megatron_dppo.model.families import load_model_shape
+
+        return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict())
+
+    rank = get_parallel().tp_rank
+    runner.model.load_weights = DirectLoader(runner.model, rank, read_table)
+
+
+def begin_update(result: Any, updater: Any) -> None:
+    """Open the update in the DirectLoader of the ``updater``'s model."""
+    loader = updater.get_model().load_weights
+    if isinstance(loader, DirectLoader):
+        loader.begin()
+
+
+def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
+    """Let SGLang derive the model's other tensors after an update that its loader did not load."""
+    loader = updater.get_model().load_weights
+    if isinstance(loader, DirectLoader):
+        run_post_load = loader.end() or run_post_load
+    original(updater, run_post_load=run_post_load)
+
+
+def receive_bucket(
+    original: Callable[..., Any],
+    updater: Any,
+    *,
+    names: Sequence[str],
+    dtypes: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    group_name: str,
+) -> Any:
+    """Receive the flat bytes of a broadcast bucket, without SGLang's tensor by tensor."""
+    import torch
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    if not places_directly(updater.get_model()):
+        return original(updater, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name)
+    types = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
+    size = 0
+    for dims, dtype in zip(shapes, types, strict=True):
+        size += math.prod(dims) * dtype.itemsize
+    # On a CPU, SGLang's bucket has the memory of the bucket before.
+    received = FlattenedTensorBucket.empty(["bytes"], ["uint8"], [[size]], updater.device)
+    data = received.get_flattened_tensor()
+    torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
+    return ReceivedBucket(names, types, shapes, data)
+
+
+def load_shared_bucket(
+    original: Callable[..., tuple[bool, str]],
+    updater: Any,
+    flattened_tensor_bucket_dict: Mapping[str, Any],
+) -> tuple[bool, str]:
+    """Load a bucket from shared memory, which the sender uses again after the answer.
+
+    A bucket that has no place is answered with an error: the exception would end the server.
+    """
+    import torch
+
+    loader = updater.get_model().load_weights
+    if not places_directly(updater.get_model()):
+        return original(updater, flattened_tensor_bucket_dict)
+    entries = flattened_tensor_bucket_dict["metadata"]
+    bucket = ReceivedBucket(
+        [entry.name for entry in entries],
+        [entry.dtype for entry in entries],
+        [entry.shape for entry in entries],
+        flattened_tensor_bucket_dict["flattened_tensor"],
+    )
+    try:
+        loader(bucket)
+    except EngineError as error:
+        return False, str(error)
+    if bucket.data.is_cuda:
+        torch.cuda.current_stream(bucket.data.device).synchronize()
+    return True, "Success"
+
+
+def places_directly(model: Any) -> bool:
+    """Return whether weight updates of ``model`` are loaded by direct placement."""
+    loader = model.load_weights
+    return isinstance(loader, DirectLoader) and loader.places_directly

@@ -1,0 +1,41 @@
+"""The bytes that a trainer rank sent last, from which the next update sends only the changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.engine.changes import Changes, find_changes
+
+
+class SentWeights:
+    """The flat bytes of this rank's buckets in the last update, in host memory, pinned for a GPU.
+
+    The memory is as large as the weights that this rank sends. It is written while an update is sent: after a failure
+    the bytes are no version's, and the next update must be sent whole.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[Tensor] = []
+        self._next_bucket = 0
+        self._is_base = False
+
+    def begin(self, *, is_base: bool) -> None:
+        """Start an update. ``is_base``: the engines hold the weights of the update before, which had the same plan."""
+        self._next_bucket = 0
+        self._is_base = is_base
+
+    def changes(self, data: Tensor, item_bytes: int) -> Changes | None:
+        """Keep the flat bytes of the next bucket, and return what changed; None if the bucket must be sent whole."""
+        position = self._next_bucket
+        self._next_bucket += 1
+        if position == len(self._buckets):
+            kept = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=data.is_cuda)
+            self._buckets.append(kept.copy_(data))
+            return None
+        kept = self._buckets[position]
+        found = None
+        if self._is_base:
+            found = find_changes(data, kept.to(data.device), item_bytes)
+        kept.copy_(data)
+        return found

@@ -1,0 +1,223 @@
+"""Direct placement in an engine's tensors: the bytes are those of the checksums, for every family and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo import block_fp8
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.engine.direct_loading import (
+    DirectLoader,
+    ReceivedBucket,
+    TensorPlaces,
+    UnplaceableError,
+    end_update,
+)
+from megatron_dppo.model.families import FAMILIES, load_model_shape
+from megatron_dppo.model.mapping import hf_tensors, own_dtypes
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+from tests.tiny_models import save_tiny_model
+from tests.unit import test_engine_rows, test_fp8_engine
+from tests.unit.test_engine_checksums import model_shape
+
+DTYPE = torch.bfloat16
+Bucket = list[tuple[str, Tensor]]
+
+
+def weights(shape: ModelShape) -> Bucket:
+    torch.manual_seed(0)
+    own = own_dtypes(shape)
+    bucket: Bucket = []
+    for name, dims in hf_tensors(shape).items():
+        dtype = getattr(torch, own[name]) if name in own else DTYPE
+        bucket.append((name, torch.randn(dims).to(dtype)))
+    return bucket
+
+
+def digests(table: EngineTensors, bucket: Bucket) -> list[dict[str, str]]:
+    expected = ExpectedChecksums(table, DTYPE)
+    expected.add(bucket)
+    return expected.digests([expected.partial()])
+
+
+def held(table: EngineTensors, rank: int) -> dict[str, Tensor]:
+    """The rank's tensors, with arbitrary contents that are not zero."""
+    tensors: dict[str, Tensor] = {}
+    for name, size in table.sizes[rank].items():
+        tensors[name] = torch.full((size,), 7.0).to(table.dtype_of(name, DTYPE))
+    return tensors
+
+
+def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: tiled_hash(tensor) for name, tensor in tensors.items()}
+
+
+def received(bucket: Bucket) -> ReceivedBucket:
+    """The bucket as a server receives it: flat bytes, largest items first."""
+    ordered = sorted(bucket, key=lambda item: -item[1].itemsize)
+    data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in ordered])
+    names = [name for name, _ in ordered]
+    dtypes = [tensor.dtype for _, tensor in ordered]
+    return ReceivedBucket(names, dtypes, [tensor.shape for _, tensor in ordered], data)
+
+
+def assert_places(table: EngineTensors, bucket: Bucket) -> None:
+    for rank, expected in enumerate(digests(table, bucket)):
+        tensors = held(table, rank)
+        places = TensorPlaces(table, rank, tensors)
+        places.fill_padding()
+        for start in range(0, len(bucket), 5):
+            places.load_received(received(bucket[start : start + 5]))
+        assert hashes(tensors) == expected
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family(tmp_path: Path, family: str) -> None:
+    shape = load_model_shape(save_tiny_model(tmp_path, family))
+    bucket = weights(shape)
+    most_ranks = FAMILIES[family].most_engine_ranks or 2
+    for device in ("cpu", "cuda"):
+        for ranks in range(1, most_ranks + 1):
+            assert_places(EngineTensors(shape, ranks, device), bucket)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_that_share_heads_and_hold_only_padding_of_the_vocabulary(tied: bool) -> None:
+    shape = model_shape(tied=tied, vocab=100)
+    assert_places(EngineTensors(shape, 4, "cpu"), weights(shape))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_block_fp8(ranks: int) -> None:
+    shape = test_fp8_engine.model_shape()
+    encoded: Bucket = []
+    for name, tensor in weights(shape):
+        encoded += block_fp8.encode(name, tensor)
+    assert_places(EngineTensors(shape, ranks, "cpu", quantized=True), encoded)
+
+
+rows_of_each_kind = test_engine_rows.family
+
+
+@pytest.mark.usefixtures("rows_of_each_kind")
+def test_rows_of_each_kind() -> None:
+    shape = replace(model_shape(), num_layers=2, dtype="bfloat16")
+    assert_places(EngineTensors(shape), weights(shape))
+
+
+def test_a_repeated_tensor_and_the_probe_change_nothing() -> None:
+    shape = model_shape(tied=True)
+    table = EngineTensors(shape)
+    bucket = weights(shape)
+    tensors = held(table, 0)
+    places = TensorPlaces(table, 0, tensors)
+    places.load(bucket)
+    places.load([("rotary_emb.inv_freq", torch.ones(1))])
+    # SGLang's loader receives the tied embedding of a mixture a second time, as the output matrix.
+    places.load([("lm_head.weight", torch.zeros(100, 8))])
+    assert hashes(tensors) == digests(table, bucket)[0]
+
+
+@pytest.mark.parametrize(
+    "fault", [("model.layers.0.unknown", (1,)), ("model.norm.weight", (9,))], ids=["name", "shape"]
+)
+def test_a_tensor_without_a_place_is_refused(fault: tuple[str, tuple[int, ...]]) -> None:
+    name, dims = fault
+    table = EngineTensors(model_shape())
+    places = TensorPlaces(table, 0, held(table, 0))
+    with pytest.raises(UnplaceableError, match=name):
+        places.load([(name, torch.zeros(dims))])
+
+
+class Model(torch.nn.Module):
+    """SGLang's model: tensors by name, a loader of its own, and a tensor that is derived from loaded ones."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.loaded: list[str] = []
+        self.derived: list[float] = []
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
+        yield from self.tensors.items()
+
+    def load_weights(self, bucket: Bucket) -> None:
+        self.loaded += [name for name, _ in bucket]
+
+    def post_load_weights(self) -> None:
+        self.derived.append(float(self.tensors["model.norm.weight"][0]))
+
+
+class Updater:
+    def __init__(self, model: Model) -> None:
+        self.get_model = lambda: model
+        self.ended: list[bool] = []
+
+    def end(self, _: Any, *, run_post_load: bool) -> None:
+        self.ended.append(run_post_load)
+
+
+def served(tensors: dict[str, Tensor]) -> tuple[Model, DirectLoader]:
+    model = Model(tensors)
+    loader = DirectLoader(model, 0, lambda: EngineTensors(model_shape()))
+    model.load_weights = loader  # type: ignore[method-assign,assignment]
+    return model, loader
+
+
+def test_tensors_are_derived_once_at_the_end_of_a_session() -> None:
+    bucket = weights(model_shape())
+    model, loader = served(held(EngineTensors(model_shape()), 0))
+    loader.begin()
+    for item in bucket:
+        loader([item])
+    assert not model.derived
+    updater = Updater(model)
+    end_update(updater.end, updater, run_post_load=False)
+    assert updater.ended == [True]
+    assert not model.loaded
+
+
+def test_a_folder_is_loaded_outside_of_a_session() -> None:
+    bucket = weights(model_shape())
+    model, loader = served(held(EngineTensors(model_shape()), 0))
+    loader(iter(bucket))
+    assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
+    assert model.derived == [float(dict(bucket)["model.norm.weight"][0])]
+
+
+def test_tensors_that_were_replaced_between_updates_are_found() -> None:
+    bucket = weights(model_shape())
+    table = EngineTensors(model_shape())
+    model, loader = served(held(table, 0))
+    loader(bucket)
+    name = "model.layers.0.mlp.experts.w13_weight"
+    model.tensors[name] = torch.zeros_like(model.tensors[name])
+    loader.begin()
+    loader(bucket)
+    assert hashes(model.tensors) == digests(table, bucket)[0]
+
+
+@pytest.mark.parametrize("fault", ["missing", "larger", "transposed"])
+def test_another_model_keeps_sglangs_loader(fault: str) -> None:
+    tensors = held(EngineTensors(model_shape()), 0)
+    name = "model.layers.0.mlp.experts.w2_weight"
+    tensor = tensors.pop(name)
+    if fault == "larger":
+        tensors[name] = torch.cat([tensor, tensor])
+    elif fault == "transposed":
+        tensors[name] = tensor.view(8, -1).t()
+    model, loader = served(tensors)
+    loader.begin()
+    loader([("model.norm.weight", torch.zeros(8))])
+    assert model.loaded == ["model.norm.weight"]
+    updater = Updater(model)
+    end_update(updater.end, updater, run_post_load=False)
+    assert updater.ended == [False]

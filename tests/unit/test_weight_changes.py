@@ -1,0 +1,408 @@
+"""Updates that send only what changed: the changes of a bucket, their place in an engine, and when all is sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo import block_fp8
+from megatron_dppo.checkpoint_conversion.gathering import Gathered
+from megatron_dppo.engine.broadcast_group import CALLED_OFF
+from megatron_dppo.engine.changes import (
+    POSITIONS,
+    Changes,
+    PositionError,
+    apply_changes,
+    changes_header,
+    find_changes,
+    item_bytes,
+)
+from megatron_dppo.engine.checksums import EngineTensors
+from megatron_dppo.engine.client import HttpClient
+from megatron_dppo.engine.direct_loading import ReceivedBucket, TensorPlaces, UnplaceableError
+from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.system.network import listening_store
+from megatron_dppo.weight_sync.broadcast_group import (
+    Announcements,
+    BroadcastGroup,
+    CalledOffError,
+    ConnectionBrokenError,
+)
+from megatron_dppo.weight_sync.sent_weights import SentWeights
+from megatron_dppo.weight_sync.transaction import (
+    AlteredEngineError,
+    WeightUpdateError,
+    WeightUpdater,
+)
+from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.unit import test_fp8_engine, test_weight_sync
+from tests.unit.test_direct_loading import Bucket, digests, hashes, held, received, weights
+from tests.unit.test_engine_checksums import model_shape
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.int8), (2, torch.int16), (4, torch.int32)])
+def test_changes_turn_the_base_into_the_new_bytes(size: int, dtype: torch.dtype) -> None:
+    base = torch.arange(100).to(dtype)
+    new = base.clone()
+    new[[0, 7, 99]] += 1
+    changes = find_changes(new.view(torch.uint8), base.view(torch.uint8), size)
+    assert changes is not None
+    assert changes.positions.tolist() == [0, 7, 99]
+    assert sum(piece.numel() for piece in changes.pieces()) == 3 * (4 + size)
+    apply_changes(base.view(torch.uint8), changes)
+    assert torch.equal(base, new)
+
+
+def test_changes_that_are_not_fewer_bytes_are_none() -> None:
+    base = torch.zeros(60, dtype=torch.uint8)
+    new = base.clone()
+    new[:12] = 1
+    # Each of 12 items of one byte takes five.
+    assert find_changes(new, base, 1) is None
+    new[11] = 0
+    changes = find_changes(new, base, 1)
+    assert changes is not None
+    assert changes.count == 11
+
+
+def test_of_equal_bytes_the_first_item_is_sent() -> None:
+    data = torch.arange(24, dtype=torch.uint8)
+    changes = find_changes(data, data.clone(), 2)
+    assert changes is not None
+    assert (changes.count, changes.values.view(torch.uint8).tolist()) == (1, [0, 1])
+
+
+@pytest.mark.parametrize("position", [-1, 6])
+def test_a_position_outside_of_the_bucket_is_refused(position: int) -> None:
+    changes = Changes(
+        torch.tensor([position], dtype=torch.int32), torch.zeros(1, dtype=torch.int16)
+    )
+    with pytest.raises(PositionError, match=str(position)):
+        apply_changes(torch.zeros(12, dtype=torch.uint8), changes)
+
+
+def test_sglangs_bucket_format_has_aligned_tensors_and_all_bytes() -> None:
+    header = WireHeader(("a", "b"), ("float32", "bfloat16"), ((3,), (5,)), 22)
+    assert item_bytes(header) == 2
+    changed = changes_header(header, 3)
+    assert changed.names[0] == POSITIONS
+    assert changed.bytes == 3 * 4 + 3 * 2
+    end = 0
+    for name, dims in zip(changed.dtypes, changed.shapes, strict=True):
+        size = getattr(torch, name).itemsize
+        assert end % size == 0
+        end += torch.Size(dims).numel() * size
+    assert end == changed.bytes
+
+
+def control(table: EngineTensors) -> EngineWeights:
+    client = HttpClient("http://127.0.0.1:1", "user", "admin")
+    engine = EngineWeights(client, table, torch.bfloat16, timeout_s=1)
+    engine.places_directly = True
+    return engine
+
+
+def changed_bucket(engine: EngineWeights, new: Bucket, base: Bucket) -> ReceivedBucket:
+    """The changes of a bucket as a server receives them."""
+    header = engine.header([(name, tensor.shape) for name, tensor in new])
+    flat_new, flat_base = (torch.cat(engine.pieces(bucket)) for bucket in (new, base))
+    changes = find_changes(flat_new, flat_base, item_bytes(header))
+    assert changes is not None
+    changed = changes_header(header, changes.count)
+    dtypes = [getattr(torch, name) for name in changed.dtypes]
+    return ReceivedBucket(changed.names, dtypes, changed.shapes, torch.cat(changes.pieces()))
+
+
+def trained(base: Bucket) -> Bucket:
+    """The bucket with every seventh element of each tensor changed."""
+    new: Bucket = []
+    for name, tensor in base:
+        moved = tensor.clone()
+        moved.view(-1)[::7] *= -1
+        new.append((name, moved))
+    return new
+
+
+def encoded(bucket: Bucket) -> Bucket:
+    quantized: Bucket = []
+    for name, tensor in bucket:
+        quantized += block_fp8.encode(name, tensor)
+    return sorted(quantized, key=lambda item: -item[1].itemsize)
+
+
+class Served:
+    """One rank's tensors, loaded with ``base``."""
+
+    def __init__(self, table: EngineTensors, rank: int, base: Bucket) -> None:
+        self.tensors = held(table, rank)
+        self.places = TensorPlaces(table, rank, self.tensors)
+        self.places.fill_padding()
+        self.places.load_received(received(base))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["tied", "fp8", "dense"])
+def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) -> None:
+    quantized = kind == "fp8"
+    if quantized:
+        shape = test_fp8_engine.model_shape()
+    else:
+        shape = model_shape("qwen2" if kind == "dense" else "qwen3_moe", tied=kind == "tied")
+    table = EngineTensors(shape, ranks, "cpu", quantized=quantized)
+    start = weights(shape)
+    base, new = start, trained(start)
+    if quantized:
+        base, new = encoded(base), encoded(new)
+    for rank, expected in enumerate(digests(table, new)):
+        served = Served(table, rank, base)
+        served.places.load_changes(changed_bucket(control(table), new, base))
+        assert hashes(served.tensors) == expected
+
+
+def altered(table: EngineTensors, served: Served, new: Bucket) -> set[str]:
+    """Names of the engine's tensors that verification finds to differ from ``new``."""
+    mismatches = compare_checksums(digests(table, new), [hashes(served.tensors)])
+    return {mismatch.tensor for mismatch in mismatches}
+
+
+def test_a_stale_tensor_of_the_base_is_named() -> None:
+    shape = model_shape()
+    table = EngineTensors(shape)
+    base = weights(shape)
+    new = trained(base)
+    stale = "model.layers.0.mlp.gate.weight"
+    served = Served(table, 0, [(n, t + 1 if n == stale else t) for n, t in base])
+    served.places.load_changes(changed_bucket(control(table), new, base))
+    assert altered(table, served, new) == {stale}
+
+
+def test_swapped_blocks_of_positions_are_named() -> None:
+    shape = model_shape()
+    table = EngineTensors(shape)
+    base = weights(shape)
+    first, second = "model.layers.0.mlp.gate.weight", "model.norm.weight"
+    new: Bucket = []
+    for name, tensor in base:
+        moved = tensor.clone()
+        if name in (first, second):
+            moved.view(-1)[:4] += 1
+        new.append((name, moved))
+    served = Served(table, 0, base)
+    bucket = changed_bucket(control(table), new, base)
+    positions = bucket.data[: 8 * 4].view(torch.int32)
+    positions.copy_(positions.roll(4))
+    served.places.load_changes(bucket)
+    assert altered(table, served, new) == {first, second}
+
+
+def test_changes_of_an_unknown_tensor_are_refused() -> None:
+    table = EngineTensors(model_shape())
+    served = Served(table, 0, weights(model_shape()))
+    same: Bucket = [("model.norm.weight", torch.zeros(8).bfloat16())]
+    bucket = changed_bucket(control(table), same, same)
+    bucket.names = (POSITIONS, "model.other.weight", bucket.names[-1])
+    with pytest.raises(UnplaceableError, match=r"model\.other\.weight"):
+        served.places.load_changes(bucket)
+
+
+def test_a_bucket_is_sent_whole_without_a_base() -> None:
+    sent = SentWeights()
+    first = torch.arange(40, dtype=torch.uint8)
+    second = first.clone()
+    second[3] += 1
+    sent.begin(is_base=True)
+    assert sent.changes(first, 1) is None
+    sent.begin(is_base=True)
+    changes = sent.changes(second, 1)
+    assert changes is not None
+    assert changes.positions.tolist() == [3]
+    # After a failure the kept bytes are no version's.
+    sent.begin(is_base=False)
+    assert sent.changes(first, 1) is None
+    sent.begin(is_base=True)
+    changes = sent.changes(second, 1)
+    assert changes is not None
+    assert changes.positions.tolist() == [3]
+
+
+class Source(test_weight_sync.Source):
+    """Two buckets of one tensor, which ``train`` changes in one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = {"a": torch.ones(50), "b": torch.ones(60)}
+
+    def train(self) -> None:
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = tensor.clone()
+            self.tensors[name][5] += 1
+
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[PlannedBucket]:
+        return [
+            PlannedBucket((TensorSources(name, t.shape, ()),)) for name, t in self.tensors.items()
+        ]
+
+    def gather(self, plan: Any) -> Iterator[Gathered]:
+        for item in self.tensors.items():
+            yield Gathered([item])
+
+
+class Engine(test_weight_sync.Engine):
+    """Notes how many bytes of each bucket it was sent."""
+
+    places_directly = True
+    tensors: Any = SimpleNamespace(adds_one=False)
+
+    def __init__(self, url: str = test_weight_sync.A) -> None:
+        super().__init__(url)
+        self.sent: list[int] = []
+        self.held = dict.fromkeys("ab", "1")
+
+    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
+        plain = super().header(tensors)
+        shapes = tuple(tuple(dims) for _, dims in tensors)
+        return WireHeader(plain.names, ("float32",) * len(tensors), shapes, plain.bytes)
+
+    def planned_header(self, bucket: PlannedBucket) -> WireHeader:
+        return self.header([(tensor.name, tensor.shape) for tensor in bucket.tensors])
+
+    async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
+        self.step("load")
+        assert data.numel() == header.bytes
+        self.sent.append(data.numel())
+
+
+WHOLE, CHANGED = [200, 240], [8, 8]
+
+
+def connected(*engines: Engine, **config: Any) -> tuple[WeightUpdater, Source]:
+    source = Source()
+    return test_weight_sync.updater(*engines, source=source, changes_only=True, **config), source
+
+
+def sizes_of(engine: Engine, updates: WeightUpdater, source: Source, version: int) -> list[int]:
+    engine.sent.clear()
+    source.train()
+    updates.update(version)
+    return engine.sent
+
+
+def test_the_second_update_of_a_server_sends_changes() -> None:
+    engine = Engine()
+    updates, source = connected(engine)
+    assert updates.update(1).sent_fraction == 1.0
+    assert engine.sent == WHOLE
+    assert sizes_of(engine, updates, source, 2) == CHANGED
+    source.train()
+    report = updates.update(3)
+    assert report.bytes == sum(CHANGED)
+    assert report.sent_fraction == sum(CHANGED) / sum(WHOLE)
+    assert report.metrics()["weights/sent_fraction"] == report.sent_fraction
+
+
+def test_whole_weights_are_sent_after_a_failure_and_to_a_new_server() -> None:
+    engine = Engine()
+    updates, source = connected(engine)
+    updates.update(1)
+    engine.failing = "end"
+    with pytest.raises(WeightUpdateError):
+        sizes_of(engine, updates, source, 2)
+    assert engine.sent == CHANGED
+    assert updates.committed_version is None
+    engine.failing = None
+    assert sizes_of(engine, updates, source, 2) == WHOLE
+    assert sizes_of(engine, updates, source, 3) == CHANGED
+    updates.attach([engine.url])
+    assert sizes_of(engine, updates, source, 4) == WHOLE
+
+
+def test_a_refused_update_keeps_the_base() -> None:
+    engine = Engine()
+    updates, source = connected(engine)
+    updates.update(1)
+    engine.idle = False
+    with pytest.raises(WeightUpdateError):
+        updates.update(2)
+    engine.idle = True
+    assert sizes_of(engine, updates, source, 2) == CHANGED
+
+
+def test_an_engine_without_the_base_is_named_and_sent_nothing() -> None:
+    engine = Engine()
+    updates, source = connected(engine)
+    updates.update(1)
+    engine.held = {"a": "1", "b": "other"}
+    with pytest.raises(AlteredEngineError, match=r"version 1.*b on engine rank 0"):
+        sizes_of(engine, updates, source, 2)
+    assert engine.sent == []
+    engine.held = dict.fromkeys("ab", "1")
+    assert sizes_of(engine, updates, source, 2) == WHOLE
+
+
+def test_a_wrong_checksum_of_the_base_is_named() -> None:
+    engine = Engine()
+    updates, source = connected(engine)
+    updates.update(1)
+    assert updates._digests is not None
+    for by_rank in updates._digests.values():
+        by_rank[0]["a"] = "wrong"  # type: ignore[index]
+    with pytest.raises(AlteredEngineError, match="a on engine rank 0: expected wrong"):
+        sizes_of(engine, updates, source, 2)
+    assert engine.sent == []
+
+
+def test_an_unverified_update_is_no_base() -> None:
+    engine = Engine()
+    updates, source = connected(engine, verify_every=2)
+    updates.update(1)
+    assert sizes_of(engine, updates, source, 2) == CHANGED  # to version 1, which was verified
+    assert sizes_of(engine, updates, source, 3) == WHOLE
+
+
+def test_servers_with_sglangs_loader_are_sent_whole_weights() -> None:
+    engine, other = Engine(), Engine(test_weight_sync.B)
+    other.places_directly = False
+    updates, source = connected(engine, other)
+    updates.update(1)
+    assert sizes_of(engine, updates, source, 2) == WHOLE
+
+
+@pytest.fixture
+def sender() -> BroadcastGroup:
+    """A sender's end of a group that no engine joins."""
+    group = BroadcastGroup.__new__(BroadcastGroup)
+    group.address = "127.0.0.1"
+    limit = timedelta(seconds=60)
+    group._store = listening_store(group.address, 0, 2, limit, wait_for_workers=False)
+    group.port = group._store.port
+    group._announced = 0
+    return group
+
+
+def test_announcements_are_read_in_order(sender: BroadcastGroup) -> None:
+    values = [3, -1, 0]
+    threading.Timer(0.05, lambda: [sender.announce(value) for value in values]).start()
+    announcements = Announcements(sender.address, sender.port, 60.0)
+    assert [announcements.next() for _ in values] == values
+
+
+def test_rank_0_does_not_wait_for_a_sender_that_called_off(sender: BroadcastGroup) -> None:
+    announcements = Announcements(sender.address, sender.port, 60.0)
+    sender._store.set(CALLED_OFF, "1")
+    with pytest.raises(CalledOffError):
+        announcements.next()
+
+
+def test_a_sender_that_announces_nothing_fails_in_time(sender: BroadcastGroup) -> None:
+    with pytest.raises(ConnectionBrokenError, match="0 s"):
+        Announcements(sender.address, sender.port, 0.01).next()
