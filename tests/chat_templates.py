@@ -281,6 +281,8 @@ PUBLISHED: dict[str, PublishedTemplate] = {
     "glm4_moe": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
     "glm4_moe_lite": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
     "minimax_m2": PublishedTemplate(MINIMAX, opened="<think>\n"),
+    "qwen3_next": PublishedTemplate(QWEN2.replace("You are helpful.", ""), call=_HERMES),
+    "qwen3_next, thinking": PublishedTemplate(QWEN3_THINKING, opened="<think>\n", call=_HERMES),
     "mixtral": PublishedTemplate(MIXTRAL, "sentencepiece", begin=" "),
     "these tests'": PublishedTemplate(CHAT_TEMPLATE),
 }

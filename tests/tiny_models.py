@@ -31,8 +31,12 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
+ONE_PLUS = ("qwen3_next",)
+"""Families whose norms multiply by 1 + their weight, except those of delta nets."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -177,15 +181,34 @@ def save_tiny_model(
             "intermediate_size": hidden,
         },
     )
+    builders["qwen3_next"] = (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            **moe,
+            "head_dim": 32,
+            "shared_expert_intermediate_size": hidden,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "full_attention_interval": min(layers, 4),
+        },
+    )
     config_class, model_class, extra = builders[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**common, **rope, **extra, **overrides}))
     with torch.no_grad():
         for name, p in model.named_parameters():
             scale = 0.2 if "mlp.gate." in name or "shared_expert_gate" in name else 0.08
-            p.copy_(
-                1 + 0.1 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * scale
-            )
+            if name.endswith("A_log"):
+                p.copy_(2 * torch.rand_like(p))
+            elif "norm" not in name:
+                p.copy_(scale * torch.randn_like(p))
+            elif family in ONE_PLUS and not name.endswith("linear_attn.norm.weight"):
+                p.copy_(0.1 * torch.randn_like(p))
+            else:
+                p.copy_(1 + 0.1 * torch.randn_like(p))
         biases = {}
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

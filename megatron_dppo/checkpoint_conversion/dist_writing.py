@@ -267,6 +267,16 @@ def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
     return torch.cat([s.of_hf(sources[s.hf_name]) for s in chunk_segments])
 
 
+_OF_OTHER_MODULES = (
+    ".shared_experts.gate_weight",
+    ".self_attention.A_log",
+    ".self_attention.conv1d.weight",
+    ".self_attention.dt_bias",
+    ".self_attention.out_norm.weight",
+)
+"""Ends of the names of parameters in modules that are not Transformer Engine's."""
+
+
 def _extra_states(shape: ModelShape) -> Iterable[str]:
     """Keys of the modules' extra states: one object for each layer, or for each layer and expert."""
     keys: dict[str, None] = {}
@@ -276,7 +286,7 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
         # Only Transformer Engine's modules have an extra state.
         if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
             continue
-        if p.name.endswith(".shared_experts.gate_weight"):
+        if p.name.endswith(_OF_OTHER_MODULES):
             continue
         if shape.norms_all_heads and module.endswith(("q_layernorm", "k_layernorm")):
             continue

@@ -46,6 +46,9 @@ def lora_faults(
     if not lora.rank:
         yield from _without_adapters(lora)
         return
+    if shape.delta is not None:
+        yield f"lora.rank: got {lora.rank}, expected 0: models with delta nets ({shape.family}) have no adapters here"
+        return
     try:
         adapters = adapters_of(lora, shape)
     except AdapterError as error:

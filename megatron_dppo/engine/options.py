@@ -18,7 +18,7 @@ from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
-from megatron_dppo.model.shape import ITEM_BYTES
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.network import url_host
 from megatron_dppo.system.secret_variables import chosen_variables, without_secrets
@@ -148,6 +148,8 @@ def server_options(
         }
     elif model.is_moe:
         options["moe_runner_backend"] = EXPERT_KERNEL
+    if model.delta is not None:
+        options |= _state_options(config, model, device)
     if model.router.has_bias:
         # SGLang would make the shared expert of some such models the last of the experts: other tensors than the map's.
         options["disable_shared_experts_fusion"] = True
@@ -179,6 +181,19 @@ def server_options(
     return options
 
 
+def _state_options(config: ServerSections, model: ModelShape, device: str) -> dict[str, Any]:
+    """Return SGLang's options for the recurrent states of a model with delta nets."""
+    options: dict[str, Any] = {"mamba_ssm_dtype": "float32"}
+    if device == "cpu":
+        # A platform without snapshots of states has no other strategy, which excludes overlapped schedules.
+        options |= {
+            "mamba_radix_cache_strategy": "no_buffer",
+            "disable_overlap_schedule": True,
+            "max_mamba_cache_size": cpu_states(config, model),
+        }
+    return options
+
+
 def adapter_options(config: ServerSections) -> dict[str, Any]:
     """Return SGLang's LoRA options if weight updates send only adapters; empty if they send merged weights."""
     if not updates_adapters(config.lora):
@@ -204,9 +219,21 @@ def cpu_kv_tokens(config: ServerSections) -> int:
     sequence_tokens = config.sequence_tokens
     requested_tokens = config.rollout.max_concurrent_requests * sequence_tokens
     model = load_model_shape(config.model.hf_checkpoint)
-    values = model.num_layers * model.cached_elements()
+    values = model.attention_layers * model.cached_elements()
     token_bytes = values * ITEM_BYTES[config.model.dtype]
     return max(2 * sequence_tokens, min(requested_tokens, CPU_KV_CACHE_BYTES // token_bytes))
+
+
+def cpu_states(config: ServerSections, model: ModelShape) -> int:
+    """Return the number of recurrent states that a CPU server of a model with delta nets keeps.
+
+    They are three of every concurrent request, as SGLang counts, limited to CPU_KV_CACHE_BYTES, and those of at least
+    two requests. SGLang's default takes half of the machine's memory.
+    """
+    assert model.delta is not None
+    elements = len(model.delta_layers) * sum(model.delta.state_elements())
+    most = CPU_KV_CACHE_BYTES // (elements * ITEM_BYTES["float32"])
+    return 3 * max(2, min(config.rollout.max_concurrent_requests, most // 3))
 
 
 def write_options(options: Mapping[str, Any], path: Path) -> None:
@@ -232,6 +259,9 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         # Seconds until the server notices a client's disconnect and aborts its request (default: 4 s).
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
+    if load_model_shape(config.model.hf_checkpoint).delta is not None:
+        # The last tokens before a convolution would be rounded to bfloat16 in a model of any type.
+        env["SGLANG_MAMBA_CONV_DTYPE"] = config.model.dtype
     if engine_device(config.engine) == "cpu":
         ranks = config.sglang.get("tp_size", 1) * config.sglang.get("dp_size", 1)
         env["SGLANG_PLATFORM"] = "torch_cpu"

@@ -26,6 +26,7 @@ from megatron_dppo.model.config_keys import HARMLESS, NEUTRAL
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.shape import (
     ITEM_BYTES,
+    DeltaNet,
     LatentAttention,
     Llama3RopeScaling,
     ModelShape,
@@ -238,7 +239,8 @@ def read_decoder_shape(
     """
     facts.require("hidden_act", "silu", "silu")
     facts.require("use_sliding_window", False, False)
-    facts.require_each("layer_types", "full_attention")
+    if "delta" not in extra:
+        facts.require_each("layer_types", "full_attention")
     heads = facts.positive("num_attention_heads")
     is_absent = "num_key_value_heads" not in facts.values
     groups_default = (is_absent and key_value_heads_default) or heads
@@ -252,7 +254,7 @@ def read_decoder_shape(
         "num_query_groups": facts.positive("num_key_value_heads", default=groups_default),
         "head_dim": extra.get("head_dim")
         or facts.positive("head_dim", default=head_dim_default or max(1, hidden // heads)),
-        "ffn_hidden_size": facts.positive("intermediate_size"),
+        "ffn_hidden_size": extra.get("ffn_hidden_size") or facts.positive("intermediate_size"),
         "vocab_size": facts.positive("vocab_size"),
         "tied_embeddings": facts.flag("tie_word_embeddings", False),
         "norm_eps": facts.number("rms_norm_eps", 1e-6),
@@ -300,6 +302,16 @@ def dense_layers(shape: ModelShape, layer: int) -> bool:
     return not routed_layers(shape, layer)
 
 
+def delta_layers(shape: ModelShape, layer: int) -> bool:
+    """The layers with a delta net in place of attention."""
+    return shape.delta is not None and (layer + 1) % shape.delta.attention_interval != 0
+
+
+def attention_layers(shape: ModelShape, layer: int) -> bool:
+    """The layers with attention."""
+    return not delta_layers(shape, layer)
+
+
 CarriedTensors = Callable[[ModelShape, str], bool]
 """Function from a model and the name of a tensor that is not in its table to whether checkpoints carry it along. Such a
 tensor is hashed and copied from checkpoint to checkpoint, and neither trained nor sent to engines."""
@@ -337,12 +349,16 @@ class Source:
     dtype: str | None = None
 
 
+CONFIG_DTYPE = "config"
+"""The type in config.json, which a few of SGLang's modules take also if the engine's weights have another."""
+
+
 @dataclass(frozen=True)
 class EngineRow:
     """The row of an SGLang tensor: the Hugging Face tensors that it consists of, cut by ``split``.
 
-    ``dtype`` is the tensor's type whatever the model's is; None: the model's. With ``adds_one`` the tensor holds 1 +
-    its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
+    ``dtype`` is the tensor's type whatever the model's is, or CONFIG_DTYPE; None: the model's. With ``adds_one`` the
+    tensor holds 1 + its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
     """
 
     name: str
@@ -351,6 +367,12 @@ class EngineRow:
     dtype: str | None = None
     adds_one: bool = False
     layers: LayerSet = every_layer
+
+    def dtype_in(self, shape: ModelShape) -> str | None:
+        """The tensor's type in an engine of ``shape``; None: that of the engine's weights."""
+        if self.dtype == CONFIG_DTYPE:
+            return shape.dtype
+        return self.dtype
 
 
 @dataclass(frozen=True)
@@ -1216,11 +1238,183 @@ def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
     )
 
 
-def _rotary_size(facts: ConfigFacts, head_dim: int) -> int:
-    """The rotated part of a head by ``partial_rotary_factor``, of the file or of its table of rotary parameters."""
+def _rotary_size(facts: ConfigFacts, head_dim: int, default: float = 1) -> int:
+    """The rotated part of a head by ``partial_rotary_factor``, of the file or of its table of rotary parameters.
+
+    ``default`` is the factor that transformers assumes where neither has it.
+    """
     tables = (facts.values, facts.values.get("rope_parameters"), facts.values.get("rope_scaling"))
     for table in tables:
         factor = table.get("partial_rotary_factor") if isinstance(table, Mapping) else None
         if isinstance(factor, int | float):
             return round(factor * head_dim)
-    return head_dim
+    return round(default * head_dim)
+
+
+def _delta_rule(
+    megatron: str,
+    split: splits.Split,
+    hf: str,
+    *dims: str,
+    dtype: str | None = None,
+    engine_dtype: str | None = None,
+) -> Rule:
+    """A row of a delta net with one source, with names without the prefix of the layer's part."""
+    return layer_rule(
+        f"self_attention.{megatron}",
+        split,
+        (f"linear_attn.{hf}", dims),
+        dtype=dtype,
+        engine_dtype=engine_dtype,
+    )
+
+
+DELTA_NET = (
+    gemma_norm("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
+    _delta_rule("conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"),
+    _delta_rule("dt_bias", splits.column_parallel, "dt_bias", "delta_heads"),
+    # Some checkpoints have these two in fp32 and the others in bfloat16.
+    _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", dtype="float32", engine_dtype="float32"),
+    _delta_rule(
+        "out_norm.weight", splits.replicated, "norm.weight", "delta_head", dtype="float32", engine_dtype=CONFIG_DTYPE
+    ),
+    _delta_rule("out_proj.weight", splits.row_parallel, "out_proj.weight", "hidden", "delta_values"),
+)  # fmt: skip
+"""A delta net without its input matrices, which families divide differently."""
+
+
+def _gated_attention(engine_block: str) -> tuple[Rule, ...]:
+    """Return the rules of attention with a gate; ``engine_block`` is SGLang's prefix of the names of its tensors."""
+    query_norm = gemma_norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head")
+    key_norm = gemma_norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head")
+    rules = (
+        layer_rule(
+            "self_attention.linear_qkv.weight",
+            splits.gated_query_groups,
+            ("self_attn.q_proj.weight", ("gated_query", "hidden")),
+            ("self_attn.k_proj.weight", ("kv", "hidden")),
+            ("self_attn.v_proj.weight", ("kv", "hidden")),
+            engine=("self_attn.qkv_proj.weight", splits.stacked_heads),
+        ),
+        layer_rule(
+            "self_attention.linear_proj.weight",
+            splits.row_parallel,
+            ("self_attn.o_proj.weight", ("hidden", "query")),
+        ),
+        query_norm,
+        key_norm,
+    )
+    input_norm = gemma_norm("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    return (input_norm, *(_renamed_in_engine(rule, "self_attn.", engine_block) for rule in rules))
+
+
+def _renamed_in_engine(rule: Rule, old: str, new: str) -> Rule:
+    rows = tuple(replace(row, name=row.name.replace(old, new)) for row in rule.in_engine)
+    return replace(rule, engine=rows)
+
+
+_FUSED_INPUTS = (
+    ("linear_attn.in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
+    ("linear_attn.in_proj_ba.weight", ("delta_ba", "hidden")),
+)
+DELTA_INPUTS_BY_HEAD = replace(
+    layer_rule("self_attention.in_proj.weight", splits.delta_inputs_by_head, *_FUSED_INPUTS),
+    engine=tuple(engine_row(source[0], splits.column_parallel, source) for source in _FUSED_INPUTS),
+)
+"""The input matrices of a delta net, which checkpoints and SGLang divide by key head."""
+HYBRID_MOE = (
+    gemma_norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    moe_router()[1],
+    *shared_expert(),
+    SHARED_EXPERT_GATE,
+)
+"""A router of softmax and a gated shared expert, behind a norm that multiplies by 1 + its weight."""
+GEMMA_FINAL_NORM = replace(
+    FINAL_NORM,
+    engine=(
+        *FINAL_NORM.in_engine,
+        replace(FINAL_NORM.in_engine[0], name="model.norm.gemma_weight", adds_one=True),
+    ),
+)
+
+
+def read_hybrid_moe(facts: ConfigFacts, family: str, **extra: Any) -> ModelShape:
+    """Read a model with delta nets, gated attention in every n-th layer and experts with a gated shared one in all."""
+    facts.require("attention_bias", False, False)
+    facts.require("attn_output_gate", True, True)
+    facts.require("output_gate_type", "swish", "swish")
+    facts.require("mamba_ssm_dtype", "float32", "float32")
+    facts.ignore("intermediate_size")
+    interval = facts.positive("full_attention_interval", default=_attention_interval(facts))
+    layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
+    kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    facts.require("layer_types", kinds, kinds)
+    delta = DeltaNet(
+        interval,
+        facts.positive("linear_num_key_heads"),
+        facts.positive("linear_num_value_heads"),
+        facts.positive("linear_key_head_dim"),
+        facts.positive("linear_value_head_dim"),
+        facts.positive("linear_conv_kernel_dim"),
+    )
+    if delta.value_heads % delta.key_heads:
+        facts.fault(
+            f"linear_num_value_heads is {delta.value_heads}, expected a multiple of the {delta.key_heads} key heads"
+        )
+    head_dim = facts.positive("head_dim", default=256)
+    shared_width = facts.positive("shared_expert_intermediate_size")
+    return read_decoder_shape(
+        facts,
+        family,
+        key_value_heads_default=2,
+        # No layer has a dense MLP.
+        ffn_hidden_size=shared_width,
+        rotary_fraction=_rotary_size(facts, head_dim, default=0.25) / head_dim,
+        head_dim=head_dim,
+        num_experts=facts.positive("num_experts"),
+        experts_per_token=facts.positive("num_experts_per_tok"),
+        moe_ffn_hidden_size=facts.positive("moe_intermediate_size"),
+        norm_topk_prob=facts.flag("norm_topk_prob", True),
+        shared_ffn_hidden_size=shared_width,
+        gates_shared_expert=True,
+        delta=delta,
+        gates_attention=True,
+        norms_add_one=True,
+        **extra,
+    )
+
+
+def _attention_interval(facts: ConfigFacts) -> int:
+    """The interval of the layers with attention: transformers 5 saves the kind of each layer alone."""
+    kinds = facts.values.get("layer_types")
+    if isinstance(kinds, list) and "full_attention" in kinds:
+        return kinds.index("full_attention") + 1
+    return 4
+
+
+def _hybrid_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+    interval = 0 if shape.delta is None else shape.delta.attention_interval
+    return {
+        "full_attention_interval": interval,
+        "partial_rotary_factor": shape.rotary_fraction,
+        "rope_theta": shape.rope_theta,
+    }
+
+
+@declares(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    layer=(
+        *in_layers(attention_layers, *_gated_attention("")),
+        *in_layers(delta_layers, *DELTA_NET, DELTA_INPUTS_BY_HEAD),
+        *HYBRID_MOE,
+    ),
+    expert=expert_mlp(),
+    final_norm=GEMMA_FINAL_NORM,
+    carries=with_prefix("mtp."),
+    megatron={"moe_router_score_function": "softmax"},
+    engine_keys=_hybrid_engine_keys,
+)
+def read_qwen3_next(facts: ConfigFacts) -> ModelShape:
+    """Qwen3-Next: gated delta nets, gated attention in every fourth layer, norms that multiply by 1 + their weight."""
+    return read_hybrid_moe(facts, "qwen3_next")

@@ -337,6 +337,11 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
     if shape.norms_all_heads and groups % tensor:
         # A rank would have to norm a part of a head that Megatron-Core gathers only later.
         yield _divisor("tensor", tensor, f"{groups} key-value heads, which are normed together")
+    if shape.gates_attention and groups % tensor:
+        # Megatron-Core gathers the parts of a head, and does not cut the gate again.
+        yield _divisor("tensor", tensor, f"{groups} key-value heads, as its attention has a gate")
+    if shape.delta is not None and shape.delta.key_heads % tensor:
+        yield _divisor("tensor", tensor, f"{shape.delta.key_heads} key heads of delta nets")
     rows = (heads + 2 * groups) * shape.head_dim
     if tensor % groups == 0 and rows % tensor:
         yield _divisor("tensor", tensor, f"{rows} rows of queries, keys and values")
@@ -396,6 +401,9 @@ def _expert_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFaul
 
 def _training_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
     tensor, expert_tensor = sizes.tensor, sizes.expert_tensor_size
+    if shape.delta is not None and sizes.context > 1:
+        expectation = "1: Megatron-Core's delta nets do not divide a sequence among ranks"
+        yield LayoutFault("context", sizes.context, expectation)
     if not shape.is_moe:
         if sizes.expert_tensor not in (None, 1, tensor):
             expectation = f"null: {shape.family} is a dense model"

@@ -170,7 +170,7 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
                 shape=shard.shape,
                 segments=_segments(shard, row),
                 is_primary=target.split is not replicated or rank == 0,
-                dtype=target.dtype,
+                dtype=target.dtype_in(shape),
                 adds_one=target.adds_one,
             )
         )

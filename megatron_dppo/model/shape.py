@@ -99,6 +99,48 @@ RopeScaling = Llama3RopeScaling | YarnRopeScaling
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets: linear attention whose state is one matrix a head, in place of keys and values of all tokens.
+
+    Every ``attention_interval``-th layer has attention, the others have a delta net. A group of ``value_heads`` /
+    ``key_heads`` heads of values has one head of queries and one of keys. Queries, keys and values pass a causal
+    convolution of ``kernel_size`` tokens.
+    """
+
+    attention_interval: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel_size: int
+
+    @property
+    def key_width(self) -> int:
+        """Elements of the keys of all heads, and of the queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        """Elements of the values of all heads, and of their gates."""
+        return self.value_heads * self.value_size
+
+    @property
+    def convolved_width(self) -> int:
+        """Elements of queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def weights_per_input(self) -> int:
+        """Rows of the matrix of the inputs: queries, keys, values, their gates, and two numbers of each value head."""
+        return self.convolved_width + self.value_width + 2 * self.value_heads
+
+    def state_elements(self) -> tuple[int, int]:
+        """Elements that an engine keeps of a sequence in a layer: the state matrices, and the last convolved tokens."""
+        matrices = self.value_heads * self.key_size * self.value_size
+        return matrices, self.convolved_width * (self.kernel_size - 1)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """One model. ``num_experts`` is 0 for a dense model.
 
@@ -109,7 +151,10 @@ class ModelShape:
     product of the token's hidden state and a weight. ``dense_layers`` are the layers of a mixture of experts, from 0,
     whose MLP is dense all the same. ``rotary_fraction`` is the part of each head that is rotated. With ``norms_heads``,
     which is of families whose models may be without, queries and keys are normed by head. With ``latent`` attention
-    ``head_dim`` and ``num_query_groups`` are those of the heads that are computed from the latents.
+    ``head_dim`` and ``num_query_groups`` are those of the heads that are computed from the latents. With ``delta`` most
+    layers have a delta net in place of attention. With ``gates_attention`` the output of attention is multiplied by the
+    sigmoid of a gate, which is computed along with the queries. With ``norms_add_one`` a norm multiplies by 1 + its
+    weight.
     """
 
     family: str
@@ -138,6 +183,9 @@ class ModelShape:
     rotary_fraction: float = 1.0
     norms_heads: bool = False
     latent: LatentAttention | None = None
+    delta: DeltaNet | None = None
+    gates_attention: bool = False
+    norms_add_one: bool = False
 
     @property
     def is_moe(self) -> bool:
@@ -151,8 +199,22 @@ class ModelShape:
             return ()
         return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
 
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Layers, from 0, that have a delta net in place of attention."""
+        if self.delta is None:
+            return ()
+        interval = self.delta.attention_interval
+        return tuple(layer for layer in range(self.num_layers) if (layer + 1) % interval)
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - len(self.delta_layers)
+
     def cached_elements(self, tensor: int = 1) -> int:
-        """Elements that one of ``tensor`` ranks of an engine keeps of a token in a layer's KV cache."""
+        """Elements that one of ``tensor`` ranks of an engine keeps of a token in the KV cache of a layer with
+        attention."""
         if self.latent is not None:
             # Every rank has the whole latents.
             return self.latent.cached_size
@@ -174,6 +236,10 @@ class ModelShape:
         }
         if self.latent is not None:
             sizes |= _latent_sizes(self.latent, self.num_attention_heads)
+        if self.gates_attention:
+            sizes["gated_query"] = 2 * sizes["query"]
+        if self.delta is not None:
+            sizes |= _delta_sizes(self.delta)
         return sizes
 
 
@@ -191,6 +257,8 @@ def shape_of_json(values: Mapping[str, Any]) -> ModelShape:
         fields["router"] = Router(**fields["router"])
     if fields.get("latent") is not None:
         fields["latent"] = LatentAttention(**fields["latent"])
+    if fields.get("delta") is not None:
+        fields["delta"] = DeltaNet(**fields["delta"])
     return ModelShape(**fields)
 
 
@@ -202,6 +270,18 @@ def _latent_sizes(latent: LatentAttention, heads: int) -> dict[str, int]:
         "kv_latent": latent.cached_size,
         "kv_heads": heads * (latent.plain_size + latent.value_size),
         "attention": heads * latent.value_size,
+    }
+
+
+def _delta_sizes(delta: DeltaNet) -> dict[str, int]:
+    return {
+        "delta_qkv": delta.convolved_width,
+        "delta_values": delta.value_width,
+        "delta_qkvz": delta.convolved_width + delta.value_width,
+        "delta_ba": 2 * delta.value_heads,
+        "delta_heads": delta.value_heads,
+        "delta_head": delta.value_size,
+        "delta_kernel": delta.kernel_size,
     }
 
 
@@ -237,7 +317,8 @@ def active_parameters(shape: ModelShape) -> int:
 
         L * a + (L - M) * 3hf + M * (3hf * (experts a token) + h * experts + 3hs + hg) + hV
 
-    s is the width of the shared expert, and g is 1 where its output is gated.
+    s is the width of the shared expert, and g is 1 where its output is gated. Layers with a delta net have its weights
+    in place of a.
     """
     hidden = shape.hidden_size
     routed_layers = len(shape.moe_layers)
@@ -247,7 +328,8 @@ def active_parameters(shape: ModelShape) -> int:
     routed_mlp += hidden * shape.num_experts
     routed_mlp += 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
     dense_mlp = 3 * hidden * shape.ffn_hidden_size
-    layers = shape.num_layers * attention + routed_layers * routed_mlp + dense_layers * dense_mlp
+    layers = shape.attention_layers * attention + routed_layers * routed_mlp
+    layers += dense_layers * dense_mlp + len(shape.delta_layers) * _delta_parameters(shape)
     # Count the output layer, but not the embedding, which is looked up.
     return layers + hidden * shape.vocab_size
 
@@ -257,7 +339,8 @@ def _attention_parameters(shape: ModelShape) -> int:
     sizes = shape.sizes()
     hidden = shape.hidden_size
     if shape.latent is None:
-        return hidden * (2 * sizes["query"] + 2 * sizes["kv"])
+        queries = sizes["gated_query"] if shape.gates_attention else sizes["query"]
+        return hidden * (queries + sizes["query"] + 2 * sizes["kv"])
     queries = hidden * sizes["query"]
     if shape.latent.query_rank is not None:
         queries = shape.latent.query_rank * (hidden + sizes["query"])
@@ -265,15 +348,29 @@ def _attention_parameters(shape: ModelShape) -> int:
     return queries + keys_and_values + hidden * sizes["attention"]
 
 
+def _delta_parameters(shape: ModelShape) -> int:
+    """Number of weights in the matrices of a layer's delta net, and in its convolution."""
+    if shape.delta is None:
+        return 0
+    delta = shape.delta
+    matrices = shape.hidden_size * (delta.weights_per_input + delta.value_width)
+    return matrices + delta.convolved_width * delta.kernel_size
+
+
 def forward_flops(shape: ModelShape) -> SequenceCost:
     """FLOPs of one forward pass of the whole model. A multiplication and an addition count as two.
 
     A token takes 2 x ``active_parameters``. In addition, S tokens take 2q + 2v for each of the S^2/2 pairs of causal
     attention (Q K^T and its product with V) in every layer, with q and v the widths of all heads' queries and values:
-    (q + v)L S^2. Norms, rotary embedding and softmax are not counted.
+    (q + v)L S^2. In a layer with a delta net the state of each head is read, corrected and read again for a token:
+    6 x its elements. Norms, rotary embedding and softmax are not counted.
     """
     sizes = shape.sizes()
     # The output layer counts for every token, because it is computed also for tokens that were not sampled.
     values = sizes["query"] if shape.latent is None else sizes["attention"]
-    pairs = float(sizes["query"] + values) * shape.num_layers
-    return SequenceCost(2.0 * active_parameters(shape), pairs)
+    pairs = float(sizes["query"] + values) * shape.attention_layers
+    linear = 2.0 * active_parameters(shape)
+    if shape.delta is not None:
+        state, _ = shape.delta.state_elements()
+        linear += 6.0 * state * len(shape.delta_layers)
+    return SequenceCost(linear, pairs)

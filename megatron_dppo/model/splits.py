@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.errors import LayoutError, ModelConfigError
+from megatron_dppo.model.shape import DeltaNet, ModelShape
 
 Dims = tuple[int, ...]
 ENGINE_VOCABULARY_MULTIPLE = 64
@@ -98,6 +98,73 @@ def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: i
         blocks.append(Block(index, 0, part * length, rows, length))
         rows += length
     return Shard((rows, *sources[0][1:]), tuple(blocks))
+
+
+def gated_query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """Queries and their gates, K and V by query group, ``[q.. gate.. k v]..``, then cut along dim 0 (Megatron).
+
+    The source of queries has the gate of each head behind the head's query.
+    """
+    head = shape.head_dim
+    groups = _share(shape.num_query_groups, size, "key-value heads")
+    heads = shape.num_attention_heads // shape.num_query_groups
+    blocks: list[Block] = []
+    row = 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for part in range(2):
+            for number in range(group * heads, (group + 1) * heads):
+                blocks.append(Block(0, 0, (2 * number + part) * head, row, head))
+                row += head
+        for source in (1, 2):
+            blocks.append(Block(source, 0, group * head, row, head))
+            row += head
+    return Shard((row, *sources[0][1:]), tuple(blocks))
+
+
+def delta_sections(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """Delta nets: ``[q_r; k_r; v_r]`` of one source ``[q; k; v]``."""
+    delta = _delta_of(shape)
+    blocks: list[Block] = []
+    row = start = 0
+    for width in (delta.key_width, delta.key_width, delta.value_width):
+        length = _share(width, size, "rows of a delta net")
+        blocks.append(Block(0, 0, start + rank * length, row, length))
+        row += length
+        start += width
+    return Shard((row, *sources[0][1:]), tuple(blocks))
+
+
+def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """Delta nets: ``[q_r; k_r; v_r; z_r; b_r; a_r]`` of two sources by key head, ``[q k v.. z..]..`` and
+    ``[b.. a..]..`` (Megatron)."""
+    delta = _delta_of(shape)
+    heads = _share(delta.key_heads, size, "key heads of a delta net")
+    values = delta.value_heads // delta.key_heads
+    widths = (
+        (0, delta.key_size),
+        (0, delta.key_size),
+        (0, values * delta.value_size),
+        (0, values * delta.value_size),
+        (1, values),
+        (1, values),
+    )
+    rows_per_head = [sum(width for source, width in widths if source == s) for s in (0, 1)]
+    offsets = [0, 0]
+    blocks: list[Block] = []
+    row = 0
+    for source, width in widths:
+        for head in range(rank * heads, (rank + 1) * heads):
+            start = head * rows_per_head[source] + offsets[source]
+            blocks.append(Block(source, 0, start, row, width))
+            row += width
+        offsets[source] += width
+    return Shard((row, *sources[0][1:]), tuple(blocks))
+
+
+def _delta_of(shape: ModelShape) -> DeltaNet:
+    if shape.delta is None:
+        raise ModelConfigError(f"a {shape.family} model without delta nets has a row of one")
+    return shape.delta
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:

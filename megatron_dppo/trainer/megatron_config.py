@@ -59,6 +59,7 @@ def transformer_config(
         "recompute_modules": list(platform.current().recomputed(shape.is_moe)),
         **platform.current().transformer_options,
         **_latent_options(shape),
+        **_delta_options(shape),
         # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
         **({"gradient_accumulation_fusion": False} if config.lora.rank else {}),
         **library_values(forwarded.MEGATRON, config.megatron),
@@ -84,6 +85,8 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
+        "layernorm_zero_centered_gamma": shape.norms_add_one,
+        "attention_output_gate": shape.gates_attention,
         "qk_layernorm": _has_head_norms(shape),
         "add_qkv_bias": has_layer_parameter(shape, "self_attention.linear_qkv.bias"),
         "add_bias_linear": False,
@@ -104,6 +107,24 @@ def _has_head_norms(shape: ModelShape) -> bool:
     if shape.latent is not None:
         return True
     return has_layer_parameter(shape, "self_attention.q_layernorm.weight")
+
+
+def _delta_options(shape: ModelShape) -> dict[str, Any]:
+    """Fields of TransformerConfig for delta nets; none for a model without."""
+    delta = shape.delta
+    if delta is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [
+            int(layer in shape.delta_layers) for layer in range(shape.num_layers)
+        ],
+        "linear_conv_kernel_dim": delta.kernel_size,
+        "linear_key_head_dim": delta.key_size,
+        "linear_value_head_dim": delta.value_size,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+    }
 
 
 def _latent_options(shape: ModelShape) -> dict[str, Any]:

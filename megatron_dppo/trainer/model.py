@@ -163,14 +163,17 @@ def wrap_chunks(
 
 
 def _in_bfloat16(chunk: GPTModel, transformer: TransformerConfig) -> Float16Module:
-    """Wrap ``chunk`` in Float16Module. Buffers that are part of the model's state keep their values and type: rounded
-    to bfloat16, a router's bias would choose other experts."""
+    """Wrap ``chunk`` in Float16Module. Buffers that are part of the model's state, and parameters with
+    ``keeps_dtype``, keep their values and type: rounded to bfloat16, a router's bias would choose other experts."""
     buffers = [
         (module, leaf, module.get_buffer(leaf)) for _, module, leaf in _stored_buffers(chunk)
     ]
+    kept = [(p, p.data) for p in chunk.parameters() if getattr(p, "keeps_dtype", False)]
     wrapped = Float16Module(transformer, chunk)
     for module, leaf, values in buffers:
         module.register_buffer(leaf, values)
+    for parameter, data in kept:
+        parameter.data = data
     return wrapped
 
 

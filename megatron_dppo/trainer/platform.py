@@ -308,10 +308,28 @@ def gpu_memory_history(snapshot: Path) -> Iterator[None]:
 
 
 def _te_decoder_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return the decoder's specification with Transformer Engine's layers."""
+    """Return the decoder's specification with Transformer Engine's layers. With delta nets not yet run on a GPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    if config.linear_attention_freq is not None:
+        return _te_hybrid_spec(config, vp_stage)
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+
+def _te_hybrid_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return Megatron-Core's specification of layers with attention and layers with delta nets, with our delta nets."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as hybrid
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from megatron_dppo.trainer.delta_net import delta_net_spec
+
+    block = hybrid.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is GatedDeltaNet:
+            linears = attention.submodules
+            layer.submodules.self_attention = delta_net_spec(linears.in_proj, linears.out_proj)
+    return block
 
 
 def _te_recomputed(is_moe: bool) -> tuple[str, ...]:

@@ -509,8 +509,8 @@ def background_worker(folder: str) -> dict[str, Any]:
     return out
 
 
-def cut_norms_worker(folder: str) -> list[dict[str, Any]]:
-    """Save a model whose query and key norms are cut by TP2, and go on in layouts that hold them whole."""
+def cut_parameters_worker(folder: str) -> list[dict[str, Any]]:
+    """Save a model with parameters that TP2 cuts in parts, and go on in layouts that hold them whole."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)
@@ -657,10 +657,21 @@ def test_replicas_share_out_what_they_write(checkpoints: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_norms_of_all_heads_are_saved_in_parts_and_loaded_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["olmoe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_parameters_in_parts_are_saved_in_parts_and_loaded_whole(
+    tmp_path: Path, family: str
+) -> None:
+    """Norms of all heads, and the sections of a delta net's inputs; the converter reads the checkpoint, too."""
+    from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
+    from megatron_dppo.model.families import load_model_shape
+    from megatron_dppo.model.mapping import hf_tensors
     from tests.tiny_models import save_tiny_model
 
-    save_tiny_model(tmp_path / "hf", "olmoe", vocab_size=515)
-    (found, _) = run_ranks(f"{HERE}:cut_norms_worker", 2, str(tmp_path))
+    save_tiny_model(tmp_path / "hf", family, vocab_size=515)
+    (found, _) = run_ranks(f"{HERE}:cut_parameters_worker", 2, str(tmp_path))
+    (step,) = (tmp_path / "checkpoints").iterdir()
+    shape = load_model_shape(tmp_path / "hf")
+    with TorchDistCheckpoint(step, shape) as checkpoint:
+        assert checkpoint.specs.keys() == hf_tensors(shape).keys()
     assert [case["same"] for case in found] == [True] * 3
     assert max(case["distance"] for case in found) <= TOLERANCE

@@ -57,6 +57,7 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers": 4, "q_lora_rank": 48, "rope_parameters": YARN, **GROUPS},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {"layers": 4}),
+    "qwen3_next": ("qwen3_next", {"layers": 4}),
 }
 ALL_FAMILIES = FAMILIES | SLOW_FAMILIES
 _DENSE_FAMILIES = ("qwen3", "qwen2", "llama")

@@ -29,10 +29,13 @@ FAMILIES = [
     pytest.param("glm4_moe", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", marks=pytest.mark.slow),
     pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+    pytest.param("qwen3_next", marks=pytest.mark.slow),
 ]
 STEPS = 2
 ROUTER_BIAS = "e_score_correction_bias"
 """A constant of the model in float32, which training does not move."""
+FLOAT32 = (ROUTER_BIAS, "linear_attn.A_log", "linear_attn.norm.weight")
+"""Ends of the names of tensors that are float32 in a model of any type."""
 BOUNDS = {
     "float32": {"gap": 1e-6, "agreement": 1.0, "export": EXPORT_BOUNDS["float32"]},
     # A token whose router chooses another expert in the export's library differs by tenths of a nat.
@@ -107,7 +110,7 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
     assert {name: t.shape for name, t in start.items()} == {n: t.shape for n, t in export.items()}
     expected_dtype: Any = getattr(torch, dtype)
     for name, tensor in export.items():
-        assert tensor.dtype == (torch.float32 if name.endswith(ROUTER_BIAS) else expected_dtype)
+        assert tensor.dtype == (torch.float32 if name.endswith(FLOAT32) else expected_dtype)
     if dtype == "float32":
         unmoved = {name for name, tensor in start.items() if torch.equal(tensor, export[name])}
         assert unmoved == {name for name in start if name.endswith(ROUTER_BIAS)}

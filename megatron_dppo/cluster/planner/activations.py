@@ -185,6 +185,25 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     )
 
 
+def with_delta_net(layer: LayerBytes, trainer: TrainerFacts) -> LayerBytes:
+    """Convert ``layer``, the bytes of a layer with attention, to those of a layer with a delta net.
+
+    The formula counts the tensors that ``trainer/delta_net.py`` keeps, and was not measured: the convolution's input,
+    sums and selected sums in fp32, and its output; queries and keys before their norms in fp32, and after them for each
+    value head; values, output, and the gated norm's input, output and gates, of which one copy is fp32. Selective
+    recomputation of attention does not apply.
+    """
+    delta = trainer.shape.delta
+    assert delta is not None
+    item = trainer.item_bytes
+    key_heads = 2 * delta.value_heads * delta.key_size
+    elements = delta.convolved_width + key_heads + 4 * delta.value_width
+    floats = 3 * delta.convolved_width + 4 * delta.key_width + delta.value_width
+    kept = (elements * item + floats * _FLOAT) / trainer.layout.tensor
+    recomputed = layer.recomputed if trainer.transformer_engine else 0.0
+    return replace(layer, projections=0.0, core=kept, recomputed=recomputed)
+
+
 def _gate(s: LocalSizes) -> float:
     """Return the bytes that the gate of a shared expert keeps for each token: its input, the sigmoid of its output."""
     if s.gates_shared_expert:
@@ -314,6 +333,8 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0, number: int = 0) ->
     if trainer.transformer_engine:
         kernels = transformer_engine
     layer = kernels(sizes, routes)
+    if number in trainer.shape.delta_layers:
+        layer = with_delta_net(layer, trainer)
     if trainer.trained is not None:
         layer = with_adapters(layer, sizes, trainer, number)
     if not routes:
@@ -330,23 +351,26 @@ def activation_bytes(
     """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
     layers = chunks in flight x layers of a chunk x tokens / CP x bytes that a layer keeps under the recompute setting.
-    Layers that route and dense layers are counted apart; a stage's chunks are assumed to have equal parts of each kind.
+    Layers that route and dense layers are counted apart, as are layers with delta nets and with attention; a stage's
+    chunks are assumed to have equal parts of each kind.
     Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so that all tensors
     of one layer exist in addition to the kept inputs. The working memory holds the gradients with respect to the widest
     tensors of a layer's backward pass: the input and the fused product of the experts (or of the MLP).
     """
-    routed: list[int] = []
-    dense: list[int] = []
-    for number in layers_of_stage(trainer.shape, trainer.layout, stage):
-        (routed if number in trainer.shape.moe_layers else dense).append(number)
+    shape = trainer.shape
+    # Key: whether a layer routes, and whether it has a delta net.
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for number in layers_of_stage(shape, trainer.layout, stage):
+        kind = number in shape.moe_layers, number in shape.delta_layers
+        kinds.setdefault(kind, []).append(number)
     in_flight = chunks_in_flight(trainer.layout, stage, trainer.micro_batches)
     layer_tensors = whole_layer = working = 0.0
-    for numbers in filter(None, (routed, dense)):
+    for (routes, _), numbers in kinds.items():
         layer = layer_bytes(trainer, busiest, numbers[0])
         layers = len(numbers) / trainer.layout.chunks
         layer_tensors += in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
         whole_layer = max(whole_layer, layer.whole)
-        working = max(working, _working(trainer, busiest, routes=numbers is routed))
+        working = max(working, _working(trainer, busiest, routes=routes))
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
         layers=round(layer_tensors),

@@ -21,10 +21,17 @@ _FEW_RUNNING, _MOST_RUNNING = 2048, 4096
 _CHUNKED_PREFILL = 8192
 
 
+_STATE_SHARE = 0.9
+"""SGLang's default of ``mamba_full_memory_ratio``: memory of recurrent states for each byte of the KV cache."""
+_STATES_PER_SEQUENCE = 5
+"""Recurrent states that SGLang keeps of a running sequence: three, and two snapshots for the prefix cache."""
+
+
 @dataclass(frozen=True)
 class EngineBytes:
     """Bytes on one GPU of a server, and the sequences that the server runs.
 
+    ``kv_pool``: bytes of the KV cache and, with delta nets, of the recurrent states.
     ``reserved``: bytes that ``mem_fraction_static`` leaves free for activations, CUDA graphs and communicators.
     ``kv_tokens``: tokens in the KV cache of the whole server. ``sequences``: sequences of mean length that run at once;
     ``longest``: the same for sequences that reach both length limits.
@@ -68,19 +75,30 @@ def weight_bytes(
 
 def _bytes(row: EngineRow, shape: ModelShape, size: int, quantized: bool) -> int:
     dims = mapping.shard_of(row.split, row.sources, shape, 0, size).shape
-    item = _ITEM if row.dtype is None else ITEM_BYTES[row.dtype]
+    dtype = row.dtype_in(shape)
+    item = _ITEM if dtype is None else ITEM_BYTES[dtype]
     return stored_bytes(row.sources[0].name, dims, item, quantized=quantized)
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     """Return the bytes of a token in the KV cache of one GPU.
 
-    The formula is 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
-    ``MHATokenToKVPool``). With latent attention it is layers x (width of the latent + rotated part of the key) x bytes
-    of an element (``MLATokenToKVPool``).
+    The formula is 2 x layers with attention x key-value heads of the rank (at least one) x head size x bytes of an
+    element (SGLang's ``MHATokenToKVPool``). With latent attention it is layers x (width of the latent + rotated part of
+    the key) x bytes of an element (``MLATokenToKVPool``).
     """
-    layers = -(-shape.num_layers // engine.pipeline)
+    layers = -(-shape.attention_layers // engine.pipeline)
     return layers * shape.cached_elements(engine.tensor) * engine.kv_bytes
+
+
+def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
+    """Return the bytes of one recurrent state of a sequence on one GPU: in each layer with a delta net fp32 matrices of
+    the rank's heads, and the last tokens before the convolution (SGLang's ``MambaPool``)."""
+    if shape.delta is None:
+        return 0
+    matrices, convolved = shape.delta.state_elements()
+    layers = -(-len(shape.delta_layers) // engine.pipeline)
+    return layers * (matrices * ITEM_BYTES["float32"] + convolved * _ITEM) // engine.tensor
 
 
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
@@ -116,7 +134,9 @@ def engine_bytes(
 
     KV pool = fraction x memory that is free before the weights are loaded - weights; tokens = pool / bytes of a token.
     Sequences at once = tokens / mean length, at most ``max_running_requests``, whose default is
-    clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
+    clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``). With delta nets the pool is
+    divided between the KV cache and recurrent states, which limit the sequences too (``mem_cache/
+    kv_cache_configurator.py``).
     """
     weights = (
         weight_bytes(
@@ -129,9 +149,15 @@ def engine_bytes(
     fraction = engine.memory_fraction or default_fraction(device, engine)
     free_bytes = device.memory - devices.CONTEXT
     pool = int(free_bytes * fraction) - weights
-    tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
+    kv_share = max(0, pool)
+    if shape.delta is not None:
+        kv_share = int(kv_share / (1 + _STATE_SHARE))
+    tokens = kv_share // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
     limit = engine.max_running or min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    if shape.delta is not None:
+        states = (max(0, pool) - kv_share) // state_bytes(shape, engine)
+        limit = min(limit, states // _STATES_PER_SEQUENCE)
     return EngineBytes(
         weights=weights,
         kv_pool=pool,

@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from megatron_dppo.engine.sglang_cpu import (
     all_heads_norm,
     block_fp8_layers,
+    delta_net,
     forks,
     latent_attention,
     matrix_products,
@@ -126,6 +127,8 @@ def prepare_models(runner: Any, *args: Any, **kwargs: Any) -> None:
 
         for function in (all_heads_norm.rms_sumsq_serial, all_heads_norm.rms_apply_serial):
             setattr(minimax_m2, function.__name__, function)
+    if "Qwen3NextForCausalLM" in architectures:
+        delta_net.use_pytorch()
     if LATENT_MODELS.intersection(architectures):
         latent_attention.use_latent_cache()
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -52,82 +51,12 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.context_parallel import gathered_rows
-
-_SHORT = 32
-"""Tokens; shorter sequences share one batch in spite of the padding: a call costs more than padding."""
-
-
-class PaddedBatch(NamedTuple):
-    """Sequences of similar length, computed as one padded batch."""
-
-    gather: Tensor
-    """int64 [sequences * longest]; index of the packed token at each position; in padding, the index
-    of the sequence's first token.
-    """
-    sequences: int
-    longest: int
-
-
-class AttentionPlan(NamedTuple):
-    """Indices that turn a pack into padded batches and the outputs back into a pack."""
-
-    batches: tuple[PaddedBatch, ...]
-    scatter: Tensor
-    """int64 [T]; for each packed token, its row in the concatenated padded outputs."""
-
-    def to(self, device: torch.device) -> AttentionPlan:
-        """The plan with its indices on ``device``."""
-        batches = tuple(batch._replace(gather=batch.gather.to(device)) for batch in self.batches)
-        return AttentionPlan(batches, self.scatter.to(device))
-
-
-# The key is the tensor's identity: all layers of a pass get the same tensor, and a plan ends with its micro-batch.
-_plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
-    """Plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor.
-
-    The sequences of a batch are at least half as long as its longest; one batch holds all short
-    ones (up to ``_SHORT`` tokens).
-    """
-    plan = _plans.get(cu_seqlens)
-    if plan is None:
-        plan = _plans[cu_seqlens] = _plan(cu_seqlens.tolist()).to(cu_seqlens.device)
-    return plan
-
-
-def _plan(bounds: list[int]) -> AttentionPlan:
-    lengths = [b - a for a, b in pairwise(bounds)]
-    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    order = [i for i in longest_first if lengths[i]]
-    batches = []
-    scatter = torch.empty(bounds[-1], dtype=torch.int64)
-    rows = 0
-    first_sequence = 0
-    while first_sequence < len(order):
-        longest_length = lengths[order[first_sequence]]
-        floor = 1 if longest_length <= _SHORT else (longest_length + 1) // 2
-        end = first_sequence
-        while end < len(order) and lengths[order[end]] >= floor:
-            end += 1
-        members = order[first_sequence:end]
-        starts = torch.tensor([bounds[i] for i in members])[:, None]
-        sizes = torch.tensor([lengths[i] for i in members])[:, None]
-        column = torch.arange(longest_length)[None]
-        real = column < sizes
-        gather = torch.where(real, starts + column, starts)
-        row = rows + torch.arange(gather.numel()).view_as(gather)
-        scatter[gather[real]] = row[real]
-        batches.append(PaddedBatch(gather.reshape(-1), len(members), longest_length))
-        rows = rows + gather.numel()
-        first_sequence = end
-    return AttentionPlan(tuple(batches), scatter)
+from megatron_dppo.trainer.delta_net import delta_net_spec
+from megatron_dppo.trainer.padded_batches import AttentionPlan, attention_plan
 
 
 def packed_causal_attention(
@@ -269,13 +198,26 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight; with SP the weight's gradient is summed over TP."""
+    """x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if ``config`` says so; with SP the weight's gradient is
+    summed over TP."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.adds_one = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> the same shape."""
+        return rms_norm(x, self.weight, self.eps, adds_one=self.adds_one)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None, *, adds_one: bool) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; with ``adds_one`` in fp32 and with 1 + weight."""
+    if not adds_one:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], 1 + weight.float(), eps).to(x.dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -290,7 +232,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = norm
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        adds_one = self.config.layernorm_zero_centered_gamma
+        eps = self.config.layernorm_epsilon
+        normed = rms_norm(x, self.layer_norm_weight, eps, adds_one=adds_one)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -425,7 +369,6 @@ def decoder_spec(
 ) -> TransformerBlockSubmodules:
     """Layer specs of this rank's chunk; ``config.moe_layer_freq`` selects dense or MoE layers."""
     provider = TorchSpecProvider()
-    specs = {moe: _layer_spec(provider, config, moe) for moe in (True, False)}
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         frequency = [int(i % frequency == 0) for i in range(config.num_layers)]
@@ -434,8 +377,13 @@ def decoder_spec(
     is_moe = [False] * count
     if config.num_moe_experts is not None:
         is_moe = list(map(bool, frequency[offset : offset + count]))
+    is_delta = [False] * count
+    if config.linear_attention_freq is not None:
+        is_delta = list(map(bool, config.linear_attention_freq[offset : offset + count]))
+    kinds = list(zip(is_moe, is_delta, strict=True))
+    specs = {kind: _layer_spec(provider, config, *kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[m] for m in is_moe],
+        layer_specs=[specs[kind] for kind in kinds],
         layer_norm=provider.layer_norm(),
     )
 
@@ -468,9 +416,19 @@ def _latent_attention(provider: TorchSpecProvider, config: TransformerConfig) ->
     return ModuleSpec(MLASelfAttention, {"attn_mask_type": AttnMaskType.causal}, submodules)
 
 
-def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: bool) -> ModuleSpec:
+def _delta_net(provider: TorchSpecProvider, config: TransformerConfig) -> ModuleSpec:
+    return delta_net_spec(
+        provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear()
+    )
+
+
+def _layer_spec(
+    provider: TorchSpecProvider, config: TransformerConfig, moe: bool, delta: bool
+) -> ModuleSpec:
     norm = provider.layer_norm()
     attention = _latent_attention if config.multi_latent_attention else _attention
+    if delta:
+        attention = _delta_net
     dense_mlp = ModuleSpec(
         module=MLP,
         submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),

@@ -1,0 +1,247 @@
+"""Gated delta nets (Qwen3-Next) on packed sequences, which Megatron-Core's own forward pass refuses.
+
+Parameters and their division among tensor-parallel ranks are Megatron-Core's. The state of a head begins as zero at
+every sequence of a pack. On GPUs with fla, and weights in bfloat16, one kernel computes all sequences (not yet run on a
+GPU); otherwise torch computes batches of sequences of similar lengths.
+
+Legend: T packed tokens, S sequences, K key heads and V value heads of this rank, D and E the sizes of their heads,
+C = 2 K D + V E convolved channels, W tokens of the convolution.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_dppo.trainer.padded_batches import attention_plan
+
+_EPSILON = 1e-6
+"""Epsilon of the norm of queries and keys, which no configuration sets."""
+
+# Megatron-Core's constructor asks for fla, which only its own forward pass calls.
+gated_delta_net.HAVE_FLA = True
+
+
+def delta_net_spec(input_linear: type, output_linear: type) -> ModuleSpec:
+    """Return the specification of a delta net with these linears; the first one includes the layer's norm."""
+    return ModuleSpec(
+        PackedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=input_linear,
+            out_norm=HeadNorm,
+            out_proj=output_linear,
+        ),
+        metainfo={"fuse_input_layernorm": True},
+    )
+
+
+class HeadNorm(torch.nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight of each value head, also in models whose other norms add 1 to the weight.
+
+    Each tensor-parallel rank norms its own heads; Megatron sums the weight's gradient over the ranks. The weight is
+    fp32, and is rounded to the type of ``x`` where it is used, as SGLang does.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.keeps_dtype = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., head] -> the same shape."""
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class PackedDeltaNet(GatedDeltaNet):
+    """A gated delta net whose sequences come packed."""
+
+    def __init__(self, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
+        # ``cp_comm_type`` is what a layer passes to every attention under context parallelism.
+        super().__init__(*args, **kwargs)
+        if self.config.params_dtype is not torch.float32:
+            self.A_log.data = self.A_log.data.float()
+        # Float16Module would round it to the model's type.
+        self.A_log.keeps_dtype = True
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            parameter.partition_dim = 0
+            parameter.partition_stride = 1
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [T, 1, hidden] -> ([T, 1, hidden], None); with sequence parallelism a rank's part of T."""
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        projected, _ = self.in_proj(hidden_states)
+        heads = self.num_v_heads_local_tp
+        values = self.v_dim // self.tp_size
+        widths = [self.conv_dim_local_tp, values, heads, heads]
+        mixed, gates, b, a = projected.squeeze(1).split(widths, -1)
+        convolved = packed_convolution(mixed, self.conv1d.weight, cu_seqlens)
+        keys = self.qk_dim // self.tp_size
+        q, k, v = convolved.split([keys, keys, values], -1)
+        query = self._key_heads(q)
+        key = self._key_heads(k)
+        value = v.unflatten(-1, (heads, self.value_head_dim))
+        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        output = packed_delta_rule(query, key, value, decay, b.float().sigmoid(), cu_seqlens)
+        gated = self._apply_gated_norm(output, gates.unflatten(-1, (heads, self.value_head_dim)))
+        result: tuple[Tensor, Tensor | None] = self.out_proj(gated.view(-1, 1, values))
+        return result
+
+    def _key_heads(self, x: Tensor) -> Tensor:
+        """[T, K D] -> normed, one for each value head: [T, V, D]."""
+        heads = x.unflatten(-1, (-1, self.key_head_dim))
+        normed = heads.float() * torch.rsqrt(
+            heads.float().square().sum(-1, keepdim=True) + _EPSILON
+        )
+        return normed.to(x.dtype).repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+        tp_group: Any = None,
+    ) -> ShardedStateDict:
+        """Megatron-Core's, with the sections of a fused parameter in one tensor of the checkpoint, like the gate and up
+        projection of an MLP. Its own has a tensor for each section."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
+        keys = self.qk_dim // self.tp_size
+        values = self.v_dim // self.tp_size
+        heads = self.num_v_heads_local_tp
+        convolved = (keys, keys, values)
+        group = {"tp_group": self.pg_collection.tp, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        for name, widths in (
+            ("in_proj.weight", (*convolved, values, heads, heads)),
+            ("conv1d.weight", convolved),
+        ):
+            parameter = self.get_parameter(name)
+            sharded = make_sharded_tensors_for_checkpoint(
+                {name: parameter}, prefix, {name: 0}, sharded_offsets, **group
+            )[prefix + name]
+            state[prefix + name] = _in_sections(
+                sharded, widths, self.tp_size, self.pg_collection.tp.rank()
+            )
+        return state
+
+
+def _in_sections(
+    whole: ShardedTensor, widths: tuple[int, ...], ranks: int, rank: int
+) -> ShardedTensorFactory:
+    """Place the sections of a rank's parameter, of ``widths`` rows, in the checkpoint's tensor of whole sections."""
+    axis = whole.prepend_axis_num
+
+    def build(
+        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        sections = []
+        start = 0
+        for part, width in zip(tensor.split(widths), widths, strict=True):
+            offset = list(whole.global_offset)
+            offset[axis] = start * ranks + rank * width
+            sections.append(
+                ShardedTensor(
+                    key,
+                    part,
+                    part.dtype,
+                    tuple(part.shape),
+                    whole.global_shape,
+                    tuple(offset),
+                    None,
+                    replica_id,
+                    prepend_axis_num=axis,
+                )
+            )
+            start += width
+        return sections
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
+
+
+def packed_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """silu(causal convolution) of each channel in fp32, x [T, C], weight [C, 1, W] -> [T, C].
+
+    Zeros stand before each sequence, so that one convolution computes the pack.
+    """
+    tokens, channels = x.shape
+    before = weight.shape[-1] - 1
+    row = torch.arange(tokens, device=x.device)
+    gaps = before * torch.searchsorted(cu_seqlens[1:].long(), row, right=True)
+    spaced = x.new_zeros(tokens + before * (len(cu_seqlens) - 1), channels, dtype=torch.float32)
+    spaced = spaced.index_copy(0, row + gaps + before, x.float())
+    sums = F.conv1d(spaced.T[None], weight.float(), groups=channels)[0].T
+    return F.silu(sums.index_select(0, row + gaps)).to(x.dtype)
+
+
+def packed_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """The gated delta rule on each sequence of a pack.
+
+    For each token the state M [D, E] of a head, zero before a sequence, becomes
+    exp(decay) M + k outer beta (v - k exp(decay) M), and the output is q M / sqrt(D).
+
+    Args:
+        query: [T, V, D], normed.
+        key: [T, V, D], normed.
+        value: [T, V, E].
+        decay: logarithms of factors, fp32 [T, V].
+        beta: fp32 [T, V].
+        cu_seqlens: [S + 1], bounds of the sequences.
+
+    Returns:
+        [T, V, E], of the type of ``value``.
+    """
+    kernel = _fla_kernel() if value.is_cuda else None
+    if kernel is not None and value.dtype is not torch.float32:
+        inputs = (x[None].contiguous() for x in (query, key, value))
+        output, _ = kernel(*inputs, g=decay[None], beta=beta[None], cu_seqlens=cu_seqlens.long())
+        fused: Tensor = output[0]
+        return fused
+    plan = attention_plan(cu_seqlens)
+    outputs = []
+    for gather, sequences, longest_length in plan.batches:
+        q, k, v, g, b = (
+            x.index_select(0, gather).view(sequences, longest_length, *x.shape[1:])
+            for x in (query, key, value, decay, beta)
+        )
+        # Padding stands behind the tokens of its sequence, which do not depend on later ones.
+        output, _ = gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=b)
+        outputs.append(output.to(value.dtype).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, plan.scatter)
+
+
+@cache
+def _fla_kernel() -> Any:
+    """The kernel of fla for packed sequences; None if the library is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule

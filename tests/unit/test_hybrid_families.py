@@ -1,0 +1,392 @@
+"""Models with delta nets (Qwen3-Next): how their configurations are read, what they cost, their tensors in the engine,
+and their arithmetic on packed sequences."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+from megatron_dppo.cluster.planner.facts import EngineFacts
+from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token, state_bytes
+from megatron_dppo.config import schema
+from megatron_dppo.config.lora import lora_faults
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.engine.sglang_cpu import delta_net as engine_delta_net
+from megatron_dppo.model.errors import UnsupportedModelError
+from megatron_dppo.model.families import (
+    FAMILIES,
+    load_model_shape,
+    missing_engine_keys,
+    unknown_key_warnings,
+)
+from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
+from megatron_dppo.model.mapping import EngineLayout, engine_parameters, hf_tensors
+from megatron_dppo.model.resharding import prove_resharding
+from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_json
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.trainer.delta_net import packed_convolution, packed_delta_rule
+from megatron_dppo.weight_sync.verification import compare_checksums
+
+CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
+NEXT = CONFIGS / "qwen3-next-80b-a3b-instruct"
+
+
+def tiny(name: Path = NEXT) -> ModelShape:
+    """The model with four layers and small widths."""
+    shape = load_model_shape(name)
+    assert shape.delta is not None
+    delta = replace(shape.delta, key_heads=2, value_heads=4, key_size=4, value_size=6)
+    return replace(
+        shape, num_layers=4, hidden_size=8, num_attention_heads=4, head_dim=8, num_experts=4,
+        experts_per_token=2, moe_ffn_hidden_size=4, shared_ffn_hidden_size=4, vocab_size=64, delta=delta,
+    )  # fmt: skip
+
+
+def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    ours, theirs = load_model_shape(NEXT), AutoConfig.from_pretrained(NEXT)
+    kinds = {"linear_attention": [], "full_attention": []}
+    for layer, kind in enumerate(theirs.layer_types):
+        kinds[kind].append(layer)
+    assert list(ours.delta_layers) == kinds["linear_attention"]
+    assert ours.attention_layers == len(kinds["full_attention"])
+    assert ours.delta is not None
+    assert (ours.delta.key_heads, ours.delta.value_heads) == (
+        theirs.linear_num_key_heads,
+        theirs.linear_num_value_heads,
+    )
+    assert ours.rotary_fraction == theirs.rope_parameters["partial_rotary_factor"]
+    assert unknown_key_warnings(NEXT) == []
+    assert missing_engine_keys(NEXT) == {}
+    # A file that transformers 5 saves lacks keys that SGLang reads.
+    theirs.save_pretrained(tmp_path)
+    assert load_model_shape(tmp_path) == ours
+    assert unknown_key_warnings(tmp_path) == []
+    assert missing_engine_keys(tmp_path)["full_attention_interval"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"layer_types": ["full_attention"] * 48}, "layer_types"),
+        ({"full_attention_interval": 3, "layer_types": ["linear_attention"] * 48}, "layer_types"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+    ],
+)
+def test_what_would_be_trained_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    values = json.loads((NEXT / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(tmp_path)
+    keys = {fault.split(": ", 1)[1].replace(":", "").split()[0] for fault in caught.value.faults}
+    assert key in keys
+
+
+def test_a_shape_survives_json() -> None:
+    shape = load_model_shape(NEXT)
+    values = json.loads(json.dumps(shape, default=vars))
+    assert shape_of_json(values) == shape
+
+
+def test_active_parameters_are_those_of_the_tensors() -> None:
+    """Matrices and convolutions that multiply a token: of the experts' those of the chosen ones."""
+    shape = load_model_shape(NEXT)
+    embedding = FAMILIES[shape.family].embedding.sources[0].name
+    expected = 0
+    for tensor, dims in hf_tensors(shape).items():
+        if len(dims) > 1 and tensor != embedding:
+            size = torch.Size(dims).numel()
+            if ".experts." in tensor:
+                size = size * shape.experts_per_token // shape.num_experts
+            expected += size
+    assert active_parameters(shape) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        ({"world_size": 2, "context": 2}, "context"),
+        # Megatron-Core does not cut the gate where ranks have parts of a key-value head.
+        ({"world_size": 4, "tensor": 4}, "tensor"),
+    ],
+)
+def test_a_layout_that_megatron_cannot_train_is_refused_by_its_key(
+    sizes: dict[str, int], key: str
+) -> None:
+    shape = load_model_shape(NEXT)
+    faults = model_faults(LayoutSizes(**sizes), shape)
+    assert key in {fault.key for fault in faults}
+    assert not model_faults(LayoutSizes(world_size=8, tensor=2, expert=8, expert_tensor=1), shape)
+
+
+def test_adapters_are_refused_by_their_key() -> None:
+    lora = schema.LoraConfig(rank=8)
+    (fault,) = lora_faults(
+        lora, LayoutSizes(world_size=1), load_model_shape(NEXT), has_engines=True
+    )
+    assert fault.startswith("lora.rank: ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_element_moves_once_into_the_engine(ranks: int) -> None:
+    layout = Layout.smallest(2, 1, None, 2, 1)
+    report = prove_resharding(tiny(), layout, EngineLayout(ranks))
+    assert sum(report.holds) == report.model_bytes
+
+
+def test_the_planner_counts_the_cache_of_attention_and_the_states_of_delta_nets() -> None:
+    """12 layers with 2 heads of 256 in the cache; 36 with 32 matrices of 128 x 128 in fp32 and 3 tokens of 8192."""
+    shape = load_model_shape(NEXT)
+    engine = EngineFacts(1, 4, 4, 1, None, None, None, kv_bytes=2)
+    assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
+    state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert state_bytes(shape, engine) == state // 4
+
+
+# --- planted faults
+
+
+def weights(shape: ModelShape) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    own = ("A_log", "linear_attn.norm.weight")
+    return {
+        name: torch.randn(size) if name.endswith(own) else torch.randn(size).bfloat16()
+        for name, size in hf_tensors(shape).items()
+    }
+
+
+def expected_digests(shape: ModelShape, hf: dict[str, Tensor]) -> dict[str, str]:
+    checksums = ExpectedChecksums(EngineTensors(shape, 1), torch.bfloat16)
+    checksums.add(hf.items())
+    (digests,) = checksums.digests([checksums.partial()])
+    return digests
+
+
+def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of layers 0 (a delta net) and 3 (attention), as SGLang's loader builds them in a bfloat16 model."""
+    delta, attention = "model.layers.0.linear_attn.", "model.layers.3."
+    found = {
+        f"{delta}{name}": hf[f"{delta}{name}"]
+        for name in (
+            "in_proj_qkvz.weight",
+            "in_proj_ba.weight",
+            "conv1d.weight",
+            "dt_bias",
+            "A_log",
+        )
+    }
+    found[f"{delta}norm.weight"] = hf[f"{delta}norm.weight"].bfloat16()
+    parts = [hf[f"{attention}self_attn.{part}_proj.weight"] for part in "qkv"]
+    found[f"{attention}qkv_proj.weight"] = torch.cat(parts)
+    norms = {
+        f"{attention}q_norm": f"{attention}self_attn.q_norm",
+        "model.layers.0.input_layernorm": "model.layers.0.input_layernorm",
+        "model.norm": "model.norm",
+    }
+    for ours, theirs in norms.items():
+        found[f"{ours}.weight"] = hf[f"{theirs}.weight"]
+        found[f"{ours}.gemma_weight"] = hf[f"{theirs}.weight"].clone().add_(1.0)
+    return found
+
+
+def stale_one_plus(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    """The engine keeps 1 + the weight of the update before."""
+    name = "model.layers.0.input_layernorm.gemma_weight"
+    engine[name] = torch.ones_like(engine[name])
+    return name
+
+
+def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.norm.gemma_weight"
+    engine[name] = hf["model.norm.weight"]
+    return name
+
+
+def halves_of_the_fused_inputs_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    """Values and their gates of each key head."""
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    heads = engine[name].view(2, 2 * 4 + 2 * 12, -1)
+    q_and_k, values, gates = heads.split([8, 12, 12], 1)
+    engine[name] = torch.cat([q_and_k, gates, values], 1).reshape_as(engine[name])
+    return name
+
+
+def inputs_of_two_numbers_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.linear_attn.in_proj_ba.weight"
+    engine[name] = engine[name].view(2, 2, 2, -1).flip(1).reshape_as(engine[name])
+    return name
+
+
+def rounded_decay(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.linear_attn.A_log"
+    engine[name] = engine[name].bfloat16().float()
+    return name
+
+
+def gate_before_the_query(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.3.qkv_proj.weight"
+    rows = len(hf["model.layers.3.self_attn.q_proj.weight"])
+    queries = engine[name][:rows].view(4, 2, 8, -1).flip(1).reshape(rows, -1)
+    engine[name] = torch.cat([queries, engine[name][rows:]])
+    return name
+
+
+def test_the_checksums_are_those_of_what_sglang_builds() -> None:
+    shape = tiny()
+    hf = weights(shape)
+    digests = expected_digests(shape, hf)
+    engine = engine_tensors(hf)
+    assert {name: digests[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
+    assert not [name for name in digests if ".self_attn." in name]
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        stale_one_plus,
+        missing_one,
+        halves_of_the_fused_inputs_swapped,
+        inputs_of_two_numbers_swapped,
+        rounded_decay,
+        gate_before_the_query,
+    ],
+)
+def test_a_planted_fault_is_named(plant: Any) -> None:
+    shape = tiny()
+    hf = weights(shape)
+    expected = expected_digests(shape, hf)
+    engine = engine_tensors(hf)
+    name = plant(engine, hf)
+    actual = expected | {tensor: tiled_hash(values) for tensor, values in engine.items()}
+    assert [m.tensor for m in compare_checksums([expected], [actual])] == [name]
+
+
+# --- arithmetic
+
+LENGTHS = (5, 1, 70, 3)
+BOUNDS = torch.tensor([0, 5, 6, 76, 79], dtype=torch.int32)
+
+
+def inputs() -> tuple[Tensor, ...]:
+    """Normed queries and keys, values, logarithms of decays, and parts of corrections of a pack, in fp32."""
+    torch.manual_seed(1)
+    tokens, heads = sum(LENGTHS), 2
+    query, key = (
+        torch.nn.functional.normalize(torch.randn(tokens, heads, 4), dim=-1) for _ in "qk"
+    )
+    value = torch.randn(tokens, heads, 6)
+    return query, key, value, -torch.rand(tokens, heads), torch.rand(tokens, heads)
+
+
+def test_the_state_of_a_delta_net_begins_anew_at_every_sequence() -> None:
+    """The engine's rule, token by token on each sequence alone, gives the same outputs."""
+    q, k, v, g, beta = inputs()
+    found = packed_delta_rule(q, k, v, g, beta, BOUNDS)
+    start = 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        alone = [x[rows] for x in (q, k, v, g, beta)]
+        expected, _ = engine_delta_net.delta_rule(*alone, torch.zeros(2, 6, 4))
+        torch.testing.assert_close(found[rows], expected, atol=1e-5, rtol=1e-5)
+        start += length
+
+
+def test_a_sequence_of_a_pack_has_no_gradient_from_the_others() -> None:
+    tensors = [x.requires_grad_() for x in inputs()]
+    packed_delta_rule(*tensors, BOUNDS)[6:76].square().sum().backward()
+    for tensor in tensors:
+        assert tensor.grad is not None
+        assert tensor.grad[6:76].abs().sum() > 0
+        assert tensor.grad[:6].abs().sum() == tensor.grad[76:].abs().sum() == 0
+
+
+def test_the_convolution_sees_no_token_of_another_sequence() -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(sum(LENGTHS), 6), torch.randn(6, 1, 4)
+    found = packed_convolution(x, weight, BOUNDS)
+    start = 0
+    for length in LENGTHS:
+        alone = torch.nn.functional.pad(x[start : start + length].T[None], (3, 0))
+        sums = torch.nn.functional.conv1d(alone, weight, groups=6)[0].T
+        expected = torch.nn.functional.silu(sums)
+        torch.testing.assert_close(found[start : start + length], expected)
+        start += length
+
+
+def test_the_engine_decodes_as_it_reads_prompts() -> None:
+    """A prompt in two chunks, then tokens one by one, against all tokens at once: convolution and state."""
+    torch.manual_seed(3)
+    tokens, slot = 9, torch.tensor([1])
+    x, weight = torch.randn(6, tokens), torch.randn(6, 4)
+    q, k, v = (
+        torch.randn(1, tokens, 1, 4),
+        torch.randn(1, tokens, 1, 4),
+        torch.randn(1, tokens, 2, 6),
+    )
+    a, b, rates, bias = torch.randn(tokens, 2), torch.randn(tokens, 2), torch.rand(2), torch.rand(2)
+
+    def computed(steps: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        conv_states, states = torch.zeros(2, 6, 3), torch.zeros(2, 2, 6, 4)
+        convolved, outputs = [], []
+        for start, end in steps:
+            if end - start == 1:
+                convolved.append(
+                    engine_delta_net.convolve_next(
+                        x[:, start:end].T, conv_states, weight, conv_state_indices=slot
+                    ).T
+                )
+                outputs.append(
+                    engine_delta_net.decode(
+                        None, q[:, start:end], k[:, start:end], v[:, start:end], a[start:end], b[start:end],
+                        A_log=rates, dt_bias=bias, ssm_states=states, cache_indices=slot,
+                        query_start_loc=None,
+                    )
+                )  # fmt: skip
+                continue
+            bounds = torch.tensor([0, end - start])
+            convolved.append(
+                engine_delta_net.convolve_prompts(
+                    x[:, start:end], weight, None, conv_states=conv_states, cache_indices=slot,
+                    has_initial_state=torch.tensor([start > 0]), query_start_loc=bounds,
+                )
+            )  # fmt: skip
+            g, beta = engine_delta_net.gating(rates, a[start:end], b[start:end], bias)
+            output, _, _ = engine_delta_net.extend(
+                None, q[:, start:end], k[:, start:end], v[:, start:end], g, beta,
+                ssm_states=states, cache_indices=slot, query_start_loc=bounds,
+            )  # fmt: skip
+            outputs.append(output)
+        return torch.cat(convolved, 1), torch.cat(outputs, 1)
+
+    whole, parts = computed([(0, 9)]), computed([(0, 4), (4, 7), (7, 8), (8, 9)])
+    for expected, found in zip(whole, parts, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_engine_keeps_states_and_names_without_its_attention_block() -> None:
+    parameters = {p.name: p for p in engine_parameters(tiny(), EngineLayout(2), 1)}
+    assert parameters["model.layers.0.linear_attn.conv1d.weight"].shape == (2 * 4 + 12, 1, 4)
+    assert parameters["model.layers.0.linear_attn.in_proj_qkvz.weight"].shape == (32, 8)
+    assert parameters["model.layers.0.linear_attn.A_log"].dtype == "float32"
+    # SGLang makes this norm in the type of config.json, whatever its weights' type is.
+    assert parameters["model.layers.0.linear_attn.norm.weight"].dtype == "bfloat16"
+    as_float32 = engine_parameters(replace(tiny(), dtype="float32"), EngineLayout(1), 0)
+    types = {p.name: p.dtype for p in as_float32}
+    assert types["model.layers.0.linear_attn.norm.weight"] == "float32"
+    assert parameters["model.layers.3.qkv_proj.weight"].shape == (2 * 2 * 8 + 2 * 8, 8)
