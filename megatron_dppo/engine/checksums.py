@@ -73,7 +73,6 @@ class EngineTensors:
         parts: the places of each of these tensors, by its name.
         sizes: for each rank, the number of elements of each engine tensor. Elements that no part fills are zero, such
             as the last rank's share of a small vocabulary.
-        adds_one: whether an engine tensor holds 1 + what it receives.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class EngineTensors:
             self.shapes = quantization.stored_tensors(self.shapes)
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
-        self.adds_one = False
         self._dtypes: dict[str, torch.dtype] = {}
         self._own_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
@@ -119,6 +117,11 @@ class EngineTensors:
         is_quantized = info.get("quantization") is not None
         return cls(shape, int(info["tp_size"]), str(info["device"]), quantized=is_quantized)
 
+    @property
+    def hold_what_is_sent(self) -> bool:
+        """Whether every tensor of a checkpoint can be read from the engine, and none is held only as 1 + the tensor."""
+        return all(any(not part.adds_one for part in parts) for parts in self.parts.values())
+
     def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an engine tensor; ``weights_dtype`` is that of tensors that are not quantised."""
         return self._dtypes.get(tensor, weights_dtype)
@@ -137,7 +140,6 @@ class EngineTensors:
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
         tensor, is_expert, _ = parameter.name.partition("[")
         sizes = self.sizes[rank]
-        self.adds_one |= parameter.adds_one
         if parameter.dtype is not None:
             self._dtypes[tensor] = getattr(torch, parameter.dtype)
         if not parameter.segments:

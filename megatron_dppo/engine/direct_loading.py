@@ -192,8 +192,9 @@ class TensorPlaces:
         sources: list[Tensor] = []
         for name, dims, flat in zip(names, shapes, flat_tensors, strict=True):
             for place in self._places[name]:
-                targets.append(_block(flat, dims, place))
-                sources.append(place.target)
+                if place.part is None:
+                    targets.append(_block(flat, dims, place))
+                    sources.append(place.target)
         if targets:
             torch._foreach_copy_(targets, sources)
         apply_changes(data, Changes(positions, values))

@@ -201,7 +201,7 @@ class Engines:
     @property
     def take_changes(self) -> bool:
         """Whether the engines can apply changes to the weights that they hold."""
-        return self.place_directly and not self.first.tensors.adds_one
+        return self.place_directly and self.first.tensors.hold_what_is_sent
 
     @cached_property
     def foreign_hosts(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ from megatron_dppo.weight_sync.transaction import (
     WeightUpdater,
 )
 from megatron_dppo.weight_sync.verification import compare_checksums
-from tests.unit import test_fp8_engine, test_weight_sync
+from tests.unit import test_engine_rows, test_fp8_engine, test_weight_sync
 from tests.unit.test_direct_loading import Bucket, digests, hashes, held, received, weights
 from tests.unit.test_engine_checksums import model_shape
 
@@ -169,6 +170,24 @@ def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) 
         assert hashes(served.tensors) == expected
 
 
+rows_of_each_kind = test_engine_rows.family
+
+
+@pytest.mark.usefixtures("rows_of_each_kind")
+def test_changes_of_tensors_that_the_engine_also_holds_as_1_plus_them() -> None:
+    shape = replace(model_shape(), num_layers=2, dtype="bfloat16")
+    table = EngineTensors(shape)
+    assert table.hold_what_is_sent
+    base = weights(shape)
+    new = trained(base)
+    served = Served(table, 0, base)
+    served.places.load_changes(changed_bucket(control(table), new, base))
+    assert hashes(served.tensors) == digests(table, new)[0]
+    (norm,) = (n for n in table.parts if n.endswith("layers.1.input_layernorm.weight"))
+    table.parts[norm] = [part for part in table.parts[norm] if part.adds_one]
+    assert not table.hold_what_is_sent
+
+
 def altered(table: EngineTensors, served: Served, new: Bucket) -> set[str]:
     """Names of the engine's tensors that verification finds to differ from ``new``."""
     mismatches = compare_checksums(digests(table, new), [hashes(served.tensors)])
@@ -261,7 +280,7 @@ class Engine(test_weight_sync.Engine):
     """Notes how many bytes of each bucket it was sent."""
 
     places_directly = True
-    tensors: Any = SimpleNamespace(adds_one=False)
+    tensors: Any = SimpleNamespace(hold_what_is_sent=True)
 
     def __init__(self, url: str = test_weight_sync.A) -> None:
         super().__init__(url)
