@@ -40,6 +40,7 @@ NODES = {
     "qwen1.5_moe_a2.7b_gsm8k": 2,
     "moonlight_16b_a3b_gsm8k": 2,
     "glm_4.7_flash_gsm8k": 4,
+    "qwen3_next_80b_a3b_gsm8k": 6,
 }
 """Recipe -> nodes."""
 GPUS_PER_NODE = {"olmoe_1b_7b_gsm8k": 4}

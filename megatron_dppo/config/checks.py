@@ -205,6 +205,11 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
         yield (
             f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} key-value heads"
         )
+    elif model.delta is not None and model.delta.key_heads % size:
+        yield (
+            f"sglang.tp_size: got {size}, expected a divisor of the model's {model.delta.key_heads} key heads of delta "
+            "nets"
+        )
     most = family_of(model).most_engine_ranks
     if most is not None and size > most:
         yield (

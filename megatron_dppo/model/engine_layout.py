@@ -38,6 +38,11 @@ def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
         (heads % tensor == 0, f"{heads} attention heads into tensor {tensor}"),
         (groups % tensor == 0 or tensor % groups == 0, f"{groups} key/value heads into tensor {tensor}"),
     ]  # fmt: skip
+    if shape.delta is not None:
+        key_heads = shape.delta.key_heads
+        checks.append(
+            (key_heads % tensor == 0, f"{key_heads} key heads of delta nets into tensor {tensor}")
+        )
     if shape.is_moe:
         experts, width = shape.num_experts, shape.moe_ffn_hidden_size
         checks += [

@@ -44,7 +44,12 @@ def test_it_is_as_written(now: str) -> None:
     )
 
 
-SIZES = {"qwen3_8b_base": 2, "moonlight_16b_a3b_gsm8k": 2, "glm_4.7_flash_gsm8k": 4}
+SIZES = {
+    "qwen3_8b_base": 2,
+    "moonlight_16b_a3b_gsm8k": 2,
+    "glm_4.7_flash_gsm8k": 4,
+    "qwen3_next_80b_a3b_gsm8k": 4,
+}
 """Recipe -> tensor-parallel ranks of a server; those of 30B-A3B have 4, the others 1."""
 
 

@@ -17,10 +17,11 @@ import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is import
 from megatron_dppo.cluster.planner.facts import EngineFacts
 from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token, state_bytes
 from megatron_dppo.config import schema
+from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.lora import lora_faults
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.sglang_cpu import delta_net as engine_delta_net
-from megatron_dppo.model.errors import UnsupportedModelError
+from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
 from megatron_dppo.model.families import (
     FAMILIES,
     load_model_shape,
@@ -28,7 +29,12 @@ from megatron_dppo.model.families import (
     unknown_key_warnings,
 )
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
-from megatron_dppo.model.mapping import EngineLayout, engine_parameters, hf_tensors
+from megatron_dppo.model.mapping import (
+    EngineLayout,
+    check_engine_layout,
+    engine_parameters,
+    hf_tensors,
+)
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_json
 from megatron_dppo.tensor_hash import tiled_hash
@@ -133,6 +139,17 @@ def test_a_layout_that_megatron_cannot_train_is_refused_by_its_key(
     faults = model_faults(LayoutSizes(**sizes), shape)
     assert key in {fault.key for fault in faults}
     assert not model_faults(LayoutSizes(world_size=8, tensor=2, expert=8, expert_tensor=1), shape)
+
+
+def test_servers_divide_the_heads_of_delta_nets() -> None:
+    shape = load_model_shape(NEXT)
+    assert shape.delta is not None
+    assert list(engine_split_faults({"tp_size": 8}, shape)) == []
+    odd = replace(shape, delta=replace(shape.delta, key_heads=4))
+    (fault,) = engine_split_faults({"tp_size": 8}, odd)
+    assert fault.startswith("sglang.tp_size: ")
+    with pytest.raises(LayoutError):
+        check_engine_layout(odd, EngineLayout(8))
 
 
 def test_adapters_are_refused_by_their_key() -> None:

@@ -14,7 +14,7 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
-from megatron_dppo.model.shape import LatentAttention, ModelShape
+from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -261,6 +261,8 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
             values |= {"n_group": 1, "topk_group": 1}
     if known.shape.latent is not None:
         values |= _latent_sizes(known.shape.latent)
+    if known.shape.delta is not None:
+        values |= _delta_sizes(known.shape.delta, sizes)
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
@@ -280,6 +282,18 @@ def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:
         "qk_nope_head_dim": HEAD_DIM,
         "qk_rope_head_dim": HEAD_DIM,
         "v_head_dim": HEAD_DIM,
+    }
+
+
+def _delta_sizes(delta: DeltaNet, sizes: TinySizes) -> dict[str, Any]:
+    """Sizes of delta nets, of which a model of two layers has one."""
+    return {
+        "full_attention_interval": min(delta.attention_interval, sizes.layers),
+        # Trainer and servers divide them as they divide the heads of attention.
+        "linear_num_key_heads": sizes.heads,
+        "linear_num_value_heads": sizes.heads * delta.value_heads // delta.key_heads,
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": HEAD_DIM,
     }
 
 
