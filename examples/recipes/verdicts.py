@@ -28,6 +28,7 @@ NODES = {
     "qwen3_30b_a3b_r3_async": 4,
     "qwen3_30b_a3b_base_32k": 4,
     "qwen3_30b_a3b_128k": 8,
+    "qwen3_235b_a22b_r3": 8,
     "qwen3_8b_base": 2,
     "r1_distill_qwen_1.5b_stability": 1,
     "qwen3_1.7b_base_efficiency": 1,

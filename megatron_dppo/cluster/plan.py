@@ -174,10 +174,13 @@ def _hosts(plan: RunPlan) -> Table | None:
         return None
     table = figures_table(
         f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
-        *("node", "processes", "batch", "checkpoint", "routing", "parked", "total"),
+        *("node", "processes", "batch", "checkpoint", "routing", "parked", "optimizer", "total"),
     )
     for node, host in enumerate(plan.hosts):
-        sizes = (host.processes, host.batch, host.checkpoint, host.capture, host.parked, host.total)
+        sizes = (
+            *(host.processes, host.batch, host.checkpoint, host.capture),
+            *(host.parked, host.offloaded, host.total),
+        )
         table.add_row(str(node), *(f"{size / 2**30:.0f}" for size in sizes))
     return table
 
@@ -266,6 +269,8 @@ def _print_assumptions(console: Console, plan: RunPlan) -> None:
         "seconds from node to node": plan.cluster.network_latency,
         "busiest expert rank over the mean": activations.BUSIEST_RANK,
     }
+    if plan.facts.trainer.adam.offloaded:
+        assumptions["GB/s of a node's host memory"] = step_time.HOST_RATE / GB
     text = "; ".join(f"{name} {value:g}" for name, value in assumptions.items())
     console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.", highlight=False)
     uncounted_settings = sorted(plan.facts.not_counted)

@@ -408,7 +408,10 @@ def check_config(
         _changes_only(config.weight_sync, engine),
         forwarded.MEGATRON.faults(config.megatron),
         forwarded.training_faults(
-            config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
+            config.megatron_ddp,
+            config.megatron_optimizer,
+            config.distributed_optimizer,
+            config.model.dtype,
         ),
         forwarded.SGLANG.faults(config.sglang),
         engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
@@ -450,7 +453,10 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
         *layout.world_faults(parallel.sizes),
         *forwarded.MEGATRON.faults(config.megatron),
         *forwarded.training_faults(
-            config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
+            config.megatron_ddp,
+            config.megatron_optimizer,
+            config.distributed_optimizer,
+            config.model.dtype,
         ),
         *schedule_faults(config.optimizer),
         *template_argument_faults(config.data.chat_template_arguments),

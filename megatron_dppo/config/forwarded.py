@@ -716,14 +716,7 @@ DDP = ForwardedTable(
 
 _OTHER = "the optimizer is Adam"
 _SCALE = "bfloat16 needs no loss scale"
-_LOW = (
-    "Adam's state is fp32 in checkpoints; a scaled moment of TransformerEngine's FusedAdam is rounded anew when it "
-    "is restored (docs/checkpoints.md)"
-)
-_OFFLOADED = (
-    "checkpoints restore Adam's state where it lies; HybridDeviceOptimizer steps on copies of its own "
-    "(docs/checkpoints.md)"
-)
+_MASTERS = "checkpoints hold the fp32 master of each weight"
 OPTIMIZER = ForwardedTable(
     "megatron_optimizer",
     {
@@ -775,28 +768,9 @@ OPTIMIZER = ForwardedTable(
             ),
             _LATE,
         ),
-        **dict.fromkeys(
-            (
-                "use_precision_aware_optimizer",
-                "store_param_remainders",
-                "main_grads_dtype",
-                "main_params_dtype",
-                "exp_avg_dtype",
-                "exp_avg_sq_dtype",
-            ),
-            _LOW,
-        ),
-        **dict.fromkeys(
-            (
-                "optimizer_cpu_offload",
-                "optimizer_offload_fraction",
-                "use_torch_optimizer_for_cpu_offload",
-                "overlap_cpu_optimizer_d2h_h2d",
-                "pin_cpu_grads",
-                "pin_cpu_params",
-            ),
-            _OFFLOADED,
-        ),
+        **dict.fromkeys(("store_param_remainders", "main_params_dtype"), _MASTERS),
+        "main_grads_dtype": "megatron_ddp.grad_reduce_in_fp32 sets it",
+        "use_torch_optimizer_for_cpu_offload": "Megatron-Core steps offloaded state by torch's Adam in any case",
         "timers": "a Python function, which YAML can't hold",
     },
 )
@@ -807,9 +781,11 @@ def training_faults(
     ddp: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     distributed: bool,
+    dtype: str,
 ) -> Iterator[str]:
-    """Report faults of the ``megatron_ddp:`` and ``megatron_optimizer:`` tables with a ``distributed`` or replicated
-    optimizer.
+    """Report faults of the ``megatron_ddp:`` and ``megatron_optimizer:`` tables.
+
+    ``distributed``: whether the optimizer is distributed or replicated. ``dtype``: ``model.dtype``.
     """
     yield from DDP.faults(ddp)
     if ddp.get("overlap_param_gather") and not distributed:
@@ -818,3 +794,72 @@ def training_faults(
             "it every replica has all weights, and nothing is gathered"
         )
     yield from OPTIMIZER.faults(optimizer)
+    yield from _optimizer_memory_faults(optimizer, distributed, dtype)
+
+
+PRECISION_AWARE = "use_precision_aware_optimizer"
+OFFLOAD = "optimizer_cpu_offload"
+OFFLOAD_FRACTION = "optimizer_offload_fraction"
+MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def offloaded_fraction(optimizer: Mapping[str, Any]) -> float:
+    """The share of Adam's state that the ``megatron_optimizer:`` table moves to the host."""
+    if not optimizer.get(OFFLOAD):
+        return 0.0
+    return float(optimizer.get(OFFLOAD_FRACTION, 1.0))
+
+
+def moment_dtypes(optimizer: Mapping[str, Any]) -> list[str]:
+    """The types of Adam's two moments, as the ``megatron_optimizer:`` table sets them."""
+    return [str(optimizer.get(key) or "float32") for key in MOMENT_DTYPES]
+
+
+def _optimizer_memory_faults(
+    optimizer: Mapping[str, Any],
+    distributed: bool,
+    dtype: str,
+) -> Iterator[str]:
+    """Report faults of low-precision and of offloaded state in the ``megatron_optimizer:`` table."""
+    for key in (PRECISION_AWARE, OFFLOAD):
+        if optimizer.get(key) and not distributed:
+            yield (
+                f"megatron_optimizer.{key}: got true, expected optimizer.distributed: true with it: Megatron-Core has "
+                "it for the distributed optimizer alone"
+            )
+        if optimizer.get(key) and dtype == "float32":
+            yield (
+                f"megatron_optimizer.{key}: got true with model.dtype float32, expected bfloat16: Megatron-Core can't "
+                "divide float32 weights so"
+            )
+    is_offloaded = bool(optimizer.get(OFFLOAD))
+    fraction = optimizer.get(OFFLOAD_FRACTION)
+    if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+        yield f"megatron_optimizer.{OFFLOAD_FRACTION}: got {given(fraction)}, expected more than 0 and at most 1"
+    if fraction is not None and not is_offloaded:
+        yield (
+            f"megatron_optimizer.{OFFLOAD_FRACTION}: got {given(fraction)}, expected nothing without "
+            f"megatron_optimizer.{OFFLOAD}: true"
+        )
+    for key, moment_dtype in zip(MOMENT_DTYPES, moment_dtypes(optimizer), strict=True):
+        if moment_dtype == "float32":
+            continue
+        if not optimizer.get(PRECISION_AWARE):
+            yield (
+                f"megatron_optimizer.{key}: got {given(moment_dtype)}, expected megatron_optimizer.{PRECISION_AWARE}: "
+                "true with it: Megatron-Core ignores it otherwise"
+            )
+        elif is_offloaded:
+            yield (
+                f"megatron_optimizer.{key}: got {given(moment_dtype)} with megatron_optimizer.{OFFLOAD}, expected "
+                "'float32': Megatron-Core's moments on the host are fp32"
+            )
+
+
+def adam_faults(optimizer: Mapping[str, Any], *, has_fused_adam: bool) -> Iterator[str]:
+    """Report an Adam in the ``megatron_optimizer:`` table that an environment without Transformer Engine lacks."""
+    if optimizer.get(PRECISION_AWARE) and not optimizer.get(OFFLOAD) and not has_fused_adam:
+        yield (
+            f"megatron_optimizer.{PRECISION_AWARE}: got true, expected Transformer Engine in this environment, or "
+            f"megatron_optimizer.{OFFLOAD}: true with it: only Transformer Engine's Adam has such state"
+        )

@@ -236,9 +236,23 @@ def cpu_states(config: ServerSections, model: ModelShape) -> int:
     return 3 * max(2, min(config.rollout.max_concurrent_requests, most // 3))
 
 
+FLAGS: Mapping[str, str] = {
+    "fp8_gemm_runner_backend": "fp8-gemm-backend",
+    "fp4_gemm_runner_backend": "fp4-gemm-backend",
+    "ep_join_mode": "elastic-ep-join-mode",
+    "ep_join_rank_offset": "elastic-ep-join-rank-offset",
+}
+"""Field of SGLang's ServerArgs whose flag has another name -> the flag, without its hyphens in front."""
+
+
+def flag_of(field_name: str) -> str:
+    """Return the name of the flag of a field of SGLang's ServerArgs, without its hyphens in front."""
+    return FLAGS.get(field_name, field_name.replace("_", "-"))
+
+
 def write_options(options: Mapping[str, Any], path: Path) -> None:
-    """Write SGLang's ``--config`` file: YAML (here JSON, a subset of it), with hyphens in the names of flags."""
-    flags = {name.replace("_", "-"): value for name, value in options.items()}
+    """Write SGLang's ``--config`` file: YAML (here JSON, a subset of it), with the names of flags."""
+    flags = {flag_of(name): value for name, value in options.items()}
     path.write_text(json.dumps(flags, indent=2) + "\n")
 
 

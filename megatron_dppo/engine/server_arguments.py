@@ -18,6 +18,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from megatron_dppo.config.errors import closest, given
 from megatron_dppo.config.forwarded import SGLANG, LibraryFields, LibraryMissingError
+from megatron_dppo.engine.options import flag_of
 
 _PLAIN_PARSERS = (None, str, int, float)
 
@@ -80,7 +81,7 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
     parser = _parser()
     merger = ConfigArgumentMerger(parser)
     try:
-        flags = merger._convert_config_to_args({key.replace("_", "-"): value})
+        flags = merger._convert_config_to_args({flag_of(key): value})
         # The model's path is the only flag that the parser requires.
         parser.parse_args(["--model-path=any", *flags])
     # The parser raises it for a rejected value, and the merger for an action that it does not know.

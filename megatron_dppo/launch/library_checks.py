@@ -26,6 +26,7 @@ from megatron_dppo.config.forwarded import (
     OPTIMIZER,
     SGLANG,
     LibraryMissingError,
+    adam_faults,
     precision_faults,
 )
 from megatron_dppo.config.lora import adapters_of
@@ -93,6 +94,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         gpu_faults(config.engine.device),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
         kernel_faults(config.megatron),
+        optimizer_faults(config.megatron_optimizer),
         server_faults(sections, starts_servers=starts_servers),
     )
 
@@ -105,6 +107,7 @@ def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
         gpu_faults(None),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
         kernel_faults(config.megatron),
+        optimizer_faults(config.megatron_optimizer),
     )
 
 
@@ -199,6 +202,15 @@ def kernel_faults(megatron: Mapping[str, Any]) -> Iterator[str]:
     capability = platform.compute_capability()
     if capability is not None:
         yield from precision_faults(megatron, capability)
+
+
+def optimizer_faults(optimizer: Mapping[str, Any]) -> Iterator[str]:
+    """Options of the ``megatron_optimizer:`` table that this environment's Adam does not have."""
+    if not optimizer:
+        return
+    from megatron_dppo.trainer import platform
+
+    yield from adam_faults(optimizer, has_fused_adam=platform.has_transformer_engine())
 
 
 def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator[str]:

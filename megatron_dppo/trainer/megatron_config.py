@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, get_type_hints
 
 import torch
@@ -238,12 +239,22 @@ _CLASSES: Mapping[str, type] = {
 }
 
 
+class _Dtype(Enum):
+    """The types of a tensor by the names that a table has for them."""
+
+    float32 = torch.float32
+    bfloat16 = torch.bfloat16
+
+
 @functools.cache
 def library_fields(table: str) -> forwarded.LibraryFields:
     """Every field that the constructor of Megatron-Core's class for ``table`` takes, inherited ones included."""
     kind = _CLASSES[table]
     hints = get_type_hints(kind)
     types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    for name, annotation in types.items():
+        if annotation is torch.dtype:
+            types[name] = _Dtype
     version = importlib.metadata.version("megatron-core")
     return forwarded.LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
 
@@ -258,4 +269,8 @@ def library_values(rules: forwarded.ForwardedTable, values: Mapping[str, Any]) -
     faults = [*rules.faults(values), *rules.library_faults(values, fields)]
     if faults:
         raise ValueError("\n".join(faults))
-    return {key: forwarded.read_value(fields.types[key], value) for key, value in values.items()}
+    read_values = {}
+    for key, value in values.items():
+        member = forwarded.read_value(fields.types[key], value)
+        read_values[key] = member.value if isinstance(member, _Dtype) else member
+    return read_values

@@ -12,11 +12,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, device
 
 from megatron_dppo.data.seal import text_digest
 from megatron_dppo.system.errors import AlteredMemoryError
-from megatron_dppo.tensor_hash import TiledHash, add_parts
+from megatron_dppo.tensor_hash import Part, TiledHash, add_parts
 from megatron_dppo.trainer import model
 from megatron_dppo.trainer.checkpoint.state import is_replicated, state_slices
 from megatron_dppo.trainer.collectives import all_gather_json
@@ -38,9 +38,13 @@ class AlteredOptimizerError(AlteredMemoryError):
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the hash of each tensor, by name. One kernel hashes all of them."""
+    """Return the hash of each tensor, by name. One kernel hashes all tensors of a device."""
     hashes = {name: TiledHash(t.numel() * t.element_size()) for name, t in tensors.items()}
-    add_parts([(hashes[name], tensor, 0) for name, tensor in tensors.items()])()
+    parts_by_device: dict[device, list[Part]] = {}
+    for name, tensor in tensors.items():
+        parts_by_device.setdefault(tensor.device, []).append((hashes[name], tensor, 0))
+    for finish in [add_parts(parts) for parts in parts_by_device.values()]:
+        finish()
     return {name: hashed.hexdigest() for name, hashed in hashes.items()}
 
 

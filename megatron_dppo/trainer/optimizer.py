@@ -37,6 +37,10 @@ def build_optimizer(
         options: further fields of Megatron-Core's OptimizerConfig.
         distributed: whether to use the distributed optimizer.
     """
+    defaults: dict[str, Any] = {"store_param_remainders": False}
+    if options.get("optimizer_cpu_offload"):
+        # Megatron-Core's default offloads nothing.
+        defaults["optimizer_offload_fraction"] = 1.0
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -51,7 +55,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-            **options,
+            **{**defaults, **options},
         ),
         chunks,
         use_gloo_process_groups=False,

@@ -11,6 +11,8 @@ bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them bac
 objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and shards stay valid.
 Frozen weights and reference copies never change, so they are copied to the host only once.
 
+An offloaded optimizer's state is on the host already, so parking leaves it there.
+
 These stay on the device: modules' buffers (a rotary embedding's frequencies), Adam's step counts, NCCL's communicators.
 
 bfloat16 weights are copied, although rounding the fp32 main parameters would save 2 of 14 bytes. With the distributed
@@ -26,7 +28,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, UntypedStorage
+from torch.optim import Optimizer
 
 from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.scratch import aligned
@@ -101,10 +105,20 @@ def _optimizer_tensors(optimizer: ChainedOptimizer) -> Iterable[Tensor]:
             continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
-        for state in part.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.dim() and value.device == device:
-                    yield value
+        for adam in _adams_on_device(part.optimizer):
+            for group in adam.param_groups:
+                yield from group["params"]
+            for state in adam.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.dim() and value.device == device:
+                        yield value
+
+
+def _adams_on_device(adam: Optimizer) -> list[Optimizer]:
+    """Return the optimizers whose state is on the device: offloaded state is in the host's memory already."""
+    if not isinstance(adam, HybridDeviceOptimizer):
+        return [adam]
+    return [] if adam.gpu_optimizer is None else [adam.gpu_optimizer]
 
 
 class Parker:

@@ -69,6 +69,11 @@ TE_LINEARS = {
     *("TELayerNormColumnParallelLinear", "TERowParallelLinear"),
     *("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"),
 }
+BFLOAT16_MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16",
+}
 ANOTHER = {"tensor": 2, "expert": 2, "expert_tensor": 1}
 
 
@@ -81,6 +86,7 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
         from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
         from megatron_dppo.trainer.checkpoint.store import CheckpointStore
         from tests.distributed.test_checkpoint import hf_weights, make_trainer
+        from tests.distributed.test_offloaded_optimizer import make_trainer as with_optimizer
 
         found: dict[str, Any] = {}
 
@@ -137,6 +143,25 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
                     for h in blocks(trainer)
                 )
             trainer.close()
+
+        # Adam with bfloat16 moments: of the fp32 ones in the checkpoint, then of its own.
+        narrow = with_optimizer(f"{folder}/hf", CHECKPOINTED, BFLOAT16_MOMENTS)
+        for step in (3, 4):
+            store = CheckpointStore(f"{folder}/checkpoints", 1)
+            (stored,) = CheckpointDirectory(f"{folder}/checkpoints", 1).survey().complete
+            store.load(narrow, stored)
+            rounded = [
+                torch.equal(expected[h.block.key, h.block.box].to(h.values.dtype), h.values)
+                for h in blocks(narrow)
+            ]
+            found[f"narrow {step}"] = sum(rounded) == len(expected)
+            found["types"] = sorted(
+                {str(h.values.dtype) for h in blocks(narrow) if "exp_avg" in h.block.key}
+            )
+            store.save(narrow, 4, {"step": 4})
+            for held in blocks(narrow):
+                held.values.zero_()
+        narrow.close()
     return found
 
 
@@ -154,6 +179,9 @@ def test_a_checkpoint_with_extra_states_comes_back(tmp_path: Path) -> None:
             assert found[name]["restored"] == linears
             assert found[name]["wrong weights"] == 0
         assert found["same blocks"] == found["blocks"] > 100
+        assert found["narrow 3"]
+        assert found["narrow 4"]
+        assert found["types"] == ["torch.bfloat16"]
     # Rank 0 alone gathers weights; all of them were others before the load.
     assert (
         results[0]["as it was"]["weights"] == results[0]["as it was"]["other weights before"] > 60

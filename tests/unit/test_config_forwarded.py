@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Union, get_args, get_origin
 
 import pytest
+import torch
 from pydantic import ConfigDict, TypeAdapter
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
@@ -19,13 +20,14 @@ from megatron_dppo.config.forwarded import (
     SGLANG,
     SGLANG_FIXED,
     SGLANG_OWNED,
+    adam_faults,
     is_blockwise,
     precision_faults,
     read_value,
 )
 from megatron_dppo.config.machine import set_precision
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.server_arguments import server_args_fields
+from megatron_dppo.engine.options import ServerSections, flag_of
+from megatron_dppo.engine.server_arguments import _parser, server_args_fields, table_faults
 from megatron_dppo.launch import library_checks
 from megatron_dppo.launch.library_checks import kernel_faults, library_faults, server_faults
 from megatron_dppo.system import gpus
@@ -138,11 +140,27 @@ FORWARDED = [
     ),
     (
         "megatron_optimizer.exp_avg_dtype=bfloat16",
-        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected nothing: Adam's state is fp32 in checkpoints",
+        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected megatron_optimizer.use_precision_aware_opt",
+    ),
+    (
+        "megatron_optimizer.exp_avg_sq_dtype=float16",
+        "megatron_optimizer.exp_avg_sq_dtype: got 'float16' (str), expected 'float32' or 'bfloat16', as Opt",
     ),
     (
         "megatron_optimizer.optimizer_cpu_offload=true",
-        "megatron_optimizer.optimizer_cpu_offload: got true (bool), expected nothing: checkpoints restore Adam's state",
+        "megatron_optimizer.optimizer_cpu_offload: got true, expected optimizer.distributed: true with it",
+    ),
+    (
+        "megatron_optimizer.use_precision_aware_optimizer=true",
+        "megatron_optimizer.use_precision_aware_optimizer: got true, expected optimizer.distributed: true with it",
+    ),
+    (
+        "megatron_optimizer.optimizer_offload_fraction=0.5",
+        "megatron_optimizer.optimizer_offload_fraction: got 0.5 (float), expected nothing without",
+    ),
+    (
+        "megatron_optimizer.main_params_dtype=bfloat16",
+        "megatron_optimizer.main_params_dtype: got 'bfloat16' (str), expected nothing: checkpoints hold",
     ),
     (
         "megatron_optimizer.log_num_zeros_in_grad=many",
@@ -421,6 +439,18 @@ def test_every_option_of_ours_is_one_of_megatrons():
         assert {*table.owned, *table.fixed} <= set(library_fields(table.name).types)
 
 
+def test_every_option_is_written_by_a_flag_that_sglang_has():
+    fields = server_args_fields()
+    actions = {action.dest: action.option_strings for action in _parser()._actions}
+    missing = [
+        name
+        for name in fields.types.keys() - fields.computed
+        if f"--{flag_of(name)}" not in actions[name]
+    ]
+    assert missing == []
+    assert not table_faults({"fp8_gemm_runner_backend": "triton"})
+
+
 def test_ddp_and_optimizer_tables_become_megatrons_values():
     assert library_values(DDP, {"grad_reduce_in_fp32": False, "bucket_size": 9}) == {
         "grad_reduce_in_fp32": False,
@@ -428,8 +458,40 @@ def test_ddp_and_optimizer_tables_become_megatrons_values():
     }
     counted = {"log_num_zeros_in_grad": True}
     assert library_values(OPTIMIZER, counted) == counted
-    with pytest.raises(ValueError, match=mentioning("optimizer_cpu_offload")):
-        library_values(OPTIMIZER, {"optimizer_cpu_offload": True})
+    moments = library_values(OPTIMIZER, {"exp_avg_dtype": "bfloat16"})
+    assert moments == {"exp_avg_dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match=mentioning("main_grads_dtype")):
+        library_values(OPTIMIZER, {"main_grads_dtype": "bfloat16"})
+
+
+OFFLOADED = (
+    *("model.dtype=bfloat16", "optimizer.distributed=true"),
+    "megatron_optimizer.optimizer_cpu_offload=true",
+)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.dtype=float32", "megatron_optimizer.optimizer_cpu_offload"),
+        ("megatron_optimizer.optimizer_offload_fraction=0", "megatron_optimizer.optimizer_offload"),
+        ("megatron_optimizer.exp_avg_dtype=bfloat16", "megatron_optimizer.exp_avg_dtype"),
+    ],
+)
+def test_state_that_an_offloaded_optimizer_cant_have_is_named(problems, override, key):
+    aware = "megatron_optimizer.use_precision_aware_optimizer=true"
+    assert not problems(*OFFLOADED, aware, "megatron_optimizer.optimizer_offload_fraction=0.5")
+    faults = problems(*OFFLOADED, aware, override)
+    assert faults
+    assert all(fault.startswith((key, aware[:30])) for fault in faults)
+
+
+def test_bfloat16_moments_need_transformer_engine_unless_they_are_offloaded():
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
+    assert list(adam_faults(aware, has_fused_adam=False))
+    assert not list(adam_faults(aware, has_fused_adam=True))
+    offloaded = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+    assert not list(adam_faults(offloaded, has_fused_adam=False))
 
 
 def test_forwarded_tables_that_fit(problems):

@@ -30,6 +30,7 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-30b-a3b-base": 30_532_122_624,
     "qwen3-30b-a3b-thinking-2507": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-8b-base": 8_190_735_360,
     "qwen3-1.7b-base": 1_720_574_976,
     "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,

@@ -380,12 +380,23 @@ def test_senders_are_the_gather_plans(layout, holders, nodes):
         assert senders(layout, ranks_per_sender) == count
 
 
+AWARE = [
+    "megatron_optimizer.use_precision_aware_optimizer=true",
+    "megatron_optimizer.exp_avg_dtype=bfloat16",
+    "megatron_optimizer.exp_avg_sq_dtype=bfloat16",
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "gradient", "optimizer"),
     [
         ([], 4, 12),
         (["megatron_ddp.grad_reduce_in_fp32=false"], 2, 12),
         (["model.dtype=float32"], 4, 8),
+        (AWARE, 4, 8),
+        ([AWARE[0], "megatron_optimizer.optimizer_cpu_offload=true"], 4, 0),
+        (["megatron_optimizer.optimizer_cpu_offload=true"], 4, 4),
+        (["megatron_optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 0.25}"], 4, 10),
     ],
 )  # fmt: skip
 def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimizer):
@@ -393,6 +404,21 @@ def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimi
     assert (trainer.gradient_bytes, trainer.optimizer_bytes) == (gradient, optimizer)
     weights = state_bytes(trainer, 0).weights
     assert state_bytes(trainer, 0).gradients == weights // trainer.item_bytes * gradient
+
+
+def test_offloaded_state_moves_to_the_hosts_and_costs_their_memorys_rate():
+    def planned(*words):
+        return plan_run(facts("qwen3_30b_a3b_base", *words), H100)
+
+    plain, offloaded = planned(), planned("megatron_optimizer.optimizer_cpu_offload=true")
+    moved = plain.ranks[0].state.optimizer - offloaded.ranks[0].state.optimizer
+    # Two of the three fp32 tensors move; the host also has a copy of the master, and gradients.
+    assert moved == offloaded.ranks[0].state.offloaded_elements * 8
+    assert offloaded.hosts[0].offloaded == offloaded.ranks[0].state.offloaded_elements * 20 * 8
+    assert plain.hosts[0].offloaded == 0
+    assert offloaded.seconds.training > plain.seconds.training
+    # Both copies of bfloat16 moments are in a checkpoint in their own type.
+    assert planned(*AWARE).traffic.checkpoint == plain.traffic.checkpoint * 10 // 14
 
 
 def test_the_optimizer_is_sharded_where_several_replicas_train_in_bfloat16():

@@ -50,6 +50,7 @@ OURS = {
     "qwen3_30b_a3b_r3_async": ("qwen3-30b-a3b", 8),
     "qwen3_30b_a3b_base_32k": ("qwen3-30b-a3b-base", 4),
     "qwen3_30b_a3b_128k": ("qwen3-30b-a3b-thinking-2507", 2),
+    "qwen3_235b_a22b_r3": ("qwen3-235b-a22b", 8),
     "qwen3_4b_instruct_rlhf": ("qwen3-4b-instruct-2507", 4),
     "olmoe_1b_7b_gsm8k": ("olmoe-1b-7b-0924-instruct", 4),
     "qwen1.5_moe_a2.7b_gsm8k": ("qwen1.5-moe-a2.7b", 4),

@@ -17,6 +17,14 @@ from megatron_dppo.algorithms.table import AlgorithmFacts
 from megatron_dppo.cluster.planner.devices import ceil_to
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.data_files import data_files
+from megatron_dppo.config.forwarded import (
+    MOMENT_DTYPES,
+    OFFLOAD,
+    OFFLOAD_FRACTION,
+    PRECISION_AWARE,
+    moment_dtypes,
+    offloaded_fraction,
+)
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
     EngineConfig,
@@ -32,7 +40,7 @@ from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import Rule, family_of, layer_counts, load_model_shape
 from megatron_dppo.model.layout import Layout, LayoutSizes, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
-from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 Counts = tuple[tuple[int, int], ...]
 """(elements of a parameter, number of parameters of that size) pairs of one group of parameters."""
@@ -179,12 +187,69 @@ EVALUATION_PROBLEMS = 30
 _COUNTED = {
     "megatron": {"fp8", "fp8_recipe", "cp_comm_type"},
     "megatron_ddp": {"grad_reduce_in_fp32"},
+    "megatron_optimizer": {PRECISION_AWARE, OFFLOAD, OFFLOAD_FRACTION, *MOMENT_DTYPES},
     "sglang": {
         "tp_size", "ep_size", "pp_size", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
         "kv_cache_dtype", "base_gpu_id",
     },
 }  # fmt: skip
 """Keys in the configuration's library tables that a formula reads."""
+
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class AdamFacts:
+    """Where Adam's state of a trained element lies, in bytes.
+
+    ``master``: the fp32 master, 0 for a float32 weight. ``moments``: both moments. ``offloaded``: share of the elements
+    whose state is in host memory. ``masters_on_device``: whether the device holds the masters of those, too.
+    """
+
+    master: int
+    moments: int
+    offloaded: float = 0.0
+    masters_on_device: bool = False
+
+    @classmethod
+    def of(cls, config: PolicyConfig) -> AdamFacts:
+        """Return the state that the ``megatron_optimizer`` table asks for.
+
+        Offloaded moments are fp32 whatever their type. Without the precision-aware optimizer, Megatron-Core keeps the
+        masters of offloaded state on the device, beside those on the host.
+        """
+        table = config.megatron_optimizer
+        offloaded = offloaded_fraction(table)
+        moments = 2 * _FLOAT
+        if not offloaded:
+            moments = sum(ITEM_BYTES[dtype] for dtype in moment_dtypes(table))
+        return cls(
+            master=0 if config.model.dtype == "float32" else _FLOAT,
+            moments=moments,
+            offloaded=offloaded,
+            masters_on_device=not table.get(PRECISION_AWARE),
+        )
+
+    @property
+    def device(self) -> float:
+        """Bytes of an element's state on the device."""
+        kept = 1 - self.offloaded
+        masters = 1.0 if self.masters_on_device else kept
+        return self.master * masters + self.moments * kept
+
+    @property
+    def host(self) -> float:
+        """Bytes of an element's state in host memory: an fp32 copy, moments, and a gradient in page-locked memory.
+
+        torch rounds each block of page-locked memory up to a power of two: at most twice the gradient's size.
+        """
+        return self.offloaded * (_FLOAT + self.moments + 2 * _FLOAT)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of an element's state in a checkpoint."""
+        return self.master + self.moments
 
 
 @dataclass(frozen=True)
@@ -194,9 +259,9 @@ class TrainerFacts:
     ``tokens``: tokens of the longest micro-batch; a sequence longer than the budget has a micro-batch of its own.
     ``micro_batches``: micro-batches of one replica in one optimiser step. ``exchange``: how context-parallel ranks
     exchange keys and values for attention, ``p2p`` or ``a2a``. ``trained``: the trained parameters, None for all.
-    ``reference``: whether the trainer keeps the initial weights as a reference policy; ``reference_adapters``: whether
-    these include adapters. ``gradient_bytes``: bytes of a gradient's element. ``chunk_tokens``: tokens whose logits
-    exist at the same time; ``logit_bytes``: bytes of one logit.
+    ``adam``: Adam's state. ``reference``: whether the trainer keeps the initial weights as a reference policy;
+    ``reference_adapters``: whether these include adapters. ``gradient_bytes``: bytes of a gradient's element.
+    ``chunk_tokens``: tokens whose logits exist at the same time; ``logit_bytes``: bytes of one logit.
     """
 
     shape: ModelShape
@@ -210,6 +275,7 @@ class TrainerFacts:
     exchange: str
     transformer_engine: bool
     trained: Trained | None
+    adam: AdamFacts
     reference: bool
     reference_adapters: bool
     gradient_bytes: int
@@ -227,9 +293,13 @@ class TrainerFacts:
         return self.tokens // self.layout.context
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer state of one trained element."""
-        return OPTIMIZER_BYTES[self.dtype]
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer state of one trained element on the device."""
+        return self.adam.device
+
+    def checkpoint_bytes(self, trained: int) -> int:
+        """Return the bytes of a checkpoint of ``trained`` elements: weights and optimizer state."""
+        return trained * (self.item_bytes + self.adam.stored)
 
 
 @dataclass(frozen=True)
@@ -536,6 +606,7 @@ def trainer_facts(
         exchange=str(config.megatron.get("cp_comm_type") or "p2p"),
         transformer_engine=gpu,
         trained=Trained.of(config.lora, shape),
+        adam=AdamFacts.of(config),
         reference=config.keeps_reference,
         reference_adapters=config.keeps_reference and config.lora.start_from is not None,
         gradient_bytes=4 if fp32_gradients else ITEM_BYTES[dtype],

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.batch_memory import ColumnBytes
 from megatron_dppo.cluster.planner.facts import RunFacts, elements, rank_parameters
+from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
-from megatron_dppo.model.shape import checkpoint_bytes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class HostBytes:
 
     ``checkpoint``: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``), 0 where
     checkpoints are not written in the background.
-    ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
+    ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own. ``offloaded``: Adam's state
+    of an offloaded optimizer.
     """
 
     processes: int
@@ -90,10 +91,12 @@ class HostBytes:
     checkpoint: int
     capture: int
     parked: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        return self.processes + self.batch + self.checkpoint + self.capture + self.parked
+        moved = self.parked + self.offloaded
+        return self.processes + self.batch + self.checkpoint + self.capture + moved
 
 
 def host_bytes(
@@ -107,8 +110,9 @@ def host_bytes(
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share one copy
     on a host where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state. An
-    element takes 14 bytes (12 in float32), divided among its replicas; with adapters, only their elements count. The
-    rank copies into one pinned buffer, which torch's CachingHostAllocator rounds up to a power of two.
+    element takes 14 bytes (12 in float32, less with bfloat16 moments), divided among its replicas; with adapters, only
+    their elements count. The rank copies into one pinned buffer, which torch's CachingHostAllocator rounds up to a
+    power of two.
 
     Args:
         facts: The run.
@@ -127,7 +131,14 @@ def host_bytes(
         else 0,
         capture=node.engine * capture,
         parked=len(node.ranks) * parked,
+        offloaded=len(node.ranks) * _offloaded(facts),
     )
+
+
+def _offloaded(facts: RunFacts) -> int:
+    """Return the bytes of Adam's state that a rank of the largest stage keeps in host memory."""
+    stages = range(facts.trainer.layout.pipeline)
+    return max(state_bytes(facts.trainer, stage).offloaded for stage in stages)
 
 
 def _copied(facts: RunFacts) -> int:
@@ -142,4 +153,4 @@ def _copied(facts: RunFacts) -> int:
             model_elements += elements(counts.experts) * layout.expert * layout.expert_tensor
     else:
         model_elements = trained.elements(facts.trainer.shape)
-    return round(checkpoint_bytes(model_elements, facts.trainer.dtype) / layout.world_size)
+    return round(facts.trainer.checkpoint_bytes(model_elements) / layout.world_size)

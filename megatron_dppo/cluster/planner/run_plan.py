@@ -227,7 +227,8 @@ def _host_faults(hosts: tuple[host_memory.HostBytes, ...], cluster: Cluster) -> 
             yield (
                 f"host memory: node {node} needs {gib(host.total)} (processes {gib(host.processes)}, "
                 f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
-                f"{gib(host.capture)}, parked state {gib(host.parked)}), expected at most {gib(cluster.node_memory)}"
+                f"{gib(host.capture)}, parked state {gib(host.parked)}, offloaded optimizer {gib(host.offloaded)}), "
+                f"expected at most {gib(cluster.node_memory)}"
             )
 
 
@@ -265,7 +266,8 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
         cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
         summary = f"{line}; judged as {device.name} of {gib(device.memory)}"
         return StartCheck(plan_run(facts, cluster).too_large, summary)
-    total = sum(state.total for state in states) * trainer.layout.stage_ranks + servers
+    held = sum(state.total + state.offloaded for state in states)
+    total = held * trainer.layout.stage_ranks + servers
     if total <= machine.memory_bytes:
         return StartCheck(summary=line)
     fault = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from megatron_dppo.cluster.planner.colocation import switch_seconds
+from megatron_dppo.cluster.planner.colocation import HOST_LINK, switch_seconds
 from megatron_dppo.cluster.planner.decode_time import (
     DECODE_OVERHEAD,
     EXPERT_EFFICIENCY,
@@ -20,7 +20,7 @@ from megatron_dppo.cluster.planner.decode_time import (
     forward_flops,
     linear_flops,
 )
-from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
+from megatron_dppo.cluster.planner.devices import GB, LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.cluster.planner.facts import (
     RolloutFacts,
     RunFacts,
@@ -31,6 +31,7 @@ from megatron_dppo.cluster.planner.facts import (
 from megatron_dppo.cluster.planner.generation_time import evaluation_seconds, generation_seconds
 from megatron_dppo.cluster.planner.schedules import bubble
 from megatron_dppo.cluster.planner.traffic import Traffic
+from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.model.shape import ModelShape
 
 DENSE_UTILISATION = 0.5
@@ -44,6 +45,12 @@ UNBALANCED = 1.1
 (data/balancing.py). Assumption."""
 OVERHEAD = 0.5
 """Seconds that an optimiser step adds to its passes: optimizer, reductions, launches. Assumption."""
+
+HOST_RATE = 200 * GB
+"""Bytes/s at which all ranks of a node together read and write its host memory. Assumption: half of two sockets' peak
+with eight channels of DDR5 each."""
+HOST_ADAM_BYTES = 40
+"""Bytes that torch's fused Adam and the casts of gradient and weight read and write for an offloaded element."""
 
 _BACKWARD = {"none": 3.0, "selective": 3.0, "full": 4.0}
 """Cost of training the linear layers, in forward passes: 1 for forward, 2 for backward, and 1 more under full
@@ -204,7 +211,7 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         generation=generation.steady,
         tail=generation.tail,
         recompute_pass=forward_pass * (rollout.recompute_pass + trainer.reference),
-        training=training_pass + rollout.steps * OVERHEAD,
+        training=training_pass + rollout.steps * (OVERHEAD + host_adam_seconds(facts, cluster)),
         communication=communication_seconds(facts, cluster),
         switch=switch_seconds(facts, cluster.device),
         update=traffic.update_seconds if facts.engine.servers else 0.0,
@@ -213,6 +220,20 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         mean_response=generation.mean_response,
         last_response=generation.last_response,
     )
+
+
+def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
+    """Return the seconds in which the hosts update offloaded state in an optimiser step; 0 without such state.
+
+    The ranks of a node share its memory's rate. Before, each rank receives its fp32 gradients from its GPU, and
+    afterwards it sends the weights back; the formula has no overlap.
+    """
+    layout = facts.trainer.layout
+    stages = range(layout.pipeline)
+    elements = max(state_bytes(facts.trainer, stage).offloaded_elements for stage in stages)
+    ranks_of_node = min(layout.world_size, cluster.gpus_per_node)
+    moved = elements * (4 + facts.trainer.item_bytes)
+    return elements * ranks_of_node * HOST_ADAM_BYTES / HOST_RATE + moved / HOST_LINK
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from megatron_dppo.cluster.planner.devices import GB, Device
 from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.model.mapping import hf_tensors, parameters
 from megatron_dppo.model.quantization import stored_bytes
-from megatron_dppo.model.shape import checkpoint_bytes
 
 BROADCAST_EFFICIENCY = 0.6
 """Share of a network port's rate that a broadcast of large buckets reaches. Assumption."""
@@ -49,14 +48,15 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     storage's rate + the fixed part.
 
     Checkpoint: bytes = elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments) or elements x (4 + 8) for
-    float32, and seconds = bytes / the storage's rate. With adapters, only their elements count.
+    float32, less where moments are bfloat16, and seconds = bytes / the storage's rate. With adapters, only their
+    elements count.
     """
     trainer = facts.trainer
     model_elements = parameters(trainer.shape)
     trained_elements = model_elements
     if trainer.trained is not None:
         trained_elements = trainer.trained.elements(trainer.shape)
-    state_bytes = checkpoint_bytes(trained_elements, trainer.dtype)
+    state_bytes = trainer.checkpoint_bytes(trained_elements)
     if facts.updates_adapters:
         update_bytes = gathered_bytes = trained_elements * trainer.item_bytes
         buckets = 1

@@ -22,15 +22,21 @@ _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that stay allocated on one rank during the whole run, by ``TrainerPart``."""
+    """Bytes that stay allocated on one rank during the whole run, by ``TrainerPart``.
+
+    ``offloaded``: bytes of Adam's state in host memory, in addition. ``offloaded_elements``: elements of that state.
+    """
 
     weights: int
     reference: int
     gradients: int
     optimizer: int
+    offloaded: int = 0
+    offloaded_elements: int = 0
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return sum(getattr(self, part) for part in TRAINER_PARTS)
 
 
@@ -42,6 +48,7 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
       parameters have a buffer each (``_ParamAndGradBuffer``).
     - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
       ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
+      bfloat16 moments take 4 bytes. Offloaded state is in host memory (``AdamFacts``).
       ``optimizer.distributed`` divides these bytes by the number of ranks with the same parameters: ``data`` x
       ``context`` for dense parameters, ``expert_data`` for experts.
     - With the distributed optimizer, weights and gradients are stored in buffers: each parameter starts at a multiple
@@ -80,6 +87,8 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
         reference=reference_elements * trainer.item_bytes,
         gradients=buffer_elements * trainer.gradient_bytes,
         optimizer=round(sum(shard_sizes) * trainer.optimizer_bytes),
+        offloaded=round(sum(shard_sizes) * trainer.adam.host),
+        offloaded_elements=round(sum(shard_sizes) * trainer.adam.offloaded),
     )
 
 

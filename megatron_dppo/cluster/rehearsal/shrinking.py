@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.config.data_schema import EnvironmentConfig
+from megatron_dppo.config.forwarded import MOMENT_DTYPES, OFFLOAD, PRECISION_AWARE
 from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.model.layout import LayoutSizes, size_faults
@@ -162,7 +163,7 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
     # Replace these tables as a whole: a merge would keep the keys to drop.
     dropped = _dropped_options(config, stage)
     sizes = () if stage.on_gpus else SIZES_OF_ENGINE
-    dropped_keys = {"sglang": {*dropped["sglang"], *sizes}, "megatron": dropped["megatron"]}
+    dropped_keys = {**dropped, "sglang": [*dropped["sglang"], *sizes]}
     for table, keys in dropped_keys.items():
         tree[table] = {k: v for k, v in getattr(config, table).items() if k not in keys}
     tree["data"] = {**tree["data"], **_data(config, stage)}
@@ -370,12 +371,20 @@ def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
 def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
     """Options that choose GPU kernels or GPU memory, by their table; none on GPUs."""
     if stage.on_gpus:
-        return {"sglang": [], "megatron": []}
+        return {"sglang": [], "megatron": [], "megatron_optimizer": []}
     left_out = KEPT_ENGINE_OPTIONS | set(SIZES_OF_ENGINE)
     return {
         "sglang": [key for key in config.sglang if key not in left_out],
         "megatron": [key for key in config.megatron if key in DROPPED_MEGATRON_OPTIONS],
+        "megatron_optimizer": _dropped_adam_options(config.megatron_optimizer),
     }
+
+
+def _dropped_adam_options(optimizer: Mapping[str, Any]) -> list[str]:
+    """Options of Transformer Engine's Adam; an offloaded optimizer is rehearsed as it is."""
+    if optimizer.get(OFFLOAD):
+        return []
+    return [key for key in optimizer if key in {PRECISION_AWARE, *MOMENT_DTYPES}]
 
 
 def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:

@@ -4,10 +4,10 @@ Replicas hold the same weights (and with the plain optimizer the same state): ea
 that every element is written once. With the distributed optimizer each rank writes the state slices that it
 updates. Every rank computes its share by itself, without communication.
 
-Adam's state has the same form for every optimizer class, layout and dtype: each parameter's ``exp_avg`` and
-``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) is fp32, in the parameter's order of elements. A
-rank has the state that it updates: whole parameters with the plain optimizer, flat slices of them with the
-distributed one.
+Adam's state has the same form for every optimizer class, layout and device: each parameter's ``exp_avg`` and
+``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) in the parameter's order of elements. The moments are fp32,
+or bfloat16 where ``megatron_optimizer.exp_avg_dtype`` says so. A rank has the state that it updates: whole parameters
+with the plain optimizer, flat slices of them with the distributed one.
 
 Megatron-Core's own optimizer state dicts (0.16.1) are not used; docs/checkpoints.md says why.
 """
@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -37,6 +38,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from megatron_dppo.checkpoint_conversion.dist_reading import Box, TensorBlock, flat_boxes
 from megatron_dppo.data.balancing import partition_by_cost
@@ -65,19 +67,49 @@ def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
     """
     slices = []
     for part in _parts(optimizer):
+        adam_of = _adam_by_tensor(part)
         for shard in _shards(part):
-            state = part.optimizer.state[shard.main]
+            stepped = _stepped_tensor(part, shard.main)
+            adam = adam_of[id(stepped)]
+            state = adam.state[stepped]
             if not state:
-                state.update({name: torch.zeros_like(shard.main.data) for name in MOMENTS})
-                if _counts_per_parameter(part):
-                    state["step"] = torch.tensor(0.0)
+                _start_state(adam, stepped)
+                state = adam.state[stepped]
             tensors = {name: state[name] for name in MOMENTS}
             if shard.parameter.dtype is not torch.float32:
                 # A float32 parameter is its own master, so the checkpoint has it as the weight.
-                tensors[MASTER] = shard.main
+                tensors[MASTER] = state.get(_OWN_MASTER, stepped)
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             slices.append(StateSlice(shard.parameter, shard.start, flat))
     return slices
+
+
+_OWN_MASTER = "master_param"
+"""Name of the fp32 master in the state of an Adam that steps a narrower tensor (precision-aware FusedAdam)."""
+
+
+def _start_state(adam: Optimizer, stepped: Tensor) -> None:
+    """Allocate the state of ``stepped`` with its values before the first step."""
+    # Transformer Engine's Adam knows the types of its moments, and copies the master from the weight.
+    if hasattr(adam, "initialize_state"):
+        adam.initialize_state(stepped, store_param_remainders=False)
+        return
+    adam.state[stepped].update({name: torch.zeros_like(stepped.data) for name in MOMENTS})
+    if _counts_per_parameter(adam):
+        adam.state[stepped]["step"] = torch.tensor(0.0)
+
+
+def settle_masters(optimizer: ChainedOptimizer) -> None:
+    """Make the two copies of an offloaded weight's master equal after a checkpoint was loaded. Not collective.
+
+    HybridDeviceOptimizer steps on a copy of the fp32 master that Megatron-Core's optimizer holds, and a checkpoint
+    fills that copy. With the precision-aware optimizer there is one master only.
+    """
+    for part in _parts(optimizer):
+        for shard in _shards(part):
+            stepped = _stepped_tensor(part, shard.main)
+            if stepped is not shard.main and shard.main.dtype is torch.float32:
+                shard.main.data.copy_(stepped.data)
 
 
 def is_replicated(optimizer: ChainedOptimizer) -> bool:
@@ -88,33 +120,57 @@ def is_replicated(optimizer: ChainedOptimizer) -> bool:
 def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
     """Set Adam's step count of every parameter."""
     for part in _parts(optimizer):
-        if _counts_per_parameter(part):
-            for shard in _shards(part):
-                part.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
-        else:
-            for group in _counted_groups(part):
-                group["step"] = steps
+        for adam in adams(part):
+            for group in _counted_groups(adam):
+                if not _counts_per_parameter(adam):
+                    group["step"] = steps
+                    continue
+                for tensor in group["params"]:
+                    adam.state[tensor]["step"] = torch.tensor(float(steps))
 
 
 def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
     """Return the step counts of this rank's parameters (or parameter groups); one element if all agree."""
     counts: list[Any] = []
     for part in _parts(optimizer):
-        inner_optimizer = part.optimizer
-        counts += [group["step"] for group in _counted_groups(part) if "step" in group]
-        counts += [state["step"] for state in inner_optimizer.state.values() if "step" in state]
+        for adam in adams(part):
+            counts += [group["step"] for group in _counted_groups(adam) if "step" in group]
+            counts += [state["step"] for state in adam.state.values() if "step" in state]
     return {int(count) for count in counts}
 
 
-def _counted_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
+def adams(part: MegatronOptimizer) -> list[Optimizer]:
+    """Return the optimizers that step the tensors of ``part``: several where some of its state lies on the host."""
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        return list(part.optimizer.sub_optimizers)
+    return [part.optimizer]
+
+
+def _adam_by_tensor(part: MegatronOptimizer) -> dict[int, Optimizer]:
+    """Return the optimizer that steps a tensor, by the tensor's identity."""
+    adam_of: dict[int, Optimizer] = {}
+    for adam in adams(part):
+        for group in adam.param_groups:
+            adam_of.update(dict.fromkeys(map(id, group["params"]), adam))
+    return adam_of
+
+
+def _stepped_tensor(part: MegatronOptimizer, main: Tensor) -> Tensor:
+    """Return the tensor that Adam steps for ``main`` of ``part``'s groups: a copy of it with HybridDeviceOptimizer."""
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        return part.optimizer.param_to_inner_param[main]
+    return main
+
+
+def _counted_groups(adam: Optimizer) -> list[dict[str, Any]]:
     """Return the groups whose steps Transformer Engine's Adam counts: it skips those without a parameter here."""
-    return [group for group in part.optimizer.param_groups if group["params"]]
+    return [group for group in adam.param_groups if group["params"]]
 
 
 class _OptimizerShard(NamedTuple):
     """The part of one parameter that one optimizer on this rank updates.
 
-    ``main``: the tensor that the optimizer updates: the parameter, its fp32 copy, or (distributed optimizer) a
+    ``main``: the tensor of the optimizer's groups: the parameter, its fp32 copy, or (distributed optimizer) a
     flat slice of either that begins at element ``start`` of the parameter.
     """
 
@@ -157,9 +213,9 @@ def _shards(part: MegatronOptimizer) -> Iterator[_OptimizerShard]:
     return _SHARDS_OF[type(part)](part)
 
 
-def _counts_per_parameter(part: MegatronOptimizer) -> bool:
+def _counts_per_parameter(adam: Optimizer) -> bool:
     # torch's Adam counts steps by parameter, Transformer Engine's by group.
-    return isinstance(part.optimizer, torch.optim.Adam)
+    return isinstance(adam, torch.optim.Adam)
 
 
 class LocalBlock(NamedTuple):

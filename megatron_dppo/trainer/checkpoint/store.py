@@ -18,7 +18,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as megatron_random
 from pydantic import TypeAdapter
 
-from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
+from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks, TensorBlock
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
@@ -48,12 +48,14 @@ from megatron_dppo.trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatron_dppo.trainer.checkpoint.state import (
+    STATE_PREFIX,
     RankState,
     model_state,
     named_chunks,
     optimizer_steps,
     rank_state,
     set_steps,
+    settle_masters,
 )
 from megatron_dppo.trainer.topology import COLLECTIVE_TIMEOUT
 from megatron_dppo.trainer.watchdog import BACKGROUND
@@ -264,6 +266,7 @@ class CheckpointStore:
         state = rank_state(model, trainer.optimizer)
         collectives.on_every_rank(lambda: _fill(state, folder), error=CheckpointError)
         _load_objects(trainer, model, folder)
+        settle_masters(trainer.optimizer)
         set_steps(trainer.optimizer, manifest["step_count"])
         trainer.step_count = manifest["step_count"]
         trainer.scheduler.num_steps = 0
@@ -290,7 +293,20 @@ def _fill(state: RankState, folder: Path) -> None:
     """Read all blocks of this rank from ``folder`` into the trainer's tensors."""
     with StoredBlocks(folder) as stored:
         for block, values in state.blocks:
-            stored.fill(block, values)
+            _fill_block(stored, block, values)
+
+
+def _fill_block(stored: StoredBlocks, block: TensorBlock, values: torch.Tensor) -> None:
+    """Read ``block`` into ``values``. Moments that are stored in another type are converted."""
+    tensor = stored.tensors.get(block.key)
+    has_other_type = tensor is not None and tensor.dtype != block.dtype
+    if not (has_other_type and block.key.startswith(STATE_PREFIX)):
+        stored.fill(block, values)
+        return
+    assert tensor is not None
+    read_values = torch.empty(block.box.sizes, dtype=tensor.dtype)
+    stored.fill(replace(block, dtype=tensor.dtype), read_values)
+    values.copy_(read_values)
 
 
 def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None:

@@ -154,6 +154,7 @@ def _patch_megatron() -> None:
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
     )
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -171,6 +172,8 @@ def _patch_megatron() -> None:
     # The original copies two numbers from page-locked memory, which needs a device.
     for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):
         module.get_pos_emb_on_this_cp_rank = _own_positions
+    # The original finds the tensors of a device by ``is_cuda``, and copies them to page-locked memory.
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _divide_parameters
     # Gloo gathers and scatters parts of equal size only; tokens of experts have unequal sizes.
     mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
@@ -178,8 +181,9 @@ def _patch_megatron() -> None:
 
 
 def patch_torch_layers() -> None:
-    """Patch the places of megatron-core 0.16.1 that layers of torch modules need, on a CPU and on a GPU."""
+    """Patch the places of megatron-core 0.16.1 that need Transformer Engine, on a CPU and on a GPU without it."""
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import optimizer_config
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -187,11 +191,55 @@ def patch_torch_layers() -> None:
 
     # Latent attention accepts linears that are not divided by the name of Transformer Engine's class alone.
     multi_latent_attention.TELinear = WholeLinear
+    # The original compares the version of Transformer Engine, which is None here, if state has a type of its own.
+    optimizer_config.is_te_min_version = _has_no_version
     # This name is defined only if Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # The original slices each sequence in every layer: too slow for hundreds of short sequences.
     rope_utils._apply_rotary_pos_emb_thd = _rotary_thd
+
+
+def _has_no_version(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ...]:
+    """``HybridDeviceOptimizer._get_sub_optimizer_param_groups`` for a device whose memory is the host's.
+
+    Every tensor counts as one of the device. As in the original, the first ones are copied, until the copies have
+    ``offload_fraction`` of all elements, and tensors that are not fp32 get fp32 masters.
+    """
+    # Gradients can't be copied to page-locked memory, either.
+    optimizer.pin_cpu_grads = False
+    groups = optimizer.param_groups
+    threshold = offload_fraction * sum(p.numel() for group in groups for p in group["params"])
+    copied = 0
+    host_groups: list[dict[str, Any]] = []
+    device_groups: list[dict[str, Any]] = []
+    host_copies: dict[torch.Tensor, torch.Tensor] = {}
+    masters: dict[torch.Tensor, torch.Tensor] = {}
+    for group in groups:
+        host_group = {**group, "params": []}
+        device_group = {**group, "params": []}
+        for param in group["params"]:
+            stepped = param
+            is_offloaded = copied < threshold
+            if is_offloaded:
+                stepped = param.detach().clone()
+                copied += param.numel()
+            if optimizer.param_update_in_fp32 and param.dtype != torch.float32:
+                stepped = stepped.detach().clone().float()
+                masters[param] = stepped
+            if is_offloaded:
+                host_copies[param] = stepped
+            (host_group if is_offloaded else device_group)["params"].append(stepped)
+        if host_group["params"]:
+            host_groups.append(host_group)
+        if device_group["params"]:
+            device_groups.append(device_group)
+    params_of_copies = {copy: param for param, copy in host_copies.items()}
+    return host_groups, device_groups, host_copies, params_of_copies, masters
 
 
 def _own_positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: ProcessGroup) -> torch.Tensor:
