@@ -190,7 +190,7 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
 
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
-    """Compare ``sglang.tp_size`` with the model's numbers of attention heads and key-value heads."""
+    """Compare ``sglang.tp_size`` and ``sglang.ep_size`` with the sizes of the model."""
     heads = model.num_attention_heads
     groups = model.num_query_groups
     size = sglang.get("tp_size") or 1
@@ -215,6 +215,25 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
         yield (
             f"sglang.tp_size: got {size}, expected at most {most}: SGLang's model of the family {model.family} is "
             "wrong on more ranks"
+        )
+    yield from _engine_expert_faults(sglang.get("ep_size") or 1, size, model)
+
+
+def _engine_expert_faults(expert: Any, size: int, model: ModelShape) -> layout.Faults:
+    """Compare ``sglang.ep_size`` with ``sglang.tp_size``, ``size``, and with the model's experts."""
+    if not isinstance(expert, int) or isinstance(expert, bool):
+        return
+    if expert < 1 or size % expert:
+        yield f"sglang.ep_size: got {expert}, expected a divisor of sglang.tp_size {size}"
+    elif not model.is_moe:
+        if expert > 1:
+            yield f"sglang.ep_size: got {expert}, expected 1 for a model without experts"
+    elif model.num_experts % expert:
+        yield f"sglang.ep_size: got {expert}, expected a divisor of the model's {model.num_experts} experts"
+    elif model.moe_ffn_hidden_size % (size // expert):
+        yield (
+            f"sglang.ep_size: got {expert}, expected one whose {size // expert} ranks of an expert divide its width of "
+            f"{model.moe_ffn_hidden_size}"
         )
 
 
@@ -368,7 +387,8 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
         )
     try:
         size = config.sglang.get("tp_size") or 1
-        quantization.check_block_widths(model, EngineLayout(size))
+        expert = config.sglang.get("ep_size") or 1
+        quantization.check_block_widths(model, EngineLayout(size, expert))
     except (LayoutError, TypeError) as error:
         yield f"engine.quantization: got {value}: {error}"
 

@@ -327,8 +327,8 @@ SGLANG_FIXED: Mapping[str, str] = {
         "the placement chooses the hosts of a server; a tp_size above a host's GPUs takes several hosts",
     ),
     **dict.fromkeys(
-        ("dp_size", "pp_size", "ep_size", "moe_dp_size"),
-        "weight updates are verified for tensor-parallel engines",
+        ("dp_size", "pp_size", "moe_dp_size"),
+        "weight updates are verified for engines of tensor and expert parallelism",
     ),
 }
 """Reason why nothing may set each of these fields of ServerArgs."""
@@ -442,6 +442,7 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
         "enable_memory_saver",
         # Devices and processes.
         "tp_size",
+        "ep_size",
         "base_gpu_id",
         "gpu_id_step",
         "numa_node",
@@ -842,7 +843,7 @@ def _optimizer_memory_faults(
             f"megatron_optimizer.{OFFLOAD}: true"
         )
     for key, moment_dtype in zip(MOMENT_DTYPES, moment_dtypes(optimizer), strict=True):
-        if moment_dtype == "float32":
+        if moment_dtype != "bfloat16":
             continue
         if not optimizer.get(PRECISION_AWARE):
             yield (

@@ -65,6 +65,9 @@ class EngineTensors:
 
     The engine's checksums cover exactly these bytes. Raises LayoutError if the model cannot be divided among the ranks.
 
+    ``expert``: the number of expert-parallel groups, SGLang's ``ep_size``. A group has whole experts, or its ranks have
+    shares of them.
+
     With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
     holds their scales as tensors of their own.
 
@@ -81,6 +84,7 @@ class EngineTensors:
         ranks: int = 1,
         device: str = "cuda",
         *,
+        expert: int = 1,
         quantized: bool = False,
     ) -> None:
         self.shape = shape
@@ -88,7 +92,8 @@ class EngineTensors:
         self.device = device
         self.quantized = quantized
         self.shapes = mapping.hf_tensors(shape)
-        layout = mapping.EngineLayout(ranks)
+        layout = mapping.EngineLayout(ranks, expert)
+        self.expert = expert
         if quantized:
             mapping.check_engine_layout(shape, layout)
             quantization.check_block_widths(shape, layout)
@@ -115,7 +120,13 @@ class EngineTensors:
         Raises LayoutError as the constructor does.
         """
         is_quantized = info.get("quantization") is not None
-        return cls(shape, int(info["tp_size"]), str(info["device"]), quantized=is_quantized)
+        return cls(
+            shape,
+            int(info["tp_size"]),
+            str(info["device"]),
+            expert=int(info.get("ep_size", 1)),
+            quantized=is_quantized,
+        )
 
     @property
     def hold_what_is_sent(self) -> bool:
@@ -147,6 +158,9 @@ class EngineTensors:
         multiple = 1
         if is_expert and not self.quantized:
             multiple = EXPERT_MULTIPLE[self.device]
+            if multiple > 1:
+                # SGLang pads the whole dimension as if all ranks shared it.
+                multiple *= self.expert
         for block, end in _with_ends(parameter):
             start = sizes.get(tensor, 0)
             width = -(-(end - block.local_start) // multiple) * multiple

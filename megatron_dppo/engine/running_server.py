@@ -22,7 +22,11 @@ from megatron_dppo.engine.options import ServerSections
 log = logging.getLogger(__name__)
 
 
-_SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
+_SINGLE = ("pp_size", "dp_size", "moe_dp_size")
+
+
+NO_EXCHANGE = "none"
+"""SGLang's ``moe_a2a_backend`` without an exchange of tokens: each rank computes its experts for all tokens."""
 
 
 # The required fields of a response and their types; ``object`` accepts any value, including null.
@@ -169,9 +173,15 @@ def check_layout(
     for dimension in _SINGLE:
         if info.get(dimension, 1) != 1:
             raise EngineMismatchError(
-                f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor parallelism "
-                f"only, expected 1"
+                f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor and expert "
+                f"parallelism only, expected 1"
             )
+    backend = info.get("moe_a2a_backend", NO_EXCHANGE)
+    if backend != NO_EXCHANGE:
+        raise EngineMismatchError(
+            f"{url}: moe_a2a_backend is {backend!r}, which brings kernels with a layout of their own for the experts' "
+            f"weights; expected {NO_EXCHANGE!r}"
+        )
     if info.get("quantization") != quantization:
         raise EngineMismatchError(
             f"{url}: quantization is {info.get('quantization')!r}, expected {quantization!r} (engine.quantization)"

@@ -221,9 +221,10 @@ class EngineWeights:
         return self.tensors.ranks
 
     @property
-    def layout(self) -> tuple[int, str]:
-        """The number of ranks and the device type; engines with the same layout have the same checksums."""
-        return self.ranks, self.device
+    def layout(self) -> tuple[int, int, str]:
+        """The number of ranks and of expert-parallel groups, and the device type; engines with the same layout have the
+        same checksums."""
+        return self.ranks, self.tensors.expert, self.device
 
     async def answers(self, timeout_s: float) -> bool:
         """Return whether the server responds within ``timeout_s``."""

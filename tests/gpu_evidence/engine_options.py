@@ -101,9 +101,12 @@ def resolved(recipe: Path, placement: str = "separate") -> dict[str, Any]:
 
 
 def resolution(
-    recipe: Path, placement: str = "separate", more: Mapping[str, Any] | None = None
+    recipe: Path, placement: str | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """All options by name, resolved, of the first server of ``recipe`` with ``more`` in its ``sglang:`` table."""
+    """All options by name, resolved, of the first server of ``recipe`` with ``more`` in its ``sglang:`` table.
+
+    ``placement``: of trainer and servers; None: the recipe's own.
+    """
     from sglang.srt.server_args import prepare_server_args
 
     from megatron_dppo.config import load_config
@@ -112,7 +115,9 @@ def resolution(
     name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
     model = ROOT / "examples" / "model_configs" / name
     changes = [f"model.hf_checkpoint={model}", "engine.device=cuda"]
-    config = load_config(recipe, [*changes, f"engine.placement={placement}"])
+    if placement is not None:
+        changes.append(f"engine.placement={placement}")
+    config = load_config(recipe, changes)
     sections = ServerSections.of(config)
     options = server_options(sections, host="127.0.0.1", port=30000, seed=1) | dict(more or {})
     with tempfile.TemporaryDirectory() as folder:

@@ -222,8 +222,10 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
     updates.close()
 
 
-def test_two_engine_ranks(tmp_path: Path, trained: Path) -> None:
-    served = serve(save_model(tmp_path / "start", 0), quantization="fp8", tp_size=2)
+@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
+    folder = save_model(tmp_path / "start", 0)
+    served = serve(folder, quantization="fp8", tp_size=2, ep_size=ep_size)
     try:
         weights = read(trained)
         updates = updater(served.weights(), Bf16Source(weights), changes_only=True)

@@ -555,12 +555,13 @@ def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -
     assert_serves(served, trained, 60)
 
 
-def test_two_engine_ranks(tmp_path: Path) -> None:
-    """TP=2, a vocabulary and experts that the engine pads, tied embeddings that it doesn't tie."""
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
+    """TP=2, a vocabulary and experts that the engine pads, tied embeddings that it doesn't tie; EP=2: whole experts."""
     folder = save_tiny_model(tmp_path / "start", vocab_size=500, tied=True)
     trained = save_tiny_model(tmp_path / "trained", vocab_size=500, tied=True, seed=1)
     weights = read(trained)
-    served = serve(folder, tp_size=2)
+    served = serve(folder, tp_size=2, ep_size=ep_size)
     try:
         updates = updater(served.weights(), Source(weights), changes_only=True)
         report = updates.update(1)

@@ -144,7 +144,7 @@ FORWARDED = [
     ),
     (
         "megatron_optimizer.exp_avg_sq_dtype=float16",
-        "megatron_optimizer.exp_avg_sq_dtype: got 'float16' (str), expected 'float32' or 'bfloat16', as Opt",
+        "megatron_optimizer.exp_avg_sq_dtype: got 'float16' (str), expected one of 'float32', 'bfloat16'",
     ),
     (
         "megatron_optimizer.optimizer_cpu_offload=true",
@@ -439,15 +439,28 @@ def test_every_option_of_ours_is_one_of_megatrons():
         assert {*table.owned, *table.fixed} <= set(library_fields(table.name).types)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("sglang.ep_size=2",),
+        ("sglang.tp_size=2", "sglang.ep_size=0"),
+        ("sglang.tp_size=4", "sglang.ep_size=3"),
+    ],
+)
+def test_expert_parallel_servers_divide_their_ranks(problems, overrides):
+    assert not problems("sglang.tp_size=2", "sglang.ep_size=2")
+    faults = problems(*overrides)
+    assert faults
+    assert all(fault.startswith("sglang.ep_size: got") for fault in faults)
+
+
 def test_every_option_is_written_by_a_flag_that_sglang_has():
     fields = server_args_fields()
-    actions = {action.dest: action.option_strings for action in _parser()._actions}
-    missing = [
-        name
-        for name in fields.types.keys() - fields.computed
-        if f"--{flag_of(name)}" not in actions[name]
-    ]
-    assert missing == []
+    flags: dict[str, list[str]] = {}
+    for action in _parser()._actions:
+        flags.setdefault(action.dest, []).extend(action.option_strings)
+    names = fields.types.keys() - fields.computed
+    assert [name for name in names if f"--{flag_of(name)}" not in flags[name]] == []
     assert not table_faults({"fp8_gemm_runner_backend": "triton"})
 
 

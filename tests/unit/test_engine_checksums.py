@@ -115,6 +115,29 @@ def test_engine_tensor_names(family: str, tied: bool, names: set[str]) -> None:
     assert set(digests(shape, weights(shape))[0]) == names
 
 
+def test_an_expert_parallel_rank_holds_whole_experts_and_its_share_of_the_rest() -> None:
+    shape = replace(model_shape(), num_experts=4, moe_ffn_hidden_size=32)
+    hf = weights(shape)
+    expected = ExpectedChecksums(EngineTensors(shape, 4, "cpu", expert=2), torch.float32)
+    expected.add(hf.items())
+    ranks = expected.digests([expected.partial()])
+    tensors = digests(shape, hf, 4)
+    attention, mlp = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts."
+    assert [rank[attention] for rank in ranks] == [rank[attention] for rank in tensors]
+    for number, rank in enumerate(ranks):
+        group, share = divmod(number, 2)
+        rows = slice(16 * share, 16 * share + 16)
+        w13 = torch.zeros(2, 128, 8)
+        w2 = torch.zeros(2, 8, 64)
+        for local, expert in enumerate((2 * group, 2 * group + 1)):
+            # A CPU engine pads the 32 rows of an expert to 32 for each of four ranks, of which two share an expert.
+            w13[local, :16] = hf[f"{mlp}{expert}.gate_proj.weight"][rows]
+            w13[local, 64:80] = hf[f"{mlp}{expert}.up_proj.weight"][rows]
+            w2[local, :, :16] = hf[f"{mlp}{expert}.down_proj.weight"][:, rows]
+        assert rank[f"{mlp}w13_weight"] == tiled_hash(w13)
+        assert rank[f"{mlp}w2_weight"] == tiled_hash(w2)
+
+
 def test_fused_tensors_of_a_mixture_on_one_rank() -> None:
     shape = model_shape()
     hf = weights(shape)

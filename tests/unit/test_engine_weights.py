@@ -119,7 +119,8 @@ def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Contr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ep_size": 2}, "ep_size is 2; .* expected 1"),
+        ({"moe_dp_size": 2}, "moe_dp_size is 2; .* expected 1"),
+        ({"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"}, "'deepep', .* expected 'none'"),
         ({"dp_size": 4}, "dp_size is 4"),
         ({"quantization": "fp8"}, "quantization is 'fp8'"),
         ({"device": "cuda"}, "moe_runner_backend is None, .* expected 'triton'"),

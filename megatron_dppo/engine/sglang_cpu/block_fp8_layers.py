@@ -72,10 +72,13 @@ def experts_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> T
         layer: has the experts' weights and scales, under SGLang's names.
         x: activations ``[tokens, hidden]``.
         weights: the router's weights ``[tokens, experts per token]``.
-        experts: the experts' numbers, of the same shape.
+        experts: the experts' numbers on this rank, of the same shape; negative for those of other ranks.
     """
     outputs = x.new_zeros(*experts.shape, x.shape[-1])
     for expert in experts.unique().tolist():
+        if expert < 0:
+            # An expert of another expert-parallel rank, which adds its output.
+            continue
         tokens, choices = torch.where(experts == expert)
         gate_up = _product(x[tokens], layer.w13_weight[expert], layer.w13_weight_scale_inv[expert])
         gate, up = gate_up.float().chunk(2, dim=-1)

@@ -19,6 +19,7 @@ from megatron_dppo.engine.sglang_cpu import (
     delta_net,
     forks,
     latent_attention,
+    local_experts,
     matrix_products,
     pageable_memory,
     received_buckets,
@@ -69,6 +70,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.kernels.ops.elementwise import elementwise
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
+        from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.quantization import fp8, fp8_utils
         from sglang.srt.layers.rotary_embedding import factory
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -82,6 +84,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
         _replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
         _replace(elementwise, "fused_gate_sigmoid_mul_add", shared_expert.add_gated_shared_expert)
+        experts = local_experts.LocalExperts(fused_moe_native.moe_forward_native)
+        _replace(fused_moe_native, "moe_forward_native", experts)
         _replace(factory, "get_rope_wrapper", latent_attention.get_rope)
         _replace(sampler, "multinomial_with_seed", sampling.multinomial_with_seed)
         filtered_sampling = sampling.FilteredSampling(
