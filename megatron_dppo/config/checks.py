@@ -216,7 +216,9 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
             f"sglang.tp_size: got {size}, expected at most {most}: SGLang's model of the family {model.family} is "
             "wrong on more ranks"
         )
-    yield from _engine_expert_faults(sglang.get("ep_size") or 1, size, model)
+    expert = sglang.get("ep_size")
+    if expert is not None:
+        yield from _engine_expert_faults(expert, size, model)
 
 
 def _engine_expert_faults(expert: Any, size: int, model: ModelShape) -> layout.Faults:

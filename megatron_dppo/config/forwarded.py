@@ -335,7 +335,8 @@ SGLANG_FIXED: Mapping[str, str] = {
 
 
 _MODE = "the servers answer /generate over plain HTTP, each by itself"
-_EXPERTS = "weight updates are verified for experts that lie as a tensor-parallel engine holds them"
+_EXPERTS = "weight updates are verified for experts that lie as tp_size and ep_size place them"
+_EXCHANGE = "the exchanges of DeepEP and flashinfer bring kernels that lay out the experts' weights in their own way"
 _OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
 SGLANG_UNUSABLE: Mapping[str, str] = {
     "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
@@ -377,11 +378,11 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
             "dwdp_size",
             "moe_dense_tp_size",
         ),
-        "weight updates are verified for tensor-parallel engines of unquantised weights",
+        "weight updates are verified for servers whose tp_size ranks divide attention, MLPs and the head",
     ),
+    "moe_a2a_backend": _EXCHANGE,
     **dict.fromkeys(
         (
-            "moe_a2a_backend",
             "enable_eplb",
             "ep_num_redundant_experts",
             "elastic_ep_backend",

@@ -11,6 +11,7 @@ bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them bac
 objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and shards stay valid.
 Frozen weights and reference copies never change, so they are copied to the host only once.
 
+Parking drops the FP8 copies of weights that Transformer Engine keeps: they are not copied.
 An offloaded optimizer's state is on the host already, so parking leaves it there.
 
 These stay on the device: modules' buffers (a rotary embedding's frequencies), Adam's step counts, NCCL's communicators.
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, UntypedStorage
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
@@ -87,6 +89,16 @@ def held_tensors(
         "gradients": gradients,
         "optimizer": [t for t in _optimizer_tensors(optimizer) if _key(t) not in weight_keys],
     }
+
+
+def drop_quantised_weights(chunks: Iterable[Module]) -> None:
+    """Free the FP8 copies of weights that Transformer Engine's modules keep between the micro-batches of a step.
+
+    The first micro-batch of a step quantises the weights again. Not yet run on a GPU.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def check_no_transfer(chunks: Iterable[DistributedDataParallel]) -> None:

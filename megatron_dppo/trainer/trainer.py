@@ -37,7 +37,13 @@ from megatron_dppo.trainer.lora_policy import AdaptedPolicy
 from megatron_dppo.trainer.memory_checks import parameter_name, tensor_hashes
 from megatron_dppo.trainer.merged_weights import MergedWeights
 from megatron_dppo.trainer.optimizer import build_optimizer
-from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
+from megatron_dppo.trainer.parking import (
+    Moved,
+    Parker,
+    check_no_transfer,
+    drop_quantised_weights,
+    held_tensors,
+)
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
 from megatron_dppo.vocab_parallel.head import HeadOptions
@@ -450,6 +456,7 @@ class Trainer:
         check_no_transfer(self.ddp_chunks)
         if "gradients" in parts:
             self.optimizer.zero_grad()
+        drop_quantised_weights(self.chunks)
         return self._parker.park(parts)
 
     def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:

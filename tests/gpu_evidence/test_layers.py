@@ -77,6 +77,35 @@ BFLOAT16_MOMENTS = {
 ANOTHER = {"tensor": 2, "expert": 2, "expert_tensor": 1}
 
 
+def with_narrow_moments(
+    folder: str, expected: dict[Any, torch.Tensor], blocks: Any
+) -> dict[str, Any]:
+    """Load the checkpoint's fp32 moments, ``expected``, as bfloat16 ones; save and load these."""
+    from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+    from tests.distributed.test_offloaded_optimizer import make_trainer
+
+    found: dict[str, Any] = {}
+    trainer = make_trainer(f"{folder}/hf", CHECKPOINTED, BFLOAT16_MOMENTS)
+    for step in (3, 4):
+        store = CheckpointStore(f"{folder}/checkpoints", 1)
+        (stored,) = CheckpointDirectory(f"{folder}/checkpoints", 1).survey().complete
+        store.load(trainer, stored)
+        held_blocks = blocks(trainer)
+        rounded = [
+            torch.equal(expected[h.block.key, h.block.box].to(h.values.dtype), h.values)
+            for h in held_blocks
+        ]
+        found[f"narrow {step}"] = sum(rounded) == len(expected)
+        moments = [h.values.dtype for h in held_blocks if "exp_avg" in h.block.key]
+        found["types"] = sorted({str(dtype) for dtype in moments})
+        store.save(trainer, 4, {"step": 4})
+        for held in held_blocks:
+            held.values.zero_()
+    trainer.close()
+    return found
+
+
 def saved_and_loaded(folder: str) -> dict[str, Any]:
     """Save a trainer of TE's layers with the distributed optimizer, bf16; load it as it was and in ANOTHER layout."""
     with as_on_gpus("cpu"):
@@ -85,8 +114,8 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
         from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
         from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
         from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+        from megatron_dppo.trainer.parking import drop_quantised_weights
         from tests.distributed.test_checkpoint import hf_weights, make_trainer
-        from tests.distributed.test_offloaded_optimizer import make_trainer as with_optimizer
 
         found: dict[str, Any] = {}
 
@@ -106,6 +135,10 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
             m for m in trainer.chunks[0].modules() if isinstance(m, TransformerEngineBaseModule)
         ]
         found["modules"] = [type(module).__name__ for module in modules]
+        for module in modules:
+            module._fp8_workspaces["weight"] = torch.zeros(1)
+        drop_quantised_weights(trainer.chunks)
+        found["workspaces"] = [len(module._fp8_workspaces) for module in modules]
         store = CheckpointStore(f"{folder}/checkpoints", 1)
         expected = {(h.block.key, h.block.box): h.values.clone() for h in blocks(trainer)}
         weights = hf_weights(trainer)
@@ -144,24 +177,7 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
                 )
             trainer.close()
 
-        # Adam with bfloat16 moments: of the fp32 ones in the checkpoint, then of its own.
-        narrow = with_optimizer(f"{folder}/hf", CHECKPOINTED, BFLOAT16_MOMENTS)
-        for step in (3, 4):
-            store = CheckpointStore(f"{folder}/checkpoints", 1)
-            (stored,) = CheckpointDirectory(f"{folder}/checkpoints", 1).survey().complete
-            store.load(narrow, stored)
-            rounded = [
-                torch.equal(expected[h.block.key, h.block.box].to(h.values.dtype), h.values)
-                for h in blocks(narrow)
-            ]
-            found[f"narrow {step}"] = sum(rounded) == len(expected)
-            found["types"] = sorted(
-                {str(h.values.dtype) for h in blocks(narrow) if "exp_avg" in h.block.key}
-            )
-            store.save(narrow, 4, {"step": 4})
-            for held in blocks(narrow):
-                held.values.zero_()
-        narrow.close()
+        found |= with_narrow_moments(folder, expected, blocks)
     return found
 
 
@@ -179,6 +195,7 @@ def test_a_checkpoint_with_extra_states_comes_back(tmp_path: Path) -> None:
             assert found[name]["restored"] == linears
             assert found[name]["wrong weights"] == 0
         assert found["same blocks"] == found["blocks"] > 100
+        assert not any(found["workspaces"])
         assert found["narrow 3"]
         assert found["narrow 4"]
         assert found["types"] == ["torch.bfloat16"]

@@ -222,7 +222,7 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
     updates.close()
 
 
-@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
     folder = save_model(tmp_path / "start", 0)
     served = serve(folder, quantization="fp8", tp_size=2, ep_size=ep_size)

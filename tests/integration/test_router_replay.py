@@ -24,10 +24,12 @@ from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
-from tests.integration.runs import TrainingRun, records_of
+from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
 from tests.patience import wait_healthy
 from tests.ranks import ROOT
@@ -148,3 +150,21 @@ def test_a_run_in_two_replicas_replays_the_saved_recordings(run, tmp_path):
     before, after = (load_batch(d / "rollouts", 1) for d in (run, again.directory))
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a.columns["routed_experts"], b.columns["routed_experts"])
+
+
+@pytest.mark.slow
+def test_the_routing_of_an_expert_parallel_server_is_replayed(tmp_path: Path) -> None:
+    """Whole experts on each of two ranks: recorded choices are the model's numbers of experts, not the ranks'."""
+    config = write_material(tmp_path)
+    run = TrainingRun(
+        config,
+        *("model.dtype=bfloat16", "rollout.router_replay=true"),
+        *("sglang.tp_size=2", "sglang.ep_size=2", "run.steps=2", "evaluation.every=2"),
+    )
+    with run:
+        run.finish()
+    summary = summary_of(run.directory)
+    assert summary["weight_updates"] == summary["weight_updates_verified"] == 3
+    gap = summary["mean_abs_prob_gap"]
+    print("mean |pi - mu|", gap)
+    assert 0 < gap <= BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16")

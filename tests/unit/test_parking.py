@@ -115,6 +115,16 @@ def test_what_never_changes_is_copied_once(held: Held, parker: Parker) -> None:
     assert held.first[0, 0] == 1.0
 
 
+def test_quantised_copies_of_weights_are_dropped() -> None:
+    from megatron_dppo.trainer.parking import drop_quantised_weights
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    copies = {"weight": torch.zeros(16, dtype=torch.uint8)}
+    model[1]._fp8_workspaces = copies  # type: ignore[assignment]
+    drop_quantised_weights([model])
+    assert copies == {}
+
+
 def test_moments_that_appear_later_are_parked_too(held: Held, parker: Parker) -> None:
     parker.park(["optimizer"])
     parker.unpark()

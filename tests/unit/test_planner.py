@@ -414,7 +414,7 @@ def test_offloaded_state_moves_to_the_hosts_and_costs_their_memorys_rate():
     moved = plain.ranks[0].state.optimizer - offloaded.ranks[0].state.optimizer
     # Two of the three fp32 tensors move; the host also has a copy of the master, and gradients.
     assert moved == offloaded.ranks[0].state.offloaded_elements * 8
-    assert offloaded.hosts[0].offloaded == offloaded.ranks[0].state.offloaded_elements * 20 * 8
+    assert offloaded.hosts[0].offloaded == offloaded.ranks[0].state.offloaded_elements * 24 * 8
     assert plain.hosts[0].offloaded == 0
     assert offloaded.seconds.training > plain.seconds.training
     # Both copies of bfloat16 moments are in a checkpoint in their own type.
@@ -431,6 +431,21 @@ def test_the_optimizer_is_sharded_where_several_replicas_train_in_bfloat16():
     assert not shards("model.dtype=float32")
     assert not shards("parallel={world_size: 4, tensor: 4}")
     assert not recipe("qwen3_30b_a3b_base", "optimizer.distributed=false").distributed_optimizer
+
+
+def test_fp8_training_holds_two_bytes_of_each_linear_weight():
+    plain = plan_run(facts(), H100).ranks[0]
+    fp8 = plan_run(facts("qwen3_30b_a3b_base", *FP8), H100).ranks[0]
+    trainer = facts().trainer
+    # 48 layers: attention in four parts, and 16 whole experts of three matrices.
+    attention = (2 * 32 + 2 * 4) * 128 * 2048 // 4
+    assert fp8.quantised == 2 * 48 * (attention + 16 * 3 * 768 * 2048)
+    assert plain.quantised == 0
+    assert trainer.layout.tensor == 4
+    assert fp8.total >= plain.total + fp8.quantised
+
+
+FP8 = ("megatron={fp8: e4m3, fp8_recipe: blockwise}",)
 
 
 def test_fp8_pads_each_ranks_tokens():

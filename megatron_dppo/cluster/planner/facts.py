@@ -7,6 +7,7 @@ are counted from the tables of the model family, without allocating them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -117,6 +118,21 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
     if layout.expert == 1:
         return RankParameters(dense_counts + expert_counts, ())
     return RankParameters(dense_counts, expert_counts)
+
+
+def linear_elements(shape: ModelShape, layout: Layout, stage: int) -> int:
+    """Count the elements of the layers' linear weights on each rank of ``stage``, without routers."""
+    family = family_of(shape)
+    layers = layers_of_stage(shape, layout, stage)
+    rank_experts = _routed(shape, layers) * shape.num_experts // layout.expert
+    dense = [row for row in layer_counts(shape, layers) if _is_linear(row[0])]
+    experts = [(rule, rank_experts) for rule in family.expert if _is_linear(rule)]
+    counts = _counted(dense, shape, layout.tensor) + _counted(experts, shape, layout.expert_tensor)
+    return elements(counts)
+
+
+def _is_linear(rule: Rule) -> bool:
+    return re.search(r"\.linear_\w+\.weight", rule.megatron) is not None
 
 
 def _routed(shape: ModelShape, layers: Iterable[int]) -> int:
@@ -240,11 +256,11 @@ class AdamFacts:
 
     @property
     def host(self) -> float:
-        """Bytes of an element's state in host memory: an fp32 copy, moments, and a gradient in page-locked memory.
+        """Bytes of an element's state in host memory: an fp32 copy, a gradient, and moments.
 
-        torch rounds each block of page-locked memory up to a power of two: at most twice the gradient's size.
+        Copy and gradient are page-locked, which torch rounds up to a power of two: at most twice their size.
         """
-        return self.offloaded * (_FLOAT + self.moments + 2 * _FLOAT)
+        return self.offloaded * (2 * _FLOAT + 2 * _FLOAT + self.moments)
 
     @property
     def stored(self) -> int:
@@ -261,7 +277,8 @@ class TrainerFacts:
     exchange keys and values for attention, ``p2p`` or ``a2a``. ``trained``: the trained parameters, None for all.
     ``adam``: Adam's state. ``reference``: whether the trainer keeps the initial weights as a reference policy;
     ``reference_adapters``: whether these include adapters. ``gradient_bytes``: bytes of a gradient's element.
-    ``chunk_tokens``: tokens whose logits exist at the same time; ``logit_bytes``: bytes of one logit.
+    ``chunk_tokens``: tokens whose logits exist at the same time; ``logit_bytes``: bytes of one logit. ``fp8``: whether
+    the layers' linear weights are quantised for a step.
     """
 
     shape: ModelShape
@@ -281,6 +298,7 @@ class TrainerFacts:
     gradient_bytes: int
     chunk_tokens: int
     logit_bytes: int
+    fp8: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -612,6 +630,7 @@ def trainer_facts(
         gradient_bytes=4 if fp32_gradients else ITEM_BYTES[dtype],
         chunk_tokens=config.head.chunk_tokens,
         logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
+        fp8=gpu and config.megatron.get("fp8") is not None,
     )
 
 

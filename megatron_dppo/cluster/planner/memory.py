@@ -7,16 +7,24 @@ from dataclasses import dataclass
 from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.activations import ActivationBytes, activation_bytes
 from megatron_dppo.cluster.planner.communicators import trainer_communicator_bytes
-from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.cluster.planner.facts import RunFacts, linear_elements
 from megatron_dppo.cluster.planner.trainer_state import StateBytes, state_bytes
 
 _COLUMN_PIECE = 64 * devices.MIB
 """``PIECE_BYTES`` of loop/exchange.py: ranks exchange columns over the GPUs in pieces of this size."""
 
 
+_FP8_COPIES = 2
+"""Bytes of the FP8 copies of a weight's element: one in the order of its rows and one in that of its columns. Their
+scales, 4 bytes for 128 x 128 elements, are left out."""
+
+
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one GPU of a pipeline stage, by part."""
+    """Bytes on one GPU of a pipeline stage, by part.
+
+    ``quantised``: FP8 copies of the layers' weights, which Transformer Engine keeps for the micro-batches of a step.
+    """
 
     stage: int
     state: StateBytes
@@ -25,6 +33,7 @@ class RankBytes:
     communicators: int
     context: int
     fragmentation: int
+    quantised: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -39,7 +48,7 @@ class RankBytes:
             "activations": activations.layers
             + (0 if is_peak_at_logits else activations.recomputed),
             "logits": head if is_peak_at_logits else 0,
-            "working": activations.working,
+            "working": activations.working + self.quantised,
             "communicators": self.communicators,
             "context": self.context + self.fragmentation,
         }
@@ -48,7 +57,7 @@ class RankBytes:
     def total(self) -> int:
         """Peak memory: the larger of training and a weight update."""
         steady = self.state.total + self.communicators + self.context
-        training = self.activations.total + self.fragmentation
+        training = self.activations.total + self.fragmentation + self.quantised
         return steady + max(training, self.update_buckets)
 
 
@@ -59,6 +68,10 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     that is sent. The exchange of columns between ranks holds two pieces, at another time.
     """
     activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
+    quantised = 0
+    if facts.trainer.fp8:
+        layout = facts.trainer.layout
+        quantised = _FP8_COPIES * linear_elements(facts.trainer.shape, layout, stage)
     sends = facts.engine.servers > 0 and not facts.schedule.is_colocated
     return RankBytes(
         stage=stage,
@@ -68,4 +81,5 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
         communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends),
         context=devices.CONTEXT,
         fragmentation=round(activations.total * devices.FRAGMENTATION),
+        quantised=quantised,
     )
