@@ -73,7 +73,7 @@ class ExpectedByLayout:
     """Expected checksums of the buckets that this rank sends, for each layout among the engines."""
 
     def __init__(self, engines: Engines) -> None:
-        self._by_layout: dict[tuple[int, str], ExpectedChecksums] = {}
+        self._by_layout: dict[tuple[int, int, str], ExpectedChecksums] = {}
         for engine in engines.members:
             if engine.layout not in self._by_layout:
                 self._by_layout[engine.layout] = engine.expected()
@@ -87,14 +87,14 @@ class ExpectedByLayout:
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
-Digests: TypeAlias = Mapping[tuple[int, str], Sequence[Mapping[str, str]]]
+Digests: TypeAlias = Mapping[tuple[int, int, str], Sequence[Mapping[str, str]]]
 """The expected checksums of all tensors: by layout of an engine, for each engine rank, by name."""
 
 
 def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:
     """Combine the partial checksums of all senders. Raises IncompleteWeightsError."""
     layouts = list(dict.fromkeys(engine.layout for engine in engines.members))
-    digests: dict[tuple[int, str], Sequence[Mapping[str, str]]] = {}
+    digests: dict[tuple[int, int, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
             index = layouts.index(engine.layout)
