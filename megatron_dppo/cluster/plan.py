@@ -174,12 +174,13 @@ def _hosts(plan: RunPlan) -> Table | None:
         return None
     table = figures_table(
         f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
-        *("node", "processes", "batch", "checkpoint", "routing", "parked", "optimizer", "total"),
+        *("node", "processes", "batch", "checkpoint", "routing", "parked", "optimizer", "sent"),
+        "total",
     )
     for node, host in enumerate(plan.hosts):
         sizes = (
             *(host.processes, host.batch, host.checkpoint, host.capture),
-            *(host.parked, host.offloaded, host.total),
+            *(host.parked, host.offloaded, host.sent, host.total),
         )
         table.add_row(str(node), *(f"{size / 2**30:.0f}" for size in sizes))
     return table

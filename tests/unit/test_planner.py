@@ -561,6 +561,19 @@ def test_every_rank_copies_its_share_of_a_checkpoint():
     assert not any(host.checkpoint for host in waiting.hosts)
 
 
+def test_senders_keep_what_they_sent_where_updates_send_only_changes():
+    run = facts()
+    plain = plan_run(run, H100)
+    changes = plan_run(replace(run, changes_only=True), H100)
+    assert not any(host.sent for host in plain.hosts)
+    sent = [host.sent for host in changes.hosts]
+    assert max(sent) <= changes.traffic.update <= sum(sent)
+    assert all(
+        bool(size) == bool(node.ranks) for size, node in zip(sent, changes.nodes, strict=True)
+    )
+    assert [host.total - host.sent for host in changes.hosts] == [h.total for h in plain.hosts]
+
+
 def test_evaluation_is_the_generation_of_its_responses(tmp_path):
     """avg@32 on 60 problems, as if it were a rollout batch; spread over the steps between two of them."""
     sets = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]

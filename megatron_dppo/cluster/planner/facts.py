@@ -406,7 +406,8 @@ class RunFacts:
 
     ``not_counted``: settings of the libraries that no formula reads although they may change memory or time.
     ``ranks_per_sender``: the number of consecutive ranks of which one sends weights: the ranks of a node, or 1 where
-    each holder sends. ``updates_adapters``: whether weight updates send only adapters.
+    each holder sends. ``updates_adapters``: whether weight updates send only adapters. ``changes_only``: whether they
+    send only changes, for which senders keep a copy of what they sent.
     """
 
     trainer: TrainerFacts
@@ -421,6 +422,7 @@ class RunFacts:
     ranks_per_sender: int
     updates_adapters: bool
     evaluation: EvaluationFacts | None
+    changes_only: bool = False
 
     @property
     def senders(self) -> int:
@@ -550,6 +552,7 @@ def facts_of(
         ranks_per_sender=1 if config.weight_sync.senders == "holders" else ranks_per_node,
         updates_adapters=updates_adapters(config.lora),
         evaluation=evaluation,
+        changes_only=config.weight_sync.changes_only,
     )
 
 

@@ -84,6 +84,7 @@ class HostBytes:
     checkpoints are not written in the background.
     ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own. ``offloaded``: Adam's state
     of an offloaded optimizer.
+    ``sent``: pinned copies of the weights that the ranks sent last, 0 unless updates send only changes.
     """
 
     processes: int
@@ -92,10 +93,11 @@ class HostBytes:
     capture: int
     parked: int = 0
     offloaded: int = 0
+    sent: int = 0
 
     @property
     def total(self) -> int:
-        moved = self.parked + self.offloaded
+        moved = self.parked + self.offloaded + self.sent
         return self.processes + self.batch + self.checkpoint + self.capture + moved
 
 
@@ -105,6 +107,7 @@ def host_bytes(
     node: NodeRoles,
     capture: int,
     parked: int = 0,
+    update: int = 0,
 ) -> HostBytes:
     """Return the bytes of host memory on ``node``.
 
@@ -112,7 +115,8 @@ def host_bytes(
     on a host where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state. An
     element takes 14 bytes (12 in float32, less with bfloat16 moments), divided among its replicas; with adapters, only
     their elements count. The rank copies into one pinned buffer, which torch's CachingHostAllocator rounds up to a
-    power of two.
+    power of two. sent: the share of an update that the senders among the node's ranks send, as if all of them were
+    senders as far as there are any.
 
     Args:
         facts: The run.
@@ -120,7 +124,9 @@ def host_bytes(
         node: The roles of the node's GPUs.
         capture: Bytes of R3's pinned buffer for each engine GPU, 0 without R3.
         parked: Bytes of state that a rank keeps in host memory while a server has its GPU.
+        update: Bytes of a whole weight update.
     """
+    senders = min(facts.senders, len(node.ranks))
     copies = COPIES + facts.schedule.staleness
     per_rank = columns.replicas / facts.trainer.layout.data
     return HostBytes(
@@ -132,6 +138,7 @@ def host_bytes(
         capture=node.engine * capture,
         parked=len(node.ranks) * parked,
         offloaded=len(node.ranks) * _offloaded(facts),
+        sent=update * senders // facts.senders if facts.changes_only else 0,
     )
 
 

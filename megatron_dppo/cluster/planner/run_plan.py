@@ -133,7 +133,10 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         shared_bytes = shared_ranks(facts, cluster.device)
     parked_bytes = max((stage.host for stage in shared_bytes), default=0)
     hosts = tuple(
-        host_memory.host_bytes(facts, columns, node, capture_bytes, parked_bytes) for node in nodes
+        host_memory.host_bytes(
+            facts, columns, node, capture_bytes, parked_bytes, update=transfers.update
+        )
+        for node in nodes
     )
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     if facts.schedule.is_colocated:
@@ -227,7 +230,8 @@ def _host_faults(hosts: tuple[host_memory.HostBytes, ...], cluster: Cluster) -> 
             yield (
                 f"host memory: node {node} needs {gib(host.total)} (processes {gib(host.processes)}, "
                 f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
-                f"{gib(host.capture)}, parked state {gib(host.parked)}, offloaded optimizer {gib(host.offloaded)}), "
+                f"{gib(host.capture)}, parked state {gib(host.parked)}, offloaded optimizer {gib(host.offloaded)}, "
+                f"sent weights {gib(host.sent)}), "
                 f"expected at most {gib(cluster.node_memory)}"
             )
 
