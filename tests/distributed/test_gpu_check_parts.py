@@ -9,7 +9,14 @@ from megatron_dppo.diagnostics.gpu_check.runner import run_part
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("layers", 4), ("full_layer", 9), ("context", 2), ("cpu_twin", 15), ("handles", 1)],
+    [
+        ("layers", 4),
+        ("full_layer", 9),
+        ("context", 2),
+        ("cpu_twin", 15),
+        ("handles", 1),
+        ("optimizer_state", 5),
+    ],
 )
 def test_the_part_finds_all_as_it_should_be(name, rows, tmp_path):
     part = next(p for p in discover() if p.name == name)
