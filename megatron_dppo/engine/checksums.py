@@ -71,6 +71,8 @@ class EngineTensors:
     With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
     holds their scales as tensors of their own.
 
+    ``only_rank``: the one rank whose tensors are listed; None: all ranks.
+
     Attributes:
         shapes: the shape of each tensor that the engine must receive, by its name in a checkpoint.
         parts: the places of each of these tensors, by its name.
@@ -86,6 +88,7 @@ class EngineTensors:
         *,
         expert: int = 1,
         quantized: bool = False,
+        only_rank: int | None = None,
     ) -> None:
         self.shape = shape
         self.ranks = ranks
@@ -104,7 +107,7 @@ class EngineTensors:
         self._own_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
             self._own_dtypes[name] = getattr(torch, own_dtype)
-        for rank in range(ranks):
+        for rank in range(ranks) if only_rank is None else (only_rank,):
             for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
                 if quantized and quantization.holds_quantized(parameter):
@@ -114,7 +117,12 @@ class EngineTensors:
                     self._dtypes[_tensor_of(scales)] = torch.float32
 
     @classmethod
-    def of_server(cls, shape: ModelShape, info: Mapping[str, Any]) -> Self:
+    def of_server(
+        cls,
+        shape: ModelShape,
+        info: Mapping[str, Any],
+        only_rank: int | None = None,
+    ) -> Self:
         """Return the tensors of a server of ``shape``, from the arguments that it reports in ``/server_info``.
 
         Raises LayoutError as the constructor does.
@@ -126,6 +134,7 @@ class EngineTensors:
             str(info["device"]),
             expert=int(info.get("ep_size", 1)),
             quantized=is_quantized,
+            only_rank=only_rank,
         )
 
     @property

@@ -399,7 +399,7 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
         from megatron_dppo.engine.checksums import EngineTensors
         from megatron_dppo.model.families import load_model_shape
 
-        return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict())
+        return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict(), rank)
 
     rank = get_parallel().tp_rank
     runner.model.load_weights = DirectLoader(runner.model, rank, read_table)

@@ -89,6 +89,22 @@ def test_every_family(tmp_path: Path, family: str) -> None:
             assert_places(EngineTensors(shape, ranks, device), bucket)
 
 
+@pytest.mark.parametrize("expert", [2, 4])
+def test_groups_of_experts(tmp_path: Path, expert: int) -> None:
+    shape = load_model_shape(save_tiny_model(tmp_path))
+    table = EngineTensors(shape, 4, "cpu", expert=expert)
+    bucket = weights(shape)
+    assert_places(table, bucket)
+    # A server computes the places of its own rank alone.
+    for rank, expected in enumerate(digests(table, bucket)):
+        own = EngineTensors(shape, 4, "cpu", expert=expert, only_rank=rank)
+        tensors = held(own, rank)
+        places = TensorPlaces(own, rank, tensors)
+        places.fill_padding()
+        places.load_received(received(bucket))
+        assert hashes(tensors) == expected
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_that_share_heads_and_hold_only_padding_of_the_vocabulary(tied: bool) -> None:
     shape = model_shape(tied=tied, vocab=100)
