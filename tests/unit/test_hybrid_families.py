@@ -31,6 +31,7 @@ from megatron_dppo.model.families import (
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
 from megatron_dppo.model.mapping import (
     EngineLayout,
+    carried_names,
     check_engine_layout,
     engine_parameters,
     hf_tensors,
@@ -102,6 +103,11 @@ def test_what_would_be_trained_otherwise_is_refused(
         load_model_shape(tmp_path)
     keys = {fault.split(": ", 1)[1].replace(":", "").split()[0] for fault in caught.value.faults}
     assert key in keys
+
+
+def test_checkpoints_carry_the_layer_that_predicts_further_tokens() -> None:
+    names = ["mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight", "model.norm.weight", "x"]
+    assert carried_names(tiny(), names) == names[:2]
 
 
 def test_a_shape_survives_json() -> None:

@@ -149,8 +149,8 @@ def extend(
         if start == end:
             continue
         slot = int(cache_indices[request])
-        inputs = [x[0, start:end] for x in (q, k, v, g, beta)]
-        values, state = delta_rule(*inputs, ssm_states[slot])
+        query, key, value, decay, part = (x[0, start:end] for x in (q, k, v, g, beta))
+        values, state = delta_rule(query, key, value, decay, part, ssm_states[slot])
         output[0, start:end] = values
         ssm_states[slot] = state
     return output, None, None
