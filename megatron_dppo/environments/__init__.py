@@ -10,7 +10,7 @@ import ast
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
@@ -93,6 +93,12 @@ Observation = str | ChatCall
 def observation_of(value: Any) -> Observation:
     """Return the observation of a decoded JSON value. Raises TypeError for a bad value."""
     if isinstance(value, dict):
+        names = [field.name for field in fields(ChatCall)]
+        if "messages" not in value or not value.keys() <= set(names):
+            raise TypeError(
+                f"an observation is an object of {sorted(map(str, value))}, expected text, or an object of messages "
+                f"and perhaps others of {names}"
+            )
         return ChatCall(**value)
     if not isinstance(value, Observation):
         raise TypeError(f"an observation is a {type(value).__name__}, expected text")

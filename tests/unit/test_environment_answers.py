@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.environments import ChatCall, observation_of
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.rewards.result import LARGEST_REWARD
 from megatron_dppo.rewards.verifier import Score
+from tests.messages import mentioning
 from tests.unit.test_environments import LIMITS, PLANTED, PROBLEM, Engine, play
 
 
@@ -49,6 +51,14 @@ def test_whatever_an_environment_answers_ends_no_run(answers, reason):
     assert t.finish_reason == ("failed" if reason else "stop")
     assert reason in t.reason
     assert reason or t.turn_rewards == (0.5,)
+
+
+@pytest.mark.parametrize("value", [{"text": "x"}, {"messages": [], "text": "x"}, {"branch": 1}])
+def test_an_observation_of_other_fields_names_them_and_what_may_be_there(value):
+    with pytest.raises(TypeError, match=mentioning(*value, "messages", "max_tokens")) as error:
+        observation_of(value)
+    assert "__init__" not in str(error.value)
+    assert observation_of({"messages": [], "branch": 1}) == ChatCall([], branch=1)
 
 
 def test_the_largest_rewards_of_every_turn_have_finite_advantages():
