@@ -85,7 +85,7 @@ def pretend() -> None:
     torch.version.cuda = "13.0"
 
 
-def resolved(recipe: Path, placement: str = "separate") -> dict[str, Any]:
+def resolved(recipe: Path, placement: str | None = None) -> dict[str, Any]:
     """Options by name, resolved, of the first server of ``recipe``: those that differ from SGLang's defaults."""
     from sglang.srt.server_args import ServerArgs
 

@@ -46,6 +46,7 @@ def test_it_is_as_written(now: str) -> None:
 
 SIZES = {
     "qwen3_8b_base": 2,
+    "qwen3_235b_a22b_r3": 8,
     "moonlight_16b_a3b_gsm8k": 2,
     "glm_4.7_flash_gsm8k": 4,
     "qwen3_next_80b_a3b_gsm8k": 4,
@@ -61,7 +62,7 @@ def test_what_the_recipes_count_on(now: str) -> None:
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
         options = every | own
-        moe = any(name in recipe for name in ("_a3b", "olmoe", "_moe_", "glm"))
+        moe = any(name in recipe for name in ("_a3b", "_a22b", "olmoe", "_moe_", "glm"))
         size = SIZES.get(recipe, 4 if "30b_a3b" in recipe else 1)
         assert options["attention_backend"] == "fa3"
         assert options["sampling_backend"] == "flashinfer"
@@ -75,7 +76,7 @@ def test_what_the_recipes_count_on(now: str) -> None:
         graphs = options["cuda_graph_config"]
         assert (graphs["decode"]["backend"], graphs["decode"]["max_bs"]) == (
             "full",
-            512 if size == 4 else 256,
+            512 if size >= 4 else 256,
         )
         assert (graphs["prefill"]["backend"], graphs["prefill"]["max_bs"]) == ("breakable", 8192)
 
