@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_dppo.engine.errors import EngineError
@@ -36,6 +37,7 @@ platform has hooks on ``load_model`` itself, which it registers later."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 BEGUN = f"{_UPDATER}.begin_weight_update"
 ENDED = f"{_UPDATER}.end_weight_update"
+FOLDER = f"{_UPDATER}.update_weights_from_disk"
 RECEIVED = f"{_UPDATER}._receive_bucketed_weights_from_distributed"
 SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
 POSITIONS = "megatron_dppo.changes.positions"
@@ -90,6 +92,34 @@ class ReceivedBucket:
         byte_sizes = [n * dtype.itemsize for n, dtype in zip(sizes, self.dtypes, strict=True)]
         chunks = self.data.split(byte_sizes)
         return [chunk.view(dtype) for chunk, dtype in zip(chunks, self.dtypes, strict=True)]
+
+
+def map_folder(folder: Path) -> list[ReceivedBucket] | None:
+    """Return the tensors of each safetensors file of ``folder``, mapped into memory, as one bucket.
+
+    None where a tensor is not aligned to its dtype, and has to be copied alone. Raises CheckpointError for a damaged
+    file.
+    """
+    import torch
+
+    from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
+
+    buckets: list[ReceivedBucket] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        file = SafetensorsFile(path)
+        file.close()
+        entries = sorted(file.entries.items(), key=lambda item: item[1].offset)
+        if any(entry.offset % entry.dtype.itemsize for _, entry in entries):
+            return None
+        if not entries:
+            continue
+        names = [name for name, _ in entries]
+        dtypes = [entry.dtype for _, entry in entries]
+        shapes = [entry.shape for _, entry in entries]
+        size = path.stat().st_size
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        buckets.append(ReceivedBucket(names, dtypes, shapes, data[entries[0][1].offset :]))
+    return buckets
 
 
 class TensorPlaces:
@@ -312,6 +342,7 @@ class DirectLoader:
         self._tensor_places: TensorPlaces | None = None
         self._has_session = False
         self._uses_own_loader = False
+        self._folder: Path | None = None
         self._prepare()
 
     @property
@@ -328,6 +359,10 @@ class DirectLoader:
         self._has_session = False
         return not self._uses_own_loader
 
+    def read_next_from(self, folder: Path) -> None:
+        """Have the next call read ``folder``, instead of the same tensors one by one from SGLang's iterator."""
+        self._folder = folder
+
     def __call__(
         self,
         weights: ReceivedBucket | Iterable[tuple[str, Tensor]],
@@ -337,9 +372,14 @@ class DirectLoader:
         """Load ``weights``. Outside of a session they are all tensors of the model, such as those of a folder."""
         if not self._has_session:
             self._prepare()
+        folder, self._folder = self._folder, None
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
-        if not isinstance(weights, ReceivedBucket):
+        mapped_files = None if folder is None else map_folder(folder)
+        if mapped_files is not None:
+            for bucket in mapped_files:
+                self._tensor_places.load_received(bucket)
+        elif not isinstance(weights, ReceivedBucket):
             for group in _groups(weights):
                 self._tensor_places.load(group)
         elif weights.names[0] == POSITIONS:
@@ -382,6 +422,7 @@ def register() -> None:
     HookRegistry.register(LOADED, load_updates_directly, HookType.AFTER)
     HookRegistry.register(BEGUN, begin_update, HookType.AFTER)
     HookRegistry.register(ENDED, end_update, HookType.AROUND)
+    HookRegistry.register(FOLDER, read_folder_directly, HookType.BEFORE)
     HookRegistry.register(RECEIVED, receive_bucket, HookType.AROUND)
     HookRegistry.register(SHARED, load_shared_bucket, HookType.AROUND)
 
@@ -418,6 +459,13 @@ def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bo
     if isinstance(loader, DirectLoader):
         run_post_load = loader.end() or run_post_load
     original(updater, run_post_load=run_post_load)
+
+
+def read_folder_directly(updater: Any, model_path: str, *_: Any, **options: Any) -> None:
+    """Have the DirectLoader of the ``updater``'s model read the folder of an update."""
+    loader = updater.get_model().load_weights
+    if isinstance(loader, DirectLoader):
+        loader.read_next_from(Path(model_path))
 
 
 def receive_bucket(

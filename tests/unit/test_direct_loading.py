@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import block_fp8
+from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.direct_loading import (
     DirectLoader,
@@ -19,6 +21,8 @@ from megatron_dppo.engine.direct_loading import (
     TensorPlaces,
     UnplaceableError,
     end_update,
+    map_folder,
+    read_folder_directly,
 )
 from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
@@ -207,6 +211,36 @@ def test_a_folder_is_loaded_outside_of_a_session() -> None:
     loader(iter(bucket))
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
     assert model.derived == [float(dict(bucket)["model.norm.weight"][0])]
+
+
+def test_the_folder_of_an_update_is_read_file_by_file(tmp_path: Path) -> None:
+    shape = model_shape()
+    bucket = weights(shape)
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in bucket}
+    with ShardedWriter(tmp_path / "hf", specs, max_shard_bytes=2000) as writer:
+        for name, tensor in bucket:
+            writer.write_rows(name, 0, tensor)
+    model, loader = served(held(EngineTensors(shape), 0))
+    updater = Updater(model)
+    assert read_folder_directly(updater, str(tmp_path / "hf"), "safetensors") is None
+    loader(iter(()))
+    assert hashes(model.tensors) == digests(EngineTensors(shape), bucket)[0]
+    # The next call has tensors of its own again.
+    loader([("model.norm.weight", torch.zeros(8).bfloat16())])
+    assert not model.tensors["model.norm.weight"].any()
+
+
+def test_a_folder_whose_tensors_are_not_aligned_is_read_tensor_by_tensor(tmp_path: Path) -> None:
+    specs = {"a": TensorSpec((3,), torch.bfloat16), "b": TensorSpec((2,), torch.float32)}
+    with ShardedWriter(tmp_path / "hf", specs) as writer:
+        for name, spec in specs.items():
+            writer.write_rows(name, 0, torch.ones(spec.shape, dtype=spec.dtype))
+    assert map_folder(tmp_path / "hf") is None
+    bucket = weights(model_shape())
+    model, loader = served(held(EngineTensors(model_shape()), 0))
+    loader.read_next_from(tmp_path / "hf")
+    loader(iter(bucket))
+    assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
 
 
 def test_tensors_that_were_replaced_between_updates_are_found() -> None:
