@@ -18,7 +18,7 @@ from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.rewards import RewardInput as Given
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
 from tests.messages import mentioning, mentions
-from tests.patience import happens, own_patience
+from tests.patience import UNBOUNDED_S, happens, own_patience
 
 
 def planted(function: str) -> str:
@@ -262,15 +262,15 @@ def test_what_arrives_is_scored_while_nobody_waits(reward):
     with Verifier(reward, timeout_s=5, workers=1) as verifier:
         futures = [verifier.submit(Given(str(i), "3")) for i in range(5)]
         assert reward != "exact_integer" or all(f.done() for f in futures)
-        assert [f.result(timeout=60).value for f in futures] == [0, 0, 0, 1, 0]
-        assert verifier.submit(Given("3", "3")).result(timeout=60).value == 1
+        assert [f.result(timeout=UNBOUNDED_S).value for f in futures] == [0, 0, 0, 1, 0]
+        assert verifier.submit(Given("3", "3")).result(timeout=UNBOUNDED_S).value == 1
 
 
 def test_an_error_reaches_who_waits_and_later_responses_are_scored():
     with Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
         with pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")):
-            verifier.submit(Given("raise", "")).result(timeout=60)
-        assert verifier.submit(Given("ok", "")).result(timeout=60) == Score(1.0)
+            verifier.submit(Given("raise", "")).result(timeout=UNBOUNDED_S)
+        assert verifier.submit(Given("ok", "")).result(timeout=UNBOUNDED_S) == Score(1.0)
 
 
 def test_closing_ends_what_is_being_checked_and_what_waits():
