@@ -30,12 +30,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+import setproctitle
 
 from megatron_dppo.system.processes import (
     ChildProcess,
@@ -264,8 +265,8 @@ class ForkServer(_Forks):
         python: str = sys.executable,
     ) -> None:
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._key = _key(python, libraries, environment)
-        shared = _shared_server(self._key)
+        self.key = _key(python, libraries, environment)
+        shared = _shared_server(self.key)
         plain, secrets = split_environment(environment)
         plain.pop(_SHARED_VARIABLE, None)
         with other_end:
@@ -301,7 +302,7 @@ class ForkServer(_Forks):
     def shared(self) -> tuple[int, dict[str, Any]]:
         """Return the descriptor to inherit, and what ``_shared_server`` reads of it."""
         descriptor = self._control.fileno()
-        return descriptor, {"descriptor": descriptor, "pid": self.process.pid, "key": self._key}
+        return descriptor, {"descriptor": descriptor, "pid": self.process.pid, "key": self.key}
 
 
 @dataclass
@@ -356,8 +357,10 @@ class SharedForkServers:
         self._servers: list[ForkServer] = []
 
     def add(self, libraries: Sequence[str], environment: Mapping[str, str], output: int) -> None:
-        """Start one; its arguments are those of ForkServer."""
-        self._servers.append(ForkServer(libraries, environment, output))
+        """Start one, unless one with the same libraries and variables runs; the arguments are those of ForkServer."""
+        key = _key(sys.executable, libraries, environment)
+        if not any(server.key == key and server.is_alive for server in self._servers):
+            self._servers.append(ForkServer(libraries, environment, output))
 
     def wait_until_ready(self) -> None:
         """Wait until all have imported their libraries."""
@@ -370,6 +373,11 @@ class SharedForkServers:
         if not self._servers:
             return {}
         return {_SHARED_VARIABLE: json.dumps([server.shared()[1] for server in self._servers])}
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the fork servers."""
+        return [server.process.pid for server in self._servers]
 
     @property
     def descriptors(self) -> list[int]:
@@ -510,6 +518,9 @@ def main() -> int | None:
     libraries = sys.argv[1:]
     # Read the keys first: the processes inherit them as this one holds them.
     hide_secrets()
+    # The library of titles finds its memory by the variables with which the process started: not once they are cleared.
+    with _kept_name():
+        setproctitle.getproctitle()
     control = socket.socket(fileno=int(os.environ.pop(_CONTROL_VARIABLE)))
     os.set_inheritable(control.fileno(), False)
     for name in libraries:
@@ -622,11 +633,16 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _show_title(title: str) -> None:
-    """Show ``title`` as this process's command line; the name that ``ps -o comm`` and ``top`` show stays."""
-    import setproctitle
+    """Show ``title`` as this process's command line."""
+    with _kept_name():
+        setproctitle.setproctitle(title)
 
+
+@contextlib.contextmanager
+def _kept_name() -> Iterator[None]:
+    """Keep the name that ``ps -o comm`` and ``top`` show, which a change of the title changes."""
     name = setproctitle.getthreadtitle()
-    setproctitle.setproctitle(title)
+    yield
     setproctitle.setthreadtitle(name)
 
 

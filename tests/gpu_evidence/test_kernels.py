@@ -13,7 +13,11 @@ from tests.gpu_evidence.te_sources import te_sources
 from tests.ranks import run_ranks
 
 HERE = "tests.gpu_evidence.test_kernels"
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (
+    pytest.param(80, marks=pytest.mark.slow),
+    90,
+    pytest.param(100, marks=pytest.mark.slow),
+)
 COLUMNS = 151936 // 4
 """Of a rank's logits at TP4 of Qwen3."""
 VALUES_A_THREAD = 4096 // 256

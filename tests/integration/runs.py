@@ -17,7 +17,9 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.patience import UNBOUNDED_S, Patience, family_of
+from megatron_dppo.system.fork_server import SharedForkServers
+from tests.integration import shared_imports
+from tests.patience import UNBOUNDED_S, Patience
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +68,11 @@ def write_material(folder: Path, family: str = "qwen3_moe") -> Path:
 class TrainingRun:
     """One ``megatron_dppo.train`` process as a user starts it; killed on exit of the context.
 
-    ``package``: the folder whose ``megatron_dppo`` runs. ``variables``: of its environment, beside this process's.
+    With ``shares_imports`` its processes are forks of this process's fork servers, so that only the first run imports
+    the libraries. Then only one run may be active at a time: the forks of the fork servers count as its family.
+
+    ``package``: the folder whose ``megatron_dppo`` runs; another one than this repository shares no imports.
+    ``variables``: of its environment, beside this process's.
     """
 
     def __init__(
@@ -75,21 +81,29 @@ class TrainingRun:
         *overrides: str,
         package: Path = ROOT,
         variables: Mapping[str, str] | None = None,
+        shares_imports: bool = True,
     ) -> None:
         settings = dict(yaml.safe_load(config.read_text()))
         chosen = dict(o.split("=", 1) for o in overrides)
         self.directory = Path(chosen.get("run.directory", settings["run"]["directory"]))
         self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
         self._package = package
-        self._variables = {"PYTHONPATH": str(package), **(variables or {})}
+        self._shares_imports = shares_imports and package == ROOT
+        self._config, self._overrides = config, overrides
+        plain = environment_without("PYTEST_CURRENT_TEST")
+        self._variables = {**plain, "PYTHONPATH": str(package), **(variables or {})}
         self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
 
     def __enter__(self) -> TrainingRun:
+        servers = SharedForkServers()
+        if self._shares_imports:
+            servers = shared_imports.share_imports(self._config, self._overrides, self._variables)
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(
                 self._command,
                 cwd=self._package,
-                env=os.environ | self._variables,
+                env={**self._variables, **servers.variables},
+                pass_fds=servers.descriptors,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -111,7 +125,8 @@ class TrainingRun:
         """The supervisor and all its descendants."""
         try:
             root = psutil.Process(self.process.pid)
-            return [*root.children(recursive=True), root]
+            forks = shared_imports.forks() if self._shares_imports else []
+            return [*forks, *root.children(recursive=True), root]
         except psutil.NoSuchProcess:
             return []
 
@@ -140,7 +155,7 @@ class TrainingRun:
 
     def patience(self, seconds: float) -> Patience:
         """So long for the run's own processes."""
-        return Patience(seconds, lambda: family_of(self.process.pid))
+        return Patience(seconds, lambda: [member.pid for member in self.family()])
 
     def wait_for(self, condition, timeout: float = 300.0) -> None:
         """Until ``condition()``; fails with the run's output when the run ends or its patience does first."""

@@ -25,7 +25,7 @@ def even_length(response: str, answer: str) -> float:
 '''
 FAMILIES = [
     "olmoe",
-    "qwen2_moe",
+    pytest.param("qwen2_moe", marks=pytest.mark.slow),
     pytest.param("glm4_moe", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", marks=pytest.mark.slow),
     pytest.param("glm4_moe_lite", marks=pytest.mark.slow),

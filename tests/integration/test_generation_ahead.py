@@ -252,6 +252,7 @@ def killed(tmp_path_factory) -> Path:
     return run.directory
 
 
+@pytest.mark.slow
 def test_kills_lose_no_prompt_and_train_none_twice(killed):
     """The batches are those that a sampler which nobody disturbs hands out, each prompt with its responses once."""
     found = batches(killed)
@@ -263,6 +264,7 @@ def test_kills_lose_no_prompt_and_train_none_twice(killed):
         assert keys == [(prompt, i) for prompt in prompts for i in range(GROUP)], step
 
 
+@pytest.mark.slow
 def test_kills_count_nothing_twice(killed):
     records = records_of(killed)
     assert [r["step"] for r in records] == list(range(len(records)))
@@ -282,6 +284,7 @@ def test_kills_count_nothing_twice(killed):
     assert 0 < summary["weight_updates"] == summary["weight_updates_verified"]
 
 
+@pytest.mark.slow
 def test_kills_leave_the_weights_of_a_run_that_nobody_disturbed(killed, tmp_path):
     """Another run trains on the recorded batches in one go: the same losses and weights, bit for bit."""
     replay = (f"rollout.replay_from={killed}/rollouts", f"run.directory={tmp_path / 'replay'}")

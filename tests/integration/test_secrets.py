@@ -43,7 +43,7 @@ def run(tmp_path_factory) -> TrainingRun:
     settings["engine"] |= {"router": True}
     settings["evaluation"]["samples_per_prompt"] = 1
     path.write_text(yaml.safe_dump(settings))
-    with TrainingRun(path, "run.steps=1", variables=KEYS) as run:
+    with TrainingRun(path, "run.steps=1", variables=KEYS, shares_imports=False) as run:
         run.finish()
     return run
 

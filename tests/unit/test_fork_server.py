@@ -141,7 +141,10 @@ def shared():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_CURRENT_TEST", None)
     servers = SharedForkServers()
-    servers.add(LIBRARIES, environment, sys.__stdout__.fileno())
+    # The second has the same libraries and variables.
+    for start in ("1", "2"):
+        variables = {**environment, "MEGATRON_DPPO_START": start}
+        servers.add(LIBRARIES, variables, sys.__stdout__.fileno())
     servers.wait_until_ready()
     yield servers, environment
     servers.close()
@@ -169,6 +172,7 @@ def test_the_fork_servers_of_several_runs_are_forks_of_a_shared_one(shared, tmp_
         assert found["parent"] == forks
         assert (parent_of_forks == parent) == is_shared
         assert (found["input"], found["variable"]) == ("a key", name)
+        assert found["shown"].endswith(f"-m {COMMAND} waits")
         assert not _runs(found["child"])
         assert not _runs(forks)
         assert _runs(parent)
