@@ -1273,8 +1273,8 @@ DELTA_NET = (
     gemma_norm("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
     _delta_rule("conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"),
     _delta_rule("dt_bias", splits.column_parallel, "dt_bias", "delta_heads"),
-    # Some checkpoints have these two in fp32 and the others in bfloat16.
-    _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", dtype="float32", engine_dtype="float32"),
+    _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32"),
+    # Some checkpoints have this one in fp32 and the others in bfloat16.
     _delta_rule(
         "out_norm.weight", splits.replicated, "norm.weight", "delta_head", dtype="float32", engine_dtype=CONFIG_DTYPE
     ),

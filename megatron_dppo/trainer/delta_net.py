@@ -74,10 +74,6 @@ class PackedDeltaNet(GatedDeltaNet):
     def __init__(self, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
         # ``cp_comm_type`` is what a layer passes to every attention under context parallelism.
         super().__init__(*args, **kwargs)
-        if self.config.params_dtype is not torch.float32:
-            self.A_log.data = self.A_log.data.float()
-        # Float16Module would round it to the model's type.
-        self.A_log.keeps_dtype = True
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             parameter.partition_dim = 0
             parameter.partition_stride = 1

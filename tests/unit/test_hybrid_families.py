@@ -187,7 +187,7 @@ def test_the_planner_counts_the_cache_of_attention_and_the_states_of_delta_nets(
 
 def weights(shape: ModelShape) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    own = ("A_log", "linear_attn.norm.weight")
+    own = "linear_attn.norm.weight"
     return {
         name: torch.randn(size) if name.endswith(own) else torch.randn(size).bfloat16()
         for name, size in hf_tensors(shape).items()
@@ -214,6 +214,7 @@ def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
             "A_log",
         )
     }
+    found[f"{delta}A_log"] = found[f"{delta}A_log"].float()
     found[f"{delta}norm.weight"] = hf[f"{delta}norm.weight"].bfloat16()
     parts = [hf[f"{attention}self_attn.{part}_proj.weight"] for part in "qkv"]
     found[f"{attention}qkv_proj.weight"] = torch.cat(parts)
@@ -258,7 +259,7 @@ def inputs_of_two_numbers_swapped(engine: dict[str, Tensor], hf: dict[str, Tenso
 
 def rounded_decay(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
     name = "model.layers.0.linear_attn.A_log"
-    engine[name] = engine[name].bfloat16().float()
+    engine[name] = engine[name].bfloat16()
     return name
 
 
