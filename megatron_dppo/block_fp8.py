@@ -19,7 +19,7 @@ LARGEST = torch.finfo(DTYPE).max
 """448, the largest value of e4m3."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _SMALLEST_ACTIVATION = 1e-10
-"""The largest magnitude that SGLang's kernel assumes for a block of activations that are all smaller."""
+"""SGLang's lower bound of the largest magnitude in a block of activations, so that no scale is 0."""
 
 
 class BlockFp8(NamedTuple):

@@ -23,11 +23,11 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import hash_fault
 
 RUN_CONFIG = "config.yaml"
-"""In the folder of a run: its whole configuration."""
+"""File with the whole configuration, in the folder of a run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 on success, 2 on an error that is the user's to mend (its text on stderr)."""
+    """Run one command; return 0 on success, 2 on an error that the user can correct (its text goes to stderr)."""
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -265,7 +265,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _stored_bytes(folder: Path, config: Path | None = None) -> int:
-    """Bytes of a checkpoint's weights; of a torch_dist folder, which may hold more, by its model's config.json."""
+    """Return the bytes of a checkpoint's weights, for a torch_dist folder computed from the model's config.json."""
     files = list(folder.glob("*.safetensors"))
     if files:
         return sum(path.stat().st_size for path in files)
@@ -275,7 +275,7 @@ def _stored_bytes(folder: Path, config: Path | None = None) -> int:
 
 @contextmanager
 def _bytes_progress(action: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how far ``total`` bytes are; yields what is called with the bytes done since its last call."""
+    """Show the progress of ``total`` bytes; yield a function that adds to the number of finished bytes."""
     done_bytes = 0
     with progress(f"{action}, MB", total // 10**6, console=Console(stderr=True)) as tracker:
 

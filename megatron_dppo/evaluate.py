@@ -46,9 +46,9 @@ class SetResult:
     """The result of one checkpoint on one held-out set.
 
     Attributes:
-        rewards: of each problem's responses, problem by problem.
+        rewards: rewards of each problem's responses, by problem.
         truncated: number of responses that hit the length limit.
-        mean_tokens: of a response.
+        mean_tokens: mean tokens of a response.
     """
 
     rewards: Sequence[Sequence[float]]
@@ -57,7 +57,7 @@ class SetResult:
 
     @property
     def average(self) -> float:
-        """avg@k: the mean reward over all responses."""
+        """The mean reward over all responses (avg@k)."""
         return statistics.fmean(reward for group in self.rewards for reward in group)
 
     @property
@@ -69,10 +69,10 @@ class SetResult:
         return statistics.stdev(means) / len(means) ** 0.5
 
     def pass_at(self, tries: int, pass_reward: float) -> float:
-        """pass@tries: the probability that one of ``tries`` responses earns at least ``pass_reward``.
+        """Estimate pass@tries, the probability that one of ``tries`` responses earns at least ``pass_reward``.
 
-        The unbiased estimator 1 - C(n - c, tries) / C(n, tries) of n responses of which c pass, averaged over the
-        problems (Chen et al., arXiv 2107.03374, eq. 1).
+        The result is the mean over the problems of the unbiased estimator 1 - C(n - c, tries) / C(n, tries), for n
+        responses of which c pass (Chen et al., arXiv 2107.03374, eq. 1).
         """
         estimates = []
         for group in self.rewards:

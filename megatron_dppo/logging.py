@@ -1,9 +1,8 @@
 """Logging of several processes that share a terminal.
 
-Every process keeps a whole log of its own in ``<directory>/logs``; the terminal belongs to rank 0
-(and to the supervisor), whose lines go through one rich console, so that they never tear a
-progress bar apart. A rank's standard output and error are a file; the supervisor hands its own
-standard output down to rank 0 as a further descriptor, ``MEGATRON_DPPO_TERMINAL``.
+Every process writes a whole log of its own in ``<directory>/logs``. Only rank 0 and the supervisor write to the
+terminal, through one rich console, so that log lines do not break progress bars. A rank's standard output and error are
+a file; rank 0 also inherits the supervisor's standard output as a descriptor, named by ``MEGATRON_DPPO_TERMINAL``.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from rich.text import Text
 
 PACKAGE = "megatron_dppo"
 TERMINAL_VARIABLE = "MEGATRON_DPPO_TERMINAL"
-"""Names the descriptor of the user's terminal (or pipe) in the environment of rank 0."""
+"""Variable of rank 0 with the number of the descriptor of the user's terminal (or pipe)."""
 REFUSED = 2
-"""Exit status of a process that ends over something that the user can put right."""
+"""Exit status of a process that ends by an error that the user can correct."""
 INTERRUPTED = 130
-"""Exit status of a program that Ctrl-C ended, as shells give it."""
+"""Exit status of a program that Ctrl-C ended, by the convention of shells."""
 _FORMAT = "%(asctime)s.%(msecs)03d [{process}] %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
@@ -47,13 +46,13 @@ class FatalError(SystemExit):
 
 
 def shared_console() -> Console:
-    """The process's one console: standard output, or what the supervisor handed down.
+    """Return the process's only console, on the terminal that the supervisor passed on, else on standard output.
 
-    Silent in ranks other than 0.
+    The console of other ranks than 0 prints nothing.
     """
     global _console  # noqa: PLW0603  one terminal, so one console in a process
     if _console is None:
-        # Our children don't inherit it.
+        # Remove the variable, so that child processes do not inherit it.
         terminal = os.environ.pop(TERMINAL_VARIABLE, None)
         _console = (
             Console(file=_standard_output(), highlight=False, markup=False)
@@ -64,20 +63,20 @@ def shared_console() -> Console:
 
 
 def say(line: str) -> None:
-    """Print a line on the process's console, whatever its width: a job's log must not fold it."""
+    """Print a line on the process's console without wrapping it."""
     shared_console().print(line, soft_wrap=True)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table's lines, two spaces between columns."""
+    """Return the lines of a table, with two spaces between columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 class TerminalConsole(Console):
-    """A console on a descriptor; standard output, a file, gets a plain copy of every line printed.
+    """A console on a descriptor, which also copies each printed line to standard output (a file) as plain text.
 
-    Progress bars are drawn on the descriptor alone, at its own width.
+    Progress bars are drawn only on the descriptor, in its width.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -93,7 +92,7 @@ class TerminalConsole(Console):
 
     @property  # type: ignore[misc]  # rich's own may be set, this one follows the terminal
     def size(self) -> ConsoleDimensions:
-        """Columns and rows; rich itself asks the standard descriptors alone."""
+        """Columns and rows of the descriptor: rich itself reads those of the standard descriptors."""
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
         except OSError:  # no terminal, or none any more
@@ -101,16 +100,18 @@ class TerminalConsole(Console):
         return ConsoleDimensions(columns or 80, rows or 25)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print like rich; text goes to standard output too."""
+        """Print like rich, and copy text to standard output."""
         super().print(*objects, **options)
-        # Tables and bars are drawn for a terminal's width; a file has the log's lines.
+        # Copy no tables and bars: they are drawn in the terminal's width.
         if not self.quiet and all(isinstance(renderable, str | Text) for renderable in objects):
             self._copy.print(*objects, **options)
 
 
 class _Terminal(io.TextIOBase):
-    """A descriptor to write text to. What can't be written any more, because the terminal is closed,
-    nobody reads the pipe or the disk is full, is dropped: a run must not end over it."""
+    """A text file on a descriptor that drops text which cannot be written.
+
+    A run must not end because the terminal was closed, the pipe has no reader or the disk is full.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -125,13 +126,13 @@ class _Terminal(io.TextIOBase):
         unwritten_bytes = text.encode(errors="replace")
         with contextlib.suppress(OSError):
             while unwritten_bytes:
-                # A pipe may take a part of it.
+                # A pipe may accept only a part of the bytes.
                 unwritten_bytes = unwritten_bytes[os.write(self._descriptor, unwritten_bytes) :]
         return len(text)
 
 
 class _StandardOutput(io.TextIOBase):
-    """``sys.stdout``, whatever stands there now, less its errors: see _Terminal."""
+    """The current ``sys.stdout``, without its errors; see _Terminal."""
 
     def fileno(self) -> int:
         return sys.stdout.fileno()
@@ -146,7 +147,7 @@ class _StandardOutput(io.TextIOBase):
             return sys.stdout.write(text)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        # No buffer keeps what a full disk did not take.
+        # Write to the descriptor: a buffer would keep text that a full disk did not accept.
         return _Terminal(descriptor).write(text)
 
 
@@ -155,9 +156,9 @@ def _standard_output() -> IO[str]:
 
 
 class ConsoleHandler(logging.Handler):
-    """One unwrapped line a record; third-party records only from WARNING on, Python warnings never.
+    """Prints each record as one line; records of other packages from WARNING on, and no Python warnings.
 
-    rich's own handler folds lines at the terminal's width, 80 columns in a pipe, which nobody can grep.
+    rich's own handler wraps lines at the terminal's width (80 columns in a pipe), which breaks ``grep``.
     """
 
     def __init__(self, console: Console) -> None:
@@ -175,19 +176,19 @@ class ConsoleHandler(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """A process's log. Where it can't be written, for one on a full disk, one line says so."""
+    """A process's log file. If it cannot be written, for example on a full disk, one line reports that."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
-        self._complained = False
+        self._has_reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
-        """Say it once, on standard error; a traceback for each record would bury its reason."""
+        """Report an OSError once, on standard error; logging itself prints a traceback for each record."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._complained:
-            self._complained = True
+        elif not self._has_reported:
+            self._has_reported = True
             with contextlib.suppress(OSError):
                 print(f"{self.baseFilename}: can't be written: {error.strerror}", file=sys.stderr)
 
@@ -197,11 +198,15 @@ class LogFile(logging.FileHandler):
 
 
 def configure_logging(directory: str | Path | None, rank: int | None = 0) -> None:
-    """Send this process's records to its log file, and to the terminal for rank 0 and supervisor.
+    """Send this process's records to its log file, and those of rank 0 and the supervisor to the terminal too.
 
-    ``directory``: the run's; the file is ``logs/rank<N>.log`` (``logs/supervisor.log`` for rank None), appended to by a
-    resumed run. None: the terminal only. Of this package from INFO on, of others from WARNING. An uncaught
-    exception is written to the file too. A second call replaces what the first one set up.
+    Records of this package are written from INFO on, those of others from WARNING on, and uncaught exceptions go to the
+    file. A second call replaces the handlers of the first one.
+
+    Args:
+        directory: the run's folder. The file is ``logs/rank<N>.log``, or ``logs/supervisor.log`` for rank None; a
+            resumed run appends to it. None: the terminal only.
+        rank: global rank; None in the supervisor.
     """
     global _failure_mark  # noqa: PLW0603  one process, one mark
     process = "supervisor" if rank is None else f"rank{rank}"
@@ -209,7 +214,7 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
     console.quiet = rank not in {None, 0}
 
     root = logging.getLogger()
-    # Ours alone: a test, or a library, may have its own.
+    # Keep the handlers of tests and libraries.
     for handler in [h for h in root.handlers if getattr(h, "from_megatron_dppo", False)]:
         root.removeHandler(handler)
         handler.close()
@@ -242,18 +247,18 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
 
 
 def failure_mark(output: Path) -> Path:
-    """The file that says when a rank failed, beside its output or log."""
+    """Return the path of the file with the time of a rank's failure, beside its output or log."""
     return output.with_suffix(".failed")
 
 
 def note_failure() -> None:
-    """Mark the moment at which this rank failed, before it closes what is open, which may take time.
+    """Write the time at which this rank failed, before it releases its resources, which may take long.
 
-    The rank that failed first is the cause; those that fail because of it may exit, or fall silent,
-    before it. Later calls change nothing.
+    The rank with the earliest time is the likely cause: ranks that fail because of it may exit before it. Later calls
+    have no effect.
     """
     if _failure_mark is not None:
-        # "x": the first moment stays, whatever fails on the way out.
+        # Mode "x" keeps the first time: more may fail while the process ends.
         with contextlib.suppress(OSError), open(_failure_mark, "x") as file:
             file.write(f"{time.time()}\n")
 
@@ -269,7 +274,7 @@ def _log_uncaught(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Keep the traceback in the log files, then show it on standard error as Python always does."""
+    """Write the traceback to the log file, then to standard error as Python does."""
     if not issubclass(kind, KeyboardInterrupt):
         note_failure()
         _to_files("uncaught exception", exc_info=(kind, error, trace))
@@ -280,7 +285,7 @@ def _to_files(
     message: str,
     exc_info: tuple[type[BaseException], BaseException, TracebackType | None] | None = None,
 ) -> None:
-    """A CRITICAL record for the log files alone: standard error shows the same thing already."""
+    """Write a CRITICAL record to the log files only: standard error shows the same text already."""
     record = logging.LogRecord(PACKAGE, logging.CRITICAL, "", 0, message, None, exc_info)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
@@ -288,10 +293,10 @@ def _to_files(
 
 
 def fatal(message: str) -> NoReturn:
-    """End the process with status 2 over something that the user can put right: no traceback.
+    """End the process with status 2 and without a traceback, for an error that the user can correct.
 
-    Prints ``error: <message>`` to standard error, and to the log file where one is configured. Raises FatalError, a
-    SystemExit, so that open files and child processes are still closed on the way out.
+    The function prints ``error: <message>`` to standard error, and to the log file if one is configured. It raises
+    FatalError, a SystemExit, so that ``with`` blocks still close files and child processes.
     """
     note_failure()
     _to_files(message)

@@ -1,4 +1,4 @@
-"""SGLang servers of a program without a trainer, which generate and score: of ``evaluate`` and ``rollout``.
+"""SGLang servers of programs that generate without a trainer: ``evaluate`` and ``rollout``.
 
 The servers load the checkpoint themselves, run on this machine, and end with the program.
 """
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class GenerationError(RunError):
-    """Responses can't be had; the message says why."""
+    """The servers return no responses; the message says why."""
 
 
 @contextmanager
 def own_fleet(config: TrainConfig, logs: Path) -> Iterator[OwnFleet]:
-    """Start the servers of ``config``, whose output goes to ``logs``, and end them with the block.
+    """Start the servers of ``config``, with logs in the folder ``logs``, and end them at the end of the block.
 
-    Raises GenerationError for servers whose weights only a trainer's update can bring.
+    Raises GenerationError for quantised servers, whose weights only a trainer's update could provide.
     """
     if config.engine.quantization is not None:
         raise GenerationError(
@@ -121,7 +121,7 @@ class OwnFleet:
     ) -> dict[Hashable, Trajectory]:
         """Generate the responses of ``job`` that are not in ``done``, and return all of them by key.
 
-        Raises GenerationError where no server is left or a response can't be had.
+        Raises GenerationError where no server is left or a response failed repeatedly.
         """
         from megatron_dppo.fleet.generation import Generation, GenerationEnd
 
@@ -140,12 +140,12 @@ class OwnFleet:
         algorithm: AlgorithmConfig,
         credit: Credit = "trajectory",
     ) -> list[Trajectory]:
-        """Generate and score; the responses with rewards and advantages, in the order of the job.
+        """Generate and score responses; return them with rewards and advantages, in the order of the job.
 
         A response whose reward is unavailable is generated again, ``reward.max_replacements`` times at most.
 
         Args:
-            job: what to generate.
+            job: problems and sampling settings.
             description: text of the progress bar.
             scorer: scores each response as soon as it arrives.
             algorithm: settings of advantages and length penalties.

@@ -43,7 +43,7 @@ _WEIGHTS = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Generate all batches; the process's exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Generate all batches; return the exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     try:

@@ -55,7 +55,7 @@ log = logging.getLogger(MODULE)
 def run_supervised_rank(config: SupervisedConfig) -> None:
     """Run ``run.steps`` optimiser steps on shuffled pairs, then export. Collective.
 
-    What a user can put right ends the process with a message.
+    Errors that the user can correct end the process with a message.
     """
     import torch
 
@@ -147,7 +147,7 @@ def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, validate, run; the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    """Parse, validate and run; return the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     options = _parser().parse_args(arguments)
     hide_secrets()
     adopt_slurm_rank()
@@ -158,9 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for warning in untried_options(config):
                 print(f"warning: {warning}")
             return 0
-        if (
-            "RANK" in os.environ or not config.forwards_to_megatron
-        ):  # nothing that needs a library's word
+        # Options that are forwarded to Megatron-Core are checked by a child process, with the library.
+        if "RANK" in os.environ or not config.forwards_to_megatron:
             check_supervised_config(config, options.config)
         if "RANK" not in os.environ:
             exit_by_code()
@@ -178,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_precision(config.megatron, os.environ)
     rank = int(os.environ["RANK"])
     name_rank(rank)
-    # First, so that what the libraries say while they are imported goes to the log.
+    # Configure the log before libraries are imported, so that it has their messages.
     configure_logging(config.run.directory, rank)
     run_supervised_rank(config)
     return 0

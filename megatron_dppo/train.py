@@ -60,7 +60,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    """Parse, validate and run; return the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     adopt_slurm_rank()
@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _supervise(config, options)
     rank = int(os.environ["RANK"])
     name_rank(rank)
-    # First, so that what the libraries say while they are imported goes to the log.
+    # Configure the log before libraries are imported, so that it has their messages.
     configure_logging(config.run.directory, rank)
-    # A rank that is aborted leaves its stacks in its output.
+    # Have a rank that is aborted print its stacks.
     faulthandler.enable()
     from megatron_dppo.loop import run_rank
 
@@ -110,14 +110,14 @@ def _check(options: argparse.Namespace) -> int:
         raise ConfigError([*error.faults, *_further_faults(remainder, options)], source) from error
     layout, faults = _stage_faults(config, options)
     if faults:
-        # The check before a start follows one of the machine.
+        # In the check before a start, the parent has checked the machine already.
         if options.answers is None:
             faults += _machine_faults(config)
         raise ConfigError(faults, source)
     print(layout)
     for warning in untried_options(config):
         print(f"warning: {warning}")
-    # The check before a start leaves them to rank 0, which logs them.
+    # In a run, rank 0 logs these changes.
     if options.answers is None and (changes := _changes(config)) is not None:
         print(changes)
     start_facts = check_start(config, this_machine())
@@ -134,9 +134,9 @@ def _stage_faults(
     options: argparse.Namespace,
     faulty_keys: Collection[str] = (),
 ) -> tuple[str, list[str]]:
-    """The layout in a line, empty where there is none, and the faults of values, libraries, data and checkpoints.
+    """Return the layout in a line (empty if it is invalid), and the faults of values, libraries, data and checkpoints.
 
-    ``faulty_keys`` have stand-ins in ``config``: what depends on them is not looked at.
+    ``faulty_keys`` have stand-ins in ``config``; checks that depend on them are skipped.
     """
     from megatron_dppo.loop.start_checks import data_and_resume_faults
 
@@ -173,7 +173,7 @@ def _changes(config: TrainConfig) -> str | None:
 
 
 def _check_world(size: int, source: str) -> None:
-    """A launcher's world must be the configuration's. Raises ConfigError."""
+    """Raise ConfigError unless the launcher's number of ranks is the configuration's."""
     world = os.environ.get("WORLD_SIZE")
     if world != str(size):
         fault = f"parallel.world_size: got {size}, but the launcher set WORLD_SIZE to {world}"
@@ -181,7 +181,10 @@ def _check_world(size: int, source: str) -> None:
 
 
 def _check_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
-    """A rank's variables: set, or refused where a container's image has set them. Raises ConfigError."""
+    """Set a rank's variables of torch and Transformer Engine.
+
+    Raises ConfigError if the environment, for example that of a container's image, excludes them.
+    """
     if not this_machine().gpus:
         return
     faults = list(allocator_faults(strategy, os.environ))
@@ -192,7 +195,7 @@ def _check_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
 
 
 def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
-    """Have a child check everything, then run until the end."""
+    """Check everything in a child process, then run to the end."""
     from megatron_dppo.launch.local import run_local
     from megatron_dppo.launch.run_directory import is_finished
 

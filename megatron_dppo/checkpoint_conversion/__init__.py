@@ -1,1 +1,1 @@
-"""Hugging Face <-> Megatron-Core: one table a model family, for loading, saving, updating and proving."""
+"""Checkpoint conversion between Hugging Face and Megatron-Core, from one table for each model family."""

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: written, read, taken out of a training run, merged into their base."""
+"""Write and read LoRA adapters in PEFT's format, export them from a training run, and merge them into their base."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def _config_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[st
 
 
 def _initial(config: Mapping[str, Any]) -> str | None:
-    """The initialisation that changed the base; None if PEFT did not change it."""
+    """Return the name of the initialisation by which PEFT changed the base; None if it did not change the base."""
     value = config.get(_INITIAL)
     name = value.lower() if isinstance(value, str) else value
     return None if name in _BASE_KEPT else str(name)
@@ -286,7 +286,7 @@ def modules_of(
     shape: ModelShape,
     stored: Collection[str],
 ) -> tuple[str, ...]:
-    """The last names of the matrices that adapter_config.json adapts, as PEFT reads it, in the family's order.
+    """Return the last names of the matrices that PEFT adapts by adapter_config.json, in the family's order.
 
     Args:
         config: The file's entries.
@@ -392,8 +392,8 @@ def merge_adapters(
 def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str | Path) -> Adapters:
     """Write the adapters of a training run's checkpoint (a ``step_...`` folder) in PEFT's format.
 
-    ``hf_dir``: their base; raises MismatchError where its SHA-256 is not the one that the checkpoint recorded, and
-    CheckpointError where the checkpoint holds no adapters, or routers that such a folder can't hold.
+    ``hf_dir`` is their base. Raises MismatchError if its SHA-256 is not the one that the checkpoint recorded, and
+    CheckpointError if the checkpoint has no adapters, or trained routers, for which the format has no place.
     """
     shape = load_model_shape(hf_dir)
     model = _recorded_model(Path(checkpoint))
@@ -436,27 +436,27 @@ def _merged_rows(
     dims = adapter_tensors(adapters, shape)
     for name in (*hf_tensors(shape), *carried_names(shape, base.specs)):
         module = name.removesuffix(".weight")
-        pair = [f"{module}.{which}" for which in (LORA_A, LORA_B)]
-        is_adapted = pair[0] in dims
-        a, b = (reader.read(n, dims[n]).float() for n in pair) if is_adapted else (None, None)
-        initial = reader.initial if is_adapted else None
-        changed_base = None
-        if initial is not None:
-            changed_base = residual(base.read(name), initial, adapters)
+        a_name = f"{module}.{LORA_A}"
+        b_name = f"{module}.{LORA_B}"
+        if a_name not in dims:
+            for start, count in tensor_store.row_blocks(base.specs[name]):
+                yield name, start, base.read_rows(name, start, count)
+            continue
+        a = reader.read(a_name, dims[a_name]).float()
+        b = reader.read(b_name, dims[b_name]).float()
+        weight = None
+        if reader.initial is not None:
+            weight = residual(base.read(name), reader.initial, adapters)
         for start, count in tensor_store.row_blocks(base.specs[name]):
-            block = slice(start, start + count)
-            rows = (
-                base.read_rows(name, start, count) if changed_base is None else changed_base[block]
-            )
-            if a is not None and b is not None:
-                # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
-                delta = adapters.scale * (b[block] @ a)
-                rows = (rows.float() + delta).to(rows.dtype)
-            yield name, start, rows
+            end = start + count
+            rows = weight[start:end] if weight is not None else base.read_rows(name, start, count)
+            # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
+            delta = adapters.scale * (b[start:end] @ a)
+            yield name, start, (rows.float() + delta).to(rows.dtype)
 
 
 def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
-    """The adapters in the folder's adapter_config.json. ``PeftReader`` checks its other entries."""
+    """Read the adapters of the folder's adapter_config.json, whose other entries ``PeftReader`` checks."""
     config = _read_config(folder)
     file = tensor_store.SafetensorsFile(folder / PEFT_WEIGHTS)
     try:

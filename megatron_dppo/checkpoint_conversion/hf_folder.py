@@ -1,6 +1,4 @@
-"""Hugging Face folders: safetensors shards with an index, read by slices; written so that a folder appears whole or not
-at all.
-"""
+"""Read and write Hugging Face folders: safetensors shards with an index, read by slices and written atomically."""
 
 from __future__ import annotations
 
@@ -45,9 +43,9 @@ SLACK_BYTES = 16 << 20
 class StagedFolder:
     """``with StagedFolder(out, bytes) as folder:`` yields a new folder, which is renamed to ``out`` without an error.
 
-    The staging folder ``.<name>.partial`` lies beside ``out``, on the same disk. What a killed run left there is
-    removed; a live run holds a lock on it. Raises CheckpointError where ``out`` exists and is not an empty folder, the
-    disk has not ``expected_bytes`` free, or another process is writing to the same folder.
+    The staging folder ``.<name>.partial`` is beside ``out``, on the same disk, and locked by its process. A staging
+    folder that a killed process left is removed. Raises CheckpointError where ``out`` exists and is not an empty
+    folder, the disk has less than ``expected_bytes`` free, or another process is writing to the same folder.
     """
 
     def __init__(self, out: str | Path, expected_bytes: int) -> None:
@@ -112,10 +110,10 @@ def copy_side_files(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy ``side_files`` but for the tracker, which only the writer of a checkpoint knows.
+    """Copy ``side_files`` except the tracker, which only the writer of a checkpoint can make.
 
-    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names, or of
-    another ``quantization``.
+    config.json is copied byte for byte unless it names another ``dtype`` or ``quantization`` than the weights beside it
+    have; these keys are then replaced.
     """
     for path in side_files(source):
         if path.name == TRACKER:
@@ -134,17 +132,17 @@ def copy_side_files(
 
 
 _BUFFER = ".rotary_emb.inv_freq"
-"""End of the names of buffers that config.json implies, which transformers and SGLang leave unread too."""
+"""Suffix of the names of buffers that follow from config.json; transformers and SGLang do not read them either."""
 _ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-"""Name under which transformers 5 holds all experts of a layer as one tensor [experts, rows, columns]."""
+"""Name of the tensor [experts, rows, columns] in which transformers 5 stores all experts of a layer."""
 
 
 class SafetensorsReader(Closing):
-    """The tensors of a Hugging Face folder; slices are read without the rest of the tensor where rows allow it.
+    """The tensors of a Hugging Face folder, open for reading; a slice of rows is read without the rest of the tensor.
 
     Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
-    does an index that disagrees with its shards. Tensors of all experts of a layer are read as one a matrix and expert;
-    ``fused`` names them. Buffers that config.json implies are left out.
+    does an index that disagrees with its shards. A tensor with all experts of a layer is read as a tensor for each
+    matrix and expert; ``fused`` has the names of such tensors. Buffers that follow from config.json are left out.
     """
 
     def __init__(self, hf_dir: str | Path) -> None:

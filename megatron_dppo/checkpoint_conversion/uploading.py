@@ -67,11 +67,11 @@ def upload(
     private: bool = True,
     revision: str | None = None,
 ) -> str:
-    """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co as one commit; its address.
+    """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co; return the commit's address.
 
-    A repository that is not there is made; one that is there stays ``private`` or public as it is. Key and address are
-    huggingface_hub's: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder``
-    is no export or the upload fails.
+    A missing repository is created, ``private`` or public; an existing one stays as it is. huggingface_hub reads its
+    key and address from ``hf auth login``, or from HF_TOKEN and HF_ENDPOINT. Raises CheckpointError where ``folder`` is
+    no export or the upload fails.
     """
     try:
         from httpx import HTTPError
@@ -107,7 +107,7 @@ def upload(
             allow_patterns=[glob.escape(name) for name in sent],
             commit_message=f"Export of {folder.resolve().parent.name}",
         )
-    # RuntimeError: of hf_xet, which sends large files.
+    # hf_xet, which sends large files, raises RuntimeError.
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{folder} is not sent to {repository}: {text}") from error

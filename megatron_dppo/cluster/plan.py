@@ -526,7 +526,7 @@ def _as_json(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-dppo plan",
-        description="What a recipe takes on a cluster, and whether it fits; needs no weights and no GPU.",
+        description="Compute a recipe's memory, traffic and time on a cluster, and whether it fits, without a GPU.",
         epilog="Exit codes: 0 it fits, 2 refused. docs/planner.md: formulas, sources, accuracy.",
     )
     add_config_arguments(parser, "recipe")

@@ -470,9 +470,11 @@ def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], 
     value = record.get(TOOLS_KEY)
     if _is_blank(value):
         return ()
-    tools = _parsed(value)
-    # Some files have a separate JSON text for each definition.
-    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else [tools]
+    parsed = _parsed(value)
+    tools = [parsed]
+    if isinstance(parsed, list):
+        # Some files have a separate JSON text for each definition.
+        tools = [_parsed(tool) for tool in parsed]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(
             f"{location}: {TOOLS_KEY!r} is {shorten(value)}, expected a list of objects that define functions, or its "
@@ -560,7 +562,9 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
         row_values: dict[str, Any] = {}
         for name in names:
             # Names of a structure's fields must match exactly; column names may differ in case.
-            spellings = [name] if "." in name else [key for key in record if key.lower() == name]
+            spellings = [name]
+            if "." not in name:
+                spellings = [key for key in record if key.lower() == name]
             for key in spellings:
                 if key in record or _is_structure(record, key):
                     row_values[key] = value_at(record, key)

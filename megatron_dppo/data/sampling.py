@@ -52,8 +52,9 @@ class TrainingFiles:
 
     def __init__(self, paths: Sequence[str], records: Sequence[int]) -> None:
         stems = [Path(path).stem for path in paths]
-        unique = len(set(stems)) == len(stems)
-        self.names = stems if unique else [f"{stem}-{i}" for i, stem in enumerate(stems)]
+        if len(set(stems)) < len(stems):
+            stems = [f"{stem}-{i}" for i, stem in enumerate(stems)]
+        self.names = stems
         self._ends = list(accumulate(records))
 
     def of(self, problem_id: int) -> str:

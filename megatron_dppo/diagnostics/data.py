@@ -65,7 +65,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _setting(option: str, word: str) -> tuple[str, Any]:
-    """``name=value``, the value as JSON where it is some, else text. Raises ValueError."""
+    """Split ``name=value``, and parse the value as JSON; other values stay text. Raises ValueError without ``=``."""
     name, equals, value = word.partition("=")
     if not equals:
         raise ValueError(f"{option}: got {word!r}, expected NAME=VALUE")
@@ -146,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
         help="published file, folder, or name on the hub",
     )
     preparing.add_argument("--out", required=True, help="JSON Lines file to write")
-    preparing.add_argument("--split", help="where files name several; by default the usual one")
+    preparing.add_argument(
+        "--split", help="split to read, if there are several; default: the usual one"
+    )
 
     generating = commands.add_parser(
         "generate", help="problems that reasoning-gym's generators make, as JSON Lines"

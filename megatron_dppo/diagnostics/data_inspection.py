@@ -1,8 +1,4 @@
-"""A data set looked at before a run: ``megatron-dppo data inspect`` and ``check-rewards``, as text.
-
-The first says what a run would make of a file of problems. The second tries a reward on a file's own worked
-solutions: each must score 1 against its line's answer, and 0 against a wrong one.
-"""
+"""Describe a data set before a run (``megatron-dppo data inspect``): its problems as a run would use them, as text."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from megatron_dppo.rewards.answer_check import bad_answers
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BARS, _WIDTH = 10, 40
 _SHOWN_CHARACTERS = 4000
-# Characters of a prompt that are looked through for near-duplicates: from its beginning.
+# Number of characters at the beginning of a prompt that are compared with other problems.
 _COMPARED = 2**16
 _SHOWN_FAULTS, _SHOWN_PAIRS, _SHOWN_PROMPTS = 5, 10, 3
 
@@ -35,13 +31,13 @@ class Inspection:
 
     Attributes:
         path: file of problems, or a folder or a glob of such files.
-        keys: where its records have prompt and answer.
-        form: how problems are put to the model.
-        tokenizer: None: lengths are characters, and prompts are shown without a chat template.
-        embedding_rows: of the model; None where that is not known.
-        reward: that checks the answers.
-        against: evaluation files that are looked through for the same problems.
-        similarity: from which on two problems count as near-duplicates.
+        keys: keys of prompt and answer in its records.
+        form: form of the prompts.
+        tokenizer: tokenizer of the model; None: lengths are in characters, and prompts are shown without a template.
+        embedding_rows: rows of the model's embedding; None if unknown.
+        reward: reward that checks the answers.
+        against: evaluation files that are searched for the same problems.
+        similarity: least similarity of near-duplicates.
     """
 
     path: str
@@ -55,7 +51,7 @@ class Inspection:
 
 
 def inspect(inspection: Inspection) -> Iterator[str]:
-    """The report, line by line. Raises DataError where a file is no set of problems."""
+    """Yield the lines of the report. Raises DataError where a file is no set of problems."""
     records = problems.read_problems(inspection.path, inspection.keys)
     prompts = records.prompts
     locations = records.locations
@@ -83,7 +79,7 @@ def inspect(inspection: Inspection) -> Iterator[str]:
 
 
 def _unread(records: problems.ProblemRecords) -> Iterator[str]:
-    """Columns that look like content, and are no part of the prompts."""
+    """Report columns that look like content but are not in the prompts."""
     if records.unread:
         column_texts = ", ".join(
             f"{name!r} ({count:,})" for name, count in sorted(records.unread.items())
@@ -96,7 +92,7 @@ def _unread(records: problems.ProblemRecords) -> Iterator[str]:
 
 
 def histogram(lengths: Sequence[int]) -> Iterator[str]:
-    """Bars of text, ten of equal width from 0 to the longest."""
+    """Yield a bar of text for each of ten ranges of equal width, from 0 to the largest length."""
     width = max(1, -(-(max(lengths) + 1) // _BARS))
     counts = np.bincount(np.asarray(lengths) // width, minlength=1)
     digits = len(f"{width * len(counts):,}")
@@ -153,7 +149,7 @@ def _tokens_beyond(
     tokenizer: PreTrainedTokenizerBase,
     records: problems.ProblemRecords,
 ) -> Iterator[str]:
-    """Prompts with tokens that the model's embedding has no row for."""
+    """Report prompts with tokens for which the model's embedding has no row."""
     rows = inspection.embedding_rows
     if rows is None or not problems.has_tokens_beyond(tokenizer, rows):
         return
@@ -231,7 +227,7 @@ def _alike(
 
 
 def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
-    """The first, the middle and the last prompt, as the model gets them; of a long one beginning and end."""
+    """Yield the first, the middle and the last prompt in the model's form; long ones are cut in the middle."""
     prompts = records.prompts
     locations = records.locations
     for i in sorted({0, len(prompts) // 2, len(prompts) - 1})[:_SHOWN_PROMPTS]:

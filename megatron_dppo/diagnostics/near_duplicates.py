@@ -1,7 +1,7 @@
-"""Problems of a training set that are also in an evaluation set, perhaps with other words or another layout.
+"""Find problems of a training set that are also in an evaluation set, perhaps with other words or another layout.
 
-Texts are compared as sets of three words or numbers in a row, without LaTeX's layout and punctuation. The overlap is
-exact: an index of the evaluation set, which is small, takes the place of sketches such as MinHash.
+Texts are compared as sets of three consecutive words or numbers, without LaTeX's layout and punctuation. The overlap is
+computed exactly, from an index of the evaluation set, which is small; sketches such as MinHash are not needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SHINGLE = 3
-"""Words in a row."""
+"""Number of consecutive words in a shingle."""
 
 
 _LAYOUT = re.compile(
@@ -26,7 +26,7 @@ _WORD = re.compile(r"[a-z]+|\d+|[^\W\d_]")
 
 
 class NearDuplicate(NamedTuple):
-    """Positions of two alike problems. ``similarity``: shared shingles over all of both (Jaccard)."""
+    """Positions of two similar problems. ``similarity``: shared shingles / shingles of either text (Jaccard)."""
 
     similarity: float
     training: int
@@ -34,7 +34,7 @@ class NearDuplicate(NamedTuple):
 
 
 def shingles(text: str) -> set[tuple[str, ...]]:
-    """The sets that texts are compared by: ``SHINGLE`` words in a row; all of a shorter text."""
+    """Return the runs of ``SHINGLE`` words in ``text``; for a shorter text, one run of all its words."""
     tokens = _WORD.findall(_LAYOUT.sub(" ", text).lower())
     count = max(1, len(tokens) - SHINGLE + 1)
     if tokens:
@@ -47,7 +47,10 @@ def near_duplicates(
     evaluation: Sequence[str],
     at_least: float,
 ) -> list[NearDuplicate]:
-    """Every pair that is at least so similar, the most similar first. 17,000 x 30: a second or two."""
+    """Return every pair with a similarity of ``at_least``, the most similar first.
+
+    17,000 training problems and 30 evaluation problems take one or two seconds.
+    """
     sizes = []
     index: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for position, text in enumerate(evaluation):

@@ -15,8 +15,10 @@ from megatron_dppo.metrics.samples import printable
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """A table of strings; the first column names the row. ``note``: what the columns mean. Without rows it is shown as
-    its ``shown_title`` alone."""
+    """A table of strings; the first column names the row.
+
+    ``note``: meaning of the columns. Only ``shown_title`` is shown of a table without rows.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -25,7 +27,7 @@ class SummaryTable:
 
     @property
     def shown_title(self) -> str:
-        """The title, and that nothing follows where there is no row."""
+        """The title, followed by ``(none)`` if there are no rows."""
         if self.rows:
             return self.title
         return f"{self.title}: (none)"

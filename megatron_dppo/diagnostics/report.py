@@ -199,7 +199,9 @@ def _handle(
 def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
     """Set title, labels and grid, and put the legend above the axes."""
     width = sum(len(handle.get_label()) + 6 for handle in handles)
-    rows = 0 if not handles else 1 if width <= LEGEND_WIDTH else 2
+    rows = 1 if width <= LEGEND_WIDTH else 2
+    if not handles:
+        rows = 0
     axes.set_title(title, loc="left", fontweight="bold", pad=6 + 14 * rows)
     axes.set_ylabel(unit)
     axes.set_xlabel(STEP_AXIS)
@@ -443,9 +445,15 @@ def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str,
 
 
 def phase_colours(phases: list[str]) -> dict[str, str]:
-    """Phase -> colour: fixed for known phases, spare colours for others."""
-    spare = iter(SPARE_COLOURS)
-    return {p: PHASE_COLOURS[p] if p in PHASE_COLOURS else next(spare) for p in phases}
+    """Return the colour of each phase: a fixed one for known phases, a spare one for others."""
+    spare_colours = iter(SPARE_COLOURS)
+    colours: dict[str, str] = {}
+    for phase in phases:
+        if phase in PHASE_COLOURS:
+            colours[phase] = PHASE_COLOURS[phase]
+        else:
+            colours[phase] = next(spare_colours)
+    return colours
 
 
 def draw_time(axes: Axes, runs: list[RunRecords]) -> None:

@@ -29,10 +29,10 @@ def check_rewards(
     workers: int,
     passed_variables: Sequence[str] = (),
 ) -> int:
-    """Check every line, at most ``timeout_s`` seconds each; the exit code: 1 where a check failed, else 0.
+    """Check every line, with at most ``timeout_s`` seconds for each; return 1 if a check failed, else 0.
 
-    ``passed_variables``: as in RewardTerm.
-    Raises DataError naming the line where ``path`` can't be used, VerifierError where the reward's worker fails.
+    ``passed_variables``: as in RewardTerm. Raises DataError, which names the line, for an unusable file, and
+    VerifierError where the reward's worker fails.
     """
     checks = read_checks(path)
     with (

@@ -75,7 +75,7 @@ def matching(options: argparse.Namespace) -> list[Sample]:
 
 
 def show(samples: Sequence[Sample]) -> None:
-    """Print the samples, the newest last: at the prompt."""
+    """Print the samples, the newest last, so that it is next to the shell's prompt."""
     console = Console(highlight=False, markup=False)
     for sample in reversed(samples):
         head, tail = about(sample)
@@ -90,7 +90,7 @@ def show(samples: Sequence[Sample]) -> None:
 
 
 def html(title: str, samples: Sequence[Sample]) -> str:
-    """The samples as one page, all text escaped."""
+    """Return the samples as one HTML page, with all text escaped."""
     rows = [(sample, about(sample)) for sample in samples]
     return render_page("samples.html", title=title, samples=rows)
 

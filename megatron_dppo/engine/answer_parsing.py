@@ -38,9 +38,9 @@ class Parsed(NamedTuple):
     """The result of parsing an answer.
 
     Attributes:
-        trajectories: in the order of the requests; empty if recordings must be downloaded first.
+        trajectories: one for each request, in order; empty if recordings must be downloaded first.
         missing: the notices of the recordings to download.
-        ways: how recordings arrived.
+        ways: the ways by which recordings arrived.
     """
 
     trajectories: list[Trajectory]

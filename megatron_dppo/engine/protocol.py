@@ -328,12 +328,13 @@ def request_body(
         (r.sampling, r.columns) != (first_request.sampling, first_request.columns) for r in requests
     ):
         raise ValueError("requests of one call must ask for the same sampling and the same columns")
+    # Send a single prompt without a list around it: SGLang's path for batches is slower.
+    input_ids: Any = first_request.prompt_ids
+    if len(requests) > 1:
+        input_ids = [request.prompt_ids for request in requests]
     body: dict[str, Any] = {
         "rid": rid,
-        # Send a single prompt without a list around it: SGLang's path for batches is slower.
-        "input_ids": [r.prompt_ids for r in requests]
-        if len(requests) > 1
-        else first_request.prompt_ids,
+        "input_ids": input_ids,
         "sampling_params": first_request.sampling.as_json(),
     }
     if model is not None:

@@ -163,11 +163,11 @@ def check_layout(
     A response without a layout or dtype raises it as well.
 
     Args:
-        url: of the server.
+        url: address of the server.
         info: the answer of ``/server_info``.
-        dtype: of the trainer's weights.
-        shape: of the model.
-        quantization: of the weights that updates send, "fp8" or None.
+        dtype: dtype of the trainer's weights.
+        shape: shape of the model.
+        quantization: quantization of the weights that updates send, "fp8" or None.
     """
     _require(f"{url}/server_info", info, _LAYOUT)
     for dimension in _SINGLE:

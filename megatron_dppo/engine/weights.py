@@ -331,13 +331,14 @@ class EngineWeights:
                 f"{self.url}/generate: continuations have {[len(new_ids) for new_ids in tokens]} tokens, "
                 f"expected {1 + count} each"
             )
-        new_tokens = [
-            new_ids[: new_ids.index(end_before)] if end_before in new_ids else new_ids
-            for new_ids in tokens
-        ]
-        sequences = [
-            [*prompt, *new_ids] for prompt, new_ids in zip(prompts, new_tokens, strict=True)
-        ]
+        new_tokens: list[list[int]] = []
+        sequences: list[list[int]] = []
+        for prompt, new_ids in zip(prompts, tokens, strict=True):
+            count_to_end = 1 + count
+            if end_before in new_ids:
+                count_to_end = new_ids.index(end_before)
+            new_tokens.append(new_ids[:count_to_end])
+            sequences.append([*prompt, *new_tokens[-1]])
         scores = await self.score(sequences, adapter)
         decode, prefill = [], []
         for prompt, new_ids, new_scores, sequence_scores in zip(

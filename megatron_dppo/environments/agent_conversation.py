@@ -116,8 +116,8 @@ class Conversation:
         sampling: the run's sampling settings by their names in a request, which may ask for the same value.
 
     Attributes:
-        calls: what is asked of the policy, one after another.
-        refusal: why the last call that was refused was.
+        calls: requests for turns of the policy, one after another.
+        refusal: the reason of the last refused call.
     """
 
     def __init__(
@@ -148,7 +148,11 @@ class Conversation:
         branch.messages = [*call.messages, _plain(message, "the turn")]
         branch.is_asked = False
         self._turns += 1
-        reason = "length" if turn.is_truncated else "tool_calls" if tool_calls else "stop"
+        reason = "stop"
+        if turn.is_truncated:
+            reason = "length"
+        elif tool_calls:
+            reason = "tool_calls"
         sampled = len(turn.token_ids)
         completion = {
             "id": f"chatcmpl-{self._turns}",

@@ -1,4 +1,4 @@
-"""An environment behind HTTP, for one whose libraries need a Python environment of their own. Three POSTs of JSON:
+"""An environment that runs in an HTTP server, because its libraries need their own Python. It answers three POSTs:
 
     /reset  {"problem": {problem_id, prompt, answer, messages, metadata[, tools]}}
                                                     -> {"episode": text, "observation": text}
@@ -6,8 +6,8 @@
                                                         "scored": bool}
     /close  {"episode"}                             -> {}
 
-``episode`` is whatever text the server names it by. An answer to /step may leave out what is as in ``Step()``. Any
-status but 200 is a fault. ``tools/serve_environment.py`` is such a server.
+``episode`` is the server's own name of the episode. An answer to /step may leave out fields with the defaults of
+``Step``. Any status other than 200 is a fault. ``tools/serve_environment.py`` is such a server.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _STEP = {"observation", "reward", "done", "scored"}
 
 
 class OverHttp:
-    """``url``: of the server. ``api_key_variable``: of the environment, with its key; None: it needs none.
+    """An episode on the server at ``url``.
 
-    Raises ValueError for an address that is none, and where the variable is not set.
+    ``api_key_variable``: the environment variable with the server's key; None: the server needs no key. Raises
+    ValueError for an invalid URL, and if the variable is not set.
     """
 
     @classmethod
@@ -80,7 +81,7 @@ class OverHttp:
 
 
 def absent_services(config: TrainConfig) -> list[str]:
-    """Servers of the environment and of rewards that don't answer now, a line for each, its key first."""
+    """List the servers of the environment and of rewards that do not answer now, as ``KEY.url: ...``."""
     services = services_of(config)
     if services:
         return asyncio.run(service_faults(services))

@@ -82,14 +82,14 @@ class HostsConfig(Section):
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """Starts programs at hosts. ``variables``: of the configuration."""
+    """Starts programs at hosts. ``words``: the remote shell; ``variables``: environment variables of every program."""
 
     words: Sequence[str]
     python: str
     variables: Mapping[str, str]
 
     def start(self, host: str, commands: Sequence[RemoteCommand], output: Path) -> RemoteProcess:
-        """Start ``commands`` at a host; what the shell itself says is appended to ``output``."""
+        """Start ``commands`` at a host; the shell's own messages are appended to ``output``."""
         words = [word.replace(HOST, host) for word in self.words]
         plain, _ = split_environment(os.environ)
         with open(output, "ab") as file:
@@ -133,7 +133,7 @@ class RemoteProcess(processes.StartedProcess):
         self.kill()
 
     def kill(self) -> None:
-        """Close the standard input, by which the host kills the commands; returns when the shell has ended."""
+        """Close the standard input, so that the host kills the commands; return when the shell has ended."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         self._await_end(_END_S)

@@ -43,16 +43,15 @@ from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
 
 CHECK = "--check"
-"""The word that has an entry point check everything, describe the run, and exit."""
+"""Option of an entry point that checks everything, describes the run, and exits."""
 
 T = TypeVar("T")
 
 
 def check_in_child(module: str, arguments: Sequence[str]) -> int:
-    """Have a child check what is about to be started.
+    """Run ``python -m <module> <arguments> --check`` in a child process, and return its exit code.
 
-    Returns the exit code of ``python -m <module> <arguments> --check``, whose output goes where ours goes;
-    130 after Ctrl-C.
+    The child has this process's output. The result is 130 after Ctrl-C.
     """
     try:
         code = run_forked(module, [*arguments, CHECK])
@@ -71,8 +70,8 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
 def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     """Run every check of a run of reinforcement learning.
 
-    Returns the layout in a line. Raises ConfigError with all faults, naming ``source``: those that need
-    no library, and names of rewards and options of libraries that nobody knows. ``weights``: as in ``check_config``.
+    Returns the layout in a line. ``weights``: as in ``check_config``. Raises ConfigError, with the name ``source`` and
+    all faults: those of ``check_config``, unknown names of rewards, and options that a library does not accept.
     """
     sections = ServerSections.of(config)
     names: dict[str, Callable[[], object]] = {
@@ -126,7 +125,10 @@ def _with_libraries(
     names: Mapping[str, Callable[[], object]],
     *others: Iterable[str],
 ) -> T:
-    """The result of ``check``, after the checks of ``names`` (by key) and the faults of ``others``."""
+    """Run ``check`` and the checks in ``names`` (by key), and return the result of ``check``.
+
+    Raises ConfigError that lists the faults of all these checks and ``others``.
+    """
     faults: list[str] = []
     results: list[T] = []
     try:
@@ -134,13 +136,13 @@ def _with_libraries(
     except ConfigError as error:
         faults += error.faults
     for key, check_name in names.items():
-        # One that was refused already would be named twice.
+        # Report only one fault for each key.
         if any(fault.startswith(key) for fault in faults):
             continue
         try:
             check_name()
         except ModelError:
-            # A checkpoint that ``check`` has named.
+            # ``check`` has reported this checkpoint.
             continue
         except _OptionValueError as error:
             section = key.removesuffix("name")
@@ -155,7 +157,7 @@ def _with_libraries(
 
 
 def gpu_faults(engine_device: str | None) -> Iterator[str]:
-    """Why training would leave this machine's GPUs alone. ``engine_device``: ``engine.device``."""
+    """Yield why training would not use this machine's GPUs. ``engine_device``: ``engine.device``."""
     if not has_visible_gpu():
         return
     import torch
@@ -163,7 +165,7 @@ def gpu_faults(engine_device: str | None) -> Iterator[str]:
     from megatron_dppo.trainer import platform
 
     fault = platform.gpu_fault()
-    # A torch for CPUs and servers on CPUs are a run that was meant so.
+    # With torch for CPUs and servers on CPUs, the user chose to leave the GPUs unused.
     if fault is not None and not (engine_device == "cpu" and torch.version.cuda is None):
         yield fault
 
@@ -173,9 +175,9 @@ def library_faults(
     ddp: Mapping[str, Any],
     optimizer: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Keys and values of the ``megatron`` tables that Megatron-Core does not take.
+    """Yield faults of the ``megatron`` tables' keys and values that Megatron-Core does not accept.
 
-    Imports it only where a table has something for it.
+    Megatron-Core is imported only if a table has options for it.
     """
     for rules, values in ((MEGATRON, megatron), (DDP, ddp), (OPTIMIZER, optimizer)):
         if rules.free(values):
@@ -185,7 +187,7 @@ def library_faults(
 
 
 def kernel_faults(megatron: Mapping[str, Any]) -> Iterator[str]:
-    """Options of the ``megatron:`` table whose kernels this machine's GPU or environment does not have.
+    """Yield faults of options in the ``megatron:`` table whose kernels this GPU or environment lacks.
 
     Not yet run on a GPU.
     """
@@ -214,9 +216,9 @@ def optimizer_faults(optimizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator[str]:
-    """Those of the ``sglang:`` table, as the interpreter that will serve sees it.
+    """Yield the faults of the ``sglang:`` table, found by the interpreter that will run the servers.
 
-    SGLang may lack where no server starts on this machine.
+    A missing SGLang is a fault only if servers start on this machine.
     """
     if not SGLANG.free(sections.sglang):
         return
@@ -234,7 +236,7 @@ def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator
 
 
 class _OptionValueError(ValueError):
-    """Values of an ``options`` table that are of another type than declared; ``faults``: one line for each."""
+    """Values of an ``options`` table have another type than declared. ``faults`` has a line for each."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("; ".join(faults))

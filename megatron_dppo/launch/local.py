@@ -1,4 +1,4 @@
-"""A configured run on this machine: which processes it takes, and the supervisor over them."""
+"""A run on this machine: the placement of its processes, and the supervisor that starts them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOOPBACK = "127.0.0.1"
 _ENDING_S = 10.0
 _FIRST_RESTART_PAUSE_S = 0.25
 _CERTAIN_CAUSES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-"""Exit codes of a rank that did not fail because of another one."""
+"""Exit codes that a rank has only by a cause of its own, never because another rank failed."""
 
 
 def run_local(
@@ -54,11 +54,20 @@ def run_local(
     module: str,
     machine: Machine,
 ) -> int:
-    """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here; the exit code.
+    """Run the servers, their router and the ranks on this machine; return the run's exit code.
 
-    Starts its servers and their router too. ``resolved``: the whole configuration, which that file gets; ``sections``:
-    what servers must be, None where nothing is generated. Raises
-    LaunchError where the folder or a port that was asked for is taken, or the machine has too few GPUs.
+    Each of ``parallel.world_size`` ranks runs ``python -m <module> <run.directory>/config.yaml``.
+
+    Args:
+        run: the section of that name.
+        parallel: the section of that name.
+        resolved: text of the whole configuration, which is written to that file.
+        sections: sections that servers depend on; None where the run generates nothing.
+        module: module that a rank runs.
+        machine: resources of this machine.
+
+    Raises:
+        LaunchError: the run's folder or a configured port is taken, or the machine has too few GPUs.
     """
     ranks = parallel.world_size
     placement = local_placement(ranks, sections, machine)
@@ -96,7 +105,7 @@ def run_local(
             variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
         cores = cores_of_ranks(sections)
-        # Imported here, as its class builds on this module's.
+        # Import here: that module imports this one.
         from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 
         group: RankGroup
@@ -124,7 +133,7 @@ def rank_restarts(
 ) -> RankRestarts:
     """Return the restarts of the ranks of the run in ``directory``, under its lease.
 
-    ``sections``: what servers must be, None where nothing is generated.
+    ``sections``: sections that servers depend on; None where the run generates nothing.
     """
     has_devices = sections is None or sections.engine.placement == "separate"
 
@@ -146,7 +155,7 @@ def _size_of(path: Path) -> int:
 
 
 def local_placement(ranks: int, sections: ServerSections | None, machine: Machine) -> Placement:
-    """Who gets which GPU of this machine. Raises PlacementError where there are too few."""
+    """Assign this machine's GPUs to ranks and servers. Raises PlacementError where there are too few."""
     address, gpus = LOOPBACK, machine.gpus or None
     if sections is not None:
         address = sections.engine.host
@@ -155,10 +164,10 @@ def local_placement(ranks: int, sections: ServerSections | None, machine: Machin
 
 
 def servers_beside(sections: ServerSections | None) -> int:
-    """Servers that generate on this machine while the ranks train, and take a core each.
+    """Count the servers that generate on this machine while the ranks train: each needs a core of its own.
 
-    A parallel loop waits, and spins, for its last thread: with one core too few every loop lasts as long as that thread
-    waits for a core.
+    The threads of a parallel loop spin until the last one has finished. With one core too few, every loop takes as long
+    as its last thread waits for a core.
     """
     if sections is None or sections.engine.placement == "colocated":
         return 0
@@ -183,13 +192,13 @@ def rank_command(
 
 
 def cores_of_ranks(sections: ServerSections | None) -> int:
-    """The cores that the ranks of this machine share."""
+    """Return the number of cores that the ranks of this machine share."""
     return len(os.sched_getaffinity(0)) - servers_beside(sections)
 
 
 def ranks_environment(ranks: int, cores: int) -> dict[str, str]:
-    """The variables of the ranks of this machine that no run changes."""
-    # Threads share the cores fairly.
+    """Return the variables of this machine's ranks that do not depend on the run."""
+    # Divide the cores evenly among the ranks.
     threads = max(1, cores // ranks)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -201,7 +210,7 @@ def ranks_environment(ranks: int, cores: int) -> dict[str, str]:
 
 
 def _master_host(interface: str | None) -> str:
-    """The address on which the ranks meet: that of ``parallel.interface``, else loopback."""
+    """Return the address of the ranks' rendezvous: that of ``parallel.interface``, else loopback."""
     try:
         if interface is None:
             return LOOPBACK
@@ -211,7 +220,7 @@ def _master_host(interface: str | None) -> str:
 
 
 def _pinned_master_port(host: str) -> int | None:
-    """The port on which the ranks meet, MASTER_PORT of the environment; None: a free one at each start."""
+    """Return the port of the ranks' rendezvous from MASTER_PORT; None: each start takes a free one."""
     pinned = os.environ.get("MASTER_PORT")
     if pinned is None:
         return None
@@ -231,12 +240,18 @@ def _require_free(key: str, host: str, port: int) -> None:
 
 
 class RankGroup:
-    """``world_size`` copies of ``command``, told apart by torch.distributed's environment variables.
+    """The ranks of one machine: processes that run ``command`` with different variables of torch.distributed.
 
-    ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's standard output, to
-    write its log and draw its progress on. ``variables``: of the environment of every rank, beside those of this
-    process; those that hold keys come on its standard input. ``master_port``: the port on which rank 0 listens; None: a
-    free one at each start. ``master_host``: its address. ``cores``: that the ranks share; None: all of this process.
+    Rank 0 also receives this process's standard output, for its log and progress bars. Variables that hold keys reach
+    a rank on its standard input.
+
+    Args:
+        command: the command of every rank.
+        outputs: file of each rank for its standard output and error.
+        master_port: port that rank 0 listens on; None: each start takes a free one.
+        variables: environment variables of every rank in addition to those of this process.
+        master_host: address that rank 0 listens on.
+        cores: number of cores that the ranks share; None: all cores of this process.
     """
 
     def __init__(
@@ -280,7 +295,7 @@ class RankGroup:
             feed(process, secrets)
 
     def start_variables(self, number: int) -> dict[str, str]:
-        """The variables that differ from start to start: where its ranks meet, and its number."""
+        """Return the variables that differ between starts: the ranks' rendezvous and the start's number."""
         port = self._master_port or network.free_port(self._master_host)
         return {
             "MASTER_ADDR": self._master_host,
@@ -289,7 +304,7 @@ class RankGroup:
         }
 
     def environment(self) -> dict[str, str]:
-        """The variables that all ranks and all starts have in common."""
+        """Return the variables that all ranks have in every start."""
         return {**ranks_environment(len(self._outputs), self._cores), **self._variables}
 
     def codes(self) -> list[int | None]:
@@ -298,8 +313,8 @@ class RankGroup:
     def failures(self, grace_s: float) -> list[RankFailure]:
         if not any(self.codes()):
             return []
-        # A rank's end makes the others fail in their collectives, and they may be faster to exit. So those that
-        # have failed already have longer to end, and the cause is the one that failed first.
+        # When a rank fails, the others fail in their collectives, and may exit before it. So wait longer for ranks
+        # that have marked their failure; the likely cause is the rank with the earliest mark.
         if set(self.codes()) & set(_CERTAIN_CAUSES):
             grace_s = 0.0
         deadline = time.monotonic() + grace_s
@@ -315,8 +330,10 @@ class RankGroup:
         return sorted(failures, key=lambda failure: failure.failed_at)
 
     def _ending(self) -> bool:
-        both = zip(self.codes(), self._outputs, strict=True)
-        return any(code is None and failure_mark(path).exists() for code, path in both)
+        for code, path in zip(self.codes(), self._outputs, strict=True):
+            if code is None and failure_mark(path).exists():
+                return True
+        return False
 
     def ended(self) -> bool:
         return None not in self.codes()
@@ -327,18 +344,18 @@ class RankGroup:
                 process.send_signal(signal.SIGTERM)
 
     def clear(self) -> None:
-        """SIGKILL ranks and their descendants; returns when they are gone."""
+        """Kill the ranks and their descendants; return when they have ended."""
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL ranks and their descendants; returns when they are gone."""
+        """Kill the ranks and their descendants; return when they have ended."""
         kill_families([process for process in self._processes if process.poll() is None])
         remove_shared_tensors(process.pid for process in self._processes)
 
 
 @contextmanager
 def terminal_of(rank: int) -> Iterator[int | None]:
-    """A copy of this process's standard output for rank 0, nothing for the others."""
+    """Yield a duplicate of this process's standard output for rank 0, None for other ranks."""
     if rank > 0 or sys.stdout is None:
         yield None
         return

@@ -1,15 +1,15 @@
-"""The files by which the supervisor and the trainer ranks know of each other.
+"""The files that the supervisor and the trainer ranks exchange.
 
     <run.directory>/
-      config.yaml            the configuration as it was resolved; ranks read this one
+      config.yaml            the resolved configuration, which the ranks read
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
       engine/...             the servers; see megatron_dppo/fleet/record.py
-      starts                 how often the run was started, for the engine's seed
-      stop                   under Slurm: asks the ranks to end their step and save a checkpoint
-      logs/rank<N>.out       what rank N wrote to its standard output and error
-      logs/<server>-<I>.log  a server's, or the router's, output in its I-th incarnation
+      starts                 the number of starts of the run, for the engine's seed
+      stop                   under Slurm: requests that the ranks end their step and save a checkpoint
+      logs/rank<N>.out       standard output and error of rank N
+      logs/<server>-<I>.log  output of the I-th incarnation of a server or of the router
 
-Files appear by a rename, so that a reader sees the whole file or none.
+Files are renamed into place, so a reader sees a whole file or none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_dppo.system.scratch import remove_left_behind
 
 
 class RunDirectory:
-    """Paths of one run, and the lease on them: a context manager that holds the lease.
+    """The paths of a run, as a context manager that holds the run's lease.
 
-    Entering makes the folders and removes what a killed start left published, and on this machine.
+    Entering creates the folders, and removes the published servers and temporary files of a start that was killed.
     Raises LaunchError where another start of the run holds the lease.
     """
 
@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def stop_file(self) -> Path:
-        """Holds ``stop`` where ranks on other hosts are to end their step and save a checkpoint."""
+        """File whose content ``stop`` requests that ranks on other hosts end their step and save a checkpoint."""
         return self.path / "stop"
 
     def server_log(self, name: str, incarnation: int) -> Path:
@@ -75,9 +75,9 @@ class RunDirectory:
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
         remove_left_behind()
-        # This start holds the lease, so that an earlier one may publish nothing more.
+        # Only the holder of the lease publishes files, so unfinished ones are left from earlier starts.
         remove_unfinished(self.path)
-        # Read after the lease was taken: until then its last holder may have written it.
+        # Read the registry now: until the lease was taken, its last holder could write it.
         self._fleet = FleetRecord(self.path, self.lease.fence.check)
         self._fleet.withdraw_started()
         return self
@@ -94,15 +94,14 @@ class RunDirectory:
         return before
 
     def write_config(self, text: str) -> None:
-        """Write the resolved configuration, with its hash, which every reader compares."""
+        """Write the resolved configuration below its hash, which readers compare."""
         write_atomically(self.config, with_hash(text))
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether this very configuration ran to its end here, and left all that it would leave again.
+    """Whether a run with exactly this configuration has finished in its folder, and all of its results are there.
 
-    False wherever anything is missing, unreadable or configured in another way: the run then starts
-    and sees for itself.
+    False if a file is missing, unreadable or of another configuration: then the run starts.
     """
     directory = Path(config.run.directory)
     repository = config.checkpoint.upload

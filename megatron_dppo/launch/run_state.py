@@ -85,7 +85,12 @@ def run_state(directory: Path) -> JobState | LocalRun:
     returned = beat is not None and beat.ended
     is_same_machine = holder.is_neighbour(Holder.of_this_process())
     lives = RUNNING if holder.runs() else None
-    return LocalRun(holder, None if returned else lives if is_same_machine else UNKNOWN, returned)
+    state = UNKNOWN
+    if returned:
+        state = None
+    elif is_same_machine:
+        state = lives
+    return LocalRun(holder, state, returned)
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:

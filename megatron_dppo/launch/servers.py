@@ -130,15 +130,11 @@ def supervised_fleet(
 
     # A colocated trainer allows the starts once it has left the devices.
     directory.fleet.allow_starts(engine.placement == "separate")
-    servers = [
-        supervised(
-            server.name,
-            partial(maker.server, server),
-            "the engine" if engine.started == 1 else server.name,
-            may_start=directory.fleet.begin_start,
-        )
-        for server in placement.servers
-    ]
+    servers: list[SupervisedServer] = []
+    for server in placement.servers:
+        title = "the engine" if engine.started == 1 else server.name
+        make = partial(maker.server, server)
+        servers.append(supervised(server.name, make, title, may_start=directory.fleet.begin_start))
     router = None
     if placement.router is not None:
         router = supervised(ROUTER, partial(maker.router, placement.router), "the router")

@@ -183,10 +183,10 @@ class PartDirectory:
         stages: Stages,
         sizes: Mapping[str, int],
     ) -> Self:
-        """Build the directory from what every leader holds. Collective.
+        """Build the directory from the trajectories of all leaders. Collective.
 
         Args:
-            outlines: of all trajectories of the batch, by position.
+            outlines: outlines of all trajectories of the batch, by position.
             trajectories: this leader's trajectories, by position.
             arrays: the arrays of this leader's trajectories, by part.
             topology: the layout of ranks.
@@ -412,7 +412,7 @@ class ColumnExchange:
         """Return the batch with exactly the trajectories that this rank needs. Collective.
 
         Args:
-            outlines: of all trajectories of the batch, by position.
+            outlines: outlines of all trajectories of the batch, by position.
             trajectories: the trajectories of this rank if it is a leader, by position.
             needed: for each data-parallel rank, the positions that it trains on.
             gather: whether global rank 0 receives all trajectories.

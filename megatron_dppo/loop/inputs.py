@@ -285,13 +285,14 @@ WEIGHTS = ".safetensors"
 
 
 def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
-    """The files of the start model, and of the adapters to start from, under names with their key in front."""
+    """Return the files of the start model and of the adapters to start from, by names that begin with their key."""
     folders = {"model.hf_checkpoint": checkpoint}
     if adapters is not None:
         folders["lora.start_from"] = adapters
-    return {
-        f"{key}/{path.name}": path
-        for key, folder in folders.items()
-        for path in sorted(Path(folder).iterdir())
-        if path.suffix in _READ and not path.name.startswith(".") and path.is_file()
-    }
+    files: dict[str, Path] = {}
+    for key, folder in folders.items():
+        for path in sorted(Path(folder).iterdir()):
+            is_hidden = path.name.startswith(".")
+            if path.suffix in _READ and not is_hidden and path.is_file():
+                files[f"{key}/{path.name}"] = path
+    return files

@@ -135,7 +135,8 @@ class Recorder(Closing):
                 if file is not None and file.path.name == name:
                     file.restore(text)
         if unwritten:
-            log.info("written now, as the disk was full: lines of %s", ", ".join(sorted(unwritten)))
+            files = ", ".join(sorted(unwritten))
+            log.info("lines that a full disk had not accepted are written now: %s", files)
 
     def _opened_trackers(
         self,
@@ -165,8 +166,8 @@ class Recorder(Closing):
             return
         if records.sha256_until(rows, mark["step"]) != mark["sha256"]:
             log.warning(
-                "%s/%s was altered since the checkpoint: its records up to step %d are not those that were "
-                "written; training goes on from the checkpoint alone, report and summary show what is there",
+                "%s/%s was altered since the checkpoint: its records up to step %d differ from the written ones; "
+                "training continues from the checkpoint, report and summary show the altered records",
                 self._run.directory,
                 records.RECORDS_FILE,
                 mark["step"],

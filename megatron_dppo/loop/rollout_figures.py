@@ -35,7 +35,7 @@ class GroupRow(NamedTuple):
 
     ``flat``: whether all responses, and all their turns, have the same reward. ``distinct``: number of different
     responses. ``twins``: ordered pairs of equal rare responses, minus the number expected of independent draws
-    (``twins_beyond_chance``). ``concentration``: of the group (``concentration_of``).
+    (``twins_beyond_chance``). ``concentration``: the group's concentration (``concentration_of``).
     """
 
     responses: int

@@ -53,12 +53,12 @@ log = logging.getLogger(__name__)
 class RolloutBatch:
     """The batch that a step trains on.
 
-    ``outlines``: of all trajectories, groups adjacent, the same on every rank.
+    ``outlines``: outlines of all trajectories, groups adjacent, the same on every rank.
     ``trajectories``: by position, the trajectories that this rank holds as a leader; the learner removes them when it
     delivers them.
     ``figures``: metrics of the batch and of its generation.
     ``sampler``: the data sampler's state right after this batch; a run that resumes after this step continues there.
-    ``seal``: of a saved batch, if its file has one; a generated batch gets its seal from ``BatchSeals``.
+    ``seal``: seal of a saved batch, if its file has one; a generated batch gets its seal from ``BatchSeals``.
     ``environment_faults``: counts of environment faults since the previous batch, by reason, over all ranks.
     """
 
@@ -94,7 +94,8 @@ class RolloutSource(Protocol):
 class _Draft:
     """A batch that is being generated. A group's position is the place of its problem in the order of drawing.
 
-    ``problems``, ``rows``: of all leaders, the same on every rank; a group gets its row when it is judged.
+    ``problems``, ``rows``: problems and rows of all leaders, the same on every rank; a group gets its row when its
+    rewards are known.
     ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
     ``generation``: this rank's part of the latest round. ``received``: whether all its responses have arrived.
     ``drawn``: indices of the batch's problems in the data. ``seconds``: duration of all rounds.

@@ -486,15 +486,14 @@ class Run:
         if row is None:
             self.recorder.write(step, measured)
             return
-        values = {
-            name: math.nan if value is None else value
-            for name, value in row.items()
-            if name not in ("step", "weight_version")
-        }
-        added = {
-            name: value for name, value in measured.items() if names.accuracy_set(name) is not None
-        }
-        self.recorder.write(step, {**added, **values})
+        values: dict[str, float] = {}
+        for name, value in measured.items():
+            if names.accuracy_set(name) is not None:
+                values[name] = value
+        for name, recorded_value in row.items():
+            if name not in ("step", "weight_version"):
+                values[name] = math.nan if recorded_value is None else recorded_value
+        self.recorder.write(step, values)
         self.recorder.carry_over(measured)
 
     def finish(self) -> None:

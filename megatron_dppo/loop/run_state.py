@@ -50,7 +50,9 @@ class RunState:
     def from_json(cls, values: dict[str, Any]) -> RunState:
         """Return the state of :meth:`to_json`'s values. Raises ResumeError for missing or unknown fields."""
         expected_fields = set(cls.__dataclass_fields__)
-        if not expected_fields - _LATER_FIELDS <= set(values) <= expected_fields:
+        missing_fields = expected_fields - _LATER_FIELDS - set(values)
+        unknown_fields = set(values) - expected_fields
+        if missing_fields or unknown_fields:
             raise ResumeError(
                 f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected_fields)}; "
                 "it was written by another version"
@@ -67,7 +69,7 @@ class RunState:
                 differences.append(f"{key}: {saved_value!r} there, {value!r} now")
         if differences:
             raise ResumeError(
-                f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
+                f"{checkpoint} belongs to another run ({'; '.join(differences)}); restore these "
                 "values, or name another run.directory, or start anew with run.resume=never"
             )
 

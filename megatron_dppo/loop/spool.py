@@ -60,7 +60,7 @@ class ResponseSpool:
     trained: dict[int, str] = field(default_factory=dict, init=False)
     known: dict[int, str] = field(default_factory=dict, init=False)
     uses_untrained: bool = field(default=True, init=False)
-    """Whether responses of batches that were not trained on may be used: the weights that sampled them are these."""
+    """Whether responses of batches that were not trained on may be used: this run's weights have sampled them."""
     _draws: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
     _files: dict[int, BinaryIO] = field(default_factory=dict, init=False)
 
@@ -69,10 +69,10 @@ class ResponseSpool:
         self._failed = self.folder is None
 
     def open(self, settings: str, step: int, *, is_fresh: bool) -> None:
-        """Read what earlier ranks left of the steps after ``step``. Collective.
+        """Read the responses and draws that earlier ranks stored for the steps after ``step``. Collective.
 
         Args:
-            settings: hash of the settings that responses depend on; what other settings left is removed.
+            settings: hash of the settings that responses depend on; files of other settings are removed.
             step: the step of the checkpoint that was loaded; 0 without one.
             is_fresh: whether the run begins anew, so that nothing is used.
         """
@@ -104,7 +104,7 @@ class ResponseSpool:
         return StepPart(self, step, tuple(positions))
 
     def found(self, step: int) -> dict[Key, ScoredResponse]:
-        """Return this rank's responses of a step by key, as far as they are whole and young enough."""
+        """Return this rank's stored responses of a step by key, except damaged ones and those of too old weights."""
         if self.folder is None or not (self.uses_untrained or step in self.trained):
             return {}
         path = self._frames_of(step)
@@ -123,11 +123,11 @@ class ResponseSpool:
         self._submit(self._append_frame, step, response)
 
     def flush(self) -> None:
-        """Wait until all that was kept is written."""
+        """Wait until all stored responses are on the disk."""
         self._writer.submit(_nothing).result()
 
     def note_trained(self, step: int, digest: str) -> None:
-        """Store the hash of the weights that ``step`` made, after all that was kept before. Rank 0 writes."""
+        """Store the hash of the weights that ``step`` made, behind all earlier responses. Rank 0 writes."""
         if step in self.trained:
             self._compare(step, digest)
         elif self.rank == 0 and step not in self.known:
@@ -203,7 +203,7 @@ class ResponseSpool:
         draws = []
         for path in sorted(self.folder.glob(f"step_*/{_DRAWS}")):
             lines = read_step_lines(path)
-            # Without the incomplete line of a killed rank, to which the next line would be added.
+            # Drop the incomplete line of a killed rank: the next line would be appended to it.
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
             draws += [(line["step"], line["round"], line["problems"]) for line in lines]
         return draws
@@ -255,7 +255,10 @@ class ResponseSpool:
 
 @dataclass(frozen=True)
 class StepPart:
-    """This rank's part of a round of a step's batch. ``positions``: of its groups in the batch, in the job's order."""
+    """This rank's part of a round of a step's batch.
+
+    ``positions``: positions of its groups in the batch, in the job's order.
+    """
 
     spool: ResponseSpool
     step: int
@@ -281,7 +284,7 @@ class StepPart:
 
 
 def _nothing() -> None:
-    """Do nothing, after all that was submitted before."""
+    """Do nothing. The result of this call in the writing thread is ready after all earlier calls."""
 
 
 def _step_name(step: int) -> str:
@@ -289,6 +292,6 @@ def _step_name(step: int) -> str:
 
 
 def settings_of_responses(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run without those that change no response: the length of the run and its restarts."""
+    """Return a run's settings without those that do not affect responses: its length and its restarts."""
     run = {key: settings["run"][key] for key in ("directory", "seed")}
     return {**settings, "run": run}

@@ -60,12 +60,16 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
             raise RecordsError(
                 f"metric {name!r} of step {step} is a {type(value).__name__}, expected a Python number"
             )
-        finite = math.isfinite(value)
         if name == "step" and value != step:
             raise RecordsError(
                 f"metric 'step' is {value}, expected the step that is written: {step}"
             )
-        record[name] = (value if type(value) is int else float(value)) if finite else None
+        if not math.isfinite(value):
+            record[name] = None
+        elif type(value) is int:
+            record[name] = value
+        else:
+            record[name] = float(value)
     return json.dumps(record, allow_nan=False)
 
 
@@ -226,7 +230,7 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends one record for each step to ``metrics.jsonl``. Rank 0 only.
 
-    ``directory``: of the run; created if missing. ``resume_step``: as for ``StepLines``.
+    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``.
     """
 
     def __init__(self, directory: str | Path, resume_step: int = 0) -> None:

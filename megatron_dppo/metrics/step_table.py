@@ -69,7 +69,10 @@ def _seconds(value: float) -> str:
 
 
 def _plain(decimals: int) -> Callable[[float], str]:
-    return f"{{:.{decimals}f}}".format
+    def format_value(value: float) -> str:
+        return f"{value:.{decimals}f}"
+
+    return format_value
 
 
 def _small(value: float) -> str:
@@ -188,12 +191,13 @@ class StepTable:
         line = Text(f"{step}/{self._total}".rjust(self._step_width) + " ")
         for column in COLUMNS:
             value = column.read(values)
-            formatted_value = (
-                "" if value is None else column.show(value) if math.isfinite(value) else "nan"
-            )
-            marked = column.metric in unusual
-            cell = formatted_value.rjust(column.width) + ("!" if marked else " ")
-            line.append(cell, style="yellow" if marked else "")
+            text = ""
+            if value is not None:
+                text = column.show(value) if math.isfinite(value) else "nan"
+            mark, style = " ", ""
+            if column.metric in unusual:
+                mark, style = "!", "yellow"
+            line.append(text.rjust(column.width) + mark, style=style)
         line.rstrip()
         return line
 

@@ -76,8 +76,9 @@ class MetricSums:
         """Pack into a float64 vector for one SUM all-reduce of all three kinds.
 
         Args:
-            rank, world_size: within the group that reduces.
-            device: of the vector; default: of the metrics.
+            rank: this rank in the group that reduces.
+            world_size: number of ranks in that group.
+            device: device of the vector; default: that of the metrics.
 
         Returns:
             float64 ``[names.vector_size(world_size)]``, detached.
@@ -150,12 +151,13 @@ FREQUENCY_SUMS = (
     "frequency/low",
     "frequency/low_square",
 )
-"""Sums that only the frequency canary (``loop/frequency_canary.py``) reads."""
+"""Sums for the frequency canary (``loop/frequency_canary.py``), which are not recorded."""
 
 
 def means(values: Mapping[str, float]) -> dict[str, float]:
-    """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
-    divisor, nan where that is 0. Names without a row pass unchanged, but for those that are not recorded.
+    """Return the numbers to record, by metric name, from sums, maxima and minima that were reduced over all ranks.
+
+    Each sum is divided by its divisor; the result is nan where that is 0. Names without a row are returned unchanged.
     """
     recorded = {}
     for name, value in values.items():
@@ -171,27 +173,27 @@ def means(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class MaskedToken(TypedDict):
-    """How often the mask blocked a token id in one step, by the sign of the advantage."""
+    """The number of times that the mask blocked a token id in one step, by the sign of the advantage."""
 
     id: int
     raised: int
-    """Times with A > 0: the update would have raised its probability."""
+    """Number with A > 0: the update would have raised the token's probability."""
     lowered: int
-    """Times with A < 0."""
+    """Number with A < 0."""
 
 
 @dataclass
 class MaskedTokenCounts:
-    """Counts of one step: int32 ``[2, V]``, rows A > 0 and A < 0, V the unpadded vocabulary.
+    """Counts of blocked tokens of one step: int32 ``[2, V]``, rows A > 0 and A < 0, V the unpadded vocabulary.
 
-    Allocated by the first ``add``, on its device (8 V bytes: 1.2 MB for V = 151,936). No device sync.
+    The first ``add`` allocates them on its device (8 V bytes: 1.2 MB for V = 151,936). No device sync.
     """
 
     vocab_size: int
     counts: Tensor | None = None
 
     def add(self, token_ids: Tensor, advantages: Tensor, blocked: Tensor) -> None:
-        """Count the blocked tokens of a micro-batch. Tokens with A = 0 have no gradient, not counted.
+        """Count the blocked tokens of a micro-batch, except tokens with A = 0, which have no gradient.
 
         Args:
             token_ids: int64 ``[T]``.
@@ -215,7 +217,7 @@ class MaskedTokenCounts:
 
 @dataclass
 class MaskedResponses:
-    """How many tokens of each response the mask blocked in one step; no device sync before ``counts``."""
+    """The number of tokens of each response that the mask blocked in one step; no device sync before ``counts``."""
 
     _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -226,11 +228,11 @@ class MaskedResponses:
         advantages: Tensor,
         blocked: Tensor,
     ) -> None:
-        """Count the blocked tokens of a micro-batch by sequence. Tokens with A = 0 have no gradient, not counted.
+        """Count the blocked tokens of a micro-batch by sequence, except tokens with A = 0, which have no gradient.
 
         Args:
-            positions: int64 ``[S]``, of the responses in their batch; -1: none, padding.
-            cu_seqlens: int32 ``[S + 1]``, where the sequences begin and the last one ends.
+            positions: int64 ``[S]``, positions of the responses in their batch; -1 for padding.
+            cu_seqlens: int32 ``[S + 1]``, boundaries of the sequences.
             advantages: float ``[T]``.
             blocked: bool ``[T]``.
         """
@@ -240,23 +242,23 @@ class MaskedResponses:
         self._parts.append((positions, ends.diff()[: len(positions)]))
 
     def counts(self) -> dict[int, int]:
-        """Blocked tokens by position in the batch, of the responses that have any. Device sync."""
+        """Return the number of blocked tokens by position in the batch, for responses with any. Device sync."""
         total = Counter[int]()
         for positions, counts in self._parts:
-            # A response of several branches has as many sequences.
+            # A response has a sequence for each branch.
             for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
                 total[position] += count if position >= 0 else 0
         return dict(+total)
 
 
 def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
-    """Return the at most ``count`` ids with the largest counts, descending; ties in the order of ids.
+    """Return up to ``count`` ids with the largest counts, in descending order; ties in the order of ids.
 
     ``counts``: int ``[2, V]``, as in ``MaskedTokenCounts``. Device sync.
     """
     total = counts.sum(0)
     blocked_ids = int(total.count_nonzero())
-    # Stable, which topk is not: equal counts come in one order on every device.
+    # Sort stably, unlike topk: the order of equal counts is then the same on every device.
     ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, count)]
     raised, lowered = counts[:, ids].tolist()
     tokens: list[MaskedToken] = []
@@ -266,13 +268,13 @@ def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
 
 
 def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | None:
-    """The tokens that the step's mask blocked most often; None where nothing is recorded of it.
+    """Read the tokens that the step's mask blocked most often; None for a step without a record.
 
     Raises RecordsError.
     """
     for line in read_step_lines(Path(directory) / MASKED_TOKENS_FILE):
         if line["step"] == step:
-            # The tokens' texts are left out.
+            # Leave out the texts of the tokens.
             return [
                 MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"])
                 for t in line["tokens"]

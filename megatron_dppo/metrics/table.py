@@ -1,8 +1,9 @@
-"""Every metric of a run, each in one row: its name in ``metrics.jsonl``, its meaning, what divides it, its normal
-range, and the panel of the report that draws it. docs/metrics.md is written from here.
+"""The table of metrics. A row has a metric's name in ``metrics.jsonl``, its meaning, its divisor, its normal range, and
+the panel of the report that draws it. docs/metrics.md is generated from the table.
 
-A constant is a metric's name. ``policy/``, ``mask/``, ``loss/`` and ``reference/`` are computed with the loss; the
-loop, the engine's session and weight updates add the others. Loads no torch and no matplotlib.
+A constant's value is a metric's name. Metrics under ``policy/``, ``mask/``, ``loss/`` and ``reference/`` are computed
+with the loss; the loop, the engine session and weight updates add the others. This module imports neither torch nor
+matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ METRICS: dict[str, Metric] = {}
 
 
 def _metric(name: str, meaning: str, divisor: str | None = None, **details: Any) -> str:
-    """Enter a row; ``details``: further fields of ``Metric``. The name."""
+    """Add a row to the table and return its name. ``details``: further fields of ``Metric``."""
     METRICS[name] = Metric(name, meaning, divisor, **details)
     return name
 
@@ -514,24 +515,26 @@ CANARY_DECODE_MAX = _metric(
 BY_METRIC: dict[str, NormalRange] = {
     name: row.normal for name, row in METRICS.items() if row.normal is not None
 }
-"""Metric -> what is normal, where that is known."""
+"""Metric -> its normal range, for metrics that have one."""
 
 
 def accuracy(evaluation_set: str) -> str:
-    """Name of the metric avg@k on a held-out set."""
+    """Return the name of the metric avg@k on a held-out set."""
     return f"evaluation/{evaluation_set}/accuracy"
 
 
 def accuracy_set(name: str) -> str | None:
-    """Inverse of ``accuracy``: the held-out set's name; None for another metric."""
+    """Invert ``accuracy``: return the held-out set's name; None for another metric."""
     if name.startswith("evaluation/") and name.endswith("/accuracy"):
         return name.removeprefix("evaluation/").removesuffix("/accuracy")
     return None
 
 
 def component(of: str, evaluation_set: str | None = None) -> str:
-    """Name of the metric of a reward's component, mean over the responses that have it, all generated groups; or over
-    those to a held-out set."""
+    """Return the name of the mean of a reward's component, over all generated responses that have it.
+
+    ``evaluation_set``: the held-out set of the responses; None: the training set.
+    """
     prefix = "reward"
     if evaluation_set is not None:
         prefix = f"evaluation/{evaluation_set}"
@@ -539,22 +542,22 @@ def component(of: str, evaluation_set: str | None = None) -> str:
 
 
 def file_prompts(file: str) -> str:
-    """Name of the metric of a batch's prompts from one of several training files."""
+    """Return the name of the number of a batch's prompts from one of several training files."""
     return f"data/{file}/prompts"
 
 
 def file_reward(file: str) -> str:
-    """Name of the metric of the mean reward of the responses to these prompts."""
+    """Return the name of the mean reward of the responses to these prompts."""
     return f"data/{file}/reward"
 
 
 def phase_seconds(phase: str) -> str:
-    """Name of the metric of a phase's seconds in a step."""
+    """Return the name of a phase's seconds in a step."""
     return f"time/{phase}_s"
 
 
 def phase_of(name: str) -> str | None:
-    """Inverse of ``phase_seconds``: the phase; None for another metric."""
+    """Invert ``phase_seconds``: return the phase; None for another metric."""
     if name.startswith("time/") and name.endswith("_s"):
         return name.removeprefix("time/").removesuffix("_s")
     return None
@@ -579,7 +582,7 @@ check.
 
 
 def linked(text: str) -> str:
-    """``text`` for a page of docs/, where each page that it names as ``docs/NAME.md`` is a link."""
+    """Replace each ``docs/NAME.md`` in ``text`` by a link, for a page of docs/."""
     return re.sub(r"\bdocs/((?:\w+/)*\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
 
 

@@ -1,4 +1,4 @@
-"""The verdict of a run that a command has made and judged: rows of measurements with their targets, and their table."""
+"""The verdict about a run of the demo or of a rehearsal: measurements with their targets, and their table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class VerdictRow:
     """A measurement, its target, and whether the target is met.
 
     Attributes:
-        label: its name.
-        measured: what was found, with its unit.
-        expected: what should be found; empty where nothing is expected.
-        holds: whether it was; None: nothing to judge.
+        label: name of the measurement.
+        measured: measured value with its unit, as text.
+        expected: target as text; empty without a target.
+        holds: whether the target is met; None without a target.
     """
 
     label: str

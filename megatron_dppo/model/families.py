@@ -978,8 +978,7 @@ def dense_then_moe(engine_dtype: str | None = None) -> tuple[Rule, ...]:
 
 
 def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
-    """Read the router of DeepSeek-V3 and the families that have taken it over; ``default``: what transformers assumes
-    where keys are missing."""
+    """Read the router of DeepSeek-V3, which other families share. ``default``: transformers' values of missing keys."""
     facts.require("scoring_func", "sigmoid", "sigmoid")
     facts.require("topk_method", "noaux_tc", "noaux_tc")
     facts.require("norm_topk_prob", True, True)
@@ -989,7 +988,7 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
     if experts_per_token == 1:
         facts.fault("num_experts_per_tok is 1, expected at least 2 for a router of sigmoids")
     if groups == chosen_groups:
-        # All groups are chosen, so there is no choice of groups.
+        # A choice of all groups has no effect.
         groups = chosen_groups = 1
     if groups > 1 and experts_per_token != 2 * chosen_groups:
         facts.fault(
@@ -1005,7 +1004,7 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
 
 
 def read_first_layers(facts: ConfigFacts, default: int) -> tuple[int, ...]:
-    """Read the first layers, which have an MLP; ``default``: what transformers assumes where the key is missing."""
+    """Read the numbers of the first layers, which have an MLP. ``default``: transformers' number without the key."""
     count = facts.count("first_k_dense_replace", default)
     layers = facts.positive("num_hidden_layers")
     if count >= layers:
@@ -1107,7 +1106,7 @@ def read_latent_moe(
         facts: the file's entries.
         family: the ``model_type``.
         router: as for ``read_sigmoid_router``.
-        query_rank: what transformers assumes where q_lora_rank is missing.
+        query_rank: transformers' value of a missing q_lora_rank.
         extra: fields of ModelShape to add or to replace.
     """
     facts.require("attention_bias", False, False)
@@ -1151,7 +1150,7 @@ def read_deepseek_v3(facts: ConfigFacts) -> ModelShape:
 
 
 def _leading_dense_layers(facts: ConfigFacts) -> int:
-    """The number of layers before the first with experts, of which ``mlp_layer_types`` has one unless it is given."""
+    """Count the dense layers before the first layer with experts; one if ``mlp_layer_types`` is missing."""
     layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
     kinds = facts.values.get("mlp_layer_types") or ["dense"]
     count = 0

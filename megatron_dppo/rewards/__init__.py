@@ -67,7 +67,7 @@ RECORD, RECORDS = "record", "records"
 
 
 class RewardForm(NamedTuple):
-    """How a reward is called, as its signature tells.
+    """The form of a reward's calls, read from its signature.
 
     Attributes:
         reads: Names of the parameters for its input: fields of RewardInput; ``record``, a whole RewardInput; or
@@ -98,7 +98,7 @@ class RewardForm(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward's callable with its options. It takes a list of inputs: of one, unless its form takes many."""
+    """A reward's callable with its options, which is called with a list of inputs: one, or many if its form allows."""
 
     function: Callable[..., Any]
     form: RewardForm
@@ -122,7 +122,7 @@ class BoundReward:
             parameters = inspect.signature(target).parameters
             reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
             if clash := sorted(options.keys() & set(reads)):
-                raise TypeError(f"the option {clash[0]!r} has the name of what a reward reads")
+                raise TypeError(f"the option {clash[0]!r} has the name of a reward's input")
             columns: tuple[str, ...] = ()
             if RECORDS not in reads:
                 columns = _columns_of(parameters, {*reads, *options})

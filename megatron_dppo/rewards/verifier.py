@@ -481,7 +481,9 @@ async def scores_in_time(
             return [_failure(error)] * len(part)
         return _as_scores(reward.form, returned, len(part))
 
-    parts = [inputs] if reward.form.takes_many else [[record] for record in inputs]
+    parts = [inputs]
+    if not reward.form.takes_many:
+        parts = [[record] for record in inputs]
     scores: list[Score] = []
     for part_scores in await asyncio.gather(*map(call, parts)):
         scores += part_scores

@@ -1,4 +1,4 @@
-"""Rewards that were written for verl: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
+"""Call reward functions of verl: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""The tree of errors of the package: what may end a run, or a command, with one clear line.
+"""The errors of the package that end a run or a command with one line instead of a traceback, and their meaning.
 
     RunError
-      ConfigError                       the configuration, or this machine for it; every fault at once
-      InterfaceError                    the network interface that is named
-      UnsafeFileError                   a file of the run that somebody else owns or may write
-      LeaseError                        another run has the run's folder, or may have it
-      FencedError                       another start of this run has succeeded this one
-      ListenError                       the port of the ranks' rendezvous
+      ConfigError                       the configuration is invalid, or this machine can't run it; lists all faults
+      InterfaceError                    this machine lacks the named network interface
+      UnsafeFileError                   another user owns, or may write, a file of the run
+      LeaseError                        another start holds, or may hold, the run's folder
+      FencedError                       another start has taken over the run
+      ListenError                       the port of the ranks' rendezvous can't be bound
       LaunchError                       the processes of a run can't be started
-        PlacementError                  they don't fit the machines
+        PlacementError                  the processes don't fit on the machines
       SlurmError                        a command of Slurm failed
-      PreflightError                    too few nodes are fit
-      EvidenceError                     a file of what a node found
-      ModelError                        a model's config.json, layout or checkpoint
+      PreflightError                    too few nodes have passed the checks
+      EvidenceError                     a node's file of evidence can't be read
+      ModelError                        a model's config.json, layout or checkpoint is invalid
         ModelConfigError
         UnsupportedModelError
         LayoutError
@@ -21,41 +21,41 @@
         CheckpointError
           MismatchError
           DamagedCheckpointError
-      DataError                         a data set
-        TurnTemplateError               a chat template that can't say what follows a turn
-      EnvironmentFaultError             one episode's environment failed; the run goes on without it
-      SandboxError                      this machine can't run snippets protected
-      VerifierError                     a reward function, or the processes that run it
-      RewardUnavailableError            a service that rewards ask is away, and no other response got one either
-      InputError                        files that the run starts from have changed
-      ResumeError                       a checkpoint of other settings
+      DataError                         a data set can't be used
+        TurnTemplateError               the text that a chat template inserts after a turn depends on earlier messages
+      EnvironmentFaultError             an episode's environment failed; the run continues without the episode
+      SandboxError                      this machine has no sandbox for the programs of environments
+      VerifierError                     a reward function raised an exception, or its worker can't start
+      RewardUnavailableError            a reward's service is down, also for the responses that were to replace others
+      InputError                        the input files of the run have changed
+      ResumeError                       the checkpoint belongs to other settings
       RecordsError                      the records of a run can't be read
-      RecordingError                    they can't be written
-      DisagreementError                 what was saved of a step is not what was recorded of it
-      BatchFormatError                  saved trajectories
-      SealError                         a batch is not the one that was made, or not made as the run says
-      AlteredMemoryError                memory changed that nothing wrote to
-        AlteredWeightsError             the trainer's weights are not those that its last step made, or replicas differ
-        AlteredOptimizerError           likewise its moments or masters
+      RecordingError                    the records of a run can't be written
+      DisagreementError                 the saved batch of a step disagrees with the records of the step
+      BatchFormatError                  a file is not a batch of trajectories
+      SealError                         a batch was altered, or was made with other settings than the run's
+      AlteredMemoryError                memory changed although nothing wrote to it
+        AlteredWeightsError             the trainer's weights are not those of its last step, or differ between replicas
+        AlteredOptimizerError           the same of Adam's moments or masters
         AlteredEngineError              an engine's weights are not those of its version
-      ExchangeError                     trajectories between ranks
-      StalenessError                    a response of too old weights
-      GenerationError                   servers of an evaluation or of a rollout-only run give no responses
-      MixedVersionsError                an evaluation of more than one version
-      WeightsLostError                  no server has the version that is evaluated; it is dropped
-      GapError                          engine and trainer compute other probabilities
-      FrequencyError                    tokens are not drawn from the probabilities that both compute
+      ExchangeError                     the exchange of trajectories between ranks failed
+      StalenessError                    a response was sampled by weights that are too old
+      GenerationError                   the servers of an evaluation or a rollout-only run return no responses
+      MixedVersionsError                an evaluation has tokens of several weight versions
+      WeightsLostError                  no server has the weights to evaluate; the evaluation is dropped
+      GapError                          engine and trainer compute different probabilities
+      FrequencyError                    tokens are not as frequent as engine and trainer predict
       UnusableGpuError
       NonFiniteLossError
       NonFiniteLogProbsError
-      RankError                         what one rank failed with, on all of them
-      WeightUpdateError                 an update failed on all ranks alike
+      RankError                         the error of one rank, raised on all ranks
+      WeightUpdateError                 a weight update failed; raised on all ranks
         WeightUpdateRefusedError
-      EngineUnavailableError            no server is left, or could be had
-        FatalPromptError                servers end when they are asked for a prompt
-      EngineGivenUpError                a server failed for good
+      EngineUnavailableError            no server is left, or none started
+        FatalPromptError                a prompt makes servers end
+      EngineGivenUpError                a server has used up its restarts
         FirstStartError
-      EngineError                       between a run and its engine
+      EngineError                       a call between a run and its engine failed
         EngineStartError
           PortHeldError
         EngineLostError
@@ -77,38 +77,37 @@
         ParserLostError
         RecordLostError
 
-These are outside of it, for none of them ends a run:
+The errors below are outside of the tree, because none of them ends a run:
 
-    RunStoppedError         a clean stop, which all ranks agreed on
-    FatalError              the end itself, once its line is printed
+    RunStoppedError         all ranks agreed on a clean stop
+    FatalError              SystemExit after the line was printed
     LibraryMissingError     becomes a line of a ConfigError
     PortTakenError          becomes a PortHeldError or a LaunchError
-    ImportTargetError       a reward, environment, agent or tracker that can't be imported: a line of a ConfigError
-    KernelBuildError        a slower path is taken, and logged
+    ImportTargetError       a reward, environment, agent or tracker can't be imported: becomes a line of a ConfigError
+    KernelBuildError        slower code replaces the kernel, with a warning
     CheckError              becomes a node's evidence
-    ChatTemplateError       a chat template that fails: becomes a DataError, or a fault of an environment or a reward
-    TimeLimitError          a chat template that does not end: becomes a ChatTemplateError
+    ChatTemplateError       a chat template fails: becomes a DataError, or a fault of an environment or a reward
+    TimeLimitError          a chat template does not end: becomes a ChatTemplateError
     RowError                a record of a published data set is left out, and counted
-    UnansweredError         a problem without an answer: left out and counted, or a fault of its data set
+    UnansweredError         a problem has no answer: it is left out and counted, or a fault of its data set
     WorkerLostError         becomes a VerifierError, a score, a ParserLostError, or a fault of an environment
-    LackingError            a part of the GPU check is skipped, and named
-    OverwrittenLogitsError  a fault in the code: with its traceback
-    ParkedError             likewise
-    RefusedCallError        an agent's call, answered by an HTTP status
-    MemoryOrderError        likewise
+    LackingError            a part of the GPU check is skipped; the result names it
+    OverwrittenLogitsError  a fault in the code, which keeps its traceback
+    ParkedError             a fault in the code
+    MemoryOrderError        a fault in the code
+    RefusedCallError        becomes the HTTP status of the answer to an agent's call
 """
 
 
 class RunError(Exception):
-    """May end a run or a command: its message says all, so that no traceback follows.
+    """An error that may end a run or a command. Its message is complete, so no traceback is printed.
 
-    A RuntimeError, ValueError or OSError that is none of these is a fault in the code, or one that nobody
-    foresaw, and keeps its traceback.
+    Any other RuntimeError, ValueError or OSError is a fault in the code, or an unforeseen one, and keeps its traceback.
     """
 
 
 class AlteredMemoryError(RunError):
-    """Memory of a trainer rank or an engine changed that nothing wrote to: it was overwritten, or is faulty."""
+    """Memory of a trainer rank or an engine changed although nothing wrote to it: a wrong write, or faulty memory."""
 
     CONSEQUENCE = "nothing is trained on, saved or exported from it"
     """End of each message."""

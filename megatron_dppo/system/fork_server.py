@@ -75,10 +75,10 @@ class ForkRequest:
     Attributes:
         module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
         arguments: words of its command line.
-        variables: of its environment, beside the fork server's.
+        variables: its environment variables in addition to the fork server's.
         descriptors: variables whose values are the numbers of the descriptors that come after its standard input and
             output, in this order.
-        title: its command line, as ``ps`` shows it; empty: that of the fork server.
+        title: its command line in the output of ``ps``; empty: that of the fork server.
         replaces_variables: whether ``variables`` are all of its environment.
         has_errors: whether a descriptor of its standard error comes after that of its output.
     """
@@ -152,7 +152,7 @@ class _Forks:
     Args:
         control: the socket to the fork server.
         process: the fork server.
-        first_number: of its requests.
+        first_number: number of the first request.
     """
 
     def __init__(self, control: socket.socket, process: _Pollable, first_number: int) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia")
 LEAST_DRIVER = {12: 525, 13: 580}
-"""The oldest driver's major version by CUDA's (CUDA Compatibility, "minor version compatibility")."""
-_HIDE = "CUDA_VISIBLE_DEVICES= (empty) leaves them alone on purpose"
+"""Major version of CUDA -> that of the oldest driver for it (CUDA Compatibility, "minor version compatibility")."""
+_HIDE = "an empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose"
 
 
 def has_visible_gpu() -> bool:
@@ -69,7 +69,7 @@ def has_megatrons_deep_ep() -> bool:
 
 
 def has_hopper(folder: Path | None = None) -> bool:
-    """Whether the driver names a GPU of the Hopper generation. ``folder``: in place of DRIVER."""
+    """Whether the driver lists a GPU of the Hopper generation. ``folder`` replaces DRIVER."""
     files = ((folder or DRIVER) / "gpus").glob("*/information")
     return any(_HOPPER.search(file.read_text()) for file in files)
 
@@ -85,13 +85,15 @@ PEAKS = {
     "GB200": 2500 * TERA,
     "B200": 2250 * TERA,
 }
-"""Dense bfloat16 FLOP/s by NVIDIA's data sheets (half of what they tell with sparsity); the longer names first."""
+"""Dense bfloat16 FLOP/s from NVIDIA's data sheets, which is half of the figure with sparsity; longer names first."""
 _SHARE = re.compile(r"\bMIG\b", re.IGNORECASE)
 
 
 def peak_flops(name: str) -> int | None:
-    """Dense bf16 FLOP/s of ``name``, e.g. "NVIDIA H100 80GB HBM3"; None for an unknown GPU and for a share
-    of one (MIG)."""
+    """Return the dense bf16 FLOP/s of the GPU ``name``, such as ``NVIDIA H100 80GB HBM3``.
+
+    The result is None for an unknown GPU and for a part of one (MIG).
+    """
     if _SHARE.search(name):
         return None
     for model, peak in PEAKS.items():

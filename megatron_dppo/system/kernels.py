@@ -18,19 +18,22 @@ X86_FLAGS = ["-mprefer-vector-width=512"]
 
 
 class KernelBuildError(RuntimeError):
-    """The kernels could not be compiled or loaded; the message ends as the compiler's did."""
+    """The kernels could not be compiled or loaded; the message has the end of the compiler's message."""
 
 
 def cache_directory(source: Path) -> Path:
-    """A folder under ``$TORCH_EXTENSIONS_DIR`` or torch's own ``torch_extensions`` in the user's cache
-    (``$XDG_CACHE_HOME`` or ``~/.cache``), named after all that the build depends on."""
+    """Return the folder of a build, whose name has a hash of everything that the build depends on.
+
+    The folder is in ``$TORCH_EXTENSIONS_DIR``, or in torch's own ``torch_extensions`` in the user's cache
+    (``$XDG_CACHE_HOME`` or ``~/.cache``).
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
     return Path(root) / f"megatron_dppo_{source.stem}_{_key(source)}"
 
 
 def build_library(source: Path) -> ctypes.CDLL:
-    """The library of ``source``, compiled where the cache has none.
+    """Load the library of ``source``; compile it if the cache has none.
 
     Raises KernelBuildError where there is no compiler, it fails, or the cache can't be written.
     """
@@ -48,7 +51,7 @@ def build_library(source: Path) -> ctypes.CDLL:
         ) from error
     try:
         with open(folder / "building", "w") as lock:
-            # Held by the kernel of the OS, so it ends with its process; torch's own lock file outlives a killed build.
+            # This lock ends with its process. Remove torch's own lock file, which a killed build leaves behind.
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)
             library = _compile(source, folder)
@@ -75,7 +78,7 @@ def _compile(source: Path, folder: Path) -> Path:
         )
     finally:
         os.environ["PATH"] = os.defpath if path is None else path
-    # Named last, in one step: a build that was interrupted never looks finished.
+    # Rename the library at the end, so that an interrupted build never looks finished.
     os.replace(folder / f"{source.stem}_build.so", library)
     return library
 

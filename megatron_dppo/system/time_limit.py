@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 RENDERING_S = 10.0
-"""Processor time for one rendering of a chat template, seconds; a long conversation takes milliseconds."""
+"""Seconds of processor time for one rendering of a chat template; a long conversation takes milliseconds."""
 _POLL_S = 0.25
 
 
 class TimeLimitError(ValueError):
-    """A block of Python used more processor time than it was given."""
+    """A block of Python used more processor time than its limit."""
 
 
 class _TimeUpError(BaseException):
-    """Raised by the watching thread in the thread whose time is up.
+    """The watching thread raises this in a thread whose time is up.
 
-    A BaseException: code that catches Exception must not go on.
+    The class is a BaseException, so that code that catches Exception does not continue.
     """
 
 
@@ -34,7 +34,7 @@ class _WatchedBlock:
 
 
 class _Watcher:
-    """One daemon thread that watches every block that is limited now."""
+    """A daemon thread that watches all blocks with a limit."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,12 +43,12 @@ class _Watcher:
         self._thread: threading.Thread | None = None
 
     def add(self, seconds: float) -> int:
-        """Watch the calling thread; returns the number under which ``remove`` knows it."""
+        """Watch the calling thread; return the watch's number, for ``remove``."""
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
         watch = _WatchedBlock(thread, clock, time.clock_gettime(clock) + seconds)
         with self._changed:
-            # A forked child has the object and not the thread.
+            # A forked child process has this object, but not its thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="time-limit", daemon=True)
                 self._thread.start()
@@ -58,11 +58,11 @@ class _Watcher:
         return number
 
     def remove(self, number: int) -> bool:
-        """End the watch of the calling thread; whether its time was up."""
+        """End the watch of the calling thread; return whether its time was up."""
         with self._changed:
             if self._watches.pop(number, None) is not None:
                 return False
-            # The exception may be set and not raised yet; the code after the block must not get it.
+            # Cancel an exception that is set but not raised yet: it must not reach the code after the block.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(threading.get_ident()), ctypes.c_void_p(0)
             )
@@ -90,8 +90,8 @@ _watcher = _Watcher()
 def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeLimitError in the block when its thread has used ``seconds`` of processor time in it.
 
-    Processor time: a busy machine changes nothing. The block ends at its next instruction of Python; a call into C that
-    does not return is not interrupted, and neither is a block that waits.
+    The limit is independent of other processes on the machine. The exception is raised at the block's next Python
+    instruction, so it interrupts neither a call into C nor a block that waits.
     """
     is_up = False
     try:
@@ -107,5 +107,5 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 
 
 def rendering_limit() -> AbstractContextManager[None]:
-    """``cpu_time_limit`` for one rendering of a chat template, which is a program and may loop for ever."""
+    """Return the ``cpu_time_limit`` of one rendering of a chat template, which is a program and may never end."""
     return cpu_time_limit(RENDERING_S)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from megatron_dppo.system.processes import (
     bound_memory,
@@ -93,7 +93,10 @@ class WorkerProcess:
         self.users = 0
         self.is_used, self.killed_for = False, ""
         self.ended: Future[WorkerLostError] = Future()
-        self._output = tempfile.TemporaryFile() if output is None else None  # noqa: SIM115  closed in _finish
+        self._output: IO[bytes] | None = None
+        if output is None:
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in _finish
+            output = self._output.fileno()
         self._largest_answer = largest_answer
         self._connection, worker_end = Pipe()
         with worker_end:
@@ -101,7 +104,7 @@ class WorkerProcess:
             self._process = start_process(
                 [sys.executable, "-m", module, str(descriptor)],
                 environment=environment,
-                output=self._output.fileno() if self._output is not None else output or 0,
+                output=output,
                 # The worker ends with its connection; the thread that starts it may end long before.
                 dies_with_thread=False,
                 inherited=[descriptor],
@@ -196,7 +199,7 @@ class RestrictedWorker(WorkerProcess):
 
     Args:
         module: the worker's module, which begins with ``connect_restricted``.
-        settings: what the module needs, as JSON.
+        settings: the module's settings, which are sent as JSON.
         memory_gib: largest address space.
         variable_names: environment variables with keys that it receives.
         largest_answer: as in WorkerProcess.

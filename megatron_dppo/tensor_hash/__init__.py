@@ -167,12 +167,14 @@ def closed_sum(sums: Tensor, total: int) -> int:
 
 def _rows(part: Tensor) -> Tensor | None:
     """View ``part`` as ``uint8`` rows of whole words; None if its memory layout needs a copy."""
+    # The last dimensions that are contiguous together make a row of ``inner`` elements.
     inner, dim = 1, part.dim()
     while dim and (part.shape[dim - 1] == 1 or part.stride(dim - 1) == inner):
         dim -= 1
         inner *= part.shape[dim]
     pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
     outer = [(size, step) for size, step in pairs if size > 1]
+    # The rows must have a constant stride: each outer dimension continues the one after it.
     for (_, above), (size, below) in itertools.pairwise(outer):
         if above != size * below:
             return None

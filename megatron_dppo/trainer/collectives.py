@@ -114,11 +114,11 @@ def on_every_rank(
     *,
     error: type[Exception] = RankError,
 ) -> T:
-    """``action()``, which must not be collective; where one rank's failed, ``error`` on all of them. Collective.
+    """Return ``action()``, and raise ``error`` on every rank if it failed on one. Collective.
 
-    The message names the first rank that failed, and what kind of error it was where that is not ``error``.
-    A fault in the code leaves its traceback in the log of its rank. ``group``: of all ranks, in their order (None:
-    the default one).
+    ``action`` itself must not be collective. The message names the first rank that failed, and the class of its error
+    if that is not ``error``. A fault in the code leaves its traceback in the log of its rank. ``group``: a group of all
+    ranks, in their order (None: the default one).
     """
     own_error: Exception | None = None
     text = None

@@ -1,11 +1,11 @@
 """Context parallelism: the ranks that share a sequence's tokens, in Transformer Engine's layout of packed sequences.
 
 Every sequence of a pack is padded to 2 C equal chunks, C = context-parallel size, and rank r holds the chunks r and
-2 C - 1 - r of each: under a causal mask, where a token attends to those before it, all ranks have the same work.
-The first layer takes a rank's own rows, attention brings the others' keys and values, and from the last layer's output
-every rank computes the statistics of its own rows. These are gathered, so the loss sees whole sequences and is the
-same on every rank; the gradient of a rank's own rows goes back into its layers, and data-parallel reduction, which
-spans these ranks too, sums the parameters' gradients.
+2 C - 1 - r of each. So all ranks have the same work under a causal mask, where a token attends to those before it.
+Each rank's layers compute its own rows; attention exchanges keys and values. From the last layer's output a rank
+computes the statistics of its own rows, which are then gathered: the loss is a function of whole sequences, equal on
+every rank. In the backward pass a rank gets the gradient of its own rows, and the data-parallel reduction, which
+includes the context-parallel ranks, sums the gradients of the parameters.
 
 T = tokens of a pack, t = T / C, S = sequences in it.
 """
@@ -26,10 +26,10 @@ from megatron_dppo.vocab_parallel import PolicyStats
 
 
 def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
-    """Rows of the pack that ``rank`` of ``size`` holds, in its order: int64 [T / size], on the device of
-    ``cu_seqlens`` [S + 1], without a device sync.
+    """Return the rows of the pack that ``rank`` of ``size`` holds, in its order: int64 [T / size].
 
-    ``tokens``: T. The length of every sequence must be a multiple of 2 * size.
+    The result is on the device of ``cu_seqlens`` [S + 1], and computed without a device sync. ``tokens``: T. The length
+    of every sequence must be a multiple of 2 * size.
     """
     bounds = cu_seqlens.long()
     own_bounds = bounds // size
@@ -37,21 +37,24 @@ def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
     sequence = torch.searchsorted(own_bounds[1:], row, right=True)
     chunk = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
     offset = row - own_bounds[sequence]
-    # The second of the two chunks lies behind the first; it is the one as far from the end as that from the start.
+    # The rank's second chunk follows its first one; it is as far from the sequence's end as the first from its start.
     is_second = offset >= chunk
     number = torch.where(is_second, 2 * size - 1 - rank, rank)
     return bounds[sequence] + number * chunk + offset - is_second * chunk
 
 
 def gathered_rows(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
-    """Rows of the pack in the order in which all ranks' ``own_rows`` follow each other: int64 [T]."""
+    """Concatenate the ``own_rows`` of all ranks: int64 [T]."""
     return torch.cat([own_rows(cu_seqlens, tokens, size, rank) for rank in range(size)])
 
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The tokens of a pack that this rank's layers compute. Context parallelism deals chunks of each sequence;
-    sequence parallelism divides these tokens into equal runs outside attention."""
+    """The tokens of a pack that this rank's layers compute.
+
+    Context parallelism distributes chunks of each sequence. Outside attention, sequence parallelism divides a rank's
+    tokens into equal runs.
+    """
 
     context_size: int = 1
     context_rank: int = 0
@@ -60,19 +63,21 @@ class TokenShare:
 
     @property
     def sequence_multiple(self) -> int:
-        """The number that divides the length of every sequence."""
+        """The length of every sequence must be a multiple of this number."""
         if self.context_size > 1:
             return 2 * self.context_size
         return 1
 
     @property
     def pad_multiple(self) -> int:
-        """The number that divides T."""
+        """T must be a multiple of this number."""
         return self.sequence_multiple * self.sequence_size
 
     def rows(self, cu_seqlens: Tensor) -> Tensor:
-        """Rows of the pack with boundaries ``cu_seqlens`` [S + 1] that this rank's layers compute outside attention:
-        int64 [T / (context_size * sequence_size)]."""
+        """Return the rows of a pack that this rank's layers compute outside attention.
+
+        ``cu_seqlens`` [S + 1] are the pack's boundaries; the result is int64 [T / (context_size * sequence_size)].
+        """
         rows = own_rows(cu_seqlens, int(cu_seqlens[-1]), self.context_size, self.context_rank)
         return rows.chunk(self.sequence_size)[self.sequence_rank]
 
@@ -80,7 +85,7 @@ class TokenShare:
 def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
     """Return ``batch`` with only the rows of this rank.
 
-    Take the rows after targets and columns are laid out: in the whole pack, the next row is the sequence's next token.
+    The whole pack must have its targets and columns already: only there the next row is the sequence's next token.
     """
     size = topology.cp_size
     if size == 1:
@@ -134,7 +139,7 @@ def _like_share(all_rows: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather [t, ...] of every rank to [T, ...] in the pack's order. ``order`` [T]: the pack's row of each one."""
+    """Gather [t, ...] of every rank to [T, ...] in the pack's order. ``order`` [T]: the result of ``gathered_rows``."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:

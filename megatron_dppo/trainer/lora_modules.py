@@ -226,7 +226,7 @@ def grouped_linear(x: Tensor, weights: Tensor, tokens: Sequence[int]) -> Tensor:
     Args:
         x: [T, in], sorted by expert.
         weights: [experts, out, in].
-        tokens: how many of each expert.
+        tokens: number of tokens of each expert.
     """
     if not _takes_grouped_kernel(x, weights):
         pieces = x.split(list(tokens))

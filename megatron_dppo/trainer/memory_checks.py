@@ -184,7 +184,7 @@ class MemoryChecks:
     ) -> None:
         """Raise ``error`` where the ranks of a replica group have different ``hashes``.
 
-        ``summaries``: of every rank, the hash of its dense tensors' hashes and of its experts' hashes.
+        ``summaries``: for each rank, the hash of its dense tensors' hashes and the hash of its experts' hashes.
         """
         differing = differing_groups(self._trainer.layout, summaries)
         if not differing:
@@ -235,8 +235,8 @@ def replica_faults(
 ) -> list[str]:
     """Return a text for each tensor of which the ``ranks`` have different hashes.
 
-    The text names the ranks without the hash that most have; all ranks where no hash has a majority.
-    ``gathered``: of every rank, its hashes by name, and the names of experts among them.
+    The text names the ranks whose hash is not that of the majority, or all ranks where no hash has a majority.
+    ``gathered``: for each rank, its hashes by name, and the names of experts among them.
     """
     faults = []
     names, experts = gathered[ranks[0]]

@@ -1,8 +1,8 @@
 """Settings that depend on the machine; the only module that queries whether CUDA is available.
 
-With CUDA: NCCL and Megatron-Core's Transformer Engine layers. Without: gloo, a shim in place of
-torch.cuda, and layers of torch modules with the same parameter names. With CUDA but without
-Transformer Engine: NCCL and the layers of torch modules, which are slower.
+With CUDA, training uses NCCL and Megatron-Core's Transformer Engine layers. If Transformer Engine is not installed, it
+uses slower layers of torch modules with the same parameter names. Without CUDA, training uses these layers, gloo, and a
+shim in place of torch.cuda.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_dppo.system.scratch import FileBuffer
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable: the ``value`` that is set where there is none, and why."""
+    """An environment variable, the ``value`` that it gets if the user has not set it, and the reason for this value."""
 
     name: str
     value: str
@@ -54,9 +54,9 @@ NEEDED = (
 
 
 def complete(environment: MutableMapping[str, str]) -> list[str]:
-    """Set what is needed and missing; a line for each variable with its value and who chose it.
+    """Set the variables of ``NEEDED`` that are missing; return a line about each.
 
-    What the user set stays, and is said where it is another value.
+    A value of the user is kept; its line says that another one is usual.
     """
     lines = []
     for variable in NEEDED:
@@ -95,14 +95,14 @@ class Platform:
     """Settings of one kind of machine.
 
     Attributes:
-        device: of the model.
-        distributed_backend: of torch.distributed.
+        device: device of the model.
+        distributed_backend: backend of torch.distributed.
         decoder_spec: ``(config, vp_stage)`` -> layer spec of one model chunk.
         recomputed: whether a model is a mixture of experts -> the modules that selective recomputation
             recomputes.
         transformer_options: fields of TransformerConfig that depend on the machine (fusions,
             initialisation, communication between pipeline stages).
-        layout_faults: sizes that fit the model -> why this machine's layers can't be cut so.
+        layout_faults: sizes that fit the model -> faults of a layout that this machine's layers do not support.
     """
 
     device: torch.device
@@ -119,7 +119,7 @@ def has_cuda() -> bool:
 
 
 def gpu_fault() -> str | None:
-    """Why torch can't use the GPU that this process may see; None where it can, or there is none."""
+    """Return why torch can't use the visible GPU; None if it can, or if there is no GPU."""
     if has_cuda() or not gpus.has_visible_gpu():
         return None
     return gpus.unusable_gpu(torch.__version__, torch.version.cuda)
@@ -157,15 +157,15 @@ def prepare() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed, whose layers train on GPUs."""
+    """Whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def fused_weight_gradients() -> str | None:
-    """The library whose kernels add a matrix product to fp32 gradients: Transformer Engine's layers do it themselves,
-    Megatron-Core's need apex's kernel.
+    """Return the library whose kernels accumulate weight gradients in fp32; None without one.
 
-    Without one a micro-batch's weight gradients are rounded to the weights' type before they are added.
+    Transformer Engine's layers have such kernels; Megatron-Core's own layers need apex's. Without one, a micro-batch's
+    weight gradients are rounded to the weights' type before they are added.
     """
     if has_transformer_engine():
         return "Transformer Engine"
@@ -178,10 +178,10 @@ def fused_weight_gradients() -> str | None:
 
 
 def _make_output_layer_without_apex() -> None:
-    """Let Megatron-Core make its output layer where weight gradients are fused and apex is not built.
+    """Let Megatron-Core build its output layer with fused weight gradients although apex is not installed.
 
-    The layer's constructor asks for apex, whose kernel only its own backward calls; ``leave_out_logits`` replaces the
-    forward. Not yet run on a GPU.
+    The layer's constructor requires apex, but only its backward pass calls apex's kernel, and ``leave_out_logits``
+    replaces that pass. Not yet run on a GPU.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -189,21 +189,21 @@ def _make_output_layer_without_apex() -> None:
 
 
 def environment_lines() -> list[str]:
-    """Describe this process's software on GPUs: variables of CUDA and NCCL, compilers, kernels; a line each."""
+    """Return a line about each setting of this process on GPUs: variables of CUDA and NCCL, compilers, kernels."""
     return list(_environment)
 
 
 @cache
 def current() -> Platform:
-    """The Platform of this machine; on GPUs selects the device of LOCAL_RANK.
+    """Return the Platform of this machine; on GPUs, select the device of LOCAL_RANK.
 
-    Raises UnusableGpuError where a torch for GPUs can't use the one it may see.
+    Raises UnusableGpuError if torch was built for GPUs and can't use the visible one.
     """
     problem = gpu_fault()
     if problem is not None and torch.version.cuda is not None:
         raise UnusableGpuError(problem)
     if problem is not None:
-        # A torch for CPUs was installed on purpose, and a start was not refused.
+        # The user has installed torch for CPUs, and the checks of the start have accepted that.
         log.warning("training on CPUs: %s", problem)
     return _cuda() if has_cuda() else _cpu()
 
@@ -222,8 +222,10 @@ def seed_everything(seed: int) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that tensors took on this rank's GPU since the last call; without one, the most
-    that the process ever took of the host's."""
+    """Return the peak memory of tensors on this rank's GPU since the last call.
+
+    Without a GPU, return the peak of this process's resident memory since its start.
+    """
     if not has_cuda():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated()
@@ -232,35 +234,35 @@ def peak_memory_bytes() -> int:
 
 
 def peak_flops() -> int | None:
-    """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
+    """Return the dense bf16 FLOP/s of this rank's GPU; None without a GPU, and for an unknown one."""
     if has_cuda():
         return gpus.peak_flops(torch.cuda.get_device_name())
     return None
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """The compute capability of this process's GPU; None without one."""
+    """Return the compute capability of this process's GPU; None without a GPU."""
     if has_cuda():
         return torch.cuda.get_device_capability()
     return None
 
 
 def host_buffer(size: int) -> torch.Tensor:
-    """uint8 [size] in host memory, to copy the device's tensors to: pinned where there is a GPU."""
+    """Allocate uint8 [size] in host memory for copies of the device's tensors; pinned if there is a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=has_cuda())
 
 
 def wait_for_copies() -> None:
-    """Wait until what was copied to the host is there."""
+    """Wait for the copies from the device to the host."""
     if has_cuda():
         torch.cuda.current_stream().synchronize()
 
 
 class HostMemory:
-    """``bytes``, uint8 [size], for what is parked: pinned where there is a GPU.
+    """Memory ``bytes``, uint8 [size], for parked tensors; pinned if there is a GPU.
 
-    Without one, the device's memory is the host's: the bytes are of a file (``FileBuffer``), or nothing would be free.
-    Raises OSError or RuntimeError where there is no room.
+    Without a GPU, device memory is host memory, and a copy in memory would free nothing: the bytes are then those of a
+    file (``FileBuffer``). Raises OSError or RuntimeError where there is no room.
     """
 
     def __init__(self, size: int) -> None:
@@ -268,13 +270,13 @@ class HostMemory:
         self.bytes = host_buffer(size) if self._file is None else torch.from_numpy(self._file.array)
 
     def settle(self) -> None:
-        """Note that the trainer stays unused for a while."""
+        """Release the memory of a file's buffer: the parked tensors are not needed for a while."""
         if self._file is not None:
             self._file.let_go()
 
 
 def return_unused_memory() -> None:
-    """Give what tensors have let go of back to the GPU, or to the system, for other processes."""
+    """Return memory that tensors have freed to the GPU, or to the system, so that other processes can use it."""
     if has_cuda():
         torch.cuda.empty_cache()
     elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -291,8 +293,10 @@ def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
 
 @contextmanager
 def gpu_memory_history(snapshot: Path) -> Iterator[None]:
-    """Record who allocates and frees the GPU's memory meanwhile, and write it to ``snapshot``; without
-    a GPU, nothing. A snapshot that can't be written is a warning."""
+    """Record the allocations of GPU memory within the block, and write them to ``snapshot``; do nothing without a GPU.
+
+    A snapshot that cannot be written causes a warning.
+    """
     if not has_cuda():
         yield
         return
@@ -334,7 +338,7 @@ def _te_hybrid_spec(config: Any, vp_stage: int | None) -> Any:
 
 def _te_recomputed(is_moe: bool) -> tuple[str, ...]:
     """Return the modules that ``recompute_modules`` recomputes with Transformer Engine's layers."""
-    # Fused attention keeps its inputs and a number a row: recomputing it saves next to nothing.
+    # Fused attention keeps only its inputs and one number for each row: recomputing it would save almost nothing.
     if is_moe:
         return ("moe_act", "layernorm")
     return ("core_attn",)

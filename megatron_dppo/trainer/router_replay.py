@@ -1,14 +1,13 @@
 """R3: the routers choose the experts that the engine recorded (arXiv 2510.11370).
 
-Megatron-Core's routers ask their ``router_replay`` for the top-k choice; here it answers with the
-recording of the micro-batch at work. The weights of the chosen experts stay the trainer's own
-scores at them, so the router keeps its gradient. Tokens without a recording route naturally.
+Megatron-Core's routers call their ``router_replay`` for the top-k choice, which here returns the recording of the
+current micro-batch. The experts' outputs are weighted by the trainer's own scores, so the router keeps its gradient.
+Tokens without a recording are routed by the router itself (naturally).
 
-Megatron-Core's own bookkeeping is one list of choices for each layer, which recomputation takes
-from the front: one micro-batch that pops too often or not at all, and every later gradient is
-wrong without an error. Here a micro-batch's forward pass leaves a hook on its output. The backward
-pass meets it first and makes that micro-batch's recording current again, so recomputation of any
-kind and under any schedule finds its own, and nothing is left to clear.
+Megatron-Core itself keeps a list of choices for each layer, from whose front recomputation pops. If one micro-batch
+pops a wrong number of times, all later gradients are wrong without an error. Here the forward pass of a micro-batch
+registers a hook on its output. The backward pass runs this hook first, which selects the recording of that micro-batch
+again. So recomputation of any kind, under any schedule, replays the right recording.
 
 T = tokens of a micro-batch, t = those of this rank's routers (T / CP, and T / CP / TP under sequence parallelism),
 L = mixture-of-experts layers of the model, E = experts a token.
@@ -36,22 +35,22 @@ from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.topology import Topology
 
 RECORDING = ROUTED_EXPERTS.name
-"""The column of a micro-batch that is replayed; the model itself never sees it."""
+"""The column of a micro-batch that is replayed; it is no input of the model."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One micro-batch's choices for one model chunk: experts [t, layers, E], valid bool [t]."""
+    """The recorded choices of one micro-batch for one model chunk: experts [t, layers, E], valid bool [t]."""
 
     experts: Tensor
     valid: Tensor
 
 
 class ChunkState:
-    """The recording that the routers of one model chunk replay now (None: they route naturally).
+    """The recording that the routers of one model chunk replay now; None: they route naturally.
 
-    ``compares``: whether natural choices are compared with the recording, which only a first pass
-    over the tokens does; ``counts`` int64 [2] on the device: agreed and compared.
+    ``compares``: whether natural choices are compared with the recording; True in forward passes, False in
+    recomputation. ``counts`` int64 [2] on the device: number of equal and of compared choices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,15 +59,15 @@ class ChunkState:
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
 
     def replay(self, recording: Recording | None, *, compares: bool) -> None:
-        """Make ``recording`` the current one."""
+        """Select ``recording`` for the following passes."""
         self.recording = recording
         self.compares = compares
 
 
 class LayerReplay(RouterReplay):
-    """Megatron-Core's replay of one router, fed from its chunk's current recording.
+    """Megatron-Core's replay of one router, with the current recording of its chunk.
 
-    ``column``: the layer's place among those of the chunk's recordings.
+    ``column``: index of the layer in the chunk's recordings.
     """
 
     target_topk_idx: Tensor | None
@@ -87,9 +86,9 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts [t, E]: the recorded experts where there are any, else the top-k.
+        """Return the scores and numbers [t, E] of the recorded experts, or of the top-k for a token without recording.
 
-        ``scores`` [t, experts]; the gradient flows into them at the chosen experts.
+        ``scores`` [t, experts] get a gradient at the chosen experts.
         """
         assert default_compute_topk is not None
         recording = self._chunk.recording
@@ -99,7 +98,7 @@ class LayerReplay(RouterReplay):
             _, natural = default_compute_topk(scores, topk, num_groups, group_topk)
             recorded = recording.experts[:, self._column].long()
             if self._chunk.compares:
-                # Compare sets: the order of a token's experts changes nothing.
+                # Compare sets: the order of a token's experts has no effect.
                 is_equal = (natural.sort(1).values == recorded.sort(1).values).all(1)
                 counted = torch.stack([is_equal & recording.valid, recording.valid])
                 self._chunk.counts += counted.sum(1)
@@ -114,11 +113,11 @@ class LayerReplay(RouterReplay):
 class ModelReplay:
     """Replays recordings through every router of this rank's model chunks.
 
-    ``layers``: places, among the model's layers that route, of those of this rank. A recording has all
-    of the model's layers or these alone, and all rows of its micro-batch or this rank's. ``share``: this rank's
+    ``layers``: indices of this rank's layers among the model's layers with a router. A recording has either all of the
+    model's layers or only these, and either all rows of its micro-batch or only this rank's. ``share``: this rank's
     part of a micro-batch.
 
-    Raises ValueError where the model routes nothing. Not collective but for ``agreement``.
+    Raises ValueError for a model without routers. Only ``agreement`` is collective.
     """
 
     def __init__(
@@ -135,7 +134,8 @@ class ModelReplay:
         self._shape = shape
         self._device = device
         self._share = share
-        # All tensor ranks route the same tokens, unless sequence parallelism divides them: then every rank counts.
+        # Tensor-parallel ranks route the same tokens, so only the first one counts; with sequence parallelism each
+        # rank routes its own tokens and counts them.
         self._counts_here = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns: list[list[int]] = []
@@ -147,9 +147,9 @@ class ModelReplay:
         RouterReplay.clear_global_router_replay_instances()
 
     def load(self, batches: Sequence[PackedBatch]) -> None:
-        """Take the recordings of the micro-batches that come next, this rank's part of each.
+        """Load this rank's part of the recordings of the next micro-batches.
 
-        Raises ValueError where a recording does not belong to this model.
+        Raises ValueError for a recording of another model.
         """
         for batch in batches:
             self._check(batch)
@@ -160,15 +160,15 @@ class ModelReplay:
             state.counts.zero_()
 
     def unload(self) -> None:
-        """Forget the recordings; the routers route naturally again."""
+        """Drop the recordings; the routers then route naturally."""
         self._recordings = [[] for _ in self._states]
         for state in self._states:
             state.replay(None, compares=False)
 
     def forward(self, chunk: int, micro_batch: int, run: Callable[[], Tensor]) -> Tensor:
-        """``run()``, the forward pass of a chunk, under the micro-batch's recording.
+        """Return ``run()``, the forward pass of a chunk, which replays the micro-batch's recording.
 
-        Its backward pass, and what that recomputes, replays the same recording.
+        The backward pass, and recomputation in it, replay the same recording.
         """
         state = self._states[chunk]
         recording = self._recordings[chunk][micro_batch]
@@ -184,7 +184,7 @@ class ModelReplay:
         return output
 
     def agreement(self) -> MetricSums:
-        """How often the loaded micro-batches' natural routing was the engine's. Collective."""
+        """Count how often the natural routing of the loaded micro-batches equals the engine's. Collective."""
         counts = torch.stack([state.counts for state in self._states]).sum(0)
         counts = counts * int(self._counts_here)
         dist.all_reduce(counts)
@@ -224,10 +224,10 @@ class ModelReplay:
 
 
 def attach(chunk: GPTModel, state: ChunkState, moe_layers: Sequence[int]) -> list[int]:
-    """Give every router of ``chunk`` a LayerReplay; for each, its layer's place in ``moe_layers``.
+    """Attach a LayerReplay to every router of ``chunk``; return the indices of their layers in ``moe_layers``.
 
-    ``moe_layers``: the model's layers that route, from 0. Raises ValueError where the chunk's
-    layers with a router are others.
+    ``moe_layers``: numbers, from 0, of the model's layers with a router. Raises ValueError if they do not agree with
+    the chunk's layers.
     """
     columns: list[int] = []
     for layer in chunk.decoder.layers:

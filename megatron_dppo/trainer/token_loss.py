@@ -24,7 +24,7 @@ TokenLoss = Callable[[PolicyStats, PackedBatch], LossSums]
 
 
 LossObserver = Callable[[PackedBatch, TokenInputs, LossSums], None]
-"""Is told of each micro-batch what the loss saw and made of it."""
+"""Callback with each micro-batch, the inputs of its loss, and the result."""
 
 
 def make_token_loss(
@@ -36,13 +36,17 @@ def make_token_loss(
     *,
     weighted_reference: bool = False,
 ) -> TokenLoss:
-    """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens.
+    """Return the loss of ``algorithm``, a SUM over tokens, as a function of a micro-batch's statistics.
 
-    ``aggregation``: a name in ``algorithms.aggregation.AGGREGATIONS``, whose factor of each token
-    the sum has; its denominator is the caller's. ``reference_kl``: factor of the penalty on leaving
-    the reference policy, whose log-probabilities the batch then has; 0: none.
-    ``reference_estimator``: a name in ``algorithms.reference_penalty.ESTIMATORS``; ``weighted_reference``:
-    times min(pi / mu, the algorithm's cap).
+    Args:
+        algorithm: the algorithm.
+        aggregation: a name in ``algorithms.aggregation.AGGREGATIONS``. The sum has its factors of tokens; the caller
+            divides by its denominator.
+        observers: called with each micro-batch and its loss.
+        reference_kl: factor of the penalty on leaving the reference policy; 0: none. With a penalty, batches need the
+            column of the reference policy's log-probabilities.
+        reference_estimator: a name in ``algorithms.reference_penalty.ESTIMATORS``.
+        weighted_reference: whether the penalty of a token is multiplied by min(pi / mu, the algorithm's cap).
     """
     cap = algorithm.ratio_cap if weighted_reference else None
     penalty = None
@@ -67,12 +71,11 @@ def make_token_loss(
 
 
 def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
-    """Align a micro-batch with its statistics, on the statistics' device.
+    """Combine a micro-batch with its statistics, on their device.
 
-    The sampled token becomes the last of K + 1 columns; it is marked invalid where TopK(mu) already
-    holds it, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has
-    no Top-K. ValueError where the statistics have it and the batch does not, and where the batch has
-    no rollout log-probabilities.
+    The sampled token becomes the last of K + 1 Top-K columns. It is marked invalid where TopK(mu) has it already, so
+    that no probability counts twice. Without ``stats.topk_log_probs`` the result has no Top-K tensors. Raises
+    ValueError if the batch lacks its own Top-K, or the rollout log-probabilities.
     """
     batch = batch.to(stats.log_probs.device)
     topk = rollout_topk = valid = None
@@ -104,13 +107,13 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
 
 
 def sequence_ids(batch: PackedBatch, branches: Tensor) -> Tensor:
-    """int64 [T]: which response of the pack each token belongs to; all ``branches`` (``branch_ids``) of one are one."""
+    """Return for each token the number of its response in the pack, int64 [T]. ``branches``: see ``branch_ids``."""
     responses = (batch.sequence_index.diff() != 0).long().cumsum(0)
     return F.pad(responses, (1, 0))[branches]
 
 
 def branch_ids(batch: PackedBatch) -> Tensor:
-    """int64 [T]: which sequence of the pack each token belongs to: a branch of a response."""
+    """Return for each token the number of its sequence in the pack, int64 [T]; a sequence is a branch of a response."""
     positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
     return torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
 
@@ -122,9 +125,9 @@ def with_sampled(
     *,
     sampled: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi and log mu at TopK(mu) and at the sampled token, [T, K + 1], and which of them count, bool.
+    """Return log pi and log mu at TopK(mu) and the sampled token, [T, K + 1], and a bool mask of valid columns.
 
-    ``topk``, ``rollout_topk``, ``ids``: [T, K], ids -1 where there is none. ``sampled``: log pi, log mu and ids [T].
+    ``topk``, ``rollout_topk``, ``ids``: [T, K], with id -1 in empty columns. ``sampled``: log pi, log mu and ids [T].
     """
     log_probs, rollout_log_probs, token_ids = sampled
     valid = ids >= 0

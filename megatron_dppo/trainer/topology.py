@@ -20,7 +20,7 @@ from megatron_dppo.trainer.watchdog import LONGEST_WAIT_S, Watchdog, client_of
 log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=LONGEST_WAIT_S)
-"""torch's own, the last resort: a dead rank is detected by the supervisor, a hung one by the watchdog."""
+"""torch's own limit, the last resort: the supervisor detects a dead rank, and the watchdog a hung one."""
 _CONNECT = timedelta(seconds=5)
 
 
@@ -30,7 +30,7 @@ class Topology:
 
     Attributes:
         leaders: global rank of each replica's leader (TP 0, CP 0, PP 0), by data-parallel rank.
-        data_group: the ranks of the other replicas at this rank's place, context-parallel ones not among them.
+        data_group: the ranks of all replicas at this rank's place, without other context-parallel ranks.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Whether this rank is the first of its replica's in its pipeline stage, which all know the same statistics."""
+        """Whether this rank is the first of its replica in its pipeline stage, whose ranks have equal statistics."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -77,11 +77,17 @@ def init_distributed(
 ) -> None:
     """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Without RANK: a group of this process alone. Every listener that this opens is bound to
-    ``interface``; None: the rendezvous to MASTER_ADDR, the others to loopback where that is, else to
-    what gloo and NCCL choose. ``limit_s``: a collective that takes longer ends this process, with a
-    report. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that this machine
-    lacks.
+    Without RANK, the group has only this process.
+
+    Args:
+        world_size: number of ranks.
+        interface: network interface of all sockets that listen. None: the rendezvous listens on MASTER_ADDR; gloo and
+            NCCL listen on loopback if MASTER_ADDR is loopback, and else choose an interface themselves.
+        limit_s: a longer collective ends this process with a report.
+
+    Raises:
+        ValueError: WORLD_SIZE is not ``world_size``.
+        InterfaceError: this machine lacks the interface.
     """
     given_size = int(os.environ.get("WORLD_SIZE", "1"))
     if given_size != world_size:
@@ -111,19 +117,19 @@ def init_distributed(
 
 
 def _name_interface(interface: str | None) -> None:
-    """Name the interface to gloo and NCCL, for every group that this process makes."""
+    """Set the variables that name the interface to gloo and NCCL for all groups of this process."""
     if interface is not None:
         name = network.interface_of(network.interface_address(interface)) or interface
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
     elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
         loopback = network.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
-            # gloo alone: it would look up the machine's own name, which may resolve to an address that others reach.
+            # Set gloo's only: it would listen on the address of the machine's name, which others may reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _store(world_size: int, interface: str | None) -> dist.Store:
-    """The rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
+    """Connect to the rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -132,7 +138,7 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     address = host
     if interface is not None:
         address = network.interface_address(interface)
-    # Many machines call themselves by an address that only they can reach.
+    # The name of a machine may resolve to its loopback address, which other machines cannot reach.
     if network.is_loopback(address) and not _on_one_host():
         log.warning(
             "the ranks' rendezvous listens on every interface: MASTER_ADDR, %s, is loopback here; "
@@ -144,13 +150,13 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
 
 
 def ranks_per_node() -> int:
-    """Ranks on each machine, as the launcher says; they are numbered machine by machine."""
+    """Return the number of ranks on each machine, from the launcher's variables; ranks are numbered by machine."""
     world = os.environ.get("WORLD_SIZE", "1")
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def _on_one_host() -> bool:
-    """Whether the launcher says that all ranks are on this machine."""
+    """Whether all ranks are on this machine, by the launcher's variables."""
     return ranks_per_node() == int(os.environ["WORLD_SIZE"])
 
 

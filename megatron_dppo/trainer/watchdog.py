@@ -1,8 +1,8 @@
-"""Ends a rank whose collective does not end, and says which, who asked for it, and which ranks are missing.
+"""End a rank that hangs in a collective, with a report of the collective, its caller and the missing ranks.
 
-torch's own limit is hours, because ranks wait in collectives while others generate or save, and what it
-raises names neither the collective nor the rank that does not come. What waits is read off torch's flight recorders,
-which keep every group's collectives, Megatron-Core's too: gloo and NCCL have one each.
+torch's own limit is set to hours, because ranks wait in collectives while others generate or save, and its error names
+neither the collective nor the missing rank. The watchdog reads torch's flight recorders, one for gloo and one for NCCL,
+which record the collectives of every group, Megatron-Core's included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from megatron_dppo.logging import note_failure
 
 DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
-"""torch's functions for gloo's recorder and for NCCL's; a build without NCCL lacks the second."""
+"""torch's functions that dump the recorders of gloo and NCCL; a build without NCCL lacks the second."""
 _LIBRARIES = ("torch", "megatron")
 
 
@@ -38,12 +38,12 @@ class Pending:
     """A collective that has begun on this rank and not ended.
 
     Attributes:
-        group: its process group, as torch names it: a number, and what it is for.
+        group: torch's name of the process group: a number, and the group's purpose.
         ranks: global ranks of the group.
         name: backend and operation, ``gloo:all_reduce``.
-        number: how many of the group's operations have begun here, this one included.
-        caller: the line that asked for it, outside of torch and Megatron-Core where there is one.
-        since_ns: when, in epoch nanoseconds.
+        number: number of the group's operations that have begun on this rank, this one included.
+        caller: the line that called it, outside of torch and Megatron-Core if there is one.
+        since_ns: time of its begin, in epoch nanoseconds.
     """
 
     group: str
@@ -54,7 +54,7 @@ class Pending:
     since_ns: int
 
     def is_same(self, other: Pending) -> bool:
-        """Whether both are one collective, seen by two ranks or at two moments."""
+        """Whether both describe the same collective, on two ranks or at two times."""
         return (self.group, self.name, self.number) == (other.group, other.name, other.number)
 
     def __str__(self) -> str:
@@ -63,19 +63,20 @@ class Pending:
 
 
 PENDING = TypeAdapter(list[Pending])
-"""Collectives, to send to other ranks."""
+"""Converts collectives to JSON and back, to send them to other ranks."""
 
 
 def pending(*, callers: bool) -> list[Pending]:
-    """Collectives of this process that have not ended, the oldest first. Groups that were destroyed have none: the
-    recorders keep what was under way in them until the backend's own limit.
+    """Return this process's collectives that have not ended, the oldest first.
 
-    ``callers``: name the lines that asked for them. For that torch imports its compiler in the calling
-    thread: only where the main thread, which imports it too, waits in one of these collectives.
+    Collectives of destroyed groups are left out: the recorders keep them until the backend's own limit.
+
+    ``callers``: whether to find the calling lines. For that torch imports its compiler in the calling thread, so pass
+    True only if the main thread, which may import it too, waits in one of these collectives.
     """
     ranks = known_groups()
     dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
-    # All entries, the ended ones too: a batch of NCCL is known by the one that closes it.
+    # Dump ended entries too: the state of a batch of NCCL is in the entry that closes it.
     waiting: list[Pending] = []
     for dump in dumps:
         if dump is not None:
@@ -96,7 +97,7 @@ def known_groups() -> dict[str, tuple[int, ...]]:
 
 
 def _of_groups(trace: Mapping[str, Any], groups: Container[str]) -> dict[str, Any]:
-    """The dump ``trace`` without entries of groups that are not in ``groups``, the names that torch knows."""
+    """Return the dump ``trace`` with only the entries of ``groups``, names of process groups."""
     entries = [e for e in trace.get("entries", ()) if e["process_group"][0] in groups]
     return {**trace, "entries": entries}
 
@@ -104,11 +105,10 @@ def _of_groups(trace: Mapping[str, Any], groups: Container[str]) -> dict[str, An
 def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> list[Pending]:
     """Return the collectives in a dump of a recorder (version 2) that have not ended.
 
-    The operations of a batch of NCCL (``batch_isend_irecv``) have no state of their own and stay as they
-    were recorded for ever (ProcessGroupNCCL::pointToPoint): the entry that closes the batch, of the same
-    number, has it.
+    The recorder does not update the entries of single operations in a batch of NCCL (``batch_isend_irecv``,
+    ProcessGroupNCCL::pointToPoint). Their state is that of the entry that closes the batch, which has the same number.
 
-    ``ranks``: global ranks by group; the recorder knows NCCL's only.
+    ``ranks``: global ranks by group; the recorder has those of NCCL's groups only.
     """
     entries = trace.get("entries", ())
     closed_batches: set[tuple[Any, ...]] = set()
@@ -131,7 +131,7 @@ def _closes_batch(entry: Mapping[str, Any]) -> bool:
 
 
 def _batch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Equal for the operations of one batch."""
+    """Return a key that is equal for the operations of one batch."""
     return (entry["process_group"], entry["is_p2p"], _number(entry))
 
 
@@ -152,7 +152,7 @@ def _pending(entry: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _callers(frames: Any) -> Iterator[str]:
-    """Lines outside of the libraries, the innermost first; then the outermost that there is."""
+    """Yield the frames outside of the libraries, the innermost first, and last the outermost frame of all."""
     for frame in frames:
         path = Path(frame["filename"])
         if not set(_LIBRARIES) & set(path.parts) and path.suffix == ".py":
@@ -179,7 +179,10 @@ _patience: list[tuple[str, float]] = []
 
 @contextmanager
 def patience(reason: str, limit_s: float = LONGEST_WAIT_S) -> Iterator[None]:
-    """Collectives of this block, of the process's main thread, may take ``limit_s``: ``reason``: what the others do."""
+    """Allow collectives in this block of the main thread to take ``limit_s``.
+
+    ``reason``: the work of other ranks meanwhile, for the report.
+    """
     _patience.append((reason, limit_s))
     try:
         yield
@@ -188,14 +191,14 @@ def patience(reason: str, limit_s: float = LONGEST_WAIT_S) -> Iterator[None]:
 
 
 class Watchdog:
-    """Looks at the collectives of this process from a thread of its own.
+    """Watches the collectives of this process from a thread of its own.
 
     Args:
-        rank: this process's.
-        limit_s: the longest that a collective may take, outside of ``patience``.
-        open_store: a connection to the ranks' rendezvous, by which those that wait tell each other.
-        on_hang: given the report; by default it is written down and the process ended.
-        pending: the collectives that have not ended, with their callers where it is asked to.
+        rank: global rank of this process.
+        limit_s: longest time of a collective outside of ``patience``.
+        open_store: opens a connection to the ranks' rendezvous, through which waiting ranks exchange their collectives.
+        on_hang: called with the report; by default the report is logged and the process ends.
+        pending: returns the collectives that have not ended; see the function ``pending``.
     """
 
     def __init__(
@@ -215,11 +218,11 @@ class Watchdog:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watching thread."""
         threading.Thread(target=self._watch, daemon=True, name="collective-watchdog").start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """End the watching thread."""
         self._stop.set()
 
     def overdue(self, now_ns: int) -> Pending | None:
@@ -238,7 +241,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> tuple[str, float]:
-        """The reason and the seconds of the longest wait that is allowed now."""
+        """The longest wait that is allowed now: its reason and its seconds."""
         return max([("", self._limit_s), *_patience], key=itemgetter(1))
 
     def _watch(self) -> None:
@@ -250,7 +253,7 @@ class Watchdog:
 
     def _report(self, hung: Pending) -> str:
         reason, limit = self._limit
-        # Only now: the main thread waits, and can't be in the middle of an import.
+        # Find callers only now: the main thread waits, so it cannot be inside an import.
         named_waits = self._pending(callers=True)
         hung = next((p for p in named_waits if p.is_same(hung)), hung)
         heard = self._hear(hung.ranks)
@@ -281,7 +284,7 @@ class Watchdog:
                     heard[rank] = PENDING.validate_json(store.get(_key(rank)))
             answered.set()
 
-        # In a thread, which is left behind where the rendezvous does not answer.
+        # Use a thread: it is abandoned if the rendezvous does not answer.
         threading.Thread(target=exchange, daemon=True).start()
         if answered.wait(2 * self._poll_s + _STORE_S):
             return heard
@@ -304,16 +307,16 @@ def describe(rank: int, hung: Pending, heard: Mapping[int, Sequence[Pending]]) -
 
 
 def end_process(report: str) -> None:
-    """Write the report down and end this process, whose main thread can't be woken."""
+    """Log the report and end this process, whose main thread can't be interrupted."""
     note_failure()
     log.error("a collective hangs: %s", report)
     print(f"error: a collective hangs: {report}", file=sys.stderr, flush=True)
-    # sys.exit would wait for threads, and its clean-up would enter that of the collectives.
+    # Do not call sys.exit: it would wait for threads and for the clean-up of the process groups.
     os._exit(HUNG)
 
 
 def client_of(host: str, port: int, timeout: timedelta) -> Callable[[], dist.Store]:
-    """Return a function that opens a separate connection to the rendezvous: the process's may be waiting in a call."""
+    """Return a function that opens a new connection to the rendezvous: the process's own may be blocked in a call."""
 
     def connect() -> dist.Store:
         store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)

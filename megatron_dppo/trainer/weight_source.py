@@ -22,10 +22,12 @@ from megatron_dppo.trainer.trainer import Trainer
 
 
 class TrainerWeights:
-    """``weight_sync``'s source of weights over a Trainer; see ``WeightSource`` there.
+    """A trainer's weights as the WeightSource of ``weight_sync``, which documents the methods.
 
-    ``ranks_per_sender``: one rank of each run of so many sends what these hold most of. ``values``: this
-    rank's present tensors; default: the trainer's weights.
+    Args:
+        trainer: the trainer.
+        ranks_per_sender: number of consecutive ranks of which one sends the tensors that they hold most of.
+        values: returns this rank's present tensors; default: the trainer's weights.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class TrainerWeights:
 
     @property
     def dtype_name(self) -> str:
-        """The weights' type."""
+        """The dtype of the weights."""
         return str(self._trainer.dtype).removeprefix("torch.")
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
-        """All weights in buckets; with ``spread`` each on the rank that holds most of it, or on its
-        node's sender, else on 0."""
+        """Plan all weights in buckets.
+
+        With ``spread``, a bucket is gathered on the rank that holds most of it, or on its node's sender; otherwise on
+        rank 0.
+        """
         t = self._trainer
         sizes = {"bucket_bytes": bucket_bytes, "item_bytes": t.dtype.itemsize}
         per_sender = self._ranks_per_sender
@@ -70,23 +75,26 @@ class TrainerWeights:
         )
 
     def bytes_between_nodes(self, plan: Sequence[gather_plan.Bucket]) -> int:
-        """Bytes of the plan's gathers that travel between nodes, over all ranks."""
+        """Count the bytes that the plan's gathers send between nodes, over all ranks."""
         nodes = ranks_per_node()
         item = self._trainer.dtype.itemsize
         return sum(gather_plan.elements_between_nodes(bucket, nodes) for bucket in plan) * item
 
     def gather_bound(self) -> int:
-        """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
+        """Return the fewest bytes that ranks must exchange so that every tensor is whole on some rank."""
         t = self._trainer
         return gather_plan.fewest_gathered_elements(t.shape, t.layout) * t.dtype.itemsize
 
     def gather(self, plan: Sequence[gather_plan.Bucket]) -> Iterator[Gathered]:
-        """The present weights by the plan's buckets; collective. A bucket holds until the second after."""
+        """Yield the present weights in the plan's buckets. Collective.
+
+        A bucket stays unchanged until the second one after it.
+        """
         self._trainer.check_resident("gather weights", "weights")
         return gather(plan, self.rank, self._values(), self._buffers)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, by rank; collective."""
+        """Return the JSON values of all ranks, by rank. Collective."""
         return all_gather_json(value)
 
     def score(
@@ -95,10 +103,10 @@ class TrainerWeights:
         *,
         quantized: bool = False,
     ) -> list[list[float]]:
-        """log p(token | tokens before it) of all but the first, by prompt, at temperature 1.
+        """Compute log p(token | tokens before it) of all tokens but the first, by prompt, at temperature 1. Collective.
 
-        Collective; every replica computes the same. Routing is the trainer's own. ``quantized``: score with the weights
-        as block FP8 rounds them; with adapters, which the engines hold merged, the weights are not rounded.
+        Every replica computes the same values, with its own routing. ``quantized``: score with weights that are rounded
+        to block FP8. The weights of a trainer with adapters are not rounded, because engines hold them merged.
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         batches = self._trainer.packed(samples)
@@ -116,9 +124,10 @@ class TrainerWeights:
 
 
 class AdapterWeights(TrainerWeights):
-    """The same of the adapters alone, under the names of ``model.adapters``. Raises ValueError where there are none.
+    """A trainer's adapters as a source of weights, under the names of ``model.adapters``.
 
-    ``base``: the weights that they are added to. ``folder``: what a folder of them says.
+    ``base``: the frozen weights that they are added to. ``folder``: the description of the adapters in a PEFT folder.
+    Raises ValueError for a trainer without adapters.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -131,7 +140,7 @@ class AdapterWeights(TrainerWeights):
         )
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
-        """All A and B in buckets, on rank 0."""
+        """Plan all A and B in buckets, which are gathered on rank 0."""
         t = self._trainer
         item = self._trainer.dtype.itemsize
         return gather_plan.adapter_buckets_plan(
@@ -139,7 +148,7 @@ class AdapterWeights(TrainerWeights):
         )
 
     def gather_bound(self) -> int:
-        """The fewest bytes that ranks must exchange so that every A and B is whole somewhere."""
+        """Return the fewest bytes that ranks must exchange so that every A and B is whole on some rank."""
         (whole_bucket,) = self.plan(sys.maxsize, spread=False)
         elements = 0
         for tensor in whole_bucket.tensors:

@@ -1,8 +1,9 @@
-"""The two row kernels of the statistics: what every backend implements, in plain torch, in C++ for this machine's CPU,
-in Triton for GPUs; and which backend runs.
+"""The two row kernels of the statistics, forward and backward, and the choice of their backend.
 
-Legend: T = tokens, C = columns of the local shard, R = real columns of it (those below the true
-vocabulary's end).
+Backends are in plain torch, in C++ for this machine's CPU, and in Triton for GPUs.
+
+Legend: T = tokens, C = columns of the local shard, N = requested columns of each row; p, z and H: probability, logit
+and entropy; a: the sampled token.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class RowGradient:
 
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
-"""float64 [T]: lse = log sum exp(scale z) over this shard's columns but each row's first asked one;
-float64 [T] or None, each: sum p log p, and sum p^2, with p normalised over the same columns; float32
-(float64 for float64 logits) [T, N]: z at the asked columns, 0 at -1.
+"""The result of the forward kernel: lse, sum p log p, sum p^2, and z at the requested columns.
+
+lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. The two
+sums, float64 [T] or None, have p normalised over the same columns. z is float32 (float64 for float64 logits) [T, N],
+and 0 at column -1.
 """
 
 
@@ -51,7 +54,7 @@ class Backend(Protocol):
     """Row kernels over one shard ``logits`` [T, C] of which the first ``real`` columns count."""
 
     def unavailable(self, logits: Tensor) -> str | None:
-        """Why this backend cannot take ``logits``; None where it can."""
+        """Return why this backend does not support ``logits``; None if it does."""
 
     def forward(
         self,
@@ -62,10 +65,10 @@ class Backend(Protocol):
         with_entropy: bool,
         with_squares: bool = False,
     ) -> Rows:
-        """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id.
+        """Compute ``Rows`` of this shard at ``columns`` int64 [T, N], -1 where another rank owns the id.
 
-        The first of them, the sampled token's, is left out of the sums: what is not the token is
-        then known to its own relative precision, however near 1 the token's probability is.
+        The sums leave out the first requested column, the sampled token's. So the probability of all other tokens has
+        full relative precision, even if the sampled token's probability is nearly 1.
         """
 
     def backward(
@@ -76,8 +79,7 @@ class Backend(Protocol):
         gradient: RowGradient,
         out: Tensor,
     ) -> None:
-        """Write dL/dz into ``out`` [T, C], which may be ``logits``. Rows without a gradient are
-        written, not read.
+        """Write dL/dz into ``out`` [T, C], which may be ``logits``. Logits of rows without a gradient are not read.
 
         dL/dz_j = scale [ g (1[j = a] - p_j) - h p_j (log p_j + H) ], g = dL/d log pi(a), h = dL/dH;
         0 in padding.
@@ -89,10 +91,10 @@ BLOCK_BYTES = 4 << 20
 
 
 class EagerBackend:
-    """In plain torch, a block of rows at a time: runs everywhere, and is what the others are read against."""
+    """The reference backend, in plain torch, which computes a block of rows at a time and runs everywhere."""
 
     def unavailable(self, logits: Tensor) -> str | None:
-        """Always available."""
+        """Return None: this backend is always available."""
         return None
 
     def forward(
@@ -113,7 +115,7 @@ class EagerBackend:
             z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
             if real:
                 index = left_out[rows]
-                # -1 writes over column 0 what stands there: a row's scatter takes one index.
+                # Every row scatters one value: a row whose index is -1 rewrites column 0 unchanged.
                 value = torch.where(index < 0, z[:, :1], -math.inf)
                 z.scatter_(1, index.clamp(min=0), value)
             top = z.amax(-1) if real else z.new_full((len(z),), -math.inf)
@@ -126,7 +128,7 @@ class EagerBackend:
                 squared = weights.square().sum(-1, dtype=torch.float64)
                 squares[rows] = torch.where(total > 0, squared / total.square(), 0.0)
             if plogp is not None:
-                # z = -inf meets a weight of 0: their product is 0, not NaN.
+                # The clamp makes the product of z = -inf and a weight of 0 zero, not NaN.
                 weighted = weights.mul_(z.clamp_(min=-1e4)).sum(-1, dtype=torch.float64)
                 plogp[rows] = torch.where(total > 0, weighted / total - total.log(), 0.0)
         return lse, plogp, squares, gather_owned(logits, columns)
@@ -144,7 +146,7 @@ class EagerBackend:
         if gradient.entropy is not None:
             used = used | (gradient.entropy != 0)
         out[:, real:] = 0
-        # A shard of padding alone owns no target.
+        # A shard that has only padding owns no target.
         if not real:
             return
         for rows in _blocks(logits):
@@ -157,8 +159,7 @@ class EagerBackend:
 
     def _rows(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
         dtype = _compute_dtype(logits)
-        # The shift in units of the logits, and what its rounding took away: exact where lse is
-        # large.
+        # Subtract lse in two parts, in units of the logits and the rounding error of that: exact also for a large lse.
         shift = (gradient.lse[rows] / scale).to(dtype)
         rest_gradient = (shift.double() * scale - gradient.lse[rows]).to(dtype)
         log_p = (
@@ -174,7 +175,7 @@ class EagerBackend:
             assert gradient.entropy_value is not None
             h = gradient.entropy[rows].to(dtype)
             value = gradient.entropy_value[rows].to(dtype)
-            # log p = -inf meets p = 0: their product is 0, not NaN.
+            # The product of p = 0 and log p = -inf must be 0, not NaN.
             log_p = torch.where(p > 0, log_p, 0.0)
             factor = factor - h[:, None] * (log_p + value[:, None])
         result = p.mul_(factor)
@@ -185,7 +186,7 @@ class EagerBackend:
 
 
 def gather_owned(logits: Tensor, columns: Tensor) -> Tensor:
-    """``logits`` [T, C] at ``columns`` int64 [T, N], 0 where the column is -1."""
+    """Return ``logits`` [T, C] at ``columns`` int64 [T, N], 0 where the column is -1."""
     values = logits.gather(1, columns.clamp(min=0)).to(_compute_dtype(logits))
     return values.masked_fill_(columns < 0, 0.0)
 
@@ -222,9 +223,7 @@ class CppBackend:
     """See ``Backend``."""
 
     def unavailable(self, logits: Tensor) -> str | None:
-        """Other devices and dtypes, or a machine on which the kernels cannot be built (which is
-        logged, once).
-        """
+        """Return why not: another device or dtype, or kernels that cannot be built on this machine (logged once)."""
         if logits.device.type != "cpu":
             return f"the C++ kernels run on the CPU, and the logits are on {logits.device}"
         if logits.dtype not in CPP_DTYPES:
@@ -270,7 +269,7 @@ class CppBackend:
         out: Tensor,
     ) -> None:
         """See ``Backend``."""
-        # Named, so that a converted copy lives until the kernel has read it.
+        # Keep references to converted copies until the kernel has read them.
         targets = gradient.targets.contiguous()
         log_prob = gradient.log_prob.float().contiguous()
         entropy = None
@@ -344,7 +343,7 @@ class TritonBackend:
     """
 
     def unavailable(self, logits: Tensor) -> str | None:
-        """No Triton, float64 logits, or a CPU without the interpreter."""
+        """Return why not: no Triton, float64 logits, or a CPU without the interpreter."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         if logits.dtype not in TRITON_DTYPES:
@@ -416,7 +415,7 @@ class TritonBackend:
         rows, columns = logits.shape
         if not rows:
             return
-        # The shift in units of the logits, and what its rounding took away.
+        # Subtract lse in two parts, in units of the logits and the rounding error of that.
         shift = (gradient.lse / scale).float()
         row_shift = (shift.double() * scale - gradient.lse).float()
         g = (gradient.log_prob * scale).float().contiguous()
@@ -449,7 +448,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": TritonBackend(),
 }
 PREFERENCE = {"cpu": ("cpp", "eager"), "cuda": ("triton", "eager")}
-"""Backends of each device: the first available one runs; eager is always available."""
+"""Backends of each device, in the order of preference; eager is always available."""
 
 
 def choose(logits: Tensor, name: str | None = None) -> Backend:

@@ -290,9 +290,9 @@ class _HeadStats(torch.autograd.Function):
         head: _Head = ctx.head
         # This pass writes a gradient into the kept logits, so a second pass cannot use them.
         kept_chunk, ctx.kept = ctx.kept, None
-        row_grads = [
-            grad if grad is None or head.rows is None else grad[head.rows] for grad in grads[:3]
-        ]
+        row_grads = list(grads[:3])
+        if head.rows is not None:
+            row_grads = [None if grad is None else grad[head.rows] for grad in row_grads]
         sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
         of_ids = IdGradients.of(head.request.ids, log_p, *row_grads[:2])
         gradient = _RowGradients(head.request, lse, entropy, row_grads[0], of_ids, row_grads[2])
@@ -345,7 +345,8 @@ class _RowGradients:
             request.columns[rows, 0],
             self.lse[rows],
             None if entropy is None else entropy[rows],
-            *(None if g is None else g[rows] for g in (total, self.grad_entropy)),
+            None if total is None else total[rows],
+            None if self.grad_entropy is None else self.grad_entropy[rows],
         )
         real = request.shard.real
         scale = request.scale

@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.system import errors
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
-TREE, OUTSIDE = errors.__doc__.split("These are outside of it")
+TREE, OUTSIDE = errors.__doc__.split("The errors below are outside")
 
 
 def is_exception(name):

@@ -114,7 +114,9 @@ def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Fin
     """Return a table for the user: one line for each node, with a dash for a missing value, then the faults."""
     bad = {finding.host for finding in findings}
     rows: list[tuple[str, ...]] = [_COLUMNS]
-    rows += [(*_cells(evidence[h]), "bad" if h in bad else "ok") for h in sorted(evidence)]
+    for host in sorted(evidence):
+        verdict = "bad" if host in bad else "ok"
+        rows.append((*_cells(evidence[host]), verdict))
     return "\n".join([*aligned(rows), *map(str, findings)])
 
 

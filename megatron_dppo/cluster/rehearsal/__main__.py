@@ -56,23 +56,23 @@ FAILED = 1
 STOP_AFTER = 1
 CONFIG = "rehearsal.yaml"
 PREPARED = "prepared.json"
-"""File with what a prepared rehearsal leaves out, where its run is started by another process."""
+"""File with the omissions of a prepared rehearsal, for the process that runs it."""
 IMPORTS_LOG = "imports.log"
-"""File with the output of the processes that import the libraries."""
+"""File with the output of the fork servers that import the libraries."""
 _GPUS_OF_A_NODE = 8
 _LONGEST_VALUE = 80
 _PREPARATIONS = 4
-"""Phases before a process is started."""
+"""Number of phases before the first process starts."""
 _SERVER_MIB = 1600
 _RANK_MIB = 300
 _STARTS_CPU_S = 60
 _RANK_CPU_S = 12
-"""Rough sizes and processor seconds of processes, for the estimate before a start."""
+"""Rough memory and processor seconds of processes, for the estimate before a start."""
 
 
 @dataclass
 class RehearsalPhases:
-    """Seconds of each phase of a rehearsal, in order. ``count``: phases of the whole rehearsal."""
+    """Seconds of each phase of a rehearsal, in order. ``count``: number of phases of the whole rehearsal."""
 
     count: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def prepared_rehearsal(arguments: Sequence[str], form: attempts.RunForm) -> Rehe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rehearse a recipe; returns the exit code."""
+    """Rehearse a recipe and return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     ends_early = options.dry_run or options.on_nodes is not None
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Rehearsal:
     """One rehearsal of a recipe, from its files to the verdict.
 
-    Raises ConfigError, ModelError and other RunErrors for what is wrong with the recipe before a process is started.
+    Raises ConfigError, ModelError and other RunErrors for faults of the recipe, before a process is started.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Rehearsal:
             servers.close()
 
     def run_prepared(self) -> int:
-        """Run what another process has prepared in the folder (``--on-nodes``), and judge it."""
+        """Run and judge a rehearsal that another process has prepared in the folder (``--on-nodes``)."""
         path = self.directory / CONFIG
         entries = json.loads((self.directory / PREPARED).read_text(encoding="utf-8"))
         left_out = [Omission(**entry) for entry in entries]
@@ -202,7 +202,7 @@ class Rehearsal:
         return known
 
     def _outline(self, config: TrainConfig, parallel: ParallelConfig) -> str:
-        """The recipe in a line: algorithm, features, layout."""
+        """Describe the recipe in a line: algorithm, features, layout."""
         parts = ", ".join(verdict.features(config))
         layout = Layout.of(parallel.sizes).describe()
         servers = config.engine.started + len(config.engine.urls)
@@ -215,7 +215,7 @@ class Rehearsal:
         own: str | None,
         problems: Problems,
     ) -> None:
-        """Print which inputs are the recipe's own, and what replaces the others."""
+        """Print which inputs are the recipe's own, and what replaces the missing ones."""
         missing = {absence.key: absence.reason for absence in problems.absent}
         if known.missing:
             missing["model.hf_checkpoint"] = known.missing
@@ -252,7 +252,7 @@ class Rehearsal:
             raise ConfigError([f"{key}{error}"], str(self.recipe)) from error
 
     def _set_aside(self) -> None:
-        """Rename the folder of an earlier rehearsal; delete nothing of the user's."""
+        """Rename the folder of an earlier rehearsal; delete only files that a rehearsal has made."""
         if fault := unwritable(self.directory):
             raise ConfigError([f"--directory: {fault}"], str(self.recipe))
         if (self.directory / CONFIG).exists():
@@ -261,7 +261,7 @@ class Rehearsal:
             self.directory.rename(renamed)
             say(f"the earlier rehearsal is now {renamed}")
         elif self.directory.exists():
-            # An earlier one that was refused: it holds nothing but its own material.
+            # The folder of a refused rehearsal has no configuration, only these generated folders.
             for name in ("model", "problems", "check"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -284,21 +284,21 @@ class Rehearsal:
         own: str | None,
         problems: Problems,
     ) -> None:
-        """Check the recipe's own values against its own model's config.json.
+        """Check the recipe's own values with its own model's config.json.
 
-        Files that are not on this machine are replaced, so that they hide no other fault. Raises ConfigError.
+        Paths of files that are not on this machine are replaced, so that every other fault is found. Raises
+        ConfigError.
         """
         folder = self.directory / "check"
         tiny_model.write_tokenizer(folder, own)
         (folder / "config.json").write_text(json.dumps(dict(known.values)), encoding="utf-8")
         train = problems.train[0]
         replaced = {absence.key for absence in problems.absent}
-        data: dict[str, Any] = {
-            "evaluation": {
-                name: problems.evaluation[name] if f"data.evaluation.{name}" in replaced else file
-                for name, file in config.data.evaluation.items()
-            }
-        }
+        evaluation = dict(config.data.evaluation)
+        for name in evaluation:
+            if f"data.evaluation.{name}" in replaced:
+                evaluation[name] = problems.evaluation[name]
+        data: dict[str, Any] = {"evaluation": evaluation}
         if "data.train" in replaced:
             data["train"] = train
         changed = config.model_copy(
@@ -307,15 +307,13 @@ class Rehearsal:
                 "data": config.data.model_copy(update=data),
             }
         )
-        faults = [
-            f"run.directory: {fault}"
-            for fault in [unwritable(Path(config.run.directory))]
-            if fault is not None
-        ]
+        faults: list[str] = []
         try:
             check_config(changed, str(self.recipe), weights=False)
         except ConfigError as error:
-            faults = [*error.faults, *faults]
+            faults += error.faults
+        if (fault := unwritable(Path(config.run.directory))) is not None:
+            faults.append(f"run.directory: {fault}")
         faults += _engine_table_faults(config)
         if config.lora.start_from is not None and not Path(config.lora.start_from).is_dir():
             faults.append(f"lora.start_from: got {config.lora.start_from!r}, expected a folder")
@@ -330,6 +328,9 @@ class Rehearsal:
         *,
         has_own_tokenizer: bool,
     ) -> Stage:
+        servers = config.engine.started
+        if self.options.on_nodes is None:
+            servers = max(1, self.options.servers)
         stage = Stage(
             directory=self.run_directory,
             model=model,
@@ -337,9 +338,7 @@ class Rehearsal:
             evaluation=problems.evaluation,
             longest_prompt=problems.longest,
             has_own_tokenizer=has_own_tokenizer,
-            servers=max(1, self.options.servers)
-            if self.options.on_nodes is None
-            else config.engine.started,
+            servers=servers,
             nodes=self.options.on_nodes,
             unreachable=_unreachable(absent_services(config)),
         )
@@ -371,7 +370,7 @@ class Rehearsal:
         say(f"  a random {known.shape.family} of {count:,} parameters: {sizes.describe()}")
 
     def _estimate(self, derived: TrainConfig) -> None:
-        """Print how much memory and processor time the runs take, roughly, and warn of too little memory."""
+        """Print a rough estimate of the runs' memory and time, and warn of too little memory."""
         import psutil
 
         ranks = derived.parallel.world_size
@@ -442,7 +441,7 @@ class Rehearsal:
         missed = [row for row in found if row.holds is False]
         cpu = self.imports_cpu_seconds + sum(attempt.cpu_seconds for attempt in done)
         total = sum(self.phases.seconds.values())
-        # Ranks and servers on the nodes of a job are no children of this process.
+        # Ranks and servers on the nodes of a job are no children of this process, so their time is unknown.
         cost = ""
         if on_nodes is None:
             cost = f", and {cpu:.0f} CPU seconds of ranks and servers"
@@ -521,7 +520,7 @@ def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
-    """Return SGLang's faults of options that the CPU server does not get; the run itself checks the others."""
+    """Return SGLang's faults of options that the rehearsal drops for its CPU server; the run checks the others."""
     table = {
         key: value
         for key, value in config.sglang.items()
@@ -536,7 +535,7 @@ def _engine_table_faults(config: TrainConfig) -> list[str]:
 
 
 def _commented(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """The head of the rehearsal's configuration: each key that differs, with both values."""
+    """Return the first lines of the rehearsal's configuration: each key that differs, with both values."""
     lines = [
         "# Made by megatron-dppo rehearse. Keys that differ from the recipe's: recipe -> here."
     ]
@@ -558,7 +557,7 @@ _SUMS = ("math_verify", "exact_integer")
 
 
 def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
-    """Whether the recipe's rewards take a toy problem: one may need columns that only its own data has."""
+    """Whether the recipe's rewards can score toy problems: a reward may need columns that only its own data has."""
     from megatron_dppo.data.problems import ProblemSet
     from megatron_dppo.data.trajectory import Problem
     from megatron_dppo.rewards.trial import reward_faults
@@ -573,7 +572,7 @@ def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
 
 
 def _unreachable(faults: Sequence[str]) -> dict[str, str]:
-    """The tables whose service does not answer, with the reason."""
+    """Return the keys of option tables whose service does not answer, each with the reason."""
     keyed = {}
     for fault in faults:
         key, _, reason = fault.partition(": ")
@@ -589,12 +588,14 @@ def _first_phases(step: int) -> str:
 
 
 def _resumed_phases(ends: int) -> attempts.PhaseOf:
-    """RehearsalPhases of the second attempt, whose records begin with those of the first."""
-    seen: list[int] = []
+    """Return the phases of the second attempt, whose records begin with those of the first attempt."""
+    first_step: int | None = None
 
     def phase(step: int) -> str:
-        seen.append(step)
-        if step == seen[0]:
+        nonlocal first_step
+        if first_step is None:
+            first_step = step
+        if step == first_step:
             return "resume"
         if step < ends:
             return "train after resume"

@@ -1,4 +1,4 @@
-"""The runs of a rehearsal: one that is stopped after its first step, and one that resumes it to its end."""
+"""The two runs of a rehearsal: the first is stopped after one step, the second resumes it and runs to the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
 
 PhaseOf = Callable[[int], str]
-"""The name of the phase in which a run is whose last recorded step is the argument (-1: none)."""
+"""Function from a run's last recorded step (-1: none) to the name of the run's present phase."""
 TRAIN = "megatron_dppo.train"
 _LOOK_EVERY_S = 0.2
 _MEASURE_EVERY_S = 4.0
@@ -50,12 +50,12 @@ _KEYS_OF_ERRORS = {
     "Engine": "sglang",
     "OutOfMemory": "training.micro_batch_tokens",
 }
-"""Words of an error that names no key -> the key to look at first."""
+"""Text in an error that names no key -> the key that is the likely cause."""
 
 
 def key_of(text: str) -> str | None:
-    """The recipe's key that an error names, or the one that its kind is about; None where neither is known."""
-    # The last error is the cause: earlier lines are what it was before.
+    """Return the recipe's key that an error names, else the key for its class; None where neither is known."""
+    # Search from the end: the last error is the cause.
     for line in reversed(text.splitlines()):
         if found := _KEY.search(line):
             return found[0]
@@ -64,7 +64,7 @@ def key_of(text: str) -> str | None:
 
 @dataclass
 class RehearsalRun:
-    """How one start of the run ended.
+    """The end of one start of the run.
 
     ``code``: its exit code. ``errors``: the end of its standard error and of its supervisor's log.
     """
@@ -76,7 +76,7 @@ class RehearsalRun:
     errors: str
 
     def failure(self) -> str:
-        """The reason of a failure, with the key of the recipe where one is named."""
+        """Describe the failure by the error lines of the run, or by its last lines."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         reasons = [line for line in lines if line.startswith("error:")]
         reasons = reasons or [line for line in lines if _EXCEPTION.match(line)] or lines[-3:]
@@ -85,7 +85,7 @@ class RehearsalRun:
 
 @dataclass
 class _Watch:
-    """Follows a running attempt from threads: its errors, its steps and its usage."""
+    """Threads that follow a running attempt: they copy its errors, stop it after a step and measure its usage."""
 
     directory: Path
     phase_of: PhaseOf
@@ -125,7 +125,7 @@ class _Watch:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(self.stop_signal)
             if time.monotonic() - measured > _MEASURE_EVERY_S:
-                # Forks of shared servers are no descendants of the run.
+                # Measure the processes below this one: forks of shared fork servers are no descendants of the run.
                 self.usage.add(self.phase_of(step), usage_of(os.getpid()))
                 measured = time.monotonic()
 
@@ -136,9 +136,9 @@ class RunForm:
 
     Attributes:
         command: the command line before the path of the configuration.
-        stop_signal: a signal by which the run ends its step and saves a checkpoint.
-        environment: variables beside this process's.
-        fork_servers: import libraries once for all runs.
+        stop_signal: the signal that makes the run end its step and save a checkpoint.
+        environment: environment variables in addition to this process's.
+        fork_servers: fork servers that have imported the libraries for all runs.
     """
 
     command: Sequence[str]
@@ -147,7 +147,7 @@ class RunForm:
     fork_servers: SharedForkServers = field(default_factory=SharedForkServers)
 
     def with_imports(self, servers: SharedForkServers) -> RunForm:
-        """The form whose runs fork their processes from ``servers``."""
+        """Return a copy whose runs fork their processes from ``servers``."""
         variables = {**self.environment, **servers.variables}
         return replace(self, environment=variables, fork_servers=servers)
 
@@ -156,7 +156,7 @@ LOCAL = RunForm(
     (sys.executable, "-m", TRAIN),
     # The supervisor treats SIGINT as Ctrl-C.
     signal.SIGINT,
-    # Ranks and servers are processes of CPUs, also on a machine with GPUs.
+    # Ranks and servers run on CPUs, also on a machine with GPUs.
     {"CUDA_VISIBLE_DEVICES": ""},
 )
 
@@ -164,10 +164,10 @@ LOCAL = RunForm(
 def share_imports(config: TrainConfig, log: Path) -> SharedForkServers:
     """Import the libraries of the rehearsal's ranks and servers on this machine, once for all runs.
 
-    ``log``: takes the output of the processes that import.
+    ``log``: file for the output of these fork servers.
     """
     servers = SharedForkServers()
-    # Variables of this process become those of the runs.
+    # The runs inherit the variables of this process.
     os.environ.update(LOCAL.environment)
     sections = ServerSections.of(config).where_generated
     with log.open("wb") as file:
@@ -192,18 +192,19 @@ def run_attempt(
     """Run ``config`` to its end.
 
     Args:
-        config: the rehearsal's configuration.
-        directory: of the run.
-        usage: takes the samples.
-        phase_of: names phases for the samples.
-        stop_after: the step after which the run is asked to stop; None: it is not.
-        form: starts and stops the run.
+        config: path of the rehearsal's configuration.
+        directory: folder of the run.
+        usage: stores the samples of memory and processor time.
+        phase_of: returns the phase of a sample.
+        stop_after: the step after which the run is stopped; None: it runs to its end.
+        form: how the run is started and stopped.
     """
     watch = _Watch(directory, phase_of, stop_after, usage, form.stop_signal)
     servers = form.fork_servers
     log = directory / "logs" / "supervisor.log"
     logged = log.stat().st_size if log.is_file() else 0
-    began, cpu = time.monotonic(), _cpu_of_children() + servers.cpu_seconds()
+    start_time = time.monotonic()
+    cpu_before = _cpu_of_children() + servers.cpu_seconds()
     usage.begin()
     try:
         code = run_to_the_end(
@@ -215,10 +216,10 @@ def run_attempt(
         )
     finally:
         watch.end()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     errors = "".join(watch.lines) + _text_from(log, logged)
-    used = _cpu_of_children() + servers.cpu_seconds() - cpu
-    return RehearsalRun(code, seconds, used, watch.was_stopped, errors)
+    cpu_seconds = _cpu_of_children() + servers.cpu_seconds() - cpu_before
+    return RehearsalRun(code, seconds, cpu_seconds, watch.was_stopped, errors)
 
 
 def _text_from(path: Path, position: int) -> str:
@@ -232,7 +233,7 @@ def _text_from(path: Path, position: int) -> str:
 
 
 def was_interrupted(attempt: RehearsalRun) -> bool:
-    """Whether the user ended it, and not the rehearsal."""
+    """Whether the user ended the attempt, not the rehearsal."""
     return attempt.code in INTERRUPTED and not attempt.was_stopped
 
 

@@ -23,7 +23,7 @@ CHECKPOINT = "model.hf_checkpoint"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Look for every path; the exit code."""
+    """Check every path and return the exit code."""
     hide_secrets()
     words = sys.argv[1:] if arguments is None else arguments
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

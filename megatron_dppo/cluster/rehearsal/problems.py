@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 HELD_OUT = 2
 """Problems of each evaluation set."""
 _LOOKED_AT = 512
-"""Rows at a file's beginning from which the shortest prompts are taken."""
+"""Number of rows at a file's beginning from which the shortest prompts are selected."""
 _ANY_LENGTH = 1 << 20
 _TERMS = 100
 
 
 @dataclass(frozen=True)
 class Absence:
-    """An input of the recipe that is not on this machine, and its replacement. ``key``: of the recipe."""
+    """An input of the recipe that is not on this machine. ``reason`` names it and its replacement."""
 
     key: str
     reason: str
@@ -47,7 +47,7 @@ class Problems:
         train: paths, in the order of the recipe's ``data.train``.
         evaluation: paths by the name of the set.
         longest: tokens of the longest prompt.
-        absent: what toy problems replace.
+        absent: the inputs that toy problems replace.
     """
 
     train: tuple[str, ...]
@@ -69,8 +69,8 @@ def make_problems(
 ) -> Problems:
     """Write ``count`` training problems of each file, and a few of each evaluation set, into ``folder``.
 
-    A file of the recipe is read as a whole, so that a row that is no problem is found. Raises DataError, which begins
-    with the key of the recipe, for such a row and for a prompt that the template or the tokenizer does not take.
+    Every row of a recipe's file is read and checked. Raises DataError, which begins with the key of the recipe, for a
+    row that is no problem, and for a prompt that the template or the tokenizer does not accept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     form = PromptForm(
@@ -107,7 +107,7 @@ def make_problems(
 
 
 def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """``count`` different sums with their answers."""
+    """Return ``count`` different sums with their answers."""
     pairs = random.Random(seed).sample(range(_TERMS * _TERMS), count)
     return [
         {"prompt": f"{pair // _TERMS}+{pair % _TERMS}=", "answer": str(sum(divmod(pair, _TERMS)))}
@@ -116,7 +116,7 @@ def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str, Any]]:
-    """The rows with the shortest prompts at the beginning of the file, in the file's order."""
+    """Select the rows with the shortest prompts at the beginning of the file, in the file's order."""
     try:
         read_problems(file.path, _keys_of(file))
         records = read_all_records(file.path).records[:_LOOKED_AT]
@@ -156,7 +156,7 @@ def _keys_of(file: ProblemFile) -> DataKeys:
 
 
 def _under_keys(row: Mapping[str, str], file: ProblemFile) -> dict[str, Any]:
-    """A toy row with its values under the file's keys."""
+    """Return a toy row with its values under the file's keys."""
     named: dict[str, Any] = {
         file.prompt_key or "prompt": row["prompt"],
         file.answer_key or "answer": row["answer"],

@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.model.layout import LayoutSizes, size_faults
 
 STEPS = 3
-"""Rollout batches: one before the stop, and at least one after the resume."""
+"""Number of rollout batches: one before the stop, and at least one after the resume."""
 RESPONSE_TOKENS = 16
 TURN_TOKENS = 8
 _TURNS = 2
@@ -24,11 +24,11 @@ _GROUP = 4
 _CHECKPOINTS = 2
 _MICRO_BATCH_SEQUENCES = 2
 _LEARNING_RATE = 1e-4
-"""Large enough that bfloat16 weights change in every step, small enough that the random policy stays one."""
+"""Large enough to change bfloat16 weights in every step, small enough to keep the policy nearly random."""
 _ANY_PROCESSES = 1024
 """Value of ``run.processes_per_core``."""
 _PATIENCE_S = 3600.0
-"""Value of the limits of collectives, starts and requests: many ranks share few cores."""
+"""Time limit of collectives, starts and requests. It is long, because many ranks share few cores."""
 _HANG_S = 600.0
 _SCORE_S = 120.0
 
@@ -50,7 +50,7 @@ KEPT_ENGINE_OPTIONS = frozenset(
         "watchdog_timeout",
     )
 )
-"""Options of SGLang that mean the same on a CPU; the others are left out."""
+"""Options of SGLang with the same meaning on a CPU; all others are left out there."""
 DROPPED_MEGATRON_OPTIONS = frozenset(
     (
         "fp8",
@@ -83,18 +83,18 @@ DROPPED_MEGATRON_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Stage:
-    """The files that the rehearsal brings of its own.
+    """The rehearsal's own inputs and machines, in place of the recipe's.
 
     Attributes:
-        directory: of the run.
+        directory: folder of the run.
         model: the tiny model's folder.
         train, evaluation: files of problems.
-        longest_prompt: tokens.
+        longest_prompt: tokens of the longest prompt.
         has_own_tokenizer: whether the tokenizer is the recipe's.
-        servers: to start.
+        servers: number of servers to start.
         unreachable: keys of tables whose service does not answer, each with the reason.
         scores_toys: whether the recipe's reward scores the toy problems that replace its data.
-        nodes: the nodes of a cluster that the rehearsal runs on, with or without their GPUs; None: this machine.
+        nodes: kind of device on the cluster's nodes that the rehearsal uses; None: it runs on this machine's CPUs.
     """
 
     directory: Path
@@ -116,7 +116,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Omission:
-    """A part of the recipe that the rehearsal does not run. ``key``: of the recipe."""
+    """A part of the recipe that the rehearsal does not run. ``key``: the recipe's key, or words for a part."""
 
     key: str
     reason: str
@@ -126,7 +126,7 @@ NO_TOKENIZER = "no tokenizer in it; a byte-level one replaces it"
 
 
 def changed_values(config: TrainConfig, derived: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, each with the recipe's value and the rehearsal's."""
+    """Return the keys whose values differ, each with the recipe's value and the rehearsal's."""
     before = config.model_dump()
     after = derived.model_dump()
     changes = {}
@@ -139,7 +139,7 @@ def changed_values(config: TrainConfig, derived: TrainConfig) -> dict[str, tuple
 
 
 def longest_sequence(environment: EnvironmentConfig, longest_prompt: int) -> int:
-    """Tokens of the longest sequence of a rehearsal: a prompt and a response, or an episode."""
+    """Return the tokens of a rehearsal's longest sequence: a prompt and a response, or an episode."""
     if environment.name is None:
         return longest_prompt + RESPONSE_TOKENS
     turns = min(environment.max_turns, _TURNS)
@@ -147,12 +147,12 @@ def longest_sequence(environment: EnvironmentConfig, longest_prompt: int) -> int
 
 
 def problems_needed(config: TrainConfig, parallel: ParallelConfig) -> int:
-    """Training problems that a rehearsal's steps draw, twice over: some may be left out or drawn ahead."""
+    """Return twice the number of training problems that the steps draw: some may be left out or drawn ahead."""
     return 2 * STEPS * _prompts(config, parallel)[1]
 
 
 def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> TrainConfig:
-    """The rehearsal's configuration: ``config`` with as few keys changed as CPUs and minutes need.
+    """Return the rehearsal's configuration: ``config`` with the fewest changes with which it runs on CPUs in minutes.
 
     Args:
         config: the recipe, with the user's overrides.
@@ -160,7 +160,7 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
         stage: the model, the problems and the folder of the rehearsal.
     """
     tree = merged(config.model_dump(), _changes(config, parallel, stage))
-    # Replace these tables as a whole: a merge would keep the keys to drop.
+    # Replace these tables entirely: a merge would keep the keys to drop.
     dropped = _dropped_options(config, stage)
     sizes = () if stage.on_gpus else SIZES_OF_ENGINE
     dropped_keys = {**dropped, "sglang": [*dropped["sglang"], *sizes]}
@@ -196,7 +196,7 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             "sha256_list": None,
             "show_sample_every": 1,
             "processes_per_core": _ANY_PROCESSES,
-            # A process that dies is a finding.
+            # Restart nothing: the death of a process is a finding.
             "max_restarts": 0,
         },
         "model": {"hf_checkpoint": str(stage.model)},
@@ -259,12 +259,15 @@ def _group(config: TrainConfig) -> int:
 
 
 def _prompts(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
-    """Prompts of an optimiser step, and of a rollout batch: two optimiser steps where the recipe has several."""
-    # Every replica has a micro-batch for each pipeline stage.
+    """Return the prompts of an optimiser step and of a rollout batch.
+
+    A batch has two optimiser steps if the recipe's has several.
+    """
+    # Every replica needs a micro-batch for each pipeline stage.
     responses = parallel.data * parallel.pipeline
     group = _group(config)
     mini_batch = max(2, parallel.data, -(-responses // group))
-    # A batch is shared by the replicas.
+    # The replicas share a batch evenly.
     mini_batch = -(-mini_batch // parallel.data) * parallel.data
     recipe_steps = config.rollout.prompts_per_step // config.training.prompts_per_mini_batch
     return mini_batch, mini_batch * min(2, max(1, recipe_steps))
@@ -287,20 +290,22 @@ def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
 
 
 def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
-    """The recipe's rewards that can be had here, and one that differs between responses."""
+    """Return the recipe's rewards that work here, and a reward that differs between responses."""
     reward = config.reward.model_dump()
     timeout_s = max(config.reward.timeout_s, _SCORE_S)
     if "reward.options" in stage.unreachable or not stage.scores_toys:
         reward |= {"name": signal.TARGET, "options": {}, "batch_size": 1}
     reward["timeout_s"] = timeout_s
     reward["workers"] = 1
-    kept = {
-        name: term
-        for name, term in reward["further"].items()
-        if f"reward.further.{name}.options" not in stage.unreachable and stage.scores_toys
-    }
-    spread = {"name": signal.TARGET, "weight": 1.0, "timeout_s": timeout_s, "workers": 1}
-    reward["further"] = kept if reward["name"] == signal.TARGET else {**kept, "rehearsal": spread}
+    further: dict[str, Any] = {}
+    for name, term in reward["further"].items():
+        if f"reward.further.{name}.options" not in stage.unreachable and stage.scores_toys:
+            further[name] = term
+    if reward["name"] != signal.TARGET:
+        further["rehearsal"] = {
+            "name": signal.TARGET, "weight": 1.0, "timeout_s": timeout_s, "workers": 1,
+        }  # fmt: skip
+    reward["further"] = further
     return reward
 
 
@@ -316,7 +321,7 @@ def _environment(config: TrainConfig, stage: Stage) -> dict[str, Any]:
 
 
 def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[Omission]:
-    """Parts of the recipe that its rehearsal leaves out."""
+    """Yield the parts of the recipe that its rehearsal leaves out."""
     yield from _replaced_parts(config, parallel, stage)
     for key, reason in stage.unreachable.items():
         yield Omission(key, reason)
@@ -369,7 +374,7 @@ def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
 
 
 def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
-    """Options that choose GPU kernels or GPU memory, by their table; none on GPUs."""
+    """Return the options of each table that choose GPU kernels or GPU memory; none where the rehearsal has GPUs."""
     if stage.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
     left_out = KEPT_ENGINE_OPTIONS | set(SIZES_OF_ENGINE)
@@ -388,19 +393,21 @@ def _dropped_adam_options(optimizer: Mapping[str, Any]) -> list[str]:
 
 
 def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:
-    """The layers of the first and the last stage in the tiny model, where the recipe sets them: one in each chunk."""
+    """Return the tiny model's layers in the first and the last stage: one a chunk where the recipe sets a number."""
     stages = {
         "first_stage_layers": parallel.first_stage_layers,
         "last_stage_layers": parallel.last_stage_layers,
     }
-    chunks = parallel.virtual_pipeline or 1
-    return {key: None if layers is None else chunks for key, layers in stages.items()}
+    for key, layers in stages.items():
+        if layers is not None:
+            stages[key] = parallel.virtual_pipeline or 1
+    return stages
 
 
 def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """The layout with at most ``ranks`` ranks: replicas go first, then context, tensor and pipeline parallelism.
+    """Shrink the layout to at most ``ranks`` ranks: first its replicas, then context, tensor and pipeline parallelism.
 
-    Expert parallelism shrinks with the ranks that it spreads over.
+    The expert-parallel size shrinks until it fits the remaining ranks.
     """
     sizes = parallel.sizes
     while sizes.world_size > ranks:
@@ -422,7 +429,7 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
 
 
 def _halved(sizes: LayoutSizes) -> LayoutSizes:
-    """A valid layout with one dimension divided by its smallest prime factor."""
+    """Return a valid layout in which one size is divided by its smallest prime factor."""
     for name in ("data", "context", "tensor", "pipeline"):
         size = getattr(sizes, name)
         if size == 1:
@@ -448,7 +455,7 @@ def _with_fitting_experts(sizes: LayoutSizes) -> LayoutSizes:
     while size_faults(sizes) and sizes.expert > 1:
         sizes = replace(sizes, expert=sizes.expert // _smallest_factor(sizes.expert))
     if sizes.expert == 1:
-        # Megatron-Core trains experts of one group as the dense layers are cut.
+        # Without expert parallelism, Megatron-Core cuts experts like the dense layers.
         sizes = replace(sizes, expert_tensor=None)
     return sizes
 

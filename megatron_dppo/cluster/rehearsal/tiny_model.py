@@ -57,7 +57,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Sizes of the tiny model; ``experts`` is 0 for a dense model. ``positions``: of the longest sequence."""
+    """Sizes of the tiny model.
+
+    ``experts``: 0 for a dense model. ``choices``: experts of a token. ``positions``: largest number of positions.
+    """
 
     layers: int
     heads: int
@@ -71,7 +74,7 @@ class TinySizes:
     head_dim: int = HEAD_DIM
 
     def describe(self) -> str:
-        """The sizes in words."""
+        """Describe the sizes in words."""
         experts = ""
         if self.experts:
             experts = f", {self.experts} experts of which a token takes {self.choices}"
@@ -82,7 +85,7 @@ class TinySizes:
 class KnownModel:
     """The config.json of the recipe's model.
 
-    ``missing``: why another model's config.json was read; empty where it is the recipe's own.
+    ``missing``: the reason why another model's config.json was read; empty if the file is the recipe's own.
     """
 
     values: Mapping[str, Any]
@@ -116,7 +119,7 @@ def _read(folder: Path) -> KnownModel:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether ``folder`` holds a tokenizer that the run's reader opens."""
+    """Whether ``folder`` has a tokenizer."""
     return (Path(folder) / "tokenizer_config.json").is_file()
 
 
@@ -127,10 +130,10 @@ def tiny_sizes(
     *,
     all_to_all: bool = False,
 ) -> TinySizes:
-    """The smallest sizes of a model of ``shape``'s kind that ``layout`` divides.
+    """Return the smallest sizes of a model of ``shape``'s kind that ``layout`` divides.
 
     Args:
-        layout: of the trainer.
+        layout: layout of the trainer.
         shape: the recipe's own model.
         longest: tokens of the longest sequence.
         all_to_all: whether on GPUs too the context-parallel ranks exchange heads for tokens, so that they divide a
@@ -142,7 +145,7 @@ def tiny_sizes(
         groups = max(share, min(2, shape.num_query_groups))
         groups = math.lcm(share, groups)
     else:
-        # Fewer key-value heads than ranks: each is held in parts, as in the recipe's model.
+        # With fewer key-value heads than ranks, each rank holds a part of a head, as in the recipe's model.
         groups = shape.num_query_groups
     is_grouped = shape.num_attention_heads > shape.num_query_groups
     heads = math.lcm(groups * (2 if is_grouped else 1), tensor * layout.context)
@@ -177,7 +180,7 @@ def tiny_sizes(
 
 
 _KERNEL_ROWS = 128
-"""Rows of an MLP on each rank that GPU kernels take."""
+"""Rows of an MLP on each rank that GPU kernels support."""
 
 
 def sizes_for_kernels(
@@ -186,9 +189,9 @@ def sizes_for_kernels(
     shape: ModelShape,
     engine: int,
 ) -> TinySizes:
-    """``sizes`` with widths that GPU kernels take, and heads that servers of ``engine`` ranks divide.
+    """Return ``sizes`` with widths that GPU kernels support, and heads that servers of ``engine`` ranks divide.
 
-    Not yet run on a GPU. The head's width is the recipe's model's own: attention kernels exist for few widths.
+    A head is as wide as in the recipe's model, because attention kernels support only few widths. Not yet run on a GPU.
     """
     ranks = math.lcm(layout.tensor, engine)
     groups = sizes.groups
@@ -215,7 +218,7 @@ def sizes_for_blocks(
     shape: ModelShape,
     engine: int,
 ) -> TinySizes:
-    """``sizes`` with shares of whole blocks of 128 x 128 on servers of ``engine`` ranks, for FP8 weights."""
+    """Return ``sizes`` whose shares on servers of ``engine`` ranks are whole blocks of 128 x 128, for FP8 weights."""
     wide = sizes_for_kernels(sizes, layout, shape, engine)
     hidden = wide.hidden if _has_own_head_dim(shape) else wide.heads * BLOCK
     return replace(wide, head_dim=BLOCK, hidden=hidden)
@@ -226,7 +229,7 @@ def _has_own_head_dim(shape: ModelShape) -> bool:
 
 
 def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> dict[str, Any]:
-    """The recipe's config.json with the tiny model's sizes and, where it is used, the byte-level tokenizer's ids."""
+    """Return the recipe's config.json with the tiny sizes and, unless ``own_tokenizer``, the byte tokenizer's ids."""
     values = dict(known.values)
     for key in ("layer_types", "max_window_layers", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
@@ -298,12 +301,12 @@ def _delta_sizes(delta: DeltaNet, sizes: TinySizes) -> dict[str, Any]:
 
 
 def byte_vocabulary_size() -> int:
-    """All bytes and the special tokens, rounded up to a multiple of 4."""
+    """Return the number of bytes and special tokens, rounded up to a multiple of 4."""
     return -(-(256 + len(SPECIAL)) // 4) * 4
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for every byte and a ChatML template: any text stays itself."""
+    """Make a tokenizer with a token for every byte, which encodes any text without loss, and a ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -331,7 +334,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path, own: str | Path | None) -> None:
-    """Write the tokenizer of the folder ``own`` into ``folder``; None: the byte-level one."""
+    """Write the tokenizer of the folder ``own`` into ``folder``; None: the byte tokenizer."""
     if own is None:
         byte_tokenizer().save_pretrained(folder)
     else:
@@ -339,10 +342,10 @@ def write_tokenizer(folder: Path, own: str | Path | None) -> None:
 
 
 def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) -> int:
-    """Write random weights for ``config``, a config.json, into ``folder``; returns the number of parameters.
+    """Write random weights for ``config``, a config.json, into ``folder``; return the number of parameters.
 
-    After any token the end-of-sequence token has a probability of about ``END_PROBABILITY``, so that most responses end
-    before the limit: a random model of a large vocabulary would end none.
+    After any token, the end-of-sequence token has a probability of about ``END_PROBABILITY``, so that most responses
+    end before the limit. In a purely random model with a large vocabulary, none would.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -368,7 +371,8 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
 def _make_likely(model: PreTrainedModel, end: int) -> None:
     """Set the row of token ``end`` in the output layer so that it has ``END_PROBABILITY`` after random tokens.
 
-    All embeddings get a part in common, which the hidden states keep; the row points there.
+    A common vector is added to all embeddings, so that the hidden states have a part along it; the row is a multiple of
+    that vector.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Processor time and memory of a run's processes while it runs, by phase: ranks apart from servers and workers."""
+"""Measure processor time and memory of a run's processes by phase, separately for ranks and for other processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class UsageSample:
-    """Memory and processor time of a run's processes at one moment.
+    """Memory and processor time of a run's processes at one time.
 
     Attributes:
         ranks: bytes of each rank.
         others: bytes of servers, router and workers together.
-        is_proportional: shared pages are divided by the processes that share them; otherwise each counts them whole.
+        is_proportional: whether the bytes of a shared page are divided among its processes; otherwise each process
+            counts all of them.
         rank_seconds: processor seconds of each rank since its start.
         other_seconds: processor seconds of each other process since its start.
     """
@@ -41,15 +42,15 @@ class UsageSample:
 
     @property
     def mean_rank(self) -> float:
-        """Bytes of a rank, on average."""
+        """Mean bytes of a rank."""
         return sum(self.ranks) / max(1, len(self.ranks))
 
 
 @dataclass
 class PhaseUsage:
-    """Usage of one phase: seconds of the clock and of processors, and the sample with the most memory.
+    """Usage of one phase: wall-clock seconds, processor seconds, and the sample with the most memory (``fullest``).
 
-    ``fullest`` is None where no rank was seen.
+    ``fullest`` is None if no sample has a rank.
     """
 
     seconds: float = 0.0
@@ -62,7 +63,7 @@ class PhaseUsage:
 class UsageByPhase:
     """Usage of each phase, from samples in the order of time.
 
-    Processor seconds of a process after its last sample are not in it, so the sums are a little too small.
+    Processor seconds after the last sample of a process are not counted, so the sums are a little too small.
     """
 
     by_phase: dict[str, PhaseUsage] = field(default_factory=dict)
@@ -70,11 +71,11 @@ class UsageByPhase:
     _measured: float | None = None
 
     def begin(self) -> None:
-        """Begin to measure time: a run starts."""
+        """Start the clock at the start of a run."""
         self._measured = time.monotonic()
 
     def add(self, phase: str, sample: UsageSample) -> None:
-        """Count what was used since the sample before as of ``phase``."""
+        """Add the usage since the previous sample to ``phase``."""
         usage = self.by_phase.setdefault(phase, PhaseUsage())
         now = time.monotonic()
         usage.seconds += now - (now if self._measured is None else self._measured)
@@ -103,27 +104,29 @@ def usage_of(root: int) -> UsageSample:
         family = []
     for process in family:
         try:
-            found = _proportional_bytes(process.pid)
-            if found is None:
+            size = _proportional_bytes(process.pid)
+            if size is None:
                 is_proportional = False
-                found = int(process.memory_info().rss)
+                size = int(process.memory_info().rss)
             times = process.cpu_times()
             is_rank = is_rank_name(process.name())
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             continue
+        seconds = times.user + times.system
         if is_rank:
-            ranks.append(found)
+            ranks.append(size)
+            rank_seconds[process] = seconds
         else:
-            others += found
-        (rank_seconds if is_rank else other_seconds)[process] = times.user + times.system
+            others += size
+            other_seconds[process] = seconds
     return UsageSample(tuple(ranks), others, is_proportional, rank_seconds, other_seconds)
 
 
 def _proportional_bytes(pid: int) -> int | None:
-    """The proportional set size; None where the kernel does not show it to this user."""
+    """Return the proportional set size; None where the kernel does not show it to this user."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except PermissionError:
         return None
-    found = _PROPORTIONAL.search(text)
-    return int(found[1]) * 1024 if found else 0
+    match = _PROPORTIONAL.search(text)
+    return int(match[1]) * 1024 if match else 0

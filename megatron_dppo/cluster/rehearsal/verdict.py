@@ -1,4 +1,4 @@
-"""The verdict of a rehearsal: what was exercised, what was not and why, and what it cost."""
+"""The verdict of a rehearsal: its findings, the parts of the recipe that ran and that did not, and its cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEVER = (
         "real weights", "the model is random and tiny; `megatron-dppo convert` reads the real one"
     ),
 )
-"""Parts of any recipe that CPUs on one machine do not show."""
+"""Parts of any recipe that a rehearsal on the CPUs of one machine does not cover."""
 
 
 NEVER_ON_NODES: Mapping[str, Sequence[Omission]] = {
@@ -43,7 +43,7 @@ NEVER_ON_NODES: Mapping[str, Sequence[Omission]] = {
         NEVER[-1],
     ),
 }
-"""Parts of any recipe that a rehearsal on the CPUs, or on the GPUs, of a cluster's nodes does not show."""
+"""Parts of any recipe that a rehearsal on a cluster does not cover, by the kind of device of its nodes."""
 
 
 def findings(
@@ -53,7 +53,7 @@ def findings(
     *,
     was_resumed: bool,
 ) -> list[VerdictRow]:
-    """Compare a finished rehearsal with what any run must show."""
+    """Compare the results of a finished rehearsal with those that every healthy run has."""
     dtype = config.model.dtype
     updates = summary["weight_updates"]
     verified = summary["weight_updates_verified"]
@@ -104,19 +104,19 @@ def findings(
 
 
 def _environment_faults(name: str, faults: Sequence[Mapping[str, Any]]) -> VerdictRow:
-    """Episodes that the environment failed in: a real run replaces them, and a rehearsal reports them."""
+    """Report faults of the environment. A real run would replace the episodes; in a rehearsal a fault is a finding."""
     measured = "; ".join(f"{fault['count']} x {fault['reason']}" for fault in faults) or "none"
     return VerdictRow(f"faults of environment.name {name}", measured, "none", not faults)
 
 
 def exercised(config: TrainConfig) -> list[str]:
-    """The parts of the recipe that its rehearsal runs, in words."""
+    """Name the parts of the recipe that its rehearsal runs."""
     updates = f"weight updates by {config.weight_sync.strategy}"
     return [*features(config), updates, "checkpoint, stop, resume, evaluation, export"]
 
 
 def features(config: TrainConfig) -> list[str]:
-    """The algorithm, the reward and the options of a recipe that decide which code it runs, in words."""
+    """Name the algorithm, the reward and the options of a recipe that decide which code it runs."""
     rollout, lora = config.rollout, config.lora
     parts = {
         f"algorithm {config.algorithm.name}": True,
@@ -140,7 +140,7 @@ def show(
     parts: Sequence[str],
     never: Sequence[Omission] = NEVER,
 ) -> None:
-    """Print the verdict's tables. ``never``: parts that such a rehearsal can't run for any recipe."""
+    """Print the verdict's tables. ``never``: parts that such a rehearsal covers for no recipe."""
     console.print(verdict_table("Rehearsal", found))
     console.print(f"exercised: {', '.join(parts)}", soft_wrap=True)
     console.print("not exercised:")
@@ -150,7 +150,7 @@ def show(
 
 
 def usage_table(usage: UsageByPhase) -> Table:
-    """Seconds of each phase, and MiB of its largest sample."""
+    """Return a table with the seconds of each phase, and the MiB of its largest sample."""
     names_of_columns = (
         "seconds",
         "CPU s ranks",

@@ -254,7 +254,11 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
     if site.gres is None:
         return
     gpus = [entry.split("(")[0].split(":") for entry in site.gres.split(",")]
-    count = sum(int(e[-1]) if e[-1].isdigit() else 1 for e in gpus if e[0] == "gpu")
+    count = 0
+    for kind, *words in gpus:
+        if kind == "gpu":
+            has_number = bool(words) and words[-1].isdigit()
+            count += int(words[-1]) if has_number else 1
     if count != site.gpus_per_node:
         yield (
             f"gres: got {site.gres!r}, {count} GPUs, expected gpus_per_node = {site.gpus_per_node}: such as "
@@ -364,7 +368,9 @@ class Submission:
             trainers = replace(roles, servers=0).hosts_needed(devices)
             apart = replace(roles, first_device=trainers * devices)
             count = apart.hosts_needed(devices) if nodes is None else nodes
-        groups = [None if not trainers else int(i >= trainers) for i in range(count)]
+        groups: list[int | None] = [None] * count
+        if trainers:
+            groups = [int(i >= trainers) for i in range(count)]
         names = [f"node{i}" for i in range(1, count + 1)]
         pairs = zip(names, groups, strict=True)
         hosts = tuple(Host(name, name, devices, group) for name, group in pairs)

@@ -312,7 +312,8 @@ class Start:
 
     Attributes:
         config: the run's configuration.
-        job, site: where it runs.
+        job: the Slurm job of this process.
+        site: settings of the cluster.
         directory: the run's folder, whose lease this process holds.
         stops: requests to end it.
         roles_of: the configuration whose ranks and servers are placed; None: the run's own. A rehearsal's servers are

@@ -539,15 +539,22 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
     """Return every figure of the report as JSON values."""
     return {
         "findings": doctor_report.findings,
-        "sides": [
-            {
-                "side": v.side, "version": v.version, "axis": v.axis,
-                "cause": v.cause.name if v.cause else None, "gap": v.gap, "noise": v.noise, "bound": v.bound,
-                "gaps": dict(v.gaps), "tokens": [asdict(t) for t in v.tokens[:TOKENS]],
-            }
-            for v in doctor_report.diagnoses
-        ],
+        "sides": [_side_as_json(diagnosed) for diagnosed in doctor_report.diagnoses],
         "draws": asdict(doctor_report.draws) if doctor_report.draws else None,
         "prompt_faults": list(doctor_report.prompt_faults),
         "unexamined": dict(doctor_report.unexamined),
-    }  # fmt: skip
+    }
+
+
+def _side_as_json(diagnosed: Diagnosis) -> dict[str, Any]:
+    return {
+        "side": diagnosed.side,
+        "version": diagnosed.version,
+        "axis": diagnosed.axis,
+        "cause": diagnosed.cause.name if diagnosed.cause else None,
+        "gap": diagnosed.gap,
+        "noise": diagnosed.noise,
+        "bound": diagnosed.bound,
+        "gaps": dict(diagnosed.gaps),
+        "tokens": [asdict(token) for token in diagnosed.tokens[:TOKENS]],
+    }

@@ -245,10 +245,9 @@ def show(console: Console, summary: SummaryTable) -> None:
     if not summary.rows:
         console.print(summary.shown_title)
         return
-    columns = [
-        Column(name, justify="left" if name in LEFT_ALIGNED else "right")
-        for name in summary.columns
-    ]
+    columns: list[Column] = []
+    for name in summary.columns:
+        columns.append(Column(name, justify="left" if name in LEFT_ALIGNED else "right"))
     table = Table(
         *columns,
         title=summary.title,

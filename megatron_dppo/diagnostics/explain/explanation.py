@@ -333,7 +333,9 @@ def explain_response(
     columns = token_columns(inputs, decisions)
     columns |= _exact(columns, complete_trajectory, logits, rollout_logits, vocab_size, temperature)
     metrics = token_metrics(inputs, decisions, algorithm.ratio_cap)
-    sampled_columns = {n: None if c is None else c[inputs.loss_mask] for n, c in columns.items()}
+    sampled_columns: dict[str, Tensor | None] = {}
+    for name, column in columns.items():
+        sampled_columns[name] = None if column is None else column[inputs.loss_mask]
     return response_of(index, mini_batch, trajectory, algorithm, sampled_columns, metrics, texts)
 
 

@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="of this batch; with --derive: up to it")
+    parser.add_argument("--step", type=int, help="only this step; with --derive: the last step")
     algorithm_arguments(parser)
     parser.add_argument("--json", type=Path, help="write every blocked token here")
     parser.add_argument("--html", type=Path, help="write a page here")
@@ -110,15 +110,15 @@ def compare(options: argparse.Namespace) -> None:
     from megatron_dppo.diagnostics.explain import page
 
     algorithm = build_algorithm(*chosen_algorithm(options, trained_with))
-    steps = [
-        other_step(options.run, step, algorithm)
-        for step in ([options.step] if options.step is not None else replayable_steps)
-    ]
+    numbers_of_steps = replayable_steps
+    if options.step is not None:
+        numbers_of_steps = [options.step]
+    steps = [other_step(options.run, number, algorithm) for number in numbers_of_steps]
     title = f"{options.run}: {trained_with.name} trained, {algorithm.name} replayed"
     numbers = ", ".join(f"{name} {value:g}" for name, value in algorithm.numbers.items())
     facts = [
         f"{algorithm.name}: {numbers}",
-        "Of the run's own responses, with pi and mu as the loss of each step saw them.",
+        "The tokens are the run's own responses, with pi and mu as each step's loss computed them.",
     ]
     tables = [by_step(steps, trained_with.name, algorithm.name), *by_sign(steps)]
     console = show_facts(title, facts, width=160)

@@ -1,7 +1,7 @@
-"""``megatron-dppo gpu-check``: what a person runs first on a GPU machine. docs/gpu_check.md
+"""``megatron-dppo gpu-check``, the first command to run on a GPU machine (docs/gpu_check.md).
 
-A part of the check is a function in a module of ``parts/`` under ``@part``, found by being there. Last, what parts
-share: models, and a trainer's configuration without a run.
+A part of the check is a function with the decorator ``@part`` in a module of ``parts/``; adding such a function is
+enough. This module also has what the parts share: models, and a trainer's configuration without a run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Check a machine with GPUs: what to run there first.
+"""Check a machine with GPUs: the first command to run there.
 
 ``megatron-dppo gpu-check [--only kernels,mask] [--directory runs/gpu_check]``.
 
-Exit codes: 0 nothing is wrong (parts may lack something), 1 something is, 2 refused.
+Exit codes: 0 no part failed (parts may have been skipped), 1 a part failed, 2 refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARKS = {None: "  ", True: "ok", False: "NO"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts that were asked for; the process's exit code."""
+    """Run the selected parts and return the process's exit code."""
     options = _parser().parse_args(arguments)
     parts = discover(options.parts)
     if options.list:
@@ -65,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart]:
-    """The parts whose names ``only`` lists, separated by commas; None: all. Raises ValueError for an unknown name."""
+    """Return the parts whose names ``only`` lists, separated by commas; None: all.
+
+    Raises ValueError for an unknown name.
+    """
     if only is None:
         return list(parts)
     chosen_names = [name.strip() for name in only.split(",") if name.strip()]
@@ -79,7 +82,7 @@ def chosen(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart]:
 
 
 def fresh_folder(directory: Path) -> Path:
-    """``directory``, made anew; what an earlier check left there is renamed, and nothing deleted."""
+    """Create ``directory`` and return it. The folder of an earlier check is renamed, not deleted."""
     if directory.exists():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
         directory.rename(unused_path(directory.with_name(f"{directory.name}-{stamp}")))
@@ -100,14 +103,14 @@ def _say_end(result: PartResult) -> None:
 
 
 def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> None:
-    """Replace both files. ``not_run``: names of the parts that are still to come, or were not asked for."""
+    """Replace the JSON file and the page. ``not_run``: names of parts that have not run yet, or were not selected."""
     record = {"gpus": gpus, "parts": [asdict(r) for r in results], "not_run": list(not_run)}
     write_atomically(folder / JSON_FILE, json.dumps(record, indent=1) + "\n")
     write_atomically(folder / PAGE_FILE, page(results, not_run, gpus))
 
 
 def page(results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> str:
-    """Markdown: a table of the parts, then a section of each."""
+    """Return the page in Markdown: a table of all parts, then a section for each."""
     machine_lines = "on a machine without a GPU"
     if gpus:
         machine_lines = f"on a machine with {gpus} GPU{'s' * (gpus != 1)}"

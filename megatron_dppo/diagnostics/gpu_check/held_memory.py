@@ -40,7 +40,7 @@ class SavedPeak:
         return key
 
     def drop(self, key: int) -> None:
-        """Autograd has let one go."""
+        """Remove a tensor that autograd has released; ``key`` is the result of ``add``."""
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
@@ -49,13 +49,13 @@ class SavedPeak:
 
 class _SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
-        # An output that held itself would never be freed.
+        # Detach: an output of a function that kept a reference to itself would never be freed.
         self.tensor = tensor.detach()
 
 
 @contextmanager
 def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
-    """Count what is saved within, but for storages of ``ignored`` (the weights)."""
+    """Count the bytes that autograd saves within the block, without the storages of ``ignored`` (the weights)."""
     peak = SavedPeak()
     ignored_storages = {t.untyped_storage()._cdata for t in ignored}
 
@@ -70,10 +70,10 @@ def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Within it, counts the bytes of every storage that an operation makes and that still lives.
+    """A dispatch mode that counts the bytes of the storages that operations allocate, until they are freed.
 
-    ``peak``: the most bytes at a time, since the mode began; temporaries inside an operation, and what exists
-    already, don't count.
+    ``peak``: the largest sum of these bytes since the mode began. It excludes temporaries inside an operation, and
+    storages that existed before.
     """
 
     def __init__(self) -> None:

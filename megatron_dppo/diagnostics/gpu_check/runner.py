@@ -1,6 +1,6 @@
-"""Runs a part in a worker process with a time limit: a crash or a hang of one leaves the others alone.
+"""Run a part in a worker process with a time limit, so that its crash or hang does not affect the other parts.
 
-The worker sends every row as soon as it has it, so that a crash loses none of those before it.
+The worker sends each row as soon as the part yields it, so that a crash loses no earlier row.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PartVerdict = Literal["good", "bad", "lacking", "crashed", "timed out"]
 class PartResult:
     """The result of one part.
 
-    ``verdict``: ``good``, or ``bad`` where a row does not hold. ``why``: what it lacks, or how it ended with the end of
-    its log. ``files``: what it left in its folder.
+    ``verdict``: ``good``, or ``bad`` where a row does not hold. ``why``: the missing requirement, or how the worker
+    ended and the end of its log. ``files``: names of the files that the part left in its folder.
     """
 
     name: str
@@ -50,7 +50,7 @@ class PartResult:
 
     @property
     def is_fault(self) -> bool:
-        """Whether something is wrong; what is lacking is not."""
+        """Whether the part failed; a part that was skipped did not."""
         return self.verdict in ("bad", "crashed", "timed out")
 
 
@@ -58,9 +58,9 @@ def run_part(
     part: CheckPart, folder: Path, gpus: int, limit_s: float, tell: Callable[[CheckRow], None],
     package: str = PARTS,
 ) -> PartResult:  # fmt: skip
-    """Run ``part`` of ``package`` in ``folder``, which must be empty, for at most ``limit_s`` seconds.
+    """Run ``part`` of ``package`` in ``folder``, which must not exist, for at most ``limit_s`` seconds.
 
-    ``tell`` hears of every row.
+    ``tell`` is called with each row.
     """
     folder.mkdir(parents=True)
     result = PartResult(part.name, part.shows)
@@ -119,7 +119,7 @@ def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -
 
 
 def _messages(package: str, name: str, folder: str, gpus: int) -> Iterator[CheckRow | str | None]:
-    """Run the part: its rows, then what it lacks, where it turns out to lack something, then None."""
+    """Run the part and yield its rows, then the text of its LackingError if it raised one, then None."""
     part = next(p for p in discover(package) if p.name == name)
     try:
         yield from part.run(Bench(Path(folder), gpus))
@@ -129,7 +129,7 @@ def _messages(package: str, name: str, folder: str, gpus: int) -> Iterator[Check
 
 
 def main() -> None:
-    """Answer each call by the part's next row; end after the last one."""
+    """Answer each call with the part's next message; return after the last one."""
     connection = connect(sys.argv[1])
     start = connection.receive()
     connection.answer(start, b"")

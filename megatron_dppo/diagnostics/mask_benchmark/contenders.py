@@ -44,7 +44,7 @@ class Contender:
 
 
 def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
-    """This project's policy_stats with the given extras."""
+    """Return this project's ``policy_stats`` with or without entropy and Top-K."""
 
     def forward(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         stats = policy_stats(
@@ -103,14 +103,14 @@ def liger(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 
 def prepare_megatron(tensor_parallel: int) -> None:
-    """Megatron-Core's own process groups, which its cross entropies ask for."""
+    """Create Megatron-Core's process groups, which its cross entropies need."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 
 
 def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
-    """All implementations that can run here, this project's first."""
+    """Return all implementations that can run here, this project's first."""
     runnable = [
         Contender("policy_stats", __version__, ours(entropy=False, topk=False)),
         Contender(

@@ -36,7 +36,7 @@ QUADRATIC = "pg-is + (log r)^2"
 
 
 RESPONSE_TOKENS = 128
-"""Tokens of each response, for rules that look at whole ones."""
+"""Tokens of each response, for rules that read whole responses."""
 
 
 class Update:
@@ -107,7 +107,7 @@ class Update:
             rollout_log_probs=self.rollout,
             advantages=self.advantages,
             loss_mask=self.trained,
-            # The pass that recomputes it is not part of what is measured.
+            # The benchmark does not measure the pass that recomputes these log-probabilities.
             recomputed_log_probs=self.rollout if self.algorithm.needs_recomputed else None,
             topk_log_probs=topk,
             rollout_topk_log_probs=None if topk is None else self.rollout_topk,
@@ -120,7 +120,7 @@ class Update:
         )
 
     def run(self) -> dict[str, float]:
-        """Run once; CPU milliseconds (GPU: wall) of the loss and of the whole update."""
+        """Run one update; return the CPU milliseconds (on a GPU: wall-clock) of the loss and of the whole update."""
         leaf = self.bench.fresh()
         unit = 0 if self.bench.device == "cuda" else 1
         clock = Clock(self.bench.device)
@@ -137,11 +137,11 @@ class Update:
 
 
 def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
-    """Measure every mask and row skipping; returns one row for each.
+    """Measure every mask and row skipping; return a row for each.
 
-    ``overhead``: median over repetitions of (with mask - without) / without, of the whole update,
-    with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
-    runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
+    ``overhead``: median over repetitions of (with mask - without) / without, for the whole update, with its
+    interquartile range. ``loss_overhead``: the difference of the loss alone / the update without a mask. It has less
+    noise, but leaves out the cost of Top-K in the statistics.
     """
     # Masks that read mu of the whole vocabulary need a vocabulary that an engine can return.
     is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY

@@ -26,7 +26,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def read(self) -> tuple[float, float]:
-        """(wall ms, CPU ms of this process, all threads)."""
+        """Return the wall-clock milliseconds, and the CPU milliseconds of all threads of this process."""
         self._wait()
         return (
             (time.perf_counter() - self._wall) * 1e3,
@@ -35,9 +35,9 @@ class Clock:
 
 
 def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
-    """Peak memory of ``call`` above the memory before it, bytes.
+    """Return the peak memory of ``call`` minus the memory before it, bytes.
 
-    On a CPU: the kernel's high-water mark of this process's resident memory, which is reset first.
+    On a CPU the peak is the kernel's high-water mark of this process's resident memory, which is reset first.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def counted_collectives() -> Iterator[Collectives]:
 
 
 def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
-    """GB/s (read plus write) of a plain copy of ``numel`` elements; best of 5."""
+    """Measure the GB/s (read plus write) of a plain copy of ``numel`` elements; the best of 5."""
     source = torch.ones(numel, dtype=dtype, device=device)
     target = torch.empty_like(source)
     best_seconds = float("inf")

@@ -26,7 +26,7 @@ CHECKED_ROWS = 16
 
 
 class RankBench:
-    """The logits of this rank, one buffer to run on, and the token ids."""
+    """The logits of this rank, a buffer for the computations, and the token ids."""
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         self.options = options
@@ -37,7 +37,7 @@ class RankBench:
         seeded = torch.Generator().manual_seed(0)
         all_logits = torch.randn(options.tokens, width * self.ranks, generator=seeded)
         all_logits = all_logits.mul_(2.5).to(dtype)
-        # Padding; peers do not know the unpadded vocabulary.
+        # Padding of -inf has no effect on implementations that do not know the unpadded vocabulary.
         all_logits[:, options.vocab :] = -torch.inf
         self.checked = all_logits[:CHECKED_ROWS].double()
         self.logits = (
@@ -56,7 +56,7 @@ class RankBench:
         )
 
     def fresh(self) -> Tensor:
-        """A leaf tensor with the logits, in the one buffer; ends with a barrier."""
+        """Return a leaf tensor with the logits, in the buffer; wait until every rank has one."""
         self.buffer = self.buffer.detach()
         self.buffer.copy_(self.logits)
         leaf = self.buffer.view_as(self.buffer).requires_grad_()
@@ -64,7 +64,7 @@ class RankBench:
         return leaf
 
     def run(self, contender: Contender) -> dict[str, float]:
-        """Run one forward and backward pass; returns milliseconds."""
+        """Run one forward and backward pass; return their milliseconds."""
         leaf = self.fresh()
         clock = Clock(self.device)
         log_probs, _ = contender.forward(leaf, self.inputs)
@@ -100,7 +100,7 @@ class RankBench:
         return rows
 
     def facts(self, contender: Contender) -> dict[str, Any]:
-        """Memory, collectives and accuracy of one implementation, from calls that are not timed."""
+        """Measure memory, collectives and accuracy of one implementation, in calls that are not timed."""
         with counted_collectives() as counts:
             self.run(contender)
         leaf = self.fresh()
@@ -124,7 +124,7 @@ class RankBench:
         }
 
     def errors(self, contender: Contender) -> tuple[float, float]:
-        """Largest |log-prob| error and relative gradient error against float64, on CHECKED_ROWS."""
+        """Return the largest error of a log-probability and the relative error of the gradient, on CHECKED_ROWS."""
         leaf = self.fresh()
         log_probs, _ = contender.forward(leaf, self.inputs)
         log_probs.backward(self.coefficients)

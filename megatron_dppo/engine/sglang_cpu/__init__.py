@@ -35,8 +35,8 @@ def activate() -> str | None:
     if torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
     _make_torchvision_importable()
-    # SGLang's compiled helpers, those of a vocabulary over several ranks for one, would have torch compile
-    # C++ at the first request: that takes Python's headers, and a minute on a busy machine.
+    # Disable torch.compile: SGLang's compiled helpers, such as that of a vocabulary on several ranks, would compile C++
+    # at the first request, which needs Python's headers and takes up to a minute.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return _PLATFORM_CLASS
 
@@ -56,12 +56,12 @@ class _InertModule(types.ModuleType):
 
 
 def _make_torchvision_importable() -> None:
-    """SGLang imports torchvision unconditionally, for image models only, and PyPI has no CPU build of it."""
+    """Replace torchvision by inert modules where it is missing: SGLang imports it, but only image models use it."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.utils import import_utils
 
-    # Cached: transformers keeps knowing that it is absent.
+    # transformers caches the result of this call, so it does not take the inert modules for torchvision.
     import_utils.is_torchvision_available()
     for name in _TORCHVISION_MODULES:
         sys.modules[name] = _InertModule(name)

@@ -20,11 +20,11 @@ CONFIGURED = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """SGLang's function that selects the start method of its processes, before it starts the first one."""
 
 _server = 0
-"""The id of the server's process once it has selected forks."""
+"""Process id of the server after it has selected forks; 0 before."""
 
 
 def fork_processes() -> None:
-    """Have SGLang fork its processes; called in the server's process before it starts one."""
+    """Make SGLang fork its processes. Call it in the server's process before SGLang starts one."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # A driver's state does not survive a fork.
@@ -38,7 +38,7 @@ def _select_forks(result: Any, *_: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     importlib.import_module(LIBRARIES)
-    # Those that were registered after SGLang's plugins: a spawned process would apply them itself.
+    # Apply hooks that were registered after SGLang's plugins; a spawned process would apply them itself.
     HookRegistry.apply_hooks()
     multiprocessing.set_start_method("fork", force=True)
     if not _server:
@@ -47,9 +47,9 @@ def _select_forks(result: Any, *_: Any) -> None:
 
 
 def _become_child() -> None:
-    """Undo in a fork of the server what a spawned process would not have."""
+    """Give a fork of the server the settings that a spawned process would have."""
     if os.getppid() == _server:
         die_with_parent(_server)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    # A process with threads, such as SGLang's controller of data parallel schedulers, spawns its own.
+    # A fork that has threads, such as SGLang's controller of data-parallel schedulers, must spawn its processes.
     multiprocessing.set_start_method("spawn", force=True)

@@ -18,7 +18,7 @@ def get_rope(
     partial_rotary_factor: float = 1.0,
     device: str | None = None,
 ) -> Any:
-    """Make the rotary embedding of latent attention: SGLang's function makes YaRN's only on a CPU."""
+    """Make the rotary embedding of latent attention; replaces SGLang's function, which on a CPU supports only YaRN."""
     from sglang.srt.layers.rotary_embedding import factory
 
     sizes = (head_size, rotary_dim, max_position, base, is_neox_style)
@@ -29,8 +29,10 @@ def get_rope(
 
 
 def use_latent_cache() -> None:
-    """Let PyTorch's attention compute all passes from the cached latents: the method that SGLang takes for backends
-    without a rule reads keys and values of heads, which its cache does not have."""
+    """Make PyTorch's attention compute all passes from the cached latents.
+
+    SGLang's default method for an unregistered backend reads the heads' keys and values, which are not in the cache.
+    """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     handlers.AttentionBackendRegistry.register(ATTENTION, _latent_method)

@@ -1,7 +1,7 @@
 """Matrix products whose rows do not depend on the number of other rows in the product.
 
-A library chooses its kernel by the shape of the whole product, so a token's logits change in their last bits with the
-requests that happen to be decoded in the same batch. Blocks of one shape all get one kernel.
+A library chooses its kernel by the shape of the whole product. So the last bits of a token's logits depend on the other
+requests in its batch. Products of blocks with a fixed shape all use the same kernel.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 ROWS = 16
-"""Rows of a block; more waste work on small batches, fewer make large ones slower."""
+"""Rows of a block: larger blocks waste work on small batches, smaller ones slow large batches down."""
 
 
 _overrides: list[torch.library.Library] = []
 
 
 def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of ``[M, K]`` and ``[K, N]``, in blocks of ``ROWS`` rows, the last one filled up with zeros."""
+    """Compute a @ b of ``[M, K]`` and ``[K, N]`` in blocks of ``ROWS`` rows, the last one padded with zeros."""
     rows, width = a.shape
     padding = -rows % ROWS
     if padding:
         a = torch.cat([a, a.new_zeros(padding, width)])
-    # aten::mm.out, which enable() leaves as it is.
+    # Call aten::mm.out, which ``enable`` does not replace.
     out = a.new_empty(rows + padding, b.shape[1])
     for start in range(0, rows, ROWS):
         torch.mm(a[start : start + ROWS], b, out=out[start : start + ROWS])
@@ -37,17 +37,17 @@ def blocked_addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """beta bias + alpha a @ b, by ``blocked_mm``."""
+    """Compute beta bias + alpha a @ b by ``blocked_mm``."""
     product = blocked_mm(a, b)
     return (product if alpha == 1 else alpha * product) + (bias if beta == 1 else beta * bias)
 
 
 def enable() -> None:
-    """Have every matrix product of this process on a CPU be a blocked one. Harmless twice."""
+    """Replace all matrix products of this process on a CPU by blocked ones. A second call has no effect."""
     if _overrides:
         return
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", blocked_mm, "CPU")
     library.impl("addmm", blocked_addmm, "CPU")
-    # Keep the library object: its overrides end with it.
+    # Keep the library object: its overrides are removed with it.
     _overrides.append(library)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 PREPARED = "sglang.srt.lora.lora_manager.LoRAManager.init_state"
-"""The first method that a LoRA manager calls after it has chosen its backend, before it makes a layer."""
+"""SGLang's method that a LoRA manager calls after it has chosen its backend and before it makes layers."""
 
 
 class PageableTorch(types.ModuleType):
-    """``torch`` whose ``tensor`` and ``zeros`` make ordinary memory where page-locked memory is asked for."""
+    """A stand-in for ``torch`` whose ``tensor`` and ``zeros`` ignore ``pin_memory``."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -30,7 +30,7 @@ class PageableTorch(types.ModuleType):
 
 
 def use_pageable_memory(*args: Any, **kwargs: Any) -> None:
-    """Let LoRA's layers and their backend allocate pageable memory; called before the layers are made."""
+    """Make LoRA's layers and their backend allocate pageable memory. Call it before the layers are made."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 

@@ -1,4 +1,4 @@
-"""The memory that received weights are written to."""
+"""Reuse memory for received buckets of weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ReceivedBuckets:
-    """SGLang's ``FlattenedTensorBucket.empty``, in the memory of the bucket before, of up to ``LARGEST`` bytes."""
+    """SGLang's ``FlattenedTensorBucket.empty`` with reused memory for buckets up to ``LARGEST`` bytes."""
 
     LARGEST = 64 << 20
 
@@ -18,8 +18,8 @@ class ReceivedBuckets:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, names: Any, dtypes: Any, shapes: Any, device: Any) -> Any:
-        # A bucket is loaded by copies before the next one is asked for. Fresh memory of this size comes from the
-        # kernel page by page, which takes longer than the copy.
+        # SGLang has copied a bucket's tensors before it requests the next bucket, so the memory is free. The kernel
+        # would provide new memory page by page, which takes longer than the copies.
         bucket = self._empty(names, dtypes, shapes, device)
         size = bucket.flattened_tensor.numel()
         if size > self.LARGEST:

@@ -1,11 +1,11 @@
 """Layer spec of torch modules with the parameter names of the Transformer Engine spec.
 
-So checkpoints, conversion and weight updates use the same code on CPU and GPU. All classes are
-Megatron-Core's own (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedMLP, tensor-parallel
-linears) except the four modules here and TorchAttention.
+With these names, checkpoints, conversion and weight updates use the same code on CPU and GPU. The classes are
+Megatron-Core's own (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedMLP, tensor-parallel linears), except
+attention's core, the norms and the linears that are defined here.
 
-Legend of attention: T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size,
-C context-parallel ranks, each of which has t = T / C tokens.
+Legend of attention: T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size, E size
+of a value, C context-parallel ranks, each of which has t = T / C tokens.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ def packed_causal_attention(
     plan: AttentionPlan,
     scale: float | None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v, causal within each sequence: q [T, H, D], k [T, G, D], v [T, G, E] -> [T, H, E].
+    """Compute softmax(q k^T * scale) v, causal within each sequence.
 
-    Padding comes after the tokens of its sequence, so under the causal mask no token attends to it;
-    its own outputs are dropped. So its gradient is exactly zero.
+    q [T, H, D], k [T, G, D], v [T, G, E] -> [T, H, E].
+
+    Padding comes after the tokens of its sequence, so no token attends to it under the causal mask, and its own outputs
+    are dropped: its gradient is exactly zero.
     """
     outputs = []
     for gather, sequences, longest_length in plan.batches:
@@ -116,7 +118,7 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [t, H, D], key [t, G, D], value [t, G, E] -> [t, H * E]."""
+        """Attend: query [t, H, D], key [t, G, D], value [t, G, E] -> [t, H * E]."""
         assert packed_seq_params is not None, "sequences come packed"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         group = self.context_group
@@ -134,7 +136,7 @@ class TorchAttention(MegatronModule):
 
 
 def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
-    """Why attention can't exchange heads for tokens; the sizes must fit the model."""
+    """Yield why attention can't exchange heads for tokens under these sizes, which must fit the model."""
     heads = shape.num_attention_heads // sizes.tensor
     if heads % sizes.context:
         expected_text = (
@@ -145,17 +147,19 @@ def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault
 
 
 def _even_heads(x: Tensor, ranks: int) -> Tensor:
-    """[t, heads, D] -> the same with each head so often that ``ranks`` can have equally many."""
+    """Repeat the heads of x [t, heads, D] until ``ranks`` divides their number."""
     repeats = math.lcm(x.shape[1], ranks) // x.shape[1]
-    # Interleaved, so that a rank's queries find their own group among its keys.
     if repeats == 1:
         return x
+    # Copies of a head are neighbours, so that a rank has the key-value heads of its own query heads.
     return x.repeat_interleave(repeats, 1)
 
 
 def _exchange_heads(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
-    """All heads of a rank's own tokens, [t, heads, D] -> a share of the heads of all tokens in the pack's order,
-    [T, heads / C, D]. ``rows`` [T]: the pack's rows, rank by rank."""
+    """Exchange all heads of this rank's tokens for a share of the heads of all tokens.
+
+    [t, heads, D] -> [T, heads / C, D], in the pack's order. ``rows`` [T]: the pack's rows, rank by rank.
+    """
     tokens, heads, size = x.shape
     ranks = group.size()
     sent = x.reshape(tokens, ranks, heads // ranks, size).transpose(0, 1).contiguous()
@@ -166,7 +170,7 @@ def _exchange_heads(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _exchange_tokens(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
-    """The way back: [T, heads / C, D] -> [t, heads, D]."""
+    """Invert ``_exchange_heads``: [T, heads / C, D] -> [t, heads, D]."""
     ranks = group.size()
     sent = x.index_select(0, rows)
     received = torch.empty_like(sent)
@@ -239,9 +243,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear without bias that every tensor-parallel rank has whole; replaces TELinear in its mode "duplicated".
+    """A linear without bias that is whole on every tensor-parallel rank; replaces TELinear in its mode "duplicated".
 
-    Under sequence parallelism its input is a rank's part of the tokens, and Megatron sums the weight's gradient over
+    Under sequence parallelism its input has a rank's part of the tokens, and Megatron sums the weight's gradient over
     the ranks.
     """
 
@@ -297,7 +301,7 @@ class ColumnGroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """x [tokens, in], sorted by expert, ``m_splits`` tokens for each -> ([tokens, out / ETP], None)."""
+        """Map x [tokens, in], sorted by expert with ``m_splits`` tokens each, to ([tokens, out / ETP], None)."""
         parts = x.split(m_splits)
         outputs: list[Tensor] = []
         for expert, part in enumerate(parts):
@@ -324,7 +328,7 @@ class ColumnGroupedLinear(torch.nn.Module):
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=(metadata or {})["dp_cp_group"],
             )[f"{prefix}weight"]
-            # The helper counts replicas among the dense layers' ranks, which are others than the experts'.
+            # The helper counts the replicas of dense layers, which are on other ranks than those of experts.
             sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
             out[f"{prefix}weight{i}"] = sharded
         return out

@@ -100,7 +100,7 @@ def install() -> None:
             "megatron.core was imported before megatron_dppo.trainer, so its device is still cuda"
         )
     sys.meta_path.insert(0, _Finder())
-    # Megatron-Core expects ImportError of what it can do without; without a driver this one raises OSError.
+    # Megatron-Core tries to import this package and catches ImportError; without a driver the import raises OSError.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     _silence_warnings()
     _replace_torch_cuda()
@@ -119,7 +119,7 @@ def _replace_torch_cuda() -> None:
     stream = _Stream()
 
     def current_device() -> torch.device:
-        # Megatron uses it only as a `device=`.
+        # Megatron-Core passes the result only as ``device=``.
         return CPU
 
     def current_stream(device: Any = None) -> _Stream:
@@ -189,7 +189,7 @@ def patch_torch_layers() -> None:
 
     from megatron_dppo.trainer.cpu.layer_spec import WholeLinear
 
-    # Latent attention accepts linears that are not divided by the name of Transformer Engine's class alone.
+    # Latent attention recognises linears that are not divided among ranks by the class TELinear.
     multi_latent_attention.TELinear = WholeLinear
     # The original compares the version of Transformer Engine, which is None here, if state has a type of its own.
     optimizer_config.is_te_min_version = _has_no_version
@@ -243,7 +243,7 @@ def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ..
 
 
 def _own_positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: ProcessGroup) -> torch.Tensor:
-    """The rows of a context-parallel rank: of 2 C equal parts along ``seq_dim``, one from each end."""
+    """Return a context-parallel rank's rows: of 2 C equal parts along ``seq_dim``, one from each end."""
     parts = pos_emb.chunk(2 * cp_group.size(), seq_dim)
     return torch.cat([parts[cp_group.rank()], parts[-1 - cp_group.rank()]], seq_dim)
 
@@ -255,7 +255,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_gather_along_first_dim`` for unequal parts: padded to the largest, then cut."""
+    """Return ``_gather_along_first_dim`` for unequal parts, which are padded to the largest one and cut afterwards."""
 
     def gather(
         input_: torch.Tensor,
@@ -274,7 +274,7 @@ def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _scattering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_reduce_scatter_along_first_dim`` for unequal parts: padded to the largest, then cut."""
+    """Return ``_reduce_scatter_along_first_dim`` for unequal parts, which are padded to the largest one, then cut."""
 
     def scatter(
         input_: torch.Tensor,
@@ -304,7 +304,7 @@ def _rotary_thd(
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> torch.Tensor:
-    """Rotary embedding of a rank's own rows ``t`` [T / CP, heads, dim]; ``freqs`` [max_seqlen, 1, 1, dim]."""
+    """Rotate a rank's own rows ``t`` [T / CP, heads, dim]; ``freqs`` [max_seqlen, 1, 1, dim]."""
     from megatron.core.models.common.embeddings import rope_utils
 
     from megatron_dppo.trainer.context_parallel import own_rows

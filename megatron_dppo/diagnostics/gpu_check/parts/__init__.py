@@ -1,1 +1,1 @@
-"""The parts of the check, a module each; ``gpu_check/__init__.py`` says what one is."""
+"""The parts of the check, in one module for each subject; ``gpu_check/__init__.py`` defines a part."""

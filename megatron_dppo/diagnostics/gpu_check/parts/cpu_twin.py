@@ -1,4 +1,5 @@
-"""The trainer on this machine's device against the same trainer on the CPU, and state that leaves the device.
+"""Compare the trainer on this machine's device with the same trainer on the CPU, and its state before and after it
+leaves the device.
 
 ``python -m megatron_dppo.diagnostics.gpu_check.parts.cpu_twin CASE CHECKPOINT FOLDER`` is one of the two processes.
 """
@@ -35,7 +36,7 @@ LENGTHS = [5, 17, 40, 64, 3, 31]
 STEPS = 3
 LEARNING_RATE = 1e-4
 LOG_PROB_LIMIT = 1e-4
-"""Nats, in float32: kernels of two machines sum in other orders, and each step adds its own rounding."""
+"""Nats, in float32: the kernels of GPU and CPU sum in different orders, and each step adds rounding."""
 GRADIENT_LIMIT = 1e-4
 """Relative error of the unclipped norm of the gradient."""
 REPLAY = "router replay"
@@ -44,12 +45,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "LoRA": {"lora": {"rank": 4}},
     REPLAY: {},
 }
-"""Sections of the configuration by case."""
+"""Case -> sections of its configuration."""
 
 
 @part("three steps in float32 on a GPU and on the CPU; parking, a checkpoint and hashes", 300.0)
 def cpu_twin(bench: Bench) -> Iterator[CheckRow]:
-    """Yield the errors of each case, then whether the state came back bit for bit."""
+    """Yield for each case the errors, and whether the state was restored bit for bit."""
     checkpoint = tiny_model(bench.folder / "model")
     for case in CASES:
         folders = [bench.folder / f"{case} {side}" for side in ("here", "twin")]
@@ -68,7 +69,7 @@ def cpu_twin(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _start(case: str, checkpoint: Path, folder: Path, *, on_gpu: bool) -> subprocess.Popen[bytes]:
-    """Start a trainer in a process of its own, which writes its report into ``folder``."""
+    """Start a process that trains and writes its report into ``folder``."""
     folder.mkdir()
     environment = dict(os.environ)
     if not on_gpu:
@@ -95,7 +96,7 @@ def _compared(case: str, here: dict[str, Any], twin: dict[str, Any]) -> Iterator
 
 
 def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Train on this process's device; the log-probabilities, the gradient norms and the comparisons of the state."""
+    """Train on this process's device; return log-probabilities, gradient norms and the comparisons of the state."""
     from megatron_dppo.trainer.trainer import Trainer
 
     optimizer = {"lr": LEARNING_RATE, "warmup_steps": 0}
@@ -119,7 +120,7 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def _batch(trainer: Trainer) -> PackedBatch:
-    """Make a micro-batch of random tokens; for router replay with random experts for each of them."""
+    """Make a micro-batch of random tokens; with router replay, each token has random recorded experts."""
     import torch
 
     batch = random_batch(trainer.shape.vocab_size, LENGTHS)
@@ -144,7 +145,7 @@ def _log_probs(trainer: Trainer, batch: PackedBatch) -> list[float]:
 
 
 def _state(trainer: Trainer) -> list[Tensor]:
-    """Copies of the weights and of the optimizer's tensors, in host memory."""
+    """Copy the weights and the optimizer's tensors to host memory."""
     held_tensors = trainer.held_tensors()
     copies: list[Tensor] = []
     for name in ("weights", "optimizer"):
@@ -159,7 +160,7 @@ def _are_equal(state: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def _has_torch_hash(trainer: Trainer) -> bool:
-    """Whether the device's hash kernel gives the sums that plain torch gives on the CPU."""
+    """Whether the device's hash kernel computes the same sums as plain torch on the CPU."""
     from megatron_dppo.tensor_hash import run_of, start_sums, sums_by_torch
 
     for tensor in trainer.held_tensors()["weights"]:
@@ -180,7 +181,7 @@ def _is_equal_after_parking(trainer: Trainer) -> bool:
 
 
 def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
-    """Whether a checkpoint restores the state that one more step has changed."""
+    """Whether loading a checkpoint undoes a further step."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints", keep=1, background=True)

@@ -45,7 +45,7 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
 
 
 def main() -> None:
-    """Print the hash and the device of the bucket whose handle stands on standard input."""
+    """Read a bucket's handle from standard input, and print the bucket's hash and device."""
     import torch
 
     from megatron_dppo.engine.shared_buckets import open_payload

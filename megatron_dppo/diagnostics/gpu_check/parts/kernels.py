@@ -1,4 +1,4 @@
-"""Every row kernel that can run here against the dense float64 twin, also on vocabulary shards of several ranks.
+"""Compare every row kernel that can run here with a dense float64 computation, also on shards of several ranks.
 
 Legend: T = tokens, C = columns with padding, V = true vocabulary, K = ids of TopK(mu).
 """
@@ -60,18 +60,18 @@ class KernelCase:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KernelCase:
-        """The same on every machine and rank."""
+        """Draw a case, which is the same on every machine and rank."""
         import torch
 
         seeded = torch.Generator().manual_seed(2)
         logits = (torch.randn(tokens, vocab + padding, generator=seeded) * 3).to(dtype)
         logits[0, : vocab // 2] = -math.inf
-        # Whoever counts padding as tokens gets everything wrong.
+        # Large padding: a kernel that reads it has large errors everywhere.
         logits[:, vocab:] = 30.0
         targets = torch.randint(0, vocab, (tokens,), generator=seeded)
         targets[:3] = torch.tensor([vocab - 1, 0, vocab - 1])
         topk = torch.randint(0, vocab, (tokens, K), generator=seeded)
-        # An id that was not recorded.
+        # An engine returns -1 where it has fewer than K ids.
         topk[-1, -1] = -1
         weights = torch.randn(2, tokens, generator=seeded, dtype=torch.float64)
         weights[:, 2] = 0
@@ -79,9 +79,9 @@ class KernelCase:
         return cls(logits, targets, topk, weights, vocab)
 
     def shard(self, rank: int, ranks: int) -> KernelCase:
-        """A copy of the columns of a tensor-parallel rank; C must be a multiple of ``ranks``."""
+        """Return the case of a tensor-parallel rank, with a copy of its columns; C must be a multiple of ``ranks``."""
         width = self.logits.shape[1] // ranks
-        # Backward overwrites it.
+        # Copy: the backward pass overwrites the logits.
         part = self.logits[:, rank * width : (rank + 1) * width].clone()
         return KernelCase(part, self.targets, self.topk, self.weights, self.vocab)
 
@@ -144,16 +144,16 @@ def _largest(values: Tensor, expected: Tensor) -> float:
     import torch
 
     difference = (values.detach().double() - expected.detach()).abs()
-    # -inf less -inf is no number, but two equal infinities differ by nothing
+    # The difference of two equal infinities is NaN: count it as 0.
     return float(torch.where(values.double() == expected, 0.0, difference).max())
 
 
 @part("log-probabilities, entropy, Top-K and gradients of every kernel against float64", 300.0)
 def kernels(bench: Bench) -> Iterator[CheckRow]:
-    """A row of each backend and dtype, then of tensor parallelism over all GPUs (two processes without)."""
+    """Yield a row for each backend and dtype, then rows of tensor parallelism over all GPUs, or over two processes."""
     interpreted = not bench.gpus and importlib.util.find_spec("triton") is not None
     if interpreted:
-        # Read when the kernels are compiled.
+        # Set the variable first: Triton reads it when it compiles the kernels.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
@@ -166,7 +166,8 @@ def kernels(bench: Bench) -> Iterator[CheckRow]:
         case = KernelCase.drawn(tokens, vocab, 64, getattr(torch, dtype), device)
         for name, backend in BACKENDS.items():
             reason = backend.unavailable(case.logits)
-            label = f"{name}{' in its interpreter' if name == 'triton' and interpreted else ''}, {dtype}"
+            place = " in its interpreter" if name == "triton" and interpreted else ""
+            label = f"{name}{place}, {dtype}"
             if reason is not None:
                 yield CheckRow(label, f"not here: {reason}")
             else:
@@ -176,7 +177,7 @@ def kernels(bench: Bench) -> Iterator[CheckRow]:
 
 
 def kernel_row(label: str, figures: Mapping[str, float], dtype: str) -> CheckRow:
-    """The ``KernelErrors`` of one backend by name, judged."""
+    """Return the row of one backend, which holds if each of its ``KernelErrors`` in ``figures`` is within its bound."""
     bounds = {
         **dict.fromkeys(("log_prob", "topk", "entropy"), LOG_PROB_LIMIT),
         "gradient": GRADIENT_LIMITS[dtype],
@@ -219,7 +220,7 @@ def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> None:
-    """A rank: the errors on its shard, by dtype, into a file."""
+    """Run one rank: write the errors on its shard, by dtype, to a file."""
     import torch
     import torch.distributed as dist
 
@@ -247,15 +248,15 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
 
 
 HEAD_LIMITS = {"model": (3e-2, 1e-2), "float32": (LOG_PROB_LIMIT, 2**-8)}
-"""``head.dtype`` -> largest error of a log-probability from bf16 weights, nats; largest relative error of gradients."""
+"""``head.dtype`` -> bounds with bf16 weights: error of a log-probability in nats, relative error of gradients."""
 GPU_PRODUCT_ERROR = 2e-5
-"""Nats: a GPU's matrix units cut off what they add in float32; an H100's logits of size 1 were off by 1e-5."""
+"""Nats: a GPU's matrix units truncate float32 sums. An H100's logits of size 1 had errors of 1e-5."""
 _MOST_CHUNKS = 2.0
 
 
 @part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
 def head(bench: Bench) -> Iterator[CheckRow]:
-    """bf16 weights, logits in bf16 and in fp32: a row of errors and one of memory and time for each."""
+    """Yield, for logits in bf16 and in fp32 from bf16 weights, a row of errors and rows of memory and time."""
     import torch
 
     device = torch.device("cuda" if bench.gpus else "cpu")
@@ -295,7 +296,7 @@ def head(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, float]:
-    """Return the errors of 64 tokens in chunks of 16, and of the gradients of their summed log-probability."""
+    """Return the errors of 64 log-probabilities in chunks of 16, and of the gradients of their sum."""
     import torch
 
     from megatron_dppo.vocab_parallel.head import (
@@ -321,8 +322,10 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
 
 
 def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> dict[str, float]:
-    """Seconds of the second of two passes, forward and backward; peak of the first, beyond hidden states' gradient, in
-    chunks of logits."""
+    """Measure the seconds of the second of two forward and backward passes, and the peak memory of the first.
+
+    The peak is in chunks of logits, and excludes the gradient of the hidden states.
+    """
     import torch
 
     from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
@@ -356,7 +359,7 @@ def _liger_head(states: Any, weight: Any, ids: Any) -> Any:
 def _cut_head(states: Any, weight: Any, ids: Any) -> Any:
     from cut_cross_entropy import linear_cross_entropy
 
-    # Without the filter, which leaves out small gradients.
+    # Disable the filter, which leaves out small gradients.
     return linear_cross_entropy(states, weight, ids, reduction="sum", filter_eps=None)
 
 
@@ -364,7 +367,7 @@ _HEAD_PEERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "liger-kernel": _liger_head,
     "cut-cross-entropy": _cut_head,
 }
-"""Cross entropies without whole logits, by package: summed over the tokens."""
+"""Package -> its cross entropy without whole logits, summed over the tokens."""
 
 
 def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
@@ -381,7 +384,7 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
             continue
         hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
         seconds, peak = 0.0, 0
-        # The first pass compiles.
+        # The first pass compiles kernels; the second one's figures count.
         for _ in range(2):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -403,7 +406,7 @@ _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's
     "bandwidth of policy statistics beside TE, Liger, Megatron and torch; what a mask adds", 420.0
 )
 def mask(bench: Bench) -> Iterator[CheckRow]:
-    """``megatron-dppo bench-mask`` on one GPU, and on two where there are; its figures, tables and chart."""
+    """Run ``megatron-dppo bench-mask`` on one GPU, and on two if there are; yield its figures."""
     for name, owner in _PEERS.items():
         if package_version(name) is None:
             yield CheckRow(f"{owner} cross entropy", f"not here: {name} is not installed")

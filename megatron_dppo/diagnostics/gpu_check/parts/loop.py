@@ -1,4 +1,4 @@
-"""The whole loop on this machine: router replay, the mismatch of trainer and server, weight updates, the demo."""
+"""Run the whole loop on this machine: router replay, the gap between trainer and server, weight updates, the demo."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def require_engine() -> None:
 
 
 def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) -> Path:
-    """Train the demo's random model for a step or as ``overrides`` say; the run's directory, in the part's folder."""
+    """Train the demo's random model, one step unless ``overrides`` differ; return the run's directory."""
     require_engine()
     from megatron_dppo.demo.material import engine_overrides, make_data
 
@@ -75,7 +75,7 @@ def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) ->
 
 
 def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
-    """Whether every weight update was verified; with what the last one moved and took."""
+    """Return a row that holds if every weight update was verified, with the figures of the last one."""
     updates = sum(record.get(names.WEIGHT_UPDATES) or 0 for record in records)
     verified = sum(record.get(names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
     last = records[-1]
@@ -92,7 +92,7 @@ def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
 
 
 def gap_row(record: Record, dtype: Dtype) -> CheckRow:
-    """mean |pi - mu| at equal weights against its normal range."""
+    """Return a row that holds if mean |pi - mu| at equal weights is in its normal range."""
     normal = BY_METRIC[names.GAP_ON_POLICY]
     gap = record.get(names.GAP_ON_POLICY)
     value = float("nan") if gap is None else gap
@@ -108,7 +108,7 @@ def gap_row(record: Record, dtype: Dtype) -> CheckRow:
 
 @part("router replay: what the server recorded is what the trainer routes by", 500.0)
 def r3(bench: Bench) -> Iterator[CheckRow]:
-    """Two steps in bfloat16 with recorded routing; what the first tells, and the updates of both."""
+    """Train two steps in bfloat16 with recorded routing; yield the first one's routing and gap, and both updates."""
     run = tiny_run(bench, "run", "bfloat16", ["rollout.router_replay=true", "run.steps=2"])
     records = read_records(run)
     yield from routing_rows(records[1])
@@ -117,9 +117,11 @@ def r3(bench: Bench) -> Iterator[CheckRow]:
 
 
 def routing_rows(record: Record) -> Iterator[CheckRow]:
-    """Recorded for every token, and as the trainer's own routers mostly choose."""
-    lacking = record.get(names.ROUTING_UNRECORDED)
-    yield CheckRow("tokens without recorded routing", _percent(lacking), "0%", lacking == 0)
+    """Yield whether every token has recorded routing, and how often the trainer's own routers choose the same."""
+    unrecorded_share = record.get(names.ROUTING_UNRECORDED)
+    yield CheckRow(
+        "tokens without recorded routing", _percent(unrecorded_share), "0%", unrecorded_share == 0
+    )
     agreement = record.get(names.ROUTING_AGREEMENT_FIRST)
     low = BY_METRIC[names.ROUTING_AGREEMENT].low
     holds = agreement is not None and agreement >= low
@@ -136,7 +138,7 @@ def _percent(share: float | None) -> str:
 
 @part("trainer against server in bfloat16: mean |pi - mu| and its parts", 600.0)
 def mismatch(bench: Bench) -> Iterator[CheckRow]:
-    """A step with saved rollouts and recorded routing, then ``megatron-dppo doctor --parts`` on its batch."""
+    """Train a step with saved rollouts and recorded routing, then run ``megatron-dppo doctor --parts`` on its batch."""
     settings = ["rollout.save=true", "rollout.router_replay=true", "rollout.temperature=0.8"]
     run = tiny_run(bench, "run", "bfloat16", settings)
     yield gap_row(read_records(run)[1], "bfloat16")
@@ -152,18 +154,13 @@ def mismatch(bench: Bench) -> Iterator[CheckRow]:
 
 
 def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
-    """Each cause's part; the numerics, which nothing but precision removes, against the normal range."""
+    """Yield each cause's part of the gap. The part ``numerics`` must be in the normal range."""
     bound = BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16")
     for cause, gap in ladder["parts"].items():
-        judged = cause == "numerics"
-        expected = f"at most {bound:.2g}" if judged else ""
-        yield CheckRow(
-            f"part: {cause}",
-            f"{gap:.2e}",
-            expected,
-            gap <= bound if judged else None,
-            {"part": gap},
-        )
+        expected_text, holds = "", None
+        if cause == "numerics":
+            expected_text, holds = f"at most {bound:.2g}", gap <= bound
+        yield CheckRow(f"part: {cause}", f"{gap:.2e}", expected_text, holds, {"part": gap})
     exact = next((rung for rung in ladder["rungs"] if rung["fixes"] == "precision"), None)
     if exact is not None:
         yield CheckRow(
@@ -181,7 +178,7 @@ UPDATE_LABELS = {
 
 @part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
 def weights(bench: Bench) -> Iterator[CheckRow]:
-    """A run of one step by each strategy: two updates, the first into a server that has just started."""
+    """Run one step by each strategy, with two updates: the first one into a server that has just started."""
     for strategy, labels in UPDATE_LABELS.items():
         label = labels[bench.gpus > 0]
         if strategy == "distributed" and bench.gpus == 1:
@@ -195,19 +192,19 @@ def weights(bench: Bench) -> Iterator[CheckRow]:
 UPDATE_LIMIT_S = 10.0
 """``weight_sync.timeout_s`` of the updates that ``broken_update`` interrupts."""
 _ENTER_S = 2.0
-"""Seconds in which a server enters the broadcast that it was told of."""
+"""Seconds until a server is inside the broadcast after its call."""
 _FREED_S = 60.0
-"""Seconds in which a server that goes on must answer orders again."""
+"""Seconds within which the scheduler of a resumed server must answer."""
 
 
 @part(
     "a server that is killed, then one that is stopped, inside a bucket of a weight update", 600.0
 )
 def broken_update(bench: Bench) -> Iterator[CheckRow]:
-    """Interrupt a server in a broadcast, as a fault of a node does.
+    """Interrupt a server inside a broadcast, as a fault of a node would.
 
-    This process must live on, and so must a server that goes on afterwards. It runs over gloo without GPUs, and is not
-    yet run on one.
+    This process must survive, and a server that is resumed must work again. Without GPUs the broadcast is gloo's. Not
+    yet run on a GPU.
     """
     require_engine()
     if bench.gpus == 1:
@@ -321,13 +318,13 @@ class InterruptedServer:
         return self.runner.run(self.engine.schedules(limit_s))
 
     def kill(self) -> None:
-        """End the server, also one that is stopped."""
+        """End the server, even if it is stopped."""
         self.engines.close()
         self.process.kill()
 
 
 def _server_config(model: Path, dtype: Dtype, gpus: int) -> TrainConfig:
-    # Triton's attention takes heads of 32.
+    # The heads of the tiny model have 32 elements, which Triton's attention takes.
     sglang = {"attention_backend": "triton"} if gpus else {}
     return TrainConfig.model_validate(
         {
@@ -347,30 +344,32 @@ def interrupted_rows(
     what: str,
     signal_number: signal.Signals,
 ) -> Iterator[CheckRow]:
-    """Send a whole bucket, then one in which the server gets the signal; then, where it goes on, a whole one again."""
+    """Send a bucket, then one during which the server gets the signal, then one to a server that was resumed."""
     server.send()
-    began = time.monotonic()
+    start_time = time.monotonic()
     fault: EngineFaultError | None = None
     try:
         server.send(lambda: server.signal(signal_number))
     except EngineFaultError as error:
         fault = error
-    seconds = time.monotonic() - began
-    named = fault is not None and fault.engines == (server.engine.url,)
+    seconds = time.monotonic() - start_time
+    is_named = fault is not None and fault.engines == (server.engine.url,)
     yield CheckRow(
-        f"{what}: the update fails and names the server", str(fault), "it is named", named
+        f"{what}: the update fails and names the server", str(fault), "it is named", is_named
     )
-    # A machine may be busy; the limits of torch and SGLang are 30 minutes.
+    # Add a minute for a busy machine. The limits of torch and SGLang are 30 minutes.
     limit = _ENTER_S + UPDATE_LIMIT_S + 2 * GRACE_S + 60
     yield at_most(f"{what}: seconds until then", seconds, limit, " s")
-    # Watchdogs of NCCL that would end this process do so seconds later.
+    # Wait: NCCL's watchdog would end this process seconds after the failure.
     time.sleep(GRACE_S)
     total = float(server._bytes().sum(dtype=torch.int64))
     yield CheckRow(f"{what}: this process and its device go on", f"{total:.0f}", "a sum", True)
     if signal_number == signal.SIGSTOP:
         server.signal(signal.SIGCONT)
-        freed = server.answers_within(_FREED_S)
-        yield CheckRow(f"{what}: once it goes on, its scheduler answers", str(freed), "True", freed)
+        answers = server.answers_within(_FREED_S)
+        yield CheckRow(
+            f"{what}: once it goes on, its scheduler answers", str(answers), "True", answers
+        )
         server.send()
         yield CheckRow(f"{what}: the next bucket", "received", "received", True)
 
@@ -380,7 +379,7 @@ _FIGURES = ("eval_accuracy_start", "eval_accuracy_end", "mean_abs_prob_gap")
 
 @part("the demo: a tiny mixture of experts learns by DPPO", 1200.0)
 def demo(bench: Bench) -> Iterator[CheckRow]:
-    """The demo judges itself by its exit code; its figures and its report."""
+    """Run the demo, which judges itself by its exit code; yield its figures and keep its report."""
     require_engine()
     run = bench.folder / "run"
     code = run_command(["demo", "--directory", str(run)])

@@ -1,4 +1,4 @@
-"""The machine and the libraries, so that every other number can be read."""
+"""Describe the machine and its libraries, on which the figures of the other parts depend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 @part("GPUs, driver and versions", 60.0)
 def machine(bench: Bench) -> Iterator[CheckRow]:
-    """A row for each GPU and each library."""
+    """Yield a row for each GPU and each library."""
     try:
         gpus = gpus_here()["gpus"]
     except CheckError as error:

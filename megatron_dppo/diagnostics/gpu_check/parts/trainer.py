@@ -1,6 +1,8 @@
-"""The trainer: Transformer Engine's layers and torch's give the same logits and gradients on one tiny model; memory and
-time of steps of one layer of Qwen3-30B-A3B in full size against the plan; a step on sequences that two ranks share
-against the same step on one.
+"""Check the trainer in three parts.
+
+``layers`` compares logits and gradients of a tiny model by Transformer Engine's layers and by torch's. ``full_layer``
+compares memory and time of one layer of Qwen3-30B-A3B in full size with the plan. ``context`` compares a step of two
+context-parallel ranks with the same step of one.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ LENGTHS = [5, 17, 40, 64]
 FP32_LIMIT = 1e-4
 """Largest difference between logits of size 1 from two float32 kernels."""
 BF16_LIMIT = 0.1
-"""Largest relative difference in bfloat16: the routers of the two layers may choose other experts for a token."""
+"""Largest relative difference in bfloat16: the routers of two implementations may choose different experts."""
 _NO_FUSION = {
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
@@ -56,7 +58,7 @@ _NO_FUSION = {
 
 @dataclass(frozen=True)
 class Passed:
-    """float32 logits [T, V] on the CPU, and the gradient of the targets' summed log-probabilities by parameter."""
+    """Logits, float32 [T, V] on the CPU, and the gradient of the summed log-probabilities, by parameter."""
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -75,7 +77,7 @@ class Passed:
 
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
 def layers(bench: Bench) -> Iterator[CheckRow]:
-    """torch's layers in float32 against transformers; then each kind in bfloat16 against those."""
+    """Compare torch's layers in float32 with transformers, then both kinds in bfloat16 with these."""
     folder = tiny_model(bench.folder / "model")
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
     exact = _passed(folder, "float32", batch, torch_layers=True)
@@ -90,7 +92,7 @@ def layers(bench: Bench) -> Iterator[CheckRow]:
         yield CheckRow("Transformer Engine's layers", f"not here: {why}")
         return
     theirs = _passed(folder, "bfloat16", batch, torch_layers=False)
-    # As exact as torch's bfloat16 within a factor of two, and nearer to float32 than the limit.
+    # Transformer Engine's errors may be twice those of torch's layers in bfloat16.
     bounds = (2 * error + 1e-3 for error in (ours.logit_error(exact), ours.gradient_error(exact)))
     yield from _against("Transformer Engine's layers, bfloat16", theirs, exact, *bounds)
 
@@ -119,7 +121,7 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
 
     shape = load_model_shape(folder)
     layout = Layout()
-    # Without DDP there is no main_grad that apex's kernel could add to.
+    # Without DDP there is no main_grad to which apex's kernel could add gradients.
     unfused = {"gradient_accumulation_fusion": False} | (_NO_FUSION if torch_layers else {})
     config = policy_config(folder, dtype, megatron=unfused)
     init_distributed(1)
@@ -130,7 +132,7 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     load_hf(chunks, shape, layout, 0, folder)
     placed = batch.to(platform.current().device)
     logits = chunks[0](**model_inputs(placed))[0]
-    # a copy: the statistics' backward pass writes the gradient over the logits
+    # Copy: the backward pass of the statistics overwrites the logits with their gradient.
     logits_before = logits.detach().clone().float().cpu()
     stats = policy_stats(logits, placed.target_ids, vocab_size=shape.vocab_size)
     stats.log_probs[placed.loss_mask].sum().backward()
@@ -143,7 +145,7 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
 
 
 def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
-    """Logits [T, V] of the same sequences by transformers' own model."""
+    """Return the logits [T, V] that transformers computes for the same sequences."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +172,11 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes in the trainer; ``saved``: what autograd kept at most; ``peak``: of the allocator's, None on a CPU."""
+    """Bytes on the trainer's device.
+
+    ``saved``: the most bytes that autograd kept for a backward pass. ``peak``: peak of a step in torch's allocator,
+    None on a CPU.
+    """
 
     weights: int
     gradients: int
@@ -181,7 +187,7 @@ class HeldBytes:
 
 @part("one layer of Qwen3-30B-A3B in full size: time and memory against the plan", 400.0)
 def full_layer(bench: Bench) -> Iterator[CheckRow]:
-    """A row of each kind of memory and one of the time."""
+    """Yield a row for each kind of memory, then rows of times."""
     config = json.loads(MODEL.read_text()) | {"num_hidden_layers": 1}
     lengths = FULL_LENGTHS
     if not bench.gpus:
@@ -208,7 +214,7 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
     yield _time(trainer, batch, lengths)
     yield from _state_times(trainer, held_bytes)
     for file in checkpoint.glob("*.safetensors"):
-        # Gigabytes that nobody needs any more.
+        # Do not leave gigabytes of random weights behind.
         file.unlink()
 
 
@@ -229,7 +235,7 @@ def take_step(
 ) -> float:
     """Do an optimiser step, and return the unclipped norm of its gradient.
 
-    ``denominator``: of the loss; None: the number of tokens.
+    ``denominator`` divides the loss; None: the number of tokens.
     """
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.trainer.token_loss import make_token_loss
@@ -244,7 +250,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     from megatron_dppo.diagnostics.gpu_check import held_memory
 
     with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
-        # Also the warm-up: Adam's state is made here.
+        # This step is also the warm-up, which allocates Adam's state.
         take_step(trainer, batch)
     peak = None
     if gpus:
@@ -274,7 +280,7 @@ def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> It
 
 
 def compared(label: str, measured: int, planned: int, tolerance: float) -> CheckRow:
-    """Bytes against the plan's, which may differ by the share ``tolerance`` of the measured."""
+    """Return a row that holds if ``planned`` bytes differ by at most the share ``tolerance`` from ``measured``."""
     off = planned / measured - 1
     return CheckRow(
         label,
@@ -293,7 +299,7 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
     flops = (1 + BACKWARD_FORWARDS) * sum(cost(length) for length in lengths)
     start_time = time.perf_counter()
     for _ in range(STEPS):
-        # Reads the gradient's norm back: it ends when the GPU has ended.
+        # The step reads the gradient's norm from the device, so it includes all of the GPU's work.
         take_step(trainer, batch)
     seconds = (time.perf_counter() - start_time) / STEPS
     rate = flops / seconds
@@ -309,7 +315,7 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
 
 
 def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[CheckRow]:
-    """Yield the speed of the weights' hash and of parking; the first parking allocates the memory of the host."""
+    """Yield the speed of hashing the weights and of parking; the first parking also allocates host memory."""
     digest_seconds = _seconds(trainer.weights_digest), _seconds(trainer.weights_digest)
     yield _speed_row("the hash of the weights", held_bytes.weights, digest_seconds)
     kept = held_bytes.weights + held_bytes.optimizer
@@ -332,8 +338,7 @@ def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
 
 
 DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
-"""The model of the check of context parallelism: dense, because bf16 rounding would route some tokens to other
-experts."""
+"""Model for the check of context parallelism. It is dense: rounding in bf16 would change the experts of some tokens."""
 SMALL_DENSE = {
     "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
@@ -342,14 +347,14 @@ CONTEXT_LENGTHS = [3, 500, 2041, 4096]
 SMALL_CONTEXT = [1, 3, 50, 202]
 RANKS = 2
 LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
-"""dtype -> largest difference of a log-probability, nats; largest relative difference of the gradient norm."""
+"""dtype -> bounds: difference of a log-probability in nats, relative difference of the gradient norm."""
 
 
 @part(
     "context parallelism: log-probabilities, loss and gradient norm of two ranks against one", 300.0
 )
 def context(bench: Bench) -> Iterator[CheckRow]:
-    """A row of each exchange, and on GPUs one of the layout against Transformer Engine's own."""
+    """Yield a row for each way to exchange keys and values, then a row that compares the layout of own rows."""
     if bench.gpus == 1:
         yield CheckRow("context parallel", "not here: one GPU only")
         return
@@ -365,7 +370,7 @@ def context(bench: Bench) -> Iterator[CheckRow]:
         "folder": str(bench.folder),
     }
     one = _ranks_step(1, {**settings, "name": "one", "megatron": {}})
-    # Without GPUs there is one exchange, which nothing names.
+    # Without GPUs there is only one exchange, and no option selects it.
     for exchange in EXCHANGES if bench.gpus else (None,):
         megatron = {"cp_comm_type": exchange} if exchange else {}
         name = exchange or "a2a over gloo"
@@ -376,7 +381,7 @@ def context(bench: Bench) -> Iterator[CheckRow]:
 
 
 def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> CheckRow:
-    """The step of two ranks beside that of one, judged."""
+    """Return a row that holds if the step of two ranks (``two``) agrees with that of ``one``."""
     log_prob, norm = LIMITS[dtype]
     pairs = zip(two["log_probs"], one["log_probs"], strict=True)
     figures = {
@@ -431,7 +436,7 @@ def _report(settings: dict[str, Any]) -> Path:
 
 
 def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> None:
-    """One step; log-probabilities before it and its unclipped gradient norm, into a file of rank 0."""
+    """Do a step on one rank; rank 0 writes the log-probabilities before it and its unclipped gradient norm."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
