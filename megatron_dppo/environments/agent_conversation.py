@@ -224,13 +224,13 @@ class Conversation:
     def _branch_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
         """Return the number of the newest branch that these messages continue; else that of a new branch."""
         deviations = [branch.deviation(messages, tools) for branch in self._branches]
-        fitting = [number for number, deviation in enumerate(deviations) if not deviation]
-        if fitting:
-            return fitting[-1]
+        fitting_branches = [number for number, reason in enumerate(deviations) if not reason]
+        if fitting_branches:
+            return fitting_branches[-1]
         if len(deviations) == self._most_branches:
             raise RefusedCallError(
                 409,
-                f"{deviations[-1]}: it goes on with none of the session's {len(deviations)} branches, and there may be "
+                f"{deviations[-1]}: it continues none of the session's {len(deviations)} branches, and there may be "
                 "no more (environment.options.branches)",
             )
         return len(deviations)
