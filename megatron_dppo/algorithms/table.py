@@ -214,9 +214,13 @@ def _bounded(
     if divergence.startswith("topk") and not whole_vocabulary:
         stability = {**stability, **TOPK}
     return Preset(
-        divergence, stability, scaling, anchor,
-        divergence=divergence, whole_vocabulary=whole_vocabulary,
-    )  # fmt: skip
+        divergence,
+        stability,
+        scaling,
+        anchor,
+        divergence=divergence,
+        whole_vocabulary=whole_vocabulary,
+    )
 
 
 def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
@@ -224,16 +228,23 @@ def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
         (CPPO, {"tv_threshold": 0.2}) if divergence.endswith("tv") else (CPPO_KL, {})
     )
     return Preset(
-        "prefix_budget", {**stability, **numbers}, scaling,
-        fixed={"measure": divergence}, divergence=divergence, sequences=True,
-    )  # fmt: skip
+        "prefix_budget",
+        {**stability, **numbers},
+        scaling,
+        fixed={"measure": divergence},
+        divergence=divergence,
+        sequences=True,
+    )
 
 
 def _predictive(tail: Tail, *, whole_vocabulary: bool = False) -> Preset:
     return Preset(
-        "pdm", PDM if whole_vocabulary else {**PDM, **TOPK}, fixed={"tail": tail},
-        divergence="topk_kl", whole_vocabulary=whole_vocabulary,
-    )  # fmt: skip
+        "pdm",
+        PDM if whole_vocabulary else {**PDM, **TOPK},
+        fixed={"tail": tail},
+        divergence="topk_kl",
+        whole_vocabulary=whole_vocabulary,
+    )
 
 
 def _of_sequences(

@@ -95,11 +95,17 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
         schedule = p.plan.facts.schedule
         assert seconds is not None
         table.add_row(
-            f"{seconds.total:.0f} s", f"{p.plan.gpu_idle:.0%}", schedule.placement, str(schedule.staleness),
-            f"{seconds.servers:.0f} s", f"{seconds.trainer:.0f} s",
-            gib(p.plan.fullest.total), p.plan.facts.trainer.layout.describe(),
-            f"{engine.servers} x TP{engine.tensor}", p.plan.facts.trainer.recompute,
-        )  # fmt: skip
+            f"{seconds.total:.0f} s",
+            f"{p.plan.gpu_idle:.0%}",
+            schedule.placement,
+            str(schedule.staleness),
+            f"{seconds.servers:.0f} s",
+            f"{seconds.trainer:.0f} s",
+            gib(p.plan.fullest.total),
+            p.plan.facts.trainer.layout.describe(),
+            f"{engine.servers} x TP{engine.tensor}",
+            p.plan.facts.trainer.recompute,
+        )
     console.print(table)
     for number, p in enumerate(proposals, start=1):
         changes = " ".join(p.changes) or "the recipe as it is"
@@ -163,9 +169,13 @@ def _engine(plan: RunPlan) -> Table | None:
         title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
     )
     table.add_row(
-        gib(engine.weights), gib(engine.kv_pool), gib(engine.reserved), f"{engine.kv_tokens:,}",
-        str(engine.sequences), str(engine.longest),
-    )  # fmt: skip
+        gib(engine.weights),
+        gib(engine.kv_pool),
+        gib(engine.reserved),
+        f"{engine.kv_tokens:,}",
+        str(engine.sequences),
+        str(engine.longest),
+    )
     return table
 
 

@@ -74,9 +74,15 @@ _LACKING = (
 
 
 _SERVER_SIZES = (
-    "tp_size", "pp_size", "ep_size", "dp_size", "base_gpu_id", "mem_fraction_static", "max_running_requests",
+    "tp_size",
+    "pp_size",
+    "ep_size",
+    "dp_size",
+    "base_gpu_id",
+    "mem_fraction_static",
+    "max_running_requests",
     "chunked_prefill_size",
-)  # fmt: skip
+)
 """Keys of the ``sglang:`` table whose numbers the plans of devices and memory read."""
 
 

@@ -194,9 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("--system-prompt", help="as data.system_prompt")
     inspecting.add_argument("--prompt-template", help="as data.prompt_template")
     inspecting.add_argument(
-        "--chat-template-arguments", nargs="+", default=[], metavar="NAME=VALUE",
+        "--chat-template-arguments",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
         help="as data.chat_template_arguments: enable_thinking=false",
-    )  # fmt: skip
+    )
     inspecting.add_argument(
         "--plain",
         action="store_true",
@@ -223,9 +226,13 @@ def _parser() -> argparse.ArgumentParser:
         help="processes; default %(default)s",
     )
     checking.add_argument(
-        "--pass-variable", action="append", default=[], metavar="NAME", dest="passed_variables",
+        "--pass-variable",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="passed_variables",
         help="as reward.passed_variables: a key of the environment that the reward gets; may be repeated",
-    )  # fmt: skip
+    )
     return parser
 
 

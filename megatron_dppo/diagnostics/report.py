@@ -213,11 +213,17 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
     axes.spines[["top", "right"]].set_visible(False)
     if handles:
         legend = axes.legend(
-            handles=_by_rows(handles, rows), loc="lower left", bbox_to_anchor=(-0.01, 0.985),
+            handles=_by_rows(handles, rows),
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 0.985),
             ncols=ceil(len(handles) / rows),
-            frameon=False, fontsize=SMALL, handlelength=handle_length, columnspacing=0.9,
-            handletextpad=0.5, borderaxespad=0.2,
-        )  # fmt: skip
+            frameon=False,
+            fontsize=SMALL,
+            handlelength=handle_length,
+            columnspacing=0.9,
+            handletextpad=0.5,
+            borderaxespad=0.2,
+        )
         # Leave the legend out of the layout: a wide one would narrow the panel below it.
         legend.set_in_layout(False)
 

@@ -94,9 +94,18 @@ class RunView:
 
     def version(self) -> str:
         """Return a text that changes whenever a displayed file of the run, or the state of its processes, changes."""
-        names = (records.RECORDS_FILE, records.SAMPLES_FILE, records.MASKED_TOKENS_FILE, LEASE_FILE,
-                 records.CONFIG_FILE, records.SUMMARY_FILE, "engine/fleet.json", "logs/supervisor.log",
-                 "logs/rank0.log", records.ENVIRONMENT_FAULTS_FILE)  # fmt: skip
+        names = (
+            records.RECORDS_FILE,
+            records.SAMPLES_FILE,
+            records.MASKED_TOKENS_FILE,
+            LEASE_FILE,
+            records.CONFIG_FILE,
+            records.SUMMARY_FILE,
+            "engine/fleet.json",
+            "logs/supervisor.log",
+            "logs/rank0.log",
+            records.ENVIRONMENT_FAULTS_FILE,
+        )
         current_time = time.monotonic()
         if current_time - self._seen[0] > _STATE_S:
             # The state may need a call of Slurm.

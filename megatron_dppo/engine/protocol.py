@@ -287,9 +287,12 @@ def _ask_routed_experts(shape: RoutedShape) -> dict[str, Any]:
     return {"return_routed_experts": True, "routed_experts_start_len": shape.start}
 
 
-provide("rollout_log_probs", ColumnSource(
-    lambda _: {"return_logprob": True, "logprob_start_len": -1}, _log_probs, always=True
-))  # fmt: skip
+provide(
+    "rollout_log_probs",
+    ColumnSource(
+        lambda _: {"return_logprob": True, "logprob_start_len": -1}, _log_probs, always=True
+    ),
+)
 provide("weight_version", ColumnSource(lambda _: {}, _weight_version, always=True))
 provide("topk", ColumnSource(_ask_topk, _topk))
 provide("routed_experts", ColumnSource(_ask_routed_experts, _routed_experts))

@@ -109,9 +109,13 @@ def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
     command = [python, "-W", "ignore", "-m", "megatron_dppo.engine.server_arguments"]
     try:
         process = subprocess.run(
-            command, input=json.dumps(table), capture_output=True, text=True, check=True,
+            command,
+            input=json.dumps(table),
+            capture_output=True,
+            text=True,
+            check=True,
             timeout=_PATIENCE_S,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LibraryMissingError(f"{python}: {error}", name="sglang") from error
     except subprocess.CalledProcessError as error:

@@ -139,9 +139,14 @@ def check_sandbox(paths: Sequence[str]) -> None:
     with sandboxed(["echo", "42"], variables, paths) as (sandbox_command, environment, filter_fd):
         try:
             completed = subprocess.run(
-                sandbox_command, env=environment, pass_fds=[filter_fd], capture_output=True, text=True, check=False,
+                sandbox_command,
+                env=environment,
+                pass_fds=[filter_fd],
+                capture_output=True,
+                text=True,
+                check=False,
                 timeout=_SANDBOX_START_S,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             message = f"the sandbox did not start within {_SANDBOX_START_S:g} s"
             raise SandboxError(message) from None

@@ -179,13 +179,36 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
     with open_filter(is_snippet=True) as filter_fd:
         # At the first limit of CPU time the kernel sends a signal that tells the reason; a second later it kills the
         # process.
-        yield [
-            limits,
-            f"--as={memory_mib << 20}", f"--cpu={seconds}:{seconds + 1}", "--fsize=0", "--core=0", "--nofile=32",
-            sandbox, *NAMESPACES, "--unshare-net",
-            *_files(), "--remount-ro", "/", "--chdir", "/", "--seccomp", str(filter_fd),
-            "--", str(_interpreter()), "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT,
-        ], filter_fd  # fmt: skip
+        yield (
+            [
+                limits,
+                f"--as={memory_mib << 20}",
+                f"--cpu={seconds}:{seconds + 1}",
+                "--fsize=0",
+                "--core=0",
+                "--nofile=32",
+                sandbox,
+                *NAMESPACES,
+                "--unshare-net",
+                *_files(),
+                "--remount-ro",
+                "/",
+                "--chdir",
+                "/",
+                "--seccomp",
+                str(filter_fd),
+                "--",
+                str(_interpreter()),
+                "-I",
+                "-S",
+                "-B",
+                "-X",
+                "utf8",
+                "-c",
+                _BOOT,
+            ],
+            filter_fd,
+        )
 
 
 def _interpreter() -> Path:

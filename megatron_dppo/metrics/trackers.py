@@ -227,7 +227,9 @@ class MlflowTracker:
 
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)  # fmt: skip
+        number = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
         # MLflow makes its own ids, so the run's id is a tag.
         earlier_runs = self._client.search_runs([number], f"tags.`{self._ID_TAG}` = '{run.id}'")
         if earlier_runs:
@@ -298,7 +300,9 @@ def _tracker(name: str) -> Callable[[], ExperimentTracker]:
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
             extra = f"pip install 'megatron-dppo[{name}]'"
-            raise ValueError(f"{name!r} needs the package {package}, which is not installed: {extra}")  # fmt: skip
+            raise ValueError(
+                f"{name!r} needs the package {package}, which is not installed: {extra}"
+            )
         return TRACKERS[name]
     entries = plugins.targets(plugins.TRACKERS)
     target = name if ":" in name else entries.get(name)
@@ -400,7 +404,9 @@ class _Channel:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self.lost += self._queue.qsize()
-            log.warning("tracker %s: still at work after %.0f s, and left behind", self.name, FINISH_S)  # fmt: skip
+            log.warning(
+                "tracker %s: still at work after %.0f s, and left behind", self.name, FINISH_S
+            )
         if self.lost:
             log.warning("tracker %s: %d calls were lost in this start", self.name, self.lost)
 

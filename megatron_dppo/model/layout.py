@@ -291,8 +291,14 @@ _STAGE_KEYS = ("first_stage_layers", "last_stage_layers")
 
 def _too_small(sizes: LayoutSizes) -> Iterator[LayoutFault]:
     for key in (
-        "tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context", *_STAGE_KEYS
-    ):  # fmt: skip
+        "tensor",
+        "pipeline",
+        "virtual_pipeline",
+        "expert",
+        "expert_tensor",
+        "context",
+        *_STAGE_KEYS,
+    ):
         size = getattr(sizes, key)
         if size is not None and size < 1:
             yield LayoutFault(key, size, "at least 1")

@@ -48,8 +48,11 @@ def toolkit_version(home: Path) -> str | None:
     try:
         done = subprocess.run(
             [str(home / "bin" / "nvcc"), "--version"],
-            capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     release = re.search(r"release (\d+\.\d+)", done.stdout)

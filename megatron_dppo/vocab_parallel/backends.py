@@ -314,13 +314,33 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     integer = ctypes.c_int64
     library.row_stats_forward.argtypes = [
-        ctypes.c_int, pointer, integer, integer, integer, ctypes.c_double,
-        pointer, integer, pointer, pointer, pointer, pointer,
-    ]  # fmt: skip
+        ctypes.c_int,
+        pointer,
+        integer,
+        integer,
+        integer,
+        ctypes.c_double,
+        pointer,
+        integer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+    ]
     library.row_stats_backward.argtypes = [
-        ctypes.c_int, pointer, pointer, integer, integer, integer, ctypes.c_double,
-        pointer, pointer, pointer, pointer, pointer,
-    ]  # fmt: skip
+        ctypes.c_int,
+        pointer,
+        pointer,
+        integer,
+        integer,
+        integer,
+        ctypes.c_double,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+    ]
     library.row_stats_forward.restype = library.row_stats_backward.restype = None
     return library
 

@@ -79,9 +79,15 @@ def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
         for command in ([*nvcc, "-c", "kernel.cu", "-o", "kernel.o"], [*link, "-o", "kernel.so"]):
             try:
                 completed = subprocess.run(
-                    command, cwd=folder, env=dict(environment), timeout=_COMPILE_S, check=False,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )  # fmt: skip
+                    command,
+                    cwd=folder,
+                    env=dict(environment),
+                    timeout=_COMPILE_S,
+                    check=False,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
             except (OSError, subprocess.TimeoutExpired) as error:
                 return str(error)
             if completed.returncode:

@@ -303,8 +303,11 @@ def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
             further[name] = term
     if reward["name"] != signal.TARGET:
         further["rehearsal"] = {
-            "name": signal.TARGET, "weight": 1.0, "timeout_s": timeout_s, "workers": 1,
-        }  # fmt: skip
+            "name": signal.TARGET,
+            "weight": 1.0,
+            "timeout_s": timeout_s,
+            "workers": 1,
+        }
     reward["further"] = further
     return reward
 

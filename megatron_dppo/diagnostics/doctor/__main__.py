@@ -67,14 +67,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options of the command."""
     parser = batch_parser("doctor", str(__doc__))
     parser.add_argument(
-        "--weights", action="append", default=[], metavar="VERSION=FOLDER",
+        "--weights",
+        action="append",
+        default=[],
+        metavar="VERSION=FOLDER",
         help="Hugging Face folder, or checkpoint, of the policy after that many steps",
-    )  # fmt: skip
+    )
     parser.add_argument("--parts", action="store_true", help="how much of the gap is which cause's")
     parser.add_argument(
-        "--no-precision", dest="precision", action="store_false",
+        "--no-precision",
+        dest="precision",
+        action="store_false",
         help="no pass in float32, for which Transformer Engine has no attention of packed sequences",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--html", type=Path, help="write the page here, not with --parts")
     parser.add_argument("--png", type=Path, help="draw parts, ratio and TV against mu here")

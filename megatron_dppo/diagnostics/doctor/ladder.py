@@ -262,9 +262,13 @@ class Parts:
         ladder = _table("pi with one more cause fixed in each row", "fixed", *figures)
         for i, m in enumerate(self.measured):
             ladder.add_row(
-                m.rung.fixes, _small(m.gap), _small(m.gap_p99), _small(m.gap_max),
-                f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}", _small(m.moved) if i else "",
-            )  # fmt: skip
+                m.rung.fixes,
+                _small(m.gap),
+                _small(m.gap_p99),
+                _small(m.gap_max),
+                f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}",
+                _small(m.moved) if i else "",
+            )
         ladder.caption = (
             "fixed: the cause that is taken away in this pass, beside those above; |pi-mu|: mean, 99th percentile and "
             "largest; pi/mu: 1st and 99th percentile; moved pi by: mean change of pi by this fix."
@@ -283,9 +287,12 @@ class Parts:
     def to_text(self, step: int, responses: int) -> str:
         """Return every figure as JSON text."""
         figures = {
-            "step": step, "responses": responses, "tokens": len(self.log_mu), "parts": self.split,
+            "step": step,
+            "responses": responses,
+            "tokens": len(self.log_mu),
+            "parts": self.split,
             "rungs": [m.as_json() for m in self.measured],
-        }  # fmt: skip
+        }
         return json.dumps(figures, indent=2) + "\n"
 
 
@@ -430,9 +437,16 @@ def _density(
 ) -> None:
     """Draw the density of tokens as hexagons, darker for more tokens."""
     axes.hexbin(
-        np.exp(log_mu), values, xscale="log", yscale=scale, bins="log", gridsize=48,
-        cmap=DARKENING, mincnt=1, linewidths=0.2,
-    )  # fmt: skip
+        np.exp(log_mu),
+        values,
+        xscale="log",
+        yscale=scale,
+        bins="log",
+        gridsize=48,
+        cmap=DARKENING,
+        mincnt=1,
+        linewidths=0.2,
+    )
 
 
 def _percentile(

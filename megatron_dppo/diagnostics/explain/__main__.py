@@ -186,10 +186,16 @@ def under_policy(
                 rollout_logits = rollout_policy.logits(batch[index])
             responses.append(
                 explain_response(
-                    index, number, batch[index], algorithm, logits, rollout_logits,
-                    temperature=temperature, texts=texts,
+                    index,
+                    number,
+                    batch[index],
+                    algorithm,
+                    logits,
+                    rollout_logits,
+                    temperature=temperature,
+                    texts=texts,
                 )
-            )  # fmt: skip
+            )
             bar.advance()
     return responses
 

@@ -319,10 +319,14 @@ def explain_response(
     batch = pack([complete_trajectory])
     topk_ids = batch.columns.get("topk_ids")
     stats = policy_stats(
-        logits, batch.target_ids, vocab_size=vocab_size, temperature=temperature,
-        topk_ids=None if topk_ids is None else topk_ids.long(), with_entropy=True,
+        logits,
+        batch.target_ids,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        topk_ids=None if topk_ids is None else topk_ids.long(),
+        with_entropy=True,
         with_squares=algorithm.needs_sum_squares,
-    )  # fmt: skip
+    )
     inputs = inputs_from(stats, batch)
     if algorithm.needs_recomputed and inputs.recomputed_log_probs is None:
         raise ValueError(

@@ -55,9 +55,13 @@ class PartResult:
 
 
 def run_part(
-    part: CheckPart, folder: Path, gpus: int, limit_s: float, tell: Callable[[CheckRow], None],
+    part: CheckPart,
+    folder: Path,
+    gpus: int,
+    limit_s: float,
+    tell: Callable[[CheckRow], None],
     package: str = PARTS,
-) -> PartResult:  # fmt: skip
+) -> PartResult:
     """Run ``part`` of ``package`` in ``folder``, which must not exist, for at most ``limit_s`` seconds.
 
     ``tell`` is called with each row.

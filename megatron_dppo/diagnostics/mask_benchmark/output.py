@@ -53,16 +53,24 @@ def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
         header = ""
         if r["header_all_reduces"]:
             header = f" + {r['header_all_reduces']}"
-        lines.append((
-            r["name"], r["version"], "yes" if r["entropy"] else "", "yes" if r["topk"] else "",
-            f"{r['forward_ms']:.1f} ± {r['forward_ms_iqr']:.1f}",
-            f"{r['backward_ms']:.1f} ± {r['backward_ms_iqr']:.1f}",
-            f"{r['cpu_ms']:.1f} ± {r['cpu_ms_iqr']:.1f}",
-            f"{cost_ms(r, on_cpu) / cost_ms(rows[0], on_cpu):.2f}",
-            f"{r['floor_share_of_copy_bandwidth']:.0%}", f"{r['peak_extra_over_logits']:.2f}",
-            f"{r['payload_all_reduces']}{header}", f"{r['wire_mb']:.2f}",
-            f"{r['max_log_prob_error']:.1e}", f"{r['relative_gradient_error']:.1e}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                r["name"],
+                r["version"],
+                "yes" if r["entropy"] else "",
+                "yes" if r["topk"] else "",
+                f"{r['forward_ms']:.1f} ± {r['forward_ms_iqr']:.1f}",
+                f"{r['backward_ms']:.1f} ± {r['backward_ms_iqr']:.1f}",
+                f"{r['cpu_ms']:.1f} ± {r['cpu_ms_iqr']:.1f}",
+                f"{cost_ms(r, on_cpu) / cost_ms(rows[0], on_cpu):.2f}",
+                f"{r['floor_share_of_copy_bandwidth']:.0%}",
+                f"{r['peak_extra_over_logits']:.2f}",
+                f"{r['payload_all_reduces']}{header}",
+                f"{r['wire_mb']:.2f}",
+                f"{r['max_log_prob_error']:.1e}",
+                f"{r['relative_gradient_error']:.1e}",
+            )
+        )
     return SummaryTable("Forward and backward, median ± interquartile range", columns, lines)
 
 

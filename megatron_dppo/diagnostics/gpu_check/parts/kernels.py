@@ -111,17 +111,27 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     leaf = case.shard(rank, ranks).logits.requires_grad_()
     stats = policy_stats(
-        leaf, case.targets, group, vocab_size=case.vocab, temperature=TEMPERATURE,
-        topk_ids=case.topk, with_entropy=True, backend=backend,
-    )  # fmt: skip
+        leaf,
+        case.targets,
+        group,
+        vocab_size=case.vocab,
+        temperature=TEMPERATURE,
+        topk_ids=case.topk,
+        with_entropy=True,
+        backend=backend,
+    )
     assert stats.entropy is not None
     assert stats.topk_log_probs is not None
     (stats.log_probs * case.weights[0] + stats.entropy * case.weights[1]).sum().backward()
     whole_logits = case.logits.double().requires_grad_()
     twin = dense_policy_stats(
-        whole_logits, case.targets, vocab_size=case.vocab, temperature=TEMPERATURE,
-        topk_ids=case.topk, with_entropy=True,
-    )  # fmt: skip
+        whole_logits,
+        case.targets,
+        vocab_size=case.vocab,
+        temperature=TEMPERATURE,
+        topk_ids=case.topk,
+        with_entropy=True,
+    )
     assert twin.entropy is not None
     assert twin.topk_log_probs is not None
     (twin.log_probs * case.weights[0] + twin.entropy * case.weights[1]).sum().backward()
@@ -231,9 +241,12 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if on_gpus else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-        world_size=ranks, timeout=_TIMEOUT,
-    )  # fmt: skip
+        "nccl" if on_gpus else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        timeout=_TIMEOUT,
+    )
     tokens, vocab = (512, 151_936) if on_gpus else (8, 8_990)
     padding = -vocab % (64 * ranks) + 64 * ranks
     errors_by_dtype = {}

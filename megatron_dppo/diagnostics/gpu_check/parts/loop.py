@@ -66,11 +66,20 @@ def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) ->
         tiny_model(material / "model")
         make_data(material, seed=1)
     directory = bench.folder / name
-    must_run([
-        "train", RECIPE, f"run.directory={directory}", "run.steps=1",
-        f"model.hf_checkpoint={material / 'model'}", f"model.dtype={dtype}",
-        f"data.train={material / 'train.jsonl'}", *_SMALL, *engine_overrides(bench.gpus), *overrides,
-    ])  # fmt: skip
+    must_run(
+        [
+            "train",
+            RECIPE,
+            f"run.directory={directory}",
+            "run.steps=1",
+            f"model.hf_checkpoint={material / 'model'}",
+            f"model.dtype={dtype}",
+            f"data.train={material / 'train.jsonl'}",
+            *_SMALL,
+            *engine_overrides(bench.gpus),
+            *overrides,
+        ]
+    )
     return directory
 
 

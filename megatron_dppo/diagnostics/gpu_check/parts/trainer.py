@@ -438,9 +438,12 @@ def _report(settings: dict[str, Any]) -> Path:
 def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> None:
     """Do a step on one rank; rank 0 writes the log-probabilities before it and its unclipped gradient norm."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-    }  # fmt: skip
+    }
     from megatron_dppo.trainer.trainer import Trainer
 
     config = policy_config(
