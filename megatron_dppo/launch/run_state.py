@@ -85,7 +85,7 @@ def run_state(directory: Path) -> JobState | LocalRun:
     returned = beat is not None and beat.ended
     is_same_machine = holder.is_neighbour(Holder.of_this_process())
     lives = RUNNING if holder.runs() else None
-    state = UNKNOWN
+    state: str | None = UNKNOWN
     if returned:
         state = None
     elif is_same_machine:

@@ -69,6 +69,8 @@
         EngineFaultError                the engines at fault in a step of an update
         ChecksumMismatchError
         CanaryError
+        PositionError                   a change of weights lies outside of its bucket
+        UnplaceableError                a received tensor is not one of the engine's model
         TransferTimeoutError
         ConnectionBrokenError
         CalledOffError
