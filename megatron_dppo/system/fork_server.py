@@ -64,6 +64,7 @@ _KILLED = -signal.SIGKILL
 _RUN_PREFIX = "MEGATRON_DPPO_"
 _CONTROL_VARIABLE = "MEGATRON_DPPO_FORK_CONTROL"
 """Variable with the descriptor of the socket on which a fork server receives its requests."""
+_MODULE_PATH = "PYTHONPATH"
 _SHARED_VARIABLE = "MEGATRON_DPPO_FORK_SERVERS"
 """Variable with the fork servers that a process inherits, as JSON."""
 
@@ -266,6 +267,7 @@ class ForkServer(_Forks):
     ) -> None:
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.key = _key(python, libraries, environment)
+        self._module_path = environment.get(_MODULE_PATH)
         shared = _shared_server(self.key)
         plain, secrets = split_environment(environment)
         plain.pop(_SHARED_VARIABLE, None)
@@ -302,7 +304,13 @@ class ForkServer(_Forks):
     def shared(self) -> tuple[int, dict[str, Any]]:
         """Return the descriptor to inherit, and what ``_shared_server`` reads of it."""
         descriptor = self._control.fileno()
-        return descriptor, {"descriptor": descriptor, "pid": self.process.pid, "key": self.key}
+        told = {
+            "descriptor": descriptor,
+            "pid": self.process.pid,
+            "key": self.key,
+            "module_path": self._module_path,
+        }
+        return descriptor, told
 
 
 @dataclass
@@ -317,7 +325,13 @@ class _OtherProcess:
 
 
 class _SharedServer(_Forks):
-    """A fork server of the process that started this one."""
+    """A fork server of the process that started this one.
+
+    Attributes:
+        module_path: PYTHONPATH of the fork server, where its processes look for modules.
+    """
+
+    module_path: str | None = None
 
     def fork_fed(
         self,
@@ -337,12 +351,13 @@ class _SharedServer(_Forks):
         return process
 
     @classmethod
-    def inherited(cls, descriptor: int, pid: int) -> _SharedServer:
+    def inherited(cls, descriptor: int, pid: int, module_path: str | None) -> _SharedServer:
         control = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         # The reports of an earlier process about its own requests have other numbers.
         server = cls(control, _OtherProcess(pid), os.getpid() << _NUMBER_BITS)
         server._is_ready = True
+        server.module_path = module_path
         return server
 
 
@@ -404,7 +419,7 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
     """Run ``python -m <module> <arguments>`` as a fork of a shared fork server that has imported ``module``.
 
     Its variables and its standard output and error are this process's. Returns its exit code; None where there is no
-    such fork server, and nothing was run.
+    such fork server with this process's PYTHONPATH, and nothing was run.
     """
     server = _shared_server_with(module)
     if server is None:
@@ -436,7 +451,8 @@ def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) 
 def _shared_server_with(module: str) -> _SharedServer | None:
     for key, server in _shared_servers().items():
         _, libraries, _ = json.loads(key)
-        if module in libraries and server.is_alive:
+        finds_the_same = server.module_path == os.environ.get(_MODULE_PATH)
+        if module in libraries and finds_the_same and server.is_alive:
             return server
     return None
 
@@ -451,7 +467,9 @@ def _shared_servers() -> dict[str, _SharedServer]:
     """The fork servers that this process may use, by their keys. Its own children get none of them."""
     entries = json.loads(os.environ.pop(_SHARED_VARIABLE, "[]"))
     return {
-        entry["key"]: _SharedServer.inherited(entry["descriptor"], entry["pid"])
+        entry["key"]: _SharedServer.inherited(
+            entry["descriptor"], entry["pid"], entry["module_path"]
+        )
         for entry in entries
     }
 

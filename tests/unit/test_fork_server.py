@@ -186,6 +186,9 @@ def test_a_command_runs_as_a_fork_of_a_shared_server(shared, tmp_path):
     assert (found["parent"], found["arguments"]) == (parent, ["ends", "one"])
     # A key reaches the command on its standard input.
     assert json.loads(found["input"])["FORKED_KEY"] == "1"
+    # No shared server looks for modules there.
+    elsewhere = run(shared, str(tmp_path), "ends", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert (elsewhere.returncode, elsewhere.stdout) == (0, "")
     failed = run(shared, str(tmp_path), "fails")
     assert failed.returncode == 1
     assert json.loads(failed.stdout)["variable"] is None
