@@ -128,3 +128,37 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
         assert (count == 1).all(), key
     assert max(shares) < 1.6 * min(shares)
     assert torch.is_tensor(held.blocks[0].values)
+
+
+def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path) -> None:
+    """The norm of a delta net is float32 in a bfloat16 model, and in one group of Adam with bfloat16 parameters."""
+    from megatron_dppo.config.schema import ParallelConfig
+    from megatron_dppo.model.families import load_model_shape
+    from megatron_dppo.model.layout import Layout
+    from tests.distributed.test_trainer_parity import run_config
+
+    hf = save_tiny_model(tmp_path / "hf", "qwen3_next", vocab_size=128)
+    config = run_config(str(hf), {"world_size": 1}, {"distributed": True, "dtype": "bfloat16"})
+    layout = Layout.of(ParallelConfig(world_size=1).sizes)
+    held = held_by(config, load_model_shape(hf), layout, 0)
+    values = {(block.key, block.box): tensor for block, tensor in held.blocks}
+    weights = {key: tensor for key, tensor in values.items() if not key[0].startswith("optimizer.")}
+    float32_keys = {key for (key, _), tensor in weights.items() if tensor.dtype is torch.float32}
+    assert float32_keys == {"decoder.layers.0.self_attention.out_norm.weight"}
+    states = 0
+    for (key, box), weight in weights.items():
+        state = {
+            part: values.get((f"optimizer.state.{part}.{key}", box))
+            for part in ("exp_avg", "exp_avg_sq", "fp32_param")
+        }
+        master = state["fp32_param"]
+        assert state["exp_avg"] is not None, key
+        assert state["exp_avg_sq"] is not None, key
+        if key in float32_keys:
+            assert master is None
+            states += 2
+            continue
+        assert master is not None, key
+        assert torch.equal(master.to(weight.dtype), weight), key
+        states += 3
+    assert len(values) == len(weights) + states

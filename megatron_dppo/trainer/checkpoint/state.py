@@ -197,9 +197,13 @@ def _shards_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[_Optimi
 
 
 def _shards_distributed(part: DistributedOptimizer) -> Iterator[_OptimizerShard]:
-    for p, (group, order) in part.model_param_group_index_map.items():
-        main = part.optimizer.param_groups[group]["params"][order]
-        yield _OptimizerShard(p, main, part._get_model_param_range_map(p)["param"].start)
+    # A group of Adam has the fp32 parameters first. ``model_param_group_index_map`` counts in the order of the buffers,
+    # so that it gives a parameter the main tensor of another one where a group has parameters of both types.
+    for fp32_params, float16_params, group in zip(
+        part.model_fp32_groups, part.model_float16_groups, part.optimizer.param_groups, strict=True
+    ):
+        for p, main in zip([*fp32_params, *float16_params], group["params"], strict=True):
+            yield _OptimizerShard(p, main, part._get_model_param_range_map(p)["param"].start)
 
 
 _SHARDS_OF: dict[type[MegatronOptimizer], Callable[[Any], Iterator[_OptimizerShard]]] = {
