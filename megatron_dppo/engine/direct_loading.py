@@ -97,8 +97,8 @@ class ReceivedBucket:
 def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     """Return the tensors of each safetensors file of ``folder``, mapped into memory, as one bucket.
 
-    None where a tensor is not aligned to its dtype, and has to be copied alone. Raises CheckpointError for a damaged
-    file.
+    None where a tensor is not aligned to its dtype, and has to be copied alone, or where no such file holds a tensor.
+    Raises CheckpointError for a damaged file.
     """
     import torch
 
@@ -119,7 +119,7 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
         size = path.stat().st_size
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         buckets.append(ReceivedBucket(names, dtypes, shapes, data[entries[0][1].offset :]))
-    return buckets
+    return buckets or None
 
 
 class TensorPlaces:
@@ -352,6 +352,7 @@ class DirectLoader:
     def begin(self) -> None:
         """Open an update: SGLang may have replaced tensors since the last one."""
         self._has_session = True
+        self._folder = None
         self._prepare()
 
     def end(self) -> bool:
@@ -375,7 +376,10 @@ class DirectLoader:
         folder, self._folder = self._folder, None
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
-        mapped_files = None if folder is None else map_folder(folder)
+        mapped_files = None
+        # A refused update of a folder leaves the folder here: the next bucket is not one of its tensors.
+        if folder is not None and not isinstance(weights, ReceivedBucket):
+            mapped_files = map_folder(folder)
         if mapped_files is not None:
             for bucket in mapped_files:
                 self._tensor_places.load_received(bucket)
@@ -462,9 +466,9 @@ def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bo
 
 
 def read_folder_directly(updater: Any, model_path: str, *_: Any, **options: Any) -> None:
-    """Have the DirectLoader of the ``updater``'s model read the folder of an update."""
+    """Have the DirectLoader of the ``updater``'s model read the folder of an update of all tensors."""
     loader = updater.get_model().load_weights
-    if isinstance(loader, DirectLoader):
+    if isinstance(loader, DirectLoader) and options.get("weight_name_filter") is None:
         loader.read_next_from(Path(model_path))
 
 

@@ -243,6 +243,33 @@ def test_a_folder_whose_tensors_are_not_aligned_is_read_tensor_by_tensor(tmp_pat
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
 
 
+def test_a_bucket_is_loaded_after_a_folder_that_sglang_refused(tmp_path: Path) -> None:
+    """SGLang can refuse an update before it reads the folder."""
+    bucket = weights(model_shape())
+    model, loader = served(held(EngineTensors(model_shape()), 0))
+    updater = Updater(model)
+    read_folder_directly(updater, str(tmp_path / "missing"), "safetensors")
+    loader(received(bucket))
+    assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_name_filter": lambda name: True}])
+def test_sglang_reads_a_folder_of_other_files_or_of_chosen_tensors(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    bucket = weights(model_shape())
+    if options:
+        specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in bucket}
+        with ShardedWriter(tmp_path / "hf", specs) as writer:
+            for name, tensor in bucket:
+                writer.write_rows(name, 0, torch.zeros_like(tensor))
+    model, loader = served(held(EngineTensors(model_shape()), 0))
+    updater = Updater(model)
+    read_folder_directly(updater, str(tmp_path / "hf"), "auto", **options)
+    loader(iter(bucket))
+    assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
+
+
 def test_tensors_that_were_replaced_between_updates_are_found() -> None:
     bucket = weights(model_shape())
     table = EngineTensors(model_shape())
