@@ -41,25 +41,27 @@ def build_optimizer(
     if options.get("optimizer_cpu_offload"):
         # Megatron-Core's default offloads nothing.
         defaults["optimizer_offload_fraction"] = 1.0
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=distributed,
-            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-            **{**defaults, **options},
-        ),
-        chunks,
-        use_gloo_process_groups=False,
-    )
+    # Without gradients Megatron-Core's slices of fp32 parameters are leaves, which an offloaded optimizer asks for.
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=dtype is torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=distributed,
+                overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+                **{**defaults, **options},
+            ),
+            chunks,
+            use_gloo_process_groups=False,
+        )
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -61,22 +61,29 @@ def rank_of(layout: Any, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
-    """What ``rank`` holds and writes, of a model that no step has trained."""
-    from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
+def built(config: Any, shape: Any, layout: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The chunks and the optimizer of this process's rank; ``options`` are Megatron's of the optimizer."""
     from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
     from megatron_dppo.trainer.model import build_chunks, wrap_chunks
     from megatron_dppo.trainer.optimizer import build_optimizer
 
+    transformer = transformer_config(config, shape, layout)
+    chunks = build_chunks(transformer, shape)
+    distributed = config.distributed_optimizer
+    wrapped = wrap_chunks(chunks, transformer, {}, distributed_optimizer=distributed)
+    dtype = DTYPES[config.model.dtype]
+    optimizer, _ = build_optimizer(
+        config.optimizer, wrapped, dtype, options, distributed=distributed
+    )
+    return chunks, optimizer
+
+
+def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
+    """What ``rank`` holds and writes, of a model that no step has trained."""
+    from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
+
     with rank_of(layout, rank):
-        transformer = transformer_config(config, shape, layout)
-        chunks = build_chunks(transformer, shape)
-        distributed = config.distributed_optimizer
-        wrapped = wrap_chunks(chunks, transformer, {}, distributed_optimizer=distributed)
-        dtype = DTYPES[config.model.dtype]
-        optimizer, _ = build_optimizer(
-            config.optimizer, wrapped, dtype, {}, distributed=distributed
-        )
+        chunks, optimizer = built(config, shape, layout, {})
         return rank_state(model_state(chunks), optimizer)
 
 
@@ -130,17 +137,23 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
     assert torch.is_tensor(held.blocks[0].values)
 
 
-def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path) -> None:
-    """The norm of a delta net is float32 in a bfloat16 model, and in one group of Adam with bfloat16 parameters."""
+def hybrid(folder: Path) -> tuple[Any, Any, Any]:
+    """Configuration, shape and layout of a bfloat16 model whose delta nets have a float32 norm, on one rank."""
     from megatron_dppo.config.schema import ParallelConfig
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.layout import Layout
     from tests.distributed.test_trainer_parity import run_config
 
-    hf = save_tiny_model(tmp_path / "hf", "qwen3_next", vocab_size=128)
-    config = run_config(str(hf), {"world_size": 1}, {"distributed": True, "dtype": "bfloat16"})
-    layout = Layout.of(ParallelConfig(world_size=1).sizes)
-    held = held_by(config, load_model_shape(hf), layout, 0)
+    hf = save_tiny_model(folder / "hf", "qwen3_next", vocab_size=128)
+    changes = {"distributed": True, "dtype": "bfloat16"}
+    config = run_config(str(hf), {"world_size": 1}, changes)
+    return config, load_model_shape(hf), Layout.of(ParallelConfig(world_size=1).sizes)
+
+
+def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path) -> None:
+    """The norm of a delta net is float32 in a bfloat16 model, and in one group of Adam with bfloat16 parameters."""
+    config, shape, layout = hybrid(tmp_path)
+    held = held_by(config, shape, layout, 0)
     values = {(block.key, block.box): tensor for block, tensor in held.blocks}
     weights = {key: tensor for key, tensor in values.items() if not key[0].startswith("optimizer.")}
     float32_keys = {key for (key, _), tensor in weights.items() if tensor.dtype is torch.float32}
@@ -162,3 +175,27 @@ def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path
         assert torch.equal(master.to(weight.dtype), weight), key
         states += 3
     assert len(values) == len(weights) + states
+
+
+def test_an_offloaded_optimizer_steps_on_the_float32_weights_that_were_loaded(
+    tmp_path: Path,
+) -> None:
+    from megatron_dppo.trainer.checkpoint.state import model_state, rank_state, settle_masters
+
+    config, shape, layout = hybrid(tmp_path)
+    with rank_of(layout, 0):
+        chunks, optimizer = built(config, shape, layout, {"optimizer_cpu_offload": True})
+        (norm,) = [
+            p for name, p in chunks[0].named_parameters() if name.endswith("out_norm.weight")
+        ]
+        values = torch.arange(1.0, 1 + norm.numel())
+        for block, tensor in rank_state(model_state(chunks), optimizer).blocks:
+            if block.key.endswith("out_norm.weight") and not block.key.startswith("optimizer."):
+                tensor.copy_(values)
+        settle_masters(optimizer)
+        (part,) = [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
+        copies = part.optimizer.param_to_inner_param
+        (main,) = [main for main in copies if main.data_ptr() == norm.data_ptr()]
+        assert torch.equal(norm, values)
+        assert copies[main] is not main
+        assert torch.equal(copies[main], values)

@@ -103,12 +103,17 @@ def settle_masters(optimizer: ChainedOptimizer) -> None:
     """Make the two copies of an offloaded weight's master equal after a checkpoint was loaded. Not collective.
 
     HybridDeviceOptimizer steps on a copy of the fp32 master that Megatron-Core's optimizer holds, and a checkpoint
-    fills that copy. With the precision-aware optimizer there is one master only.
+    fills that copy. The master of an fp32 parameter is the parameter, which the checkpoint fills instead of the copy.
+    With the precision-aware optimizer there is one master only.
     """
     for part in _parts(optimizer):
         for shard in _shards(part):
             stepped = _stepped_tensor(part, shard.main)
-            if stepped is not shard.main and shard.main.dtype is torch.float32:
+            if stepped is shard.main or shard.main.dtype is not torch.float32:
+                continue
+            if shard.parameter.dtype is torch.float32:
+                stepped.data.copy_(shard.main.data)
+            else:
                 shard.main.data.copy_(stepped.data)
 
 
