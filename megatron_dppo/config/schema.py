@@ -423,10 +423,10 @@ class WeightSyncConfig(Section):
     changes_only: bool = False
     """Send only the elements that changed since the last update, to servers that hold it; ``distributed`` and
     ``tensor``. Every sender keeps a copy of the weights that it sends in host memory. Whole weights are sent to a new
-    server, after a failed or unverified update, and where the changes are not fewer bytes.
+    server, after a failed update, and where the changes are not fewer bytes.
     """
     verify_every: int = Field(default=1, gt=0)
-    """Compare a hash of every tensor at every n-th update."""
+    """Compare a hash of every tensor at every n-th update; at every update with ``changes_only``."""
     canary_every: int = Field(default=1, ge=0)
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
     canary_largest: float | None = Field(default=None, gt=0)

@@ -728,6 +728,9 @@ class WeightUpdater:
         return self._engines.foreign_hosts
 
     def _is_due(self, check: str, period: int) -> bool:
+        if check == "verify" and self.config.changes_only:
+            # Changes are applied to weights that were compared, and the next update needs such weights again.
+            return True
         if period == 0:
             return False
         return self.committed_version is None or self._since[check] + 1 >= period

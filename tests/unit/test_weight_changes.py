@@ -380,12 +380,13 @@ def test_a_wrong_checksum_of_the_base_is_named() -> None:
     assert engine.sent == []
 
 
-def test_an_unverified_update_is_no_base() -> None:
+def test_every_update_of_changes_is_verified() -> None:
     engine = Engine()
-    updates, source = connected(engine, verify_every=2)
+    updates, source = connected(engine, verify_every=3)
     updates.update(1)
-    assert sizes_of(engine, updates, source, 2) == CHANGED  # to version 1, which was verified
-    assert sizes_of(engine, updates, source, 3) == WHOLE
+    for version in (2, 3):
+        assert sizes_of(engine, updates, source, version) == CHANGED
+        assert updates._since["verify"] == 0
 
 
 def test_servers_with_sglangs_loader_are_sent_whole_weights() -> None:
