@@ -194,12 +194,8 @@ MEGATRON_UNUSABLE: Mapping[str, str] = {
             "softmax_scale",
             "softmax_type",
             "qk_l2_norm",
-            "attention_output_gate",
             "multi_latent_attention",
-            "experimental_attention_variant",
-            "linear_attention_freq",
             "apply_residual_connection_post_layernorm",
-            "layernorm_zero_centered_gamma",
             "glu_linear_offset",
             "activation_func_clamp_value",
             "heterogeneous_block_specs",
@@ -238,7 +234,6 @@ MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_router_num_groups": (None, 1),
     "moe_router_topk_scaling_factor": (None, 1.0),
     "softmax_type": ("vanilla",),
-    "layernorm_zero_centered_gamma": (False,),
     "cuda_graph_impl": ("none",),
 }
 """Field of MEGATRON_UNUSABLE -> the values that turn it off, for fields without the usual ones."""

@@ -237,7 +237,10 @@ def test_one_process_trains_as_peft_does(reference: Path, kind: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [pytest.param(2, TWO_RANKS, marks=pytest.mark.slow), (4, FOUR_RANKS)],
+)
 def test_layouts_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]
 ) -> None:

@@ -136,6 +136,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_planned_is_measured(name: str, found: tuple[Path, list[dict]]) -> None:
     folder, ranks = found

@@ -533,6 +533,7 @@ def rules_worker(folder: str, layouts: list[str], world_size: int) -> dict[str, 
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_rules_of_whole_responses_train_alike_in_every_layout(tmp_path: Path) -> None:
     target = "tests.distributed.test_trainer_parity:rules_worker"
     alone = ["packed otherwise"]

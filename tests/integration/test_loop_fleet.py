@@ -91,6 +91,7 @@ class FleetRun(TrainingRun):
         self.wait_for_step(max(steps_of(self.directory), default=0) + count)
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, monkeypatch):
     monkeypatch.setenv("MEGATRON_DPPO_API_KEY", API_KEY)
     monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", ADMIN_KEY)

@@ -78,6 +78,7 @@ def test_it_converts_both_ways(package, config, tmp_path):
     assert all(torch.equal(original[name], again[name]) for name in original)
 
 
+@pytest.mark.slow
 def test_it_trains_and_serves(package, config):
     """One step on two ranks: the engine agrees with the trainer, verified updates, transformers with the export."""
     overrides = (

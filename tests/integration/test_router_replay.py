@@ -111,6 +111,7 @@ def report(run) -> dict[str, Any]:
     return json.loads((run / "gap.json").read_text())
 
 
+@pytest.mark.slow
 def test_replay_takes_the_routing_out_of_the_gap(report):
     assert report["tokens"] == PROMPTS * GROUP * TOKENS
     rungs = {rung["fixes"]: rung for rung in report["rungs"]}
@@ -123,6 +124,7 @@ def test_replay_takes_the_routing_out_of_the_gap(report):
     assert on["gap"] < 0.75 * off["gap"]
 
 
+@pytest.mark.slow
 def test_every_cause_has_its_part(report):
     parts = report["parts"]
     assert list(parts) == ["sampling transform", "staleness", "routing", "numerics"]
@@ -132,6 +134,7 @@ def test_every_cause_has_its_part(report):
     assert [rung["fixes"] for rung in report["rungs"]][-1] == "precision"
 
 
+@pytest.mark.slow
 def test_a_run_in_two_replicas_replays_the_saved_recordings(run, tmp_path):
     overrides = (
         f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={run}/rollouts",

@@ -88,7 +88,8 @@ def test_every_library_that_it_imports_is_declared(installed):
     with_declared_ones = {"triton", "sympy", "fastapi", "httpx", "latex2sympy2_extended"}
     """They come with torch (two), SGLang, huggingface_hub and math-verify."""
     peers = {"liger_kernel", "cut_cross_entropy"}
-    assert undeclared == with_declared_ones | peers
+    optional_kernels = {"fla"}
+    assert undeclared == with_declared_ones | peers | optional_kernels
 
 
 def test_every_command_is_found_in_it(installed, tmp_path):
