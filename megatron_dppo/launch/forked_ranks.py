@@ -9,15 +9,30 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_dppo.launch.local import LOOPBACK, RankGroup, terminal_of
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections, server_environment
+from megatron_dppo.engine.process import LIBRARIES as SERVER_LIBRARIES
+from megatron_dppo.launch.local import (
+    LOOPBACK,
+    RankGroup,
+    cores_of_ranks,
+    ranks_environment,
+    terminal_of,
+)
 from megatron_dppo.launch.supervisor import keep_previous
 from megatron_dppo.logging import TERMINAL_VARIABLE
-from megatron_dppo.system.fork_server import ForkedProcess, ForkRequest, ForkServer
+from megatron_dppo.system.fork_server import (
+    ForkedProcess,
+    ForkRequest,
+    ForkServer,
+    SharedForkServers,
+)
 from megatron_dppo.system.processes import kill_families
 from megatron_dppo.system.scratch import remove_shared_tensors
 
+TRAIN = "megatron_dppo.train"
 LIBRARIES: Mapping[str, Sequence[str]] = {
-    "megatron_dppo.train": ("megatron_dppo.loop.run", "megatron_dppo.loop"),
+    TRAIN: ("megatron_dppo.loop.run", "megatron_dppo.loop"),
     "megatron_dppo.supervised": ("megatron_dppo.data.problems", "megatron_dppo.trainer.trainer"),
 }
 """Module of a rank's command -> modules that the fork server imports for it."""
@@ -118,3 +133,17 @@ def libraries_of(module: str) -> tuple[str, ...]:
 def shares_imports(ranks: int, gpus: int) -> bool:
     """Whether ranks are forked: several on a machine without GPUs. A driver's state does not survive a fork."""
     return ranks > 1 and gpus == 0
+
+
+def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) -> None:
+    """Add the fork servers of a run of ``config`` on this machine without GPUs, with this process's variables.
+
+    ``output``: a descriptor that takes the output of the processes that import.
+    """
+    sections = ServerSections.of(config).where_generated
+    ranks = config.parallel.world_size
+    if shares_imports(ranks, gpus=0):
+        variables = ranks_environment(ranks, cores_of_ranks(sections))
+        servers.add(libraries_of(TRAIN), variables, output)
+    if sections is not None and config.engine.started > 0:
+        servers.add([SERVER_LIBRARIES], server_environment(sections), output)

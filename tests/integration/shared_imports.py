@@ -12,13 +12,8 @@ import psutil
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.engine.options import ServerSections, server_environment
-from megatron_dppo.engine.process import LIBRARIES
-from megatron_dppo.launch.forked_ranks import libraries_of, shares_imports
-from megatron_dppo.launch.local import cores_of_ranks, ranks_environment
+from megatron_dppo.launch import forked_ranks
 from megatron_dppo.system.fork_server import SharedForkServers
-
-TRAIN = "megatron_dppo.train"
 
 
 @functools.cache
@@ -39,15 +34,8 @@ def share_imports(
         loaded = load_config(config, overrides)
     except ConfigError:
         return servers
-    sections = ServerSections.of(loaded).where_generated
     with mock.patch.dict(os.environ, environment, clear=True), open(os.devnull, "wb") as file:
-        output = file.fileno()
-        world_size = loaded.parallel.world_size
-        if shares_imports(world_size, gpus=0):
-            variables = ranks_environment(world_size, cores_of_ranks(sections))
-            servers.add(libraries_of(TRAIN), variables, output)
-        if sections is not None and loaded.engine.started > 0:
-            servers.add([LIBRARIES], server_environment(sections), output)
+        forked_ranks.share_imports(servers, loaded, file.fileno())
     servers.wait_until_ready()
     return servers
 

@@ -217,7 +217,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class AdamFacts:
-    """Where Adam's state of a trained element lies, in bytes.
+    """Bytes of Adam's state of a trained element, by the place where they lie.
 
     ``master``: the fp32 master, 0 for a float32 weight. ``moments``: both moments. ``offloaded``: share of the elements
     whose state is in host memory. ``masters_on_device``: whether the device holds the masters of those, too.

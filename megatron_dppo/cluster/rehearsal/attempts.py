@@ -19,17 +19,13 @@ from pathlib import Path
 from megatron_dppo.cluster.rehearsal.usage import UsageByPhase, usage_of
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.demo.material import INTERRUPTED, run_to_the_end
-from megatron_dppo.engine.options import ServerSections, server_environment
-from megatron_dppo.engine.process import LIBRARIES
-from megatron_dppo.launch.forked_ranks import libraries_of, shares_imports
-from megatron_dppo.launch.local import cores_of_ranks, ranks_environment
+from megatron_dppo.launch import forked_ranks
 from megatron_dppo.metrics.records import last_step
 from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
 
 PhaseOf = Callable[[int], str]
 """Function from a run's last recorded step (-1: none) to the name of the run's present phase."""
-TRAIN = "megatron_dppo.train"
 _LOOK_EVERY_S = 0.2
 _MEASURE_EVERY_S = 4.0
 _KEPT_LINES = 40
@@ -153,7 +149,7 @@ class RunForm:
 
 
 LOCAL = RunForm(
-    (sys.executable, "-m", TRAIN),
+    (sys.executable, "-m", forked_ranks.TRAIN),
     # The supervisor treats SIGINT as Ctrl-C.
     signal.SIGINT,
     # Ranks and servers run on CPUs, also on a machine with GPUs.
@@ -169,13 +165,8 @@ def share_imports(config: TrainConfig, log: Path) -> SharedForkServers:
     servers = SharedForkServers()
     # The runs inherit the variables of this process.
     os.environ.update(LOCAL.environment)
-    sections = ServerSections.of(config).where_generated
     with log.open("wb") as file:
-        if shares_imports(config.parallel.world_size, gpus=0):
-            variables = ranks_environment(config.parallel.world_size, cores_of_ranks(sections))
-            servers.add(libraries_of(TRAIN), variables, file.fileno())
-        if sections is not None:
-            servers.add([LIBRARIES], server_environment(sections), file.fileno())
+        forked_ranks.share_imports(servers, config, file.fileno())
     servers.wait_until_ready()
     return servers
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.block_fp8 import dequantize, round_activations
+from megatron_dppo.engine.sglang_cpu.local_experts import local_choices, require_plain_experts
 from megatron_dppo.model.quantization import BLOCK
 
 
@@ -51,12 +52,7 @@ def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     """Compute the experts of a layer; in place of SGLang's ``Fp8MoEMethod.apply``."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    config = method.moe_runner_config
-    if config.activation != "silu" or config.apply_router_weight_on_input:
-        raise ValueError(
-            f"experts with activation {config.activation!r} and apply_router_weight_on_input "
-            f"{config.apply_router_weight_on_input} have block-FP8 weights, expected 'silu' and False on a CPU"
-        )
+    require_plain_experts(method.moe_runner_config, "with block-FP8 weights")
     weights, experts, _ = dispatch_output.topk_output
     output = experts_output(layer, dispatch_output.hidden_states, weights, experts)
     return StandardCombineInput(hidden_states=output)
@@ -75,11 +71,7 @@ def experts_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> T
         experts: the experts' numbers on this rank, of the same shape; negative for those of other ranks.
     """
     outputs = x.new_zeros(*experts.shape, x.shape[-1])
-    for expert in experts.unique().tolist():
-        if expert < 0:
-            # An expert of another expert-parallel rank, which adds its output.
-            continue
-        tokens, choices = torch.where(experts == expert)
+    for expert, tokens, choices in local_choices(experts):
         gate_up = _product(x[tokens], layer.w13_weight[expert], layer.w13_weight_scale_inv[expert])
         gate, up = gate_up.float().chunk(2, dim=-1)
         hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)

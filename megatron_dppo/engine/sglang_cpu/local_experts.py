@@ -1,8 +1,8 @@
-"""Experts of an expert-parallel rank, which SGLang's PyTorch function for a CPU does not know."""
+"""Experts of one rank on a CPU: what is supported, and their sum where SGLang's PyTorch function needs all experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,14 +20,29 @@ class LocalExperts:
         """Return the sum of the outputs of this rank's experts, for each token."""
         if layer.moe_ep_size == 1:
             return self._forward(layer, x, topk_output, config)
-        if config.activation != "silu" or config.apply_router_weight_on_input:
-            raise ValueError(
-                f"experts with activation {config.activation!r} and apply_router_weight_on_input "
-                f"{config.apply_router_weight_on_input} with ep_size {layer.moe_ep_size}, expected 'silu' and False "
-                "on a CPU"
-            )
+        require_plain_experts(config, f"with ep_size {layer.moe_ep_size}")
         weights, experts, _ = topk_output
         return local_output(layer, x, weights, experts)
+
+
+def require_plain_experts(config: Any, case: str) -> None:
+    """Raise ValueError unless experts have SiLU and weights that multiply their outputs; ``case`` is in the message."""
+    if config.activation != "silu" or config.apply_router_weight_on_input:
+        raise ValueError(
+            f"experts with activation {config.activation!r} and apply_router_weight_on_input "
+            f"{config.apply_router_weight_on_input} {case}, expected 'silu' and False on a CPU"
+        )
+
+
+def local_choices(experts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert of this rank, with the tokens and the choices in ``experts`` that name it.
+
+    Negative numbers are experts of other expert-parallel ranks, which add their outputs.
+    """
+    for expert in experts.unique().tolist():
+        if expert >= 0:
+            tokens, choices = torch.where(experts == expert)
+            yield expert, tokens, choices
 
 
 def local_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -40,10 +55,7 @@ def local_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Ten
         experts: the experts' numbers on this rank, of the same shape; negative for those of other ranks.
     """
     outputs = x.new_zeros(*experts.shape, x.shape[-1])
-    for expert in experts.unique().tolist():
-        if expert < 0:
-            continue
-        tokens, choices = torch.where(experts == expert)
+    for expert, tokens, choices in local_choices(experts):
         gate, up = F.linear(x[tokens], layer.w13_weight[expert]).chunk(2, dim=-1)
         outputs[tokens, choices] = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
     return (outputs.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
