@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_dppo.trainer.padded_batches import attention_plan
+from megatron_dppo.trainer.padded_batches import padding_plan
 
 _EPSILON = 1e-6
 """Epsilon of the norm of queries and keys, which no configuration sets."""
@@ -220,7 +220,7 @@ def packed_delta_rule(
         output, _ = kernel(*inputs, g=decay[None], beta=beta[None], cu_seqlens=cu_seqlens.long())
         fused: Tensor = output[0]
         return fused
-    plan = attention_plan(cu_seqlens)
+    plan = padding_plan(cu_seqlens)
     outputs = []
     for gather, sequences, longest_length in plan.batches:
         q, k, v, g, b = (

@@ -27,24 +27,24 @@ class PaddedBatch(NamedTuple):
     longest: int
 
 
-class AttentionPlan(NamedTuple):
+class PaddingPlan(NamedTuple):
     """Indices that turn a pack into padded batches and the outputs back into a pack."""
 
     batches: tuple[PaddedBatch, ...]
     scatter: Tensor
     """int64 [T]; for each packed token, its row in the concatenated padded outputs."""
 
-    def to(self, device: torch.device) -> AttentionPlan:
+    def to(self, device: torch.device) -> PaddingPlan:
         """The plan with its indices on ``device``."""
         batches = tuple(batch._replace(gather=batch.gather.to(device)) for batch in self.batches)
-        return AttentionPlan(batches, self.scatter.to(device))
+        return PaddingPlan(batches, self.scatter.to(device))
 
 
 # The key is the tensor's identity: all layers of a pass get the same tensor, and a plan ends with its micro-batch.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
+def padding_plan(cu_seqlens: Tensor) -> PaddingPlan:
     """Plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor.
 
     The sequences of a batch are at least half as long as its longest; one batch holds all short
@@ -56,7 +56,7 @@ def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
     return plan
 
 
-def _plan(bounds: list[int]) -> AttentionPlan:
+def _plan(bounds: list[int]) -> PaddingPlan:
     lengths = [b - a for a, b in pairwise(bounds)]
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     order = [i for i in longest_first if lengths[i]]
@@ -81,4 +81,4 @@ def _plan(bounds: list[int]) -> AttentionPlan:
         batches.append(PaddedBatch(gather.reshape(-1), len(members), longest_length))
         rows = rows + gather.numel()
         first_sequence = end
-    return AttentionPlan(tuple(batches), scatter)
+    return PaddingPlan(tuple(batches), scatter)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.trainer.context_parallel import own_rows
-from megatron_dppo.trainer.cpu.layer_spec import attention_plan, packed_causal_attention
+from megatron_dppo.trainer.cpu.layer_spec import packed_causal_attention
+from megatron_dppo.trainer.padded_batches import padding_plan
 
 
 def one_by_one(q, k, v, bounds, scale):
@@ -41,7 +42,7 @@ def test_values_and_gradients_equal_one_sequence_at_a_time(lengths: list[int]) -
         for heads in (4, 2, 2)
     ]
     upstream = torch.randn(bounds[-1], 4, 8, dtype=torch.float64)
-    plan = attention_plan(torch.tensor(bounds, dtype=torch.int32))
+    plan = padding_plan(torch.tensor(bounds, dtype=torch.int32))
     ours = packed_causal_attention(*inputs, plan, scale=0.3)
     theirs = one_by_one(*inputs, bounds, 0.3)
     assert torch.allclose(ours, theirs, atol=1e-12, rtol=0)
@@ -54,14 +55,14 @@ def test_values_and_gradients_equal_one_sequence_at_a_time(lengths: list[int]) -
 def test_first_token_attends_to_itself_alone() -> None:
     v = torch.randn(4, 1, 8)
     q, k = torch.randn(4, 2, 8), torch.randn(4, 1, 8)
-    plan = attention_plan(torch.tensor([0, 1, 4], dtype=torch.int32))
+    plan = padding_plan(torch.tensor([0, 1, 4], dtype=torch.int32))
     out = packed_causal_attention(q, k, v, plan, None)
     for start in (0, 1):
         assert torch.allclose(out[start], v[start].expand(2, 8))
 
 
 def test_buckets_hold_like_lengths() -> None:
-    plan = attention_plan(torch.tensor([0, 100, 149, 199, 231, 232, 240], dtype=torch.int32))
+    plan = padding_plan(torch.tensor([0, 100, 149, 199, 231, 232, 240], dtype=torch.int32))
     # 49 is under half of 100, 8 under half of 49; 1 is under half of 8, but both are short.
     assert [(b.sequences, b.longest) for b in plan.batches] == [(2, 100), (2, 49), (2, 8)]
     assert sorted(plan.scatter.tolist()) == sorted(set(plan.scatter.tolist()))
@@ -69,8 +70,8 @@ def test_buckets_hold_like_lengths() -> None:
 
 def test_plan_lives_as_long_as_its_tensor() -> None:
     cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
-    assert attention_plan(cu_seqlens) is attention_plan(cu_seqlens)
-    assert attention_plan(cu_seqlens.clone()) is not attention_plan(cu_seqlens)
+    assert padding_plan(cu_seqlens) is padding_plan(cu_seqlens)
+    assert padding_plan(cu_seqlens.clone()) is not padding_plan(cu_seqlens)
 
 
 @pytest.mark.parametrize(("lengths", "ranks"), [([3, 1, 5], 1), ([8, 4, 12], 2)])
@@ -96,7 +97,7 @@ def test_rotary_of_packed_sequences_restarts_in_each(lengths: list[int], ranks: 
 def test_gradient_of_padding_is_exactly_zero() -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 1, 4, requires_grad=True)
-    plan = attention_plan(torch.tensor([0, 5, 7], dtype=torch.int32))
+    plan = padding_plan(torch.tensor([0, 5, 7], dtype=torch.int32))
     out = packed_causal_attention(x, x, x, plan, None)
     out[:5].sum().backward()  # the second sequence is padded to the first's length
     assert torch.equal(x.grad[5:], torch.zeros(2, 1, 4))

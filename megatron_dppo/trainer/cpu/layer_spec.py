@@ -56,14 +56,14 @@ from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.context_parallel import gathered_rows
 from megatron_dppo.trainer.delta_net import delta_net_spec
-from megatron_dppo.trainer.padded_batches import AttentionPlan, attention_plan
+from megatron_dppo.trainer.padded_batches import PaddingPlan, padding_plan
 
 
 def packed_causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: AttentionPlan,
+    plan: PaddingPlan,
     scale: float | None,
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v, causal within each sequence.
@@ -122,7 +122,7 @@ class TorchAttention(MegatronModule):
         assert packed_seq_params is not None, "sequences come packed"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         group = self.context_group
-        plan = attention_plan(cu_seqlens)
+        plan = padding_plan(cu_seqlens)
         if group.size() > 1:
             rows = gathered_rows(cu_seqlens, query.shape[0] * group.size(), group.size())
             query, key, value = (
