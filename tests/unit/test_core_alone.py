@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from tests.integration.runs import write_material
 from tests.patience import run_patiently
 from tests.ranks import ROOT
-from tests.unit.test_layers import ANNEXES, imported
+from tests.unit.test_layers import ANNEXES
 
 PURE = ("test_advantages", "test_masks", "test_packing", "test_policy_loss", "test_seal")
 """Tests of the core that take seconds."""
@@ -38,41 +37,15 @@ def run(core: Path, *words: str, timeout: float = 300) -> subprocess.CompletedPr
     return run_patiently([sys.executable, *words], timeout, cwd=core, env=environment)
 
 
-def first_party_files(path: Path) -> set[Path]:
-    """The files of tests/, tools/ and examples/ that ``path`` imports, directly or by other such files, and itself."""
-    files: set[Path] = set()
-    remaining_files = [path]
-    while remaining_files:
-        file = remaining_files.pop()
-        if file in files:
-            continue
-        files.add(file)
-        for name in imported(file):
-            module = ROOT.joinpath(*name.split("."))
-            if name.split(".")[0] in ("tests", "tools", "examples"):
-                candidates = (
-                    module.with_suffix(".py"),
-                    module / "__init__.py",
-                    module.parent.with_suffix(".py"),
-                )
-                remaining_files += [candidate for candidate in candidates if candidate.is_file()]
-    return files
-
-
-def uses_annex(path: Path) -> bool:
-    """Whether a test file, or a file of this repository that it imports, names a module of an annex."""
-    texts = [file.read_text() for file in first_party_files(path)]
-    return any(f"megatron_dppo.{name}" in text for text in texts for name in ANNEXES)
-
-
-def core_tests() -> list[str]:
-    """The unit tests of the core: those that use no annex, except this file, which copies the core."""
-    paths = sorted((ROOT / "tests" / "unit").glob("test_*.py"))
-    return [
-        f"tests/unit/{path.name}"
-        for path in paths
-        if path.name != Path(__file__).name and not uses_annex(path)
-    ]
+def core_tests(names: set[str] | None = None) -> list[str]:
+    """The unit tests that import no annex and read none of its files; those of ``names`` if it is given."""
+    chosen_files = []
+    for path in sorted((ROOT / "tests" / "unit").glob("test_*.py")):
+        text = path.read_text()
+        uses_annex = any(f"megatron_dppo.{name}" in text for name in ANNEXES)
+        if not uses_annex and (names is None or path.stem in names):
+            chosen_files.append(f"tests/unit/{path.name}")
+    return chosen_files
 
 
 def test_the_command_offers_what_is_there(core):
@@ -93,20 +66,11 @@ def test_a_start_is_checked_without_the_annexes(core, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def run_tests(core: Path, files: Sequence[str], timeout: float) -> None:
-    plugins = ("-p", "tests.without_annexes", "-p", "no:cacheprovider")
-    done = run(core, "-m", "pytest", "-q", "-m", "not slow", *plugins, *files, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
 def test_pure_tests_of_the_core_pass_without_the_annexes(core):
-    run_tests(core, [f"tests/unit/{name}.py" for name in PURE], timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_every_unit_test_of_the_core_passes_without_the_annexes(core):
-    run_tests(core, core_tests(), timeout=1800)
+    files = core_tests(set(PURE))
+    assert len(files) == len(PURE)
+    done = run(core, "-m", "pytest", "-q", "-p", "tests.without_annexes", "-p", "no:cacheprovider", *files)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_the_core_has_no_name_of_an_annex_in_its_code():
