@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants failpoints flips chaos clean
+.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants failpoints flips chaos soak clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ failpoints: setup  ## a failure at each durable step of a run, and what it leave
 
 chaos: setup  ## random processes of a live run killed every 15 s, then each step derived again: table in runs/chaos (also DURATION=600, seconds)
 	@$(RUN_IN_VENV) -m tools.faults.chaos $(if $(DURATION),--duration $(DURATION))
+
+soak: setup  ## 5,000 short steps with kills of servers: memory and descriptors of each process in runs/soak (also STEPS=1000)
+	@$(RUN_IN_VENV) -m tools.faults.soak $(if $(STEPS),--steps $(STEPS))
 
 flips: setup  ## 1000 random bits flipped in the files that a run reads: each is caught or harmless (also FLIPS=100)
 	@$(RUN_IN_VENV) -m tools.faults.flips $(if $(FLIPS),--flips $(FLIPS))

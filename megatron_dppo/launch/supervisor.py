@@ -111,6 +111,7 @@ FAILED = 1
 _SIGNALLED = 128
 """Exit code of a shell or srun for a process that a signal ended, less the signal's number."""
 _POLL_S = 0.05
+_REAP_EVERY_S = 10.0
 _FAILURE_GRACE_S = 2.0
 
 
@@ -206,6 +207,9 @@ class Supervisor:
     """Time of the ranks' next start, by the monotonic clock; None while ranks run."""
     _handled: list[Stop] = field(default_factory=list, init=False)
     _given_up: str = field(default="", init=False)
+    _reaper: processes.OrphanReaper = field(
+        default_factory=lambda: processes.OrphanReaper(_REAP_EVERY_S), init=False
+    )
 
     def run(self) -> Outcome:
         # Processes that ranks and servers leave behind become children of this process, and end with it.
@@ -250,6 +254,7 @@ class Supervisor:
                 self.fleet.free_devices()
             elif self.fleet is not None:
                 self._check(self.fleet)
+            self._reaper.poll()
             time.sleep(_POLL_S)
 
     @property

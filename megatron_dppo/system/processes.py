@@ -135,6 +135,42 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
+class OrphanReaper:
+    """Reaps ended processes that this one has adopted, so that their entries do not stay in the process table.
+
+    For a process that adopts orphans. An orphan is reaped when two looks in a row have found it ended. The exit code of
+    a process that ``start_process`` started stays with its handle, and that of one that ends within the code that
+    started it is taken between two looks.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._next_look = time.monotonic() + every_s
+        self._ended_before: frozenset[int] = frozenset()
+
+    def poll(self) -> None:
+        """Look, if ``every_s`` seconds have passed since the last look."""
+        if time.monotonic() >= self._next_look:
+            self.look()
+            self._next_look = time.monotonic() + self._every_s
+
+    def look(self) -> None:
+        """Reap the orphans that had ended at the last look."""
+        ended = _ended_orphans()
+        for pid in ended & self._ended_before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._ended_before = ended - self._ended_before
+
+
+def _ended_orphans() -> frozenset[int]:
+    found = set()
+    for child in psutil.Process().children():
+        if child.pid not in _STARTED and not _runs(child):
+            found.add(child.pid)
+    return frozenset(found)
+
+
 def kill_descendants(timeout_s: float = 10.0) -> list[int]:
     """SIGKILL every process below this one and reap it; return the ids of those that do not end in time.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.faults import chaos, failpoints
+from tools.faults import chaos, failpoints, soak
 from tools.faults.failpoints import Case, Chain, Result, Runner, cases_of
 
 REACHED = Counter({"write/a (torn)": 3, "rename/a": 1, "lease/a.beat": 5})
@@ -91,3 +91,26 @@ def test_the_table_of_kills_adds_up():
         "| router | 1 | 0 | 0.0 |",
         "| all | 3 | 9 | 3.0 |",
     ]
+
+
+def test_growth_is_the_slope_after_the_warm_up_of_each_process():
+    measurements = []
+    for step in range(0, 2001, 100):
+        # The caches of this server fill in its first 500 steps, 100 MiB in all; then it stays flat.
+        server_mib = min(step, 500) / 5
+        measurements.append(soak.Measurement(step, "server", 7, int(server_mib * 2**20), 40))
+        # This rank loses 6 MiB and 2 descriptors in 1,000 steps.
+        measurements.append(
+            soak.Measurement(step, "rank", 8, int(step * 6 * 2**20 / 1000), 100 + step // 500)
+        )
+    # A process that lived shorter than twice its warm-up is not judged.
+    measurements.append(soak.Measurement(100, "worker", 9, 2**20, 5))
+    measurements.append(soak.Measurement(900, "worker", 9, 2**30, 500))
+    found = {growth.kind: growth for growth in soak.growths(measurements)}
+    assert found.keys() == {"server", "rank"}
+    assert found["server"].mib == pytest.approx(0.0, abs=1e-9)
+    assert found["server"].is_flat
+    assert found["rank"].mib == pytest.approx(6.0, abs=1e-3)
+    assert found["rank"].descriptors == pytest.approx(2.0, abs=0.2)
+    assert found["rank"].steps == 1500
+    assert not found["rank"].is_flat

@@ -102,6 +102,28 @@ def test_the_group_of_a_child_that_died_is_killed() -> None:
         os.kill(away, signal.SIGKILL)
 
 
+def test_ended_orphans_are_reaped_and_exit_codes_of_own_children_stay() -> None:
+    # The adopting process is one of its own: this one must not adopt the test's processes.
+    program = (
+        "import os, subprocess, time, psutil\n"
+        "from megatron_dppo.system.processes import OrphanReaper, adopt_orphans, start_process\n"
+        "adopt_orphans()\n"
+        "own = start_process(['sh', '-c', 'exit 7'], environment=os.environ, output=1)\n"
+        "subprocess.run(['sh', '-c', 'true & exit 0'], check=True)\n"
+        "def ended():\n"
+        "    children = psutil.Process().children()\n"
+        "    return {c.pid for c in children if c.status() == psutil.STATUS_ZOMBIE}\n"
+        "while len(ended()) < 2: time.sleep(0.01)\n"
+        "reaper = OrphanReaper(every_s=0.0)\n"
+        "reaper.poll()\n"
+        "assert len(ended()) == 2\n"
+        "reaper.poll()\n"
+        "assert ended() == {own.pid}\n"
+        "assert own.wait() == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_exits_in_words() -> None:
     assert describe_exit(3) == "exited with code 3"
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV (signal 11)"

@@ -47,6 +47,7 @@ CALM_STEPS = 4
 END_LIMIT_S = 1800.0
 _LOOK_S = 0.2
 _ENDLESS = 10**6
+NO_CHANGES: Mapping[str, Mapping[str, Any]] = {}
 SUPERVISOR = "supervisor"
 Recognition = Callable[[str, str], bool]
 """Whether a process with this name and this command line is of a kind."""
@@ -63,8 +64,11 @@ KINDS: Mapping[str, Recognition] = {
 }
 
 
-def make_material(folder: Path) -> Path:
-    """Write a tiny model, sums and a configuration into ``folder``; return the configuration's path."""
+def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CHANGES) -> Path:
+    """Write a tiny model, sums and a configuration into ``folder``; return the configuration's path.
+
+    ``changes`` has, by section, the values of the configuration that differ.
+    """
     save_tiny_model(folder / "model", "qwen3_moe", seed=1)
     generator = random.Random(0)
     rows = []
@@ -106,6 +110,8 @@ def make_material(folder: Path) -> Path:
             "start_timeout_s": 3600,
         },
     }
+    for section, values in changes.items():
+        sections[section].update(values)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path
