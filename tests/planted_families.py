@@ -47,6 +47,7 @@ def _forget() -> None:
     """Clear what is cached by a model's shape, which names its family only."""
     families.layers_are_alike.cache_clear()
     mapping.own_dtypes.cache_clear()
+    mapping.packed_names.cache_clear()
     mapping.parameters.cache_clear()
     resharding._engine_segments.cache_clear()
 
@@ -91,3 +92,9 @@ def add_carried_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     save_file({**tensors, **carried}, path, metadata={"format": "pt"})
     return carried
+
+
+def packing_family() -> Family:
+    """Qwen3-MoE's table whose files have all experts of a layer in one tensor."""
+    packed = families.packed_experts_of(families.expert_mlp(), "gate_up_proj", "down_proj")
+    return replace(FAMILIES["qwen3_moe"], packed=packed, carries=families.with_prefix("mtp."))

@@ -372,7 +372,7 @@ def merge_adapters(
     ):
         tensor_store.check_store(base, shape, str(hf_dir))
         names = [*hf_tensors(shape), *carried_names(shape, base.specs)]
-        specs = {name: base.specs[name] for name in names}
+        specs = tensor_store.packed_specs(shape, {name: base.specs[name] for name in names})
         hashes = TensorHashes()
         writer = hf_folder.ShardedWriter(out_dir, specs, side_files_from=hf_dir)
         with writer, hashes:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     side_files,
 )
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import PackedExperts, packed_experts
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.quantization import SCALE, is_quantized
 from megatron_dppo.model.shape import ModelShape
@@ -142,16 +143,23 @@ class SafetensorsReader(Closing):
 
     Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
     does an index that disagrees with its shards. A tensor with all experts of a layer is read as a tensor for each
-    matrix and expert; ``fused`` has the names of such tensors. Buffers that follow from config.json are left out.
+    matrix and expert; ``fused`` has the names of such tensors, without those that the family's files have. Buffers that
+    follow from config.json are left out.
+
+    Args:
+        hf_dir: the folder.
+        splits_experts: False: tensors with all experts of a layer stay whole.
     """
 
-    def __init__(self, hf_dir: str | Path) -> None:
+    def __init__(self, hf_dir: str | Path, *, splits_experts: bool = True) -> None:
         self.folder = Path(hf_dir)
+        self.fused: list[str] = []
         self._files: list[tensor_store.SafetensorsFile] = []
         self._file_of: dict[str, tensor_store.SafetensorsFile] = {}
         try:
             self._open()
-            self.fused = self._split_experts()
+            if splits_experts:
+                self._split_experts()
         except CheckpointError:
             self.close()
             raise
@@ -198,17 +206,22 @@ class SafetensorsReader(Closing):
                 )
             self._file_of[name] = file
 
-    def _split_experts(self) -> list[str]:
-        fused = [name for name, file in self._file_of.items() if _is_fused(name, file)]
-        for name in fused:
-            file = self._file_of.pop(name)
-            parts = _experts_in(name, file.entries.pop(name))
+    def _split_experts(self) -> None:
+        declared = packed_experts(self.folder)
+        for name, file in list(self._file_of.items()):
+            matrices = _declared_matrices(name, declared) if declared else _fused_matrices(name)
+            shape = file.entries[name].shape
+            if not matrices or len(shape) < 2 or shape[1] % len(matrices):
+                continue
+            del self._file_of[name]
+            parts = _experts_in(matrices, file.entries.pop(name))
             duplicates = sorted(parts.keys() & self._file_of.keys())
             if duplicates:
                 raise CheckpointError(f"{self.folder}: {duplicates[0]} is also in {name}")
             file.entries.update(parts)
             self._file_of.update(dict.fromkeys(parts, file))
-        return fused
+            if not declared:
+                self.fused.append(name)
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Read rows ``start .. start + count`` of dim 0."""
@@ -234,29 +247,38 @@ class SafetensorsReader(Closing):
         self._files = []
 
 
-def _is_fused(name: str, file: tensor_store.SafetensorsFile) -> bool:
+def _fused_matrices(name: str) -> list[str]:
+    """Name templates of an expert's matrices in a tensor that transformers 5 stores; empty for another tensor."""
     match = _ALL_EXPERTS.fullmatch(name)
-    shape = file.entries[name].shape
-    if match is None or len(shape) != 3:
-        return False
-    return match[2] == "down_proj" or shape[1] % 2 == 0
-
-
-def _experts_in(name: str, entry: tensor_store.Entry) -> dict[str, tensor_store.Entry]:
-    """Return the positions of each expert's matrices in a tensor of all experts: whole rows, gates before ups."""
-    match = _ALL_EXPERTS.fullmatch(name)
-    assert match is not None
+    if match is None:
+        return []
     matrices = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    experts, rows, columns = entry.shape
-    dims = (rows // len(matrices), columns)
-    names = []
-    for expert in range(experts):
-        names += [f"{match[1]}.{expert}.{matrix}.weight" for matrix in matrices]
+    return [f"{match[1]}.{{expert}}.{matrix}.weight" for matrix in matrices]
+
+
+def _declared_matrices(name: str, declared: Sequence[PackedExperts]) -> list[str]:
+    """The same for a tensor that a family has ``declared``."""
+    for packed in declared:
+        pattern = re.escape(packed.name).replace(r"\{layer\}", r"(\d+)")
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return [matrix.replace("{layer}", match[1]) for matrix in packed.matrices]
+    return []
+
+
+def _experts_in(
+    matrices: Sequence[str], entry: tensor_store.Entry
+) -> dict[str, tensor_store.Entry]:
+    """Return the positions of each expert's ``matrices`` in a tensor of all experts: whole rows, gates before ups."""
+    experts, rows, *widths = entry.shape
+    dims = (rows // len(matrices), *widths)
     size = entry.dtype.itemsize * math.prod(dims)
     entries: dict[str, tensor_store.Entry] = {}
-    for number, part in enumerate(names):
-        offset = entry.offset + number * size
-        entries[part] = tensor_store.Entry(dims, entry.dtype, offset)
+    for expert in range(experts):
+        for matrix in matrices:
+            offset = entry.offset + len(entries) * size
+            name = matrix.format(expert=expert)
+            entries[name] = tensor_store.Entry(dims, entry.dtype, offset=offset)
     return entries
 
 
@@ -362,7 +384,7 @@ def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_sto
         specs[name] = tensor_store.TensorSpec(
             dims, dtype if own_dtype is None else TORCH_DTYPES[own_dtype]
         )
-    return specs
+    return tensor_store.packed_specs(shape, specs)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -378,16 +400,18 @@ def plan_files(
 ) -> dict[str, dict[str, tensor_store.TensorSpec]]:
     """The tensors of each of a folder's weight files, by its name.
 
-    Files of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor has one to itself.
+    Files of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor has one to itself. The parts of a
+    packed tensor are in one file, at the place of the first.
     """
     shards: list[dict[str, tensor_store.TensorSpec]] = [{}]
     filled = 0
-    for name, spec in tensors.items():
-        if shards[-1] and filled + spec.bytes > max_shard_bytes:
+    for part_names in tensor_store.file_tensors(tensors).values():
+        size = sum(tensors[name].bytes for name in part_names)
+        if shards[-1] and filled + size > max_shard_bytes:
             shards.append({})
             filled = 0
-        shards[-1][name] = spec
-        filled += spec.bytes
+        shards[-1] |= {name: tensors[name] for name in part_names}
+        filled += size
     count = len(shards)
     if count == 1:
         return {SINGLE: shards[0]}
@@ -407,7 +431,7 @@ def complete_folder(
     file_of: dict[str, str] = {}
     for file, tensors in files.items():
         specs |= tensors
-        file_of |= dict.fromkeys(tensors, file)
+        file_of |= dict.fromkeys(tensor_store.file_tensors(tensors), file)
     if len(files) > 1:
         weight_map = {name: file_of[name] for name in sorted(file_of)}
         total = sum(spec.bytes for spec in specs.values())

@@ -151,6 +151,7 @@ def megatron_to_hf(
         specs: dict[str, tensor_store.TensorSpec] = {}
         for name, spec in source.specs.items():
             specs[name] = tensor_store.TensorSpec(spec.shape, dtypes[name])
+        specs = tensor_store.packed_specs(shape, specs)
         stored = TensorHashes()
         written = TensorHashes()
         writer = hf_folder.ShardedWriter(

@@ -11,8 +11,8 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.mapping import carried_names, hf_tensors, own_dtypes
+from megatron_dppo.model.mapping import carried_names, hf_tensors, own_dtypes, packed_names
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.failpoints import file_failpoint
 
@@ -37,11 +37,20 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
+class PackedIn:
+    """A tensor of a file, [``experts``, rows, ...], that has a stored tensor among others."""
+
+    name: str
+    experts: int
+
+
+@dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a stored tensor."""
+    """Shape and dtype of a stored tensor; with ``packed_in`` a written file has it as a part of another tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    packed_in: PackedIn | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -57,7 +66,36 @@ class TensorSpec:
 class Entry(TensorSpec):
     """A tensor in a file. ``offset`` is the position of its first byte in the file."""
 
-    offset: int
+    offset: int = 0
+
+
+def packed_specs(shape: ModelShape, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return ``specs`` with the tensors in which files of the model's family have them."""
+    names = packed_names(shape)
+    packed: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        packed_in = PackedIn(names[name], shape.num_experts) if name in names else None
+        packed[name] = replace(spec, packed_in=packed_in)
+    return packed
+
+
+def file_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
+    """The tensors that a file with ``specs`` has, each with the names of its parts, in the order of the first parts."""
+    parts: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        whole = name if spec.packed_in is None else spec.packed_in.name
+        parts.setdefault(whole, []).append(name)
+    return parts
+
+
+def _whole(specs: Sequence[TensorSpec]) -> TensorSpec:
+    """The tensor of a file that has the parts ``specs``."""
+    first = specs[0]
+    if first.packed_in is None:
+        return first
+    experts = first.packed_in.experts
+    rows = sum(spec.shape[0] for spec in specs)
+    return TensorSpec((experts, rows // experts, *first.shape[1:]), first.dtype)
 
 
 class SafetensorsFile:
@@ -129,7 +167,7 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
         raise CheckpointError(f"{path}: header entry {name} is malformed ({facts})") from error
     if code not in DTYPES:
         raise CheckpointError(f"{path}: {name} has dtype {code}, expected one of {sorted(DTYPES)}")
-    entry = Entry(shape, DTYPES[code], base + begin)
+    entry = Entry(shape, DTYPES[code], offset=base + begin)
     if end - begin != entry.bytes:
         raise CheckpointError(
             f"{path}: {name} of shape {tuple(shape)} and dtype {code} has {end - begin} bytes"
@@ -138,18 +176,26 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
 
 
 class SafetensorsFileWriter:
-    """A new file with known tensors, which are written in any order. Bytes that are not written are zero."""
+    """A new file with known tensors, which are written in any order. Bytes that are not written are zero.
+
+    Tensors with ``packed_in`` are parts of that tensor, in their order in ``tensors``.
+    """
 
     def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:
         self.path = Path(path)
         header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
         end = 0
         begins: dict[str, int] = {}
-        for name, spec in tensors.items():
-            begins[name], end = end, end + spec.bytes
-            offsets = [begins[name], end]
-            shape = list(spec.shape)
-            header[name] = {"dtype": CODES[spec.dtype], "shape": shape, "data_offsets": offsets}
+        for whole_name, part_names in file_tensors(tensors).items():
+            start = end
+            for name in part_names:
+                begins[name], end = end, end + tensors[name].bytes
+            whole = _whole([tensors[name] for name in part_names])
+            header[whole_name] = {
+                "dtype": CODES[whole.dtype],
+                "shape": list(whole.shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         # The format requires padding, so that the first tensor is aligned.
         text += b" " * (-len(text) % 8)
@@ -157,7 +203,7 @@ class SafetensorsFileWriter:
         base = 8 + len(text)
         self.entries: dict[str, Entry] = {}
         for name, spec in tensors.items():
-            self.entries[name] = Entry(spec.shape, spec.dtype, base + begins[name])
+            self.entries[name] = Entry(spec.shape, spec.dtype, offset=base + begins[name])
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         file_failpoint("create", self.path.name)
         os.ftruncate(self._fd, base + end)

@@ -289,7 +289,7 @@ def _open_carried(
     if family_of(shape).carries is no_tensor:
         return None
     if (checkpoint_folder / CARRIED / SINGLE).exists():
-        return SafetensorsReader(checkpoint_folder / CARRIED)
+        return SafetensorsReader(checkpoint_folder / CARRIED, splits_experts=False)
     if carried_from is not None and any(carried_from.glob("*.safetensors")):
         return SafetensorsReader(carried_from)
     return None
@@ -379,7 +379,7 @@ class CheckedReader(Closing):
         """Raise CheckpointError if a tensor is missing, unknown, or of another shape than in ``shape``'s tables.
 
         Raises it also if a tied model stores an output layer that differs from its embedding, or if a tensor has all
-        experts of a layer, which SGLang silently does not read.
+        experts of a layer in a family whose files have none such: SGLang silently does not read it.
         """
         if isinstance(self._store, SafetensorsReader) and self._store.fused:
             raise CheckpointError(

@@ -376,6 +376,18 @@ class EngineRow:
 
 
 @dataclass(frozen=True)
+class PackedExperts:
+    """The tensor of a checkpoint's files that has matrices of all experts of a layer, expert after expert: [experts,
+    rows of an expert's ``matrices``, ...].
+
+    Everywhere else each matrix is a tensor of its own; ``matrices`` are the name templates of an expert's.
+    """
+
+    name: str
+    matrices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Rule:
     """The row of a Megatron parameter: the Hugging Face tensors that it consists of, cut by ``split``.
 
@@ -532,6 +544,16 @@ def expert_mlp(
     )
 
 
+def packed_experts_of(experts: Iterable[Rule], *names: str) -> tuple[PackedExperts, ...]:
+    """Return the packed tensors of the rows ``experts``. ``names`` has one for each row, without the experts'
+    prefix."""
+    packed = []
+    for rule, name in zip(experts, names, strict=True):
+        matrices = tuple(source.name for source in rule.sources)
+        packed.append(PackedExperts(matrices[0].partition("{expert}")[0] + name, matrices))
+    return tuple(packed)
+
+
 def shared_expert(block: str = "mlp.shared_expert") -> tuple[Rule, ...]:
     """Return the rules of a shared expert, a gated MLP for every token; ``block`` is the family's name of it."""
     return (
@@ -638,6 +660,8 @@ class Family:
         most_engine_ranks: the most tensor-parallel ranks on which SGLang's model computes the right values; None: no
             limit.
         engine_keys: keys that SGLang's model reads without a default; files that transformers 5 has saved lack some.
+        packed: the tensors in which files have all experts of a layer. Checkpoints are written with them; files with a
+            tensor for each matrix are read too.
     """
 
     model_type: str
@@ -651,6 +675,7 @@ class Family:
     engine_keeps_output: bool = False
     most_engine_ranks: int | None = None
     engine_keys: EngineKeys = no_keys
+    packed: tuple[PackedExperts, ...] = ()
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT
@@ -763,6 +788,16 @@ def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
     facts, shape = _read(hf_dir)
     keys = family_of(shape).engine_keys(shape)
     return {key: value for key, value in keys.items() if facts.values.get(key) is None}
+
+
+def packed_experts(hf_dir: Path) -> tuple[PackedExperts, ...]:
+    """The tensors in which a folder's family packs experts; none if its config.json is missing, or of no family."""
+    try:
+        values = _read_json(hf_dir / "config.json")
+    except ModelConfigError:
+        return ()
+    family = FAMILIES.get(str(values.get("model_type"))) if isinstance(values, dict) else None
+    return () if family is None else family.packed
 
 
 def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:

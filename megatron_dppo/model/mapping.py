@@ -125,6 +125,19 @@ def own_dtypes(shape: ModelShape) -> dict[str, str]:
 
 
 @cache
+def packed_names(shape: ModelShape) -> dict[str, str]:
+    """The tensor in which files have each matrix of an expert, by the matrix's name; empty if they have no such."""
+    names: dict[str, str] = {}
+    for layer in shape.moe_layers:
+        for packed in family_of(shape).packed:
+            for expert in range(shape.num_experts):
+                for matrix in packed.matrices:
+                    name = matrix.format(layer=layer, expert=expert)
+                    names[name] = packed.name.format(layer=layer)
+    return names
+
+
+@cache
 def parameters(shape: ModelShape) -> int:
     """Number of elements of the whole model. Tied embeddings count once."""
     return sum(math.prod(dims) for dims in hf_tensors(shape).values())
