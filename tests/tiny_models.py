@@ -14,6 +14,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -37,6 +39,25 @@ from transformers import (
 
 ONE_PLUS = ("qwen3_next",)
 """Families whose norms multiply by 1 + their weight, except those of delta nets."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 512,
+}
+R1_FORM = {
+    "q_lora_rank": 48,
+    "rope_parameters": YARN,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+}
+"""DeepSeek-R1's parts that Moonlight lacks: a latent of queries, YaRN, groups of experts."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -179,6 +200,18 @@ def save_tiny_model(
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "intermediate_size": hidden,
+        },
+    )
+    builders["hy_v3"] = (
+        HYV3Config,
+        HYV3ForCausalLM,
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.8,
         },
     )
     builders["qwen3_next"] = (

@@ -74,7 +74,9 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def _is_cut_evenly(rule: Rule, index: int, shape: ModelShape, ranks: int) -> bool:
-    """Return whether ``ranks`` tensor-parallel ranks have equal parts of the rule's source ``index``."""
+    """Return whether ``ranks`` tensor-parallel ranks have equal parts of the rule's source ``index``, or all of it."""
+    if rule.split is replicated:
+        return True
     sizes = shape.sizes()
     for rank in range(ranks):
         shard = mapping.shard_of(rule.split, rule.sources, shape, rank, ranks)
@@ -159,6 +161,7 @@ class AdapterPart:
         start: Start of this rank's share along the axis.
         length: Length of this rank's share along the axis.
         blocks: The matrix's blocks in the rank's fused parameter.
+        is_whole: Whether every tensor-parallel rank holds the whole matrix. Then no rank cuts A or B.
     """
 
     name: str
@@ -168,6 +171,7 @@ class AdapterPart:
     start: int
     length: int
     blocks: tuple[Block, ...]
+    is_whole: bool = False
 
     def whole(self, which: str, rank: int) -> Dims:
         """Dimensions of A or B in the whole model."""
@@ -184,7 +188,7 @@ class AdapterPart:
 
     def is_cut(self, which: str) -> bool:
         """Whether tensor-parallel ranks hold different parts of A (its columns) or B (its rows), cut along ``axis``."""
-        return (self.axis == 0) == (which == LORA_B)
+        return not self.is_whole and (self.axis == 0) == (which == LORA_B)
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,11 @@ class AdaptedLinear:
     def axis(self) -> int:
         """The axis along which tensor-parallel ranks cut the linear: 0 its outputs, 1 its inputs."""
         return self.parts[0].axis
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor-parallel rank computes the whole linear."""
+        return self.parts[0].is_whole
 
 
 def adapted_linears(
@@ -349,6 +358,7 @@ def _linear(
                 start=blocks[0].source_start,
                 length=sum(b.length for b in blocks),
                 blocks=blocks,
+                is_whole=rule.split is replicated,
             )
         )
     has_each = of_experts and not adapters.share_experts
@@ -375,7 +385,10 @@ def _module(part: AdapterPart, expert: int | None) -> str:
 
 
 def _is_linear(rule: Rule) -> bool:
-    return rule.split is not replicated and all(len(s.dims) == 2 for s in rule.sources)
+    """Whether adapters exist for the rule's matrices. A router and a shared expert's gate, which every rank holds as a
+    whole, are no linears of Megatron's."""
+    is_in_linear = rule.split is not replicated or ".linear_" in rule.megatron
+    return is_in_linear and all(len(s.dims) == 2 for s in rule.sources)
 
 
 def _adapted_sources(adapters: Adapters, rule: Rule) -> list[tuple[int, Source]]:

@@ -488,11 +488,15 @@ def qkv(kind: str, *dims: str) -> Rule:
     )
 
 
-def moe_router(block: str = "mlp", engine_dtype: str | None = None) -> tuple[Rule, ...]:
+def moe_router(
+    block: str = "mlp", engine_dtype: str | None = None, *, engine_block: str | None = None
+) -> tuple[Rule, ...]:
     """Return the rules of the norm before a layer's experts and of their router.
 
-    ``block`` is the family's name of the MoE layer; ``engine_dtype`` the type of SGLang's router if it is not the
-    model's.
+    Args:
+        block: the family's name of the module that has the router, ``gate``.
+        engine_dtype: the type of SGLang's router if it is not the model's.
+        engine_block: SGLang's name of the module if it is another one.
     """
     return (
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
@@ -500,6 +504,7 @@ def moe_router(block: str = "mlp", engine_dtype: str | None = None) -> tuple[Rul
             "mlp.router.weight",
             splits.replicated,
             (f"{block}.gate.weight", ("experts", "hidden")),
+            engine=(f"{engine_block or block}.gate.weight", splits.replicated),
             engine_dtype=engine_dtype,
         ),
     )
@@ -1196,6 +1201,14 @@ def _leading_dense_layers(facts: ConfigFacts) -> int:
     return count
 
 
+def _dense_layers_of_both(facts: ConfigFacts) -> tuple[int, ...]:
+    """Read the first layers from ``mlp_layer_types``, which transformers reads, and ``first_k_dense_replace``, which
+    SGLang reads."""
+    first_layers = _leading_dense_layers(facts)
+    facts.require("first_k_dense_replace", first_layers, first_layers)
+    return tuple(range(first_layers))
+
+
 def _glm_lite_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     return {"first_k_dense_replace": len(shape.dense_layers)}
 
@@ -1211,15 +1224,12 @@ def _glm_lite_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
 )
 def read_glm4_moe_lite(facts: ConfigFacts) -> ModelShape:
     """GLM-4.7-Flash: latent attention, also of queries."""
-    first_layers = _leading_dense_layers(facts)
-    # transformers reads mlp_layer_types, and SGLang this number.
-    facts.require("first_k_dense_replace", first_layers, first_layers)
     return read_latent_moe(
         facts,
         "glm4_moe_lite",
         Router("sigmoid", has_bias=True, scale=1.8),
         768,
-        dense_layers=tuple(range(first_layers)),
+        dense_layers=_dense_layers_of_both(facts),
         norm_eps=facts.number("rms_norm_eps", 1e-5),
     )
 
@@ -1452,3 +1462,48 @@ def _hybrid_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
 def read_qwen3_next(facts: ConfigFacts) -> ModelShape:
     """Qwen3-Next: gated delta nets, gated attention in every fourth layer, norms that multiply by 1 + their weight."""
     return read_hybrid_moe(facts, "qwen3_next")
+
+
+def _hy_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+    return {
+        "first_k_dense_replace": len(shape.dense_layers),
+        "qk_norm": True,
+        "route_norm": True,
+    }
+
+
+@declares(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    layer=(
+        *ATTENTION,
+        *QK_NORM,
+        *in_layers(dense_layers, *DENSE_MLP),
+        *in_layers(routed_layers, *moe_router("mlp.router", "float32", engine_block="mlp")),
+        *in_layers(routed_layers, router_bias("mlp.expert_bias"), *shared_expert("mlp.shared_mlp")),
+    ),
+    expert=expert_mlp(),
+    carries=later_layers,
+    engine_keys=_hy_engine_keys,
+)
+def read_hy_v3(facts: ConfigFacts) -> ModelShape:
+    """Hy3: norms of heads, a router of sigmoids with a bias, dense first layers, a shared expert."""
+    for key in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        facts.require(key, True, True)
+    facts.require("attention_bias", False, False)
+    # The number of further layers, whose tensors are carried, and types of intermediate results.
+    facts.ignore("num_nextn_predict_layers", "enable_moe_fp32_combine", "enable_lm_head_fp32")
+    facts.ignore("enable_attention_fp32_softmax")
+    width = facts.positive("moe_intermediate_size")
+    facts.require("expert_hidden_dim", width, width)
+    return read_decoder_shape(
+        facts,
+        "hy_v3",
+        num_experts=facts.positive("num_experts", "num_local_experts"),
+        experts_per_token=facts.positive("num_experts_per_tok"),
+        moe_ffn_hidden_size=width,
+        shared_ffn_hidden_size=facts.positive("num_shared_experts", default=1) * width,
+        dense_layers=_dense_layers_of_both(facts),
+        router=Router("sigmoid", has_bias=True, scale=facts.number("router_scaling_factor", 2.826)),
+        norm_eps=facts.number("rms_norm_eps", 1e-5),
+    )

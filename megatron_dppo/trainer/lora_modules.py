@@ -4,6 +4,9 @@ T = tokens, R = rank, P = adapted Hugging Face matrices that are fused in the li
 (queries, gates, ups) B is cut by rows, and every rank holds all of A; in row-parallel ones (outputs, downs) A is cut by
 columns, and every rank holds all of B. Tensor-parallel ranks exchange only tensors of width R.
 
+In linears that every rank holds as a whole (those before the latents of attention) neither is cut, and a
+rank computes with its own tokens.
+
 Gradients of an A or B that is not cut are complete on every rank of a tensor-parallel group, with two exceptions. Under
 sequence parallelism each rank has the gradients of its tokens (attribute ``sequence_parallel``; Megatron-Core sums
 them). For experts each rank has the share of its rows or columns (attribute ``sum_over_expert_tensor``;
@@ -158,7 +161,7 @@ class LinearAdapter(torch.nn.Module):
 
 
 class DenseAdapter(LinearAdapter):
-    """The adapters of a column- or row-parallel linear of the attention or a dense MLP."""
+    """The adapters of a column-parallel, row-parallel or whole linear of the attention or a dense MLP."""
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
         """x [T, .., in] -> [T, .., out]; both are cut like the linear's input and output."""
@@ -168,6 +171,8 @@ class DenseAdapter(LinearAdapter):
 
     def _exchange(self, product: Tensor) -> Tensor:
         """Exchange the products A x, of width R, between tensor-parallel ranks."""
+        if self.linear.is_whole:
+            return product
         if self.linear.axis == 0:
             if self.options.sequence_parallel:
                 return gather_from_sequence_parallel_region(

@@ -31,6 +31,21 @@ CASES: dict[str, Case] = {
     "qwen3": ("qwen3", {}, DENSE),
     "qwen2": ("qwen2", {}, DENSE),
     "llama": ("llama", {}, DENSE),
+    "glm4_moe": (
+        "glm4_moe",
+        {"layers": 4},
+        [{"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}],
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"layers": 4},
+        [{"tensor": 2, "expert_tensor": 2}, {"expert": 2}],
+    ),
+    "deepseek_v3 with a latent of queries": (
+        "deepseek_v3",
+        {"layers": 4, "q_lora_rank": 48},
+        [{"tensor": 2, "expert": 2}, {"pipeline": 2}],
+    ),
     # Last: mbridge notes a tied model in a table of its class, for all models that come after.
     "qwen2 tied": ("qwen2", {"tied": True}, DENSE),
 }
@@ -49,6 +64,8 @@ def differing(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]
     from megatron_dppo.config import schema as s
     from megatron_dppo.trainer.trainer import Trainer  # before megatron: it prepares the platform
 
+    from megatron_dppo.trainer.model import named_parameters  # isort: skip
+
     wrong = []
     for case, (_, _, layouts) in cases.items():
         for sizes in layouts:
@@ -64,10 +81,9 @@ def differing(folder: str, world_size: int, cases: dict[str, Case]) -> list[str]
             trainer = Trainer(config)
             expected = by_the_map(trainer, f"{folder}/{case}")
             by_mbridge(trainer, f"{folder}/{case}")
-            for chunk, model in enumerate(trainer.chunks):
-                for name, parameter in model.named_parameters():
-                    if not torch.equal(parameter, expected.pop((chunk, name))):
-                        wrong.append(f"{case} {sizes}: {name} of chunk {chunk}")
+            for (chunk, name), parameter in named_parameters(trainer.chunks).items():
+                if not torch.equal(parameter, expected.pop((chunk, name))):
+                    wrong.append(f"{case} {sizes}: {name} of chunk {chunk}")
             wrong += [f"{case} {sizes}: the model has no {name}" for name in expected]
             trainer.close()
     return wrong
@@ -90,15 +106,34 @@ def by_the_map(trainer: Any, hf: str) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def by_mbridge(trainer: Any, hf: str) -> None:
-    """Overwrite the model's parameters through mbridge."""
+    """Overwrite the model's parameters, and the biases of its routers, through mbridge."""
     from mbridge import AutoBridge
+    from mbridge.core import LLMBridge
+    from mbridge.models import DeepseekV3Bridge
+    from transformers import AutoConfig
 
+    from megatron_dppo.trainer.model import named_parameters
+
+    # mbridge reads DeepSeek's checkpoints as FP8 ones; those of this test are float32.
+    DeepseekV3Bridge._get_safetensor_io = LLMBridge._get_safetensor_io
+    DeepseekV3Bridge.TransformerConfigClass = staticmethod(latent_attention_config)
+    config = AutoConfig.from_pretrained(hf)
+    # mbridge reads keys of transformers 4.
+    config.rope_theta = config.rope_parameters["rope_theta"]
     with torch.no_grad():
-        for chunk in trainer.chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(torch.nan)
-        bridge = AutoBridge.from_pretrained(hf, dtype=torch.float32)
+        for parameter in named_parameters(trainer.chunks).values():
+            parameter.fill_(torch.nan)
+        bridge = AutoBridge.from_config(config, dtype=torch.float32)
         bridge.load_weights(trainer.chunks, hf)
+
+
+def latent_attention_config(max_position_embeddings: int, **settings: Any) -> Any:
+    """Build Megatron-Core's configuration from the settings of mbridge 0.15, which has an earlier name of one."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    return MLATransformerConfig(
+        original_max_position_embeddings=max_position_embeddings, **settings
+    )
 
 
 @pytest.mark.distributed

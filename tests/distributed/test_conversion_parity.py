@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.tiny_models import R1_FORM
 
 TOLERANCE = 2e-5
 VOCABULARY = 515  # padded under tensor parallelism
@@ -37,26 +38,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama tied": ("llama", {"tied": True}),
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 512,
-}
-GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"layers": 4}),
     "glm4_moe without norms of heads": ("glm4_moe", {"use_qk_norm": False}),
     "latent attention": ("deepseek_v3", {"layers": 4}),
     "latent of queries, YaRN, groups": (
         "deepseek_v3",
-        {"layers": 4, "q_lora_rank": 48, "rope_parameters": YARN, **GROUPS},
+        {"layers": 4, **R1_FORM},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {"layers": 4}),
+    "minimax_m2": ("minimax_m2", {"layers": 4}),
+    "hy_v3": ("hy_v3", {"layers": 4}),
     "qwen3_next": ("qwen3_next", {"layers": 4}),
 }
 ALL_FAMILIES = FAMILIES | SLOW_FAMILIES

@@ -26,8 +26,10 @@ from tests.distributed.test_trainer_parity import (
     samples,
 )
 from tests.ranks import run_ranks
+from tests.tiny_models import R1_FORM
 from tests.whole_tensors import hf_buckets
 
+HERE = "tests.distributed.test_lora_parity:"
 TOLERANCE = 1e-5
 EVERYTHING = {"rank": 4, "alpha": 6.0}
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -53,7 +55,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Name -> (family, its changes, the ``lora:`` section). ``replayed``: under router replay."""
+SLOW_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense layer first": ("glm4_moe", {"layers": 4}, EVERYTHING),
+    "latents": ("deepseek_v3", {"layers": 4, **R1_FORM}, EVERYTHING),
+    "queries without a latent": ("deepseek_v3", {"layers": 2}, EVERYTHING),
+    "shared by experts, latents": (
+        "deepseek_v3",
+        {"layers": 2, **R1_FORM},
+        {**EVERYTHING, "experts": "shared"},
+    ),
+    "minimax_m2": ("minimax_m2", {"layers": 2}, EVERYTHING),
+}
+ALL_KINDS = KINDS | SLOW_KINDS
 JUDGED = ("moe", "dense", "some", "head")
+JUDGED_SLOWLY = ("dense layer first", "latents", "queries without a latent")
 TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("moe", {"tensor": 2}, {}),
     "TP2 EP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
@@ -88,6 +103,29 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "head CP2": ("head", {"context": 2}, {}),
     "router TP2 EP2": ("router", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
 }
+SLOW: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "dense layer first": {
+        "TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+        "PP2 VPP2 recompute full": (
+            {"pipeline": 2, "virtual_pipeline": 2},
+            {"recompute": "full"},
+        ),
+        "CP2 EP2 distributed optimizer": ({"context": 2, "expert": 2}, {"distributed": True}),
+    },
+    "latents": {
+        "TP2 ETP2": ({"tensor": 2}, {}),
+        "TP2 EP2 recompute full": (
+            {"tensor": 2, "expert": 2, "expert_tensor": 1},
+            {"recompute": "full"},
+        ),
+        "PP2": ({"pipeline": 2}, {}),
+        "CP2": ({"context": 2}, {}),
+    },
+    "queries without a latent": {"TP2 ETP2": ({"tensor": 2}, {}), "EP2": ({"expert": 2}, {})},
+    "shared by experts, latents": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
+    "minimax_m2": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
+}
+"""Kind -> layouts of two ranks by name."""
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 EP2 ETP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
     "EP2 ETP2 without TP": ("moe", {"expert": 2, "expert_tensor": 2}, {}),
@@ -109,7 +147,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def section_of(folder: str, kind: str) -> dict[str, Any]:
     """The ``lora:`` section, starting from the kind's random adapters."""
-    return {**KINDS[kind][2], "start_from": str(Path(folder) / f"{kind}-adapters")}
+    return {**ALL_KINDS[kind][2], "start_from": str(Path(folder) / f"{kind}-adapters")}
 
 
 def train(folder: str, kind: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict:
@@ -154,17 +192,18 @@ def whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
             p.data = data
 
 
-def reference_worker(folder: str) -> dict[str, Any]:
+def reference_worker(folder: str, kinds: list[str], judged: list[str]) -> dict[str, Any]:
     """Make models and adapters, and train each in one process: ours, and PEFT's."""
     from tests.adapters import save_random_adapters
     from tests.tiny_models import save_tiny_model
 
-    for kind, (family, options, section) in KINDS.items():
+    for kind in kinds:
+        family, options, section = ALL_KINDS[kind]
         made = {"vocab_size": VOCABULARY, **options}
         hf_dir = save_tiny_model(Path(folder) / kind, family, **made)
         save_random_adapters(Path(folder) / f"{kind}-adapters", hf_dir, section)
         torch.save(train(folder, kind, {}, {}), Path(folder) / f"{kind}.pt")
-        if kind in JUDGED:
+        if kind in judged:
             torch.save(judge(folder, kind), Path(folder) / f"{kind}-peft.pt")
     return {}
 
@@ -222,13 +261,18 @@ def log_probs(model: Any, batch: Any) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    run_ranks("tests.distributed.test_lora_parity:reference_worker", 1, str(folder))
+    run_ranks(HERE + "reference_worker", 1, str(folder), list(KINDS), list(JUDGED))
     return folder
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", JUDGED)
 def test_one_process_trains_as_peft_does(reference: Path, kind: str) -> None:
+    check_against_peft(reference, kind)
+
+
+def check_against_peft(reference: Path, kind: str) -> None:
+    """Assert that one process has trained adapters of ``kind`` as PEFT has, within TOLERANCE."""
     got = torch.load(reference / f"{kind}.pt", weights_only=True)
     expected = torch.load(reference / f"{kind}-peft.pt", weights_only=True)
     got["parameters"] = {n: got["parameters"][n] for n in expected["parameters"]}
@@ -244,14 +288,27 @@ def test_one_process_trains_as_peft_does(reference: Path, kind: str) -> None:
 def test_layouts_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]
 ) -> None:
-    (report, *_) = run_ranks(
-        "tests.distributed.test_lora_parity:layout_worker",
-        world_size,
-        str(reference),
-        cases,
-        world_size,
-        timeout=600,
-    )
+    check_layouts(reference, world_size, cases)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SLOW)
+def test_adapters_of_mixed_stacks_train_as_one_process_and_as_peft_does(
+    tmp_path: Path, kind: str
+) -> None:
+    judged = [kind] if kind in JUDGED_SLOWLY else []
+    run_ranks(HERE + "reference_worker", 1, str(tmp_path), [kind], judged)
+    if judged:
+        check_against_peft(tmp_path, kind)
+    cases = {name: (kind, *layout) for name, layout in SLOW[kind].items()}
+    check_layouts(tmp_path, 2, cases)
+
+
+def check_layouts(reference: Path, world_size: int, cases: dict[str, Any]) -> None:
+    """Assert that each of ``cases`` trains on ``world_size`` ranks as one process has, within TOLERANCE."""
+    arguments = (str(reference), cases, world_size)
+    (report, *_) = run_ranks(HERE + "layout_worker", world_size, *arguments, timeout=600)
     assert report.keys() == cases.keys()
     wrong = {
         (name, kind): found

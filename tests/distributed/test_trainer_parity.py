@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.tiny_models import R1_FORM
 from tests.whole_tensors import gather_buckets, hf_buckets
 
 TOLERANCE = 5e-6
@@ -119,25 +120,11 @@ CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 SLOW_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"layers": 4},
-    "deepseek_v3 of R1's form": {
-        "family": "deepseek_v3",
-        "layers": 4,
-        "q_lora_rank": 48,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 512,
-        },
-    },
+    "deepseek_v3 of R1's form": {"family": "deepseek_v3", "layers": 4, **R1_FORM},
     "glm4_moe_lite": {"layers": 4},
     "glm4_moe": {"layers": 4},
+    "minimax_m2": {"layers": 4},
+    "hy_v3": {"layers": 4},
     "qwen3_next": {"layers": 4},
 }
 SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -164,6 +151,21 @@ SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4_moe TP2 ETP2": ("glm4_moe", {"tensor": 2}, {}),
     "glm4_moe CP2 EP2": ("glm4_moe", {**CP2, "expert": 2}, {}),
+    "minimax_m2 TP2 EP2 recompute full, distributed optimizer": (
+        "minimax_m2",
+        {"tensor": 2, "expert": 2},
+        {"distributed": True, "recompute": "full"},
+    ),
+    "minimax_m2 TP2 ETP2": ("minimax_m2", {"tensor": 2}, {}),
+    "minimax_m2 CP2 EP2": ("minimax_m2", {**CP2, "expert": 2}, {}),
+    "hy_v3 TP2 EP2 recompute full": (
+        "hy_v3",
+        {"tensor": 2, "expert": 2},
+        {"recompute": "full"},
+    ),
+    "hy_v3 CP2 EP2": ("hy_v3", {**CP2, "expert": 2}, {}),
+    "hy_v3 PP2 VPP2": ("hy_v3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "minimax_m2 PP2 VPP2": ("minimax_m2", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "delta nets TP2 ETP2": ("qwen3_next", {"tensor": 2}, {}),
     "delta nets TP2 EP2 recompute full, distributed optimizer": (
         "qwen3_next",

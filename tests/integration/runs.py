@@ -26,12 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, GROUP = 8, 4
 
 
-def write_material(folder: Path, family: str = "qwen3_moe") -> Path:
+def write_material(folder: Path, family: str = "qwen3_moe", **model: Any) -> Path:
     """A random tiny model, sums to train and to be evaluated on, and a configuration; the latter's path.
+
+    ``model``: what differs from the family's tiny model.
 
     A response scores when it holds a digit: a random policy then sometimes earns something.
     """
-    save_tiny_model(folder / "model", family, seed=1)
+    save_tiny_model(folder / "model", family, seed=1, **model)
     rng = random.Random(0)
     for name, count in (("train", 64), ("held_out", 4)):
         pairs = [(rng.randrange(10), rng.randrange(10)) for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.demo.material import EXPORT_BOUNDS
 from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
+from tests.tiny_models import R1_FORM
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -23,18 +25,25 @@ def even_length(response: str, answer: str) -> float:
     """1 where the response's number of characters is even."""
     return float(len(response) % 2 == 0)
 '''
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {"R1's form": ("deepseek_v3", R1_FORM)}
+"""Case -> the family and what differs from its tiny model. Other cases are families."""
 FAMILIES = [
     "olmoe",
     pytest.param("qwen2_moe", marks=pytest.mark.slow),
     pytest.param("glm4_moe", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    pytest.param("R1's form", marks=pytest.mark.slow),
     pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+    pytest.param("minimax_m2", marks=pytest.mark.slow),
+    pytest.param("hy_v3", marks=pytest.mark.slow),
     pytest.param("qwen3_next", marks=pytest.mark.slow),
 ]
 STEPS = 2
-ROUTER_BIAS = "e_score_correction_bias"
-"""A constant of the model in float32, which training does not move."""
-FLOAT32 = (ROUTER_BIAS, "linear_attn.norm.weight")
+EXPERT_PARALLEL = ("parallel.tensor=1", "parallel.expert=2")
+TENSOR_AND_EXPERT_PARALLEL = ("parallel.tensor=2", "parallel.expert=2")
+ROUTER_BIASES = ("e_score_correction_bias", "mlp.expert_bias")
+"""Ends of the names of constants in float32, which training does not move."""
+FLOAT32 = (*ROUTER_BIASES, "linear_attn.norm.weight")
 """Ends of the names of tensors that are float32 in a model of any type."""
 BOUNDS = {
     "float32": {"gap": 1e-6, "agreement": 1.0, "export": EXPORT_BOUNDS["float32"]},
@@ -44,11 +53,27 @@ BOUNDS = {
 """Weights' type -> bounds of mean |pi - mu|, of the share of equal routing and of the export's log-probabilities."""
 
 
+def write_config(folder: Path, case: str) -> Path:
+    """Write a tiny model of ``case``, its data and its reward into ``folder``; return the configuration's path."""
+    (folder / "coin.py").write_text(COIN)
+    family, options = FORMS.get(case, (case, {}))
+    return write_material(folder, family, **options)
+
+
+def train(config: Path, directory: Path, *overrides: str) -> None:
+    """Run the whole loop with router replay on two ranks until it ends."""
+    settings = (
+        f"run.directory={directory}", "data.evaluation={}", "evaluation.every=100", "rollout.router_replay=true",
+        "reward.name=coin:even_length",
+    )  # fmt: skip
+    variables = {"PYTHONPATH": f"{ROOT}:{config.parent}"}
+    with TrainingRun(config, *settings, *overrides, variables=variables) as training:
+        training.finish()
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    (folder / "coin.py").write_text(COIN)
-    return write_material(folder, request.param)
+    return write_config(tmp_path_factory.mktemp("family"), request.param)
 
 
 @pytest.fixture(
@@ -57,14 +82,8 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def run(request: pytest.FixtureRequest, config: Path) -> tuple[Path, str]:
     """The directory of a finished run, and its type of weights."""
     dtype, directory = request.param, config.parent / request.param
-    overrides = (
-        f"run.directory={directory}", f"run.steps={STEPS}", f"model.dtype={dtype}", "data.evaluation={}",
-        "evaluation.every=100", "rollout.router_replay=true", "parallel.tensor=1", "parallel.expert=2",
-        "reward.name=coin:even_length",
-    )  # fmt: skip
-    variables = {"PYTHONPATH": f"{ROOT}:{config.parent}"}
-    with TrainingRun(config, *overrides, variables=variables) as training:
-        training.finish()
+    overrides = (f"run.steps={STEPS}", f"model.dtype={dtype}", *EXPERT_PARALLEL)
+    train(config, directory, *overrides)
     return directory, dtype
 
 
@@ -88,8 +107,13 @@ def test_the_engines_log_probs_are_those_of_transformers(
     directory, dtype = run
     if dtype != "float32":
         pytest.skip("rounding to bfloat16 hides small errors")
-    model = AutoModelForCausalLM.from_pretrained(config.parent / "model", dtype=torch.float32)
-    for trajectory in load_batch(directory / "rollouts", 1):
+    compare_with_transformers(config.parent / "model", directory, 1)
+
+
+def compare_with_transformers(model_folder: Path, directory: Path, step: int) -> None:
+    """Assert that the engine's log-probabilities of the responses of ``step`` are those of a model in float32."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for trajectory in load_batch(directory / "rollouts", step):
         ids = torch.from_numpy(trajectory.token_ids.astype("int64"))
         with torch.no_grad():
             logits = model(ids[None]).logits[0, :-1]
@@ -113,4 +137,71 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
         assert tensor.dtype == (torch.float32 if name.endswith(FLOAT32) else expected_dtype)
     if dtype == "float32":
         unmoved = {name for name, tensor in start.items() if torch.equal(tensor, export[name])}
-        assert unmoved == {name for name in start if name.endswith(ROUTER_BIAS)}
+        assert unmoved == {name for name in start if name.endswith(ROUTER_BIASES)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen2_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "R1's form",
+        "glm4_moe_lite",
+        "minimax_m2",
+        "hy_v3",
+        "qwen3_next",
+    ],
+)
+def test_a_run_is_resumed_in_another_layout(tmp_path: Path, case: str) -> None:
+    """A step with EP2, and the next with TP2 EP2 from its checkpoint: its responses have the first step's weights."""
+    config = write_config(tmp_path, case)
+    directory, after_one_step = tmp_path / "run", tmp_path / "after one step"
+    train(config, directory, "run.steps=1", *EXPERT_PARALLEL)
+    shutil.copytree(directory / "hf", after_one_step)
+    train(config, directory, "run.steps=2", *TENSOR_AND_EXPERT_PARALLEL)
+    compare_with_transformers(after_one_step, directory, 2)
+    summary = summary_of(directory)
+    # The first run sent versions 0 and 1, the second one 1 and 2.
+    assert summary["weight_updates"] == summary["weight_updates_verified"] == 4
+    assert summary["mean_abs_prob_gap"] <= BOUNDS["float32"]["gap"]
+    assert summary["hf_export_max_logprob_diff"] <= BOUNDS["float32"]["export"]
+    (record,) = (record for record in records_of(directory) if record["step"] == 2)
+    assert record["r3/agreement_first"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["qwen2_moe", "glm4_moe", "deepseek_v3", "R1's form", "minimax_m2", "hy_v3"]
+)
+def test_adapters_train_and_are_sent_merged(tmp_path: Path, case: str) -> None:
+    """Of all matrices: the engine agrees with the trainer, and the export is the base plus the exported adapters."""
+    config = write_config(tmp_path, case)
+    directory = tmp_path / "run"
+    lora = ("lora.rank=4", "optimizer.lr=1e-2", f"run.steps={STEPS}")
+    train(config, directory, *lora, *EXPERT_PARALLEL)
+    summary = summary_of(directory)
+    assert summary["weight_updates"] == summary["weight_updates_verified"] == STEPS + 1
+    assert summary["mean_abs_prob_gap"] <= BOUNDS["float32"]["gap"]
+    assert summary["hf_export_max_logprob_diff"] <= BOUNDS["float32"]["export"]
+    base, export = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", directory / "hf")
+    )
+    adapters = load_file(directory / "adapters" / "adapter_model.safetensors")
+    adapted = set()
+    for name, a in adapters.items():
+        if name.endswith(".lora_A.weight"):
+            matrix = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b = adapters[name.replace(".lora_A.", ".lora_B.")]
+            merged = base[f"{matrix}.weight"] + 2.0 * b @ a
+            torch.testing.assert_close(export[f"{matrix}.weight"], merged, atol=1e-6, rtol=0)
+            adapted.add(f"{matrix}.weight")
+    linears = {name for name, t in base.items() if t.dim() == 2 and "_proj" in name}
+    # MiniMax-M2 has other names of its experts' matrices.
+    linears |= {name for name in base if name.endswith((".w1.weight", ".w2.weight", ".w3.weight"))}
+    assert adapted == linears
+    moved = {name for name in base if not torch.equal(base[name], export[name])}
+    assert moved <= linears
+    # An expert that has had no token keeps its weights.
+    assert all(".experts." in name for name in linears - moved)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_dppo.model.adapters import (
     Adapters,
     adapted_linears,
+    adapter_faults,
     adapter_parameters,
     adapter_tensors,
     module_groups,
@@ -23,6 +26,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer.lora_modules import INITS, grouped_linear, initial_tensor
 from tests.unit.config_files import DENSE, MOE, write_checkpoint
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 LAYOUTS = {
     "single": Layout(),
     "TP2 ETP2": Layout.smallest(tensor=2),
@@ -68,6 +72,30 @@ def test_a_shared_expert_has_adapters_of_its_own_in_the_experts_group(tmp_path):
     assert tensors["model.layers.0.mlp.shared_expert.down_proj.lora_B"] == (64, 2)
     assert tensors["model.layers.0.mlp.experts.7.gate_proj.lora_A"] == (2, 64)
     assert len(tensors) == 4 * 2 * 3 * (8 + 1)
+
+
+def test_matrices_before_latents_have_adapters_and_routers_have_none():
+    """Each rank holds both factors of a matrix that tensor parallelism does not cut, and one rank is its first."""
+    folder = EXAMPLES / "deepseek-v3"
+    shape = replace(load_model_shape(folder), num_layers=4, num_experts=8)
+    names = adapter_tensors(adapters(shape), shape)
+    first = "model.layers.3.self_attn."
+    assert {n.removeprefix(first).split(".")[0] for n in names if n.startswith(first)} == {
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+    }  # fmt: skip
+    assert names[first + "kv_a_proj_with_mqa.lora_B"] == (512 + 64, 4)
+    assert not [n for n in names if ".mlp.gate." in n or "layernorm" in n]
+    in_mlp = [n for n in names if ".layers.0.mlp." in n]
+    assert {n.split(".mlp.")[1] for n in in_mlp} == {
+        f"{m}_proj.lora_{f}" for m in ("gate", "up", "down") for f in "AB"
+    }
+    wanted = adapters(shape, "q_a_proj")
+    layout = Layout.smallest(tensor=2)
+    held = [list(adapter_parameters(wanted, shape, layout, rank)) for rank in range(2)]
+    for parts in held:
+        assert [p.shape for p in parts] == 4 * [(4, 7168), (1536, 4)]
+    assert [p.is_primary for parts in held for p in parts] == 8 * [True] + 8 * [False]
+    assert not list(adapter_faults(wanted, shape, layout))
 
 
 def test_shared_by_the_experts_of_a_layer(moe):

@@ -41,6 +41,8 @@ PARAMETERS = {
     "glm-4.7-flash": 29_943_393_920,
     "moonlight-16b-a3b-instruct": 15_960_110_208,
     "deepseek-v3": 671_026_419_200,
+    "hy3": 295_033_543_488,
+    "minimax-m2": 228_689_764_864,
     "qwen3-next-80b-a3b-instruct": 79_674_391_296,
 }
 

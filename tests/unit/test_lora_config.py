@@ -1,12 +1,16 @@
 """The ``lora:`` section: what it means, and every setting that is refused, by its key."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_dppo.config import ConfigError, check_config, load_config
-from megatron_dppo.config.lora import adapters_of, lora_faults
+from megatron_dppo.config.lora import adapter_update_faults, adapters_of, lora_faults
 from megatron_dppo.config.schema import LoraConfig, SupervisedConfig
 from megatron_dppo.model.families import load_model_shape
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 
 
 @pytest.fixture
@@ -66,6 +70,23 @@ def test_names_and_groups(tmp_path, names, found):
 def test_refused(problems, overrides, model, words):
     found = problems("lora.rank=8", *overrides, model=model)
     assert any(problem.startswith(words) for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("deepseek-v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        ("moonlight-16b-a3b-instruct", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+    ],
+)
+def test_latent_attention_has_adapters_that_are_sent_merged(model, expected):
+    shape = load_model_shape(EXAMPLES / model)
+    merged = LoraConfig(rank=8, target_modules=["attention"])
+    assert adapters_of(merged, shape).modules == expected
+    assert list(adapter_update_faults(merged, shape)) == []
+    alone = merged.model_copy(update={"update": "adapters"})
+    (fault,) = adapter_update_faults(alone, shape)
+    assert fault.startswith("lora.update: got 'adapters', expected 'merged'")
 
 
 def test_an_engine_with_adapters_of_its_own_is_refused(problems):

@@ -1,4 +1,4 @@
-"""GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash: how their configurations are read, and what they cost."""
+"""GLM-4.5, DeepSeek-V3, GLM-4.7-Flash and MiniMax-M2: how their configurations are read, and what they cost."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ EXAMPLES = {
     "glm4_moe_lite": "glm-4.7-flash",
 }
 MOONLIGHT = "moonlight-16b-a3b-instruct"
+MINIMAX = "minimax-m2"
+HY = "hy3"
 
 
 def published(name: str) -> dict[str, Any]:
@@ -62,10 +64,78 @@ def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
         assert ours.head_dim == theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
 
 
-@pytest.mark.parametrize(("family", "name"), EXAMPLES.items())
-def test_a_config_that_transformers_saves_is_read_alike(
-    tmp_path: Path, family: str, name: str
+def test_minimax_is_read_as_transformers_reads_it() -> None:
+    ours, theirs = (
+        load_model_shape(CONFIGS / MINIMAX),
+        AutoConfig.from_pretrained(CONFIGS / MINIMAX),
+    )
+    assert (ours.num_experts, ours.experts_per_token) == (256, 8)
+    assert (ours.moe_ffn_hidden_size, ours.head_dim) == (theirs.intermediate_size, theirs.head_dim)
+    assert (ours.rope_theta, ours.norm_eps) == (5e6, theirs.rms_norm_eps)
+    assert ours.rotary_fraction == theirs.rope_parameters["partial_rotary_factor"] == 0.5
+    assert ours.moe_layers == tuple(range(62))
+    # Of 229 billion parameters 10 take part in a token.
+    assert active_parameters(ours) == pytest.approx(10.4e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"use_qk_norm": False}, "use_qk_norm"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ({"use_routing_bias": False}, "use_routing_bias"),
+        ({"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+        ({"attn_type_list": [0] + 61 * [1]}, "attn_type_list"),
+    ],
+)
+def test_a_minimax_that_would_be_trained_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(tmp_path, published(MINIMAX) | changes))
+    assert {line.split(": ", 1)[1].split()[0] for line in caught.value.faults} == {key}
+
+
+def test_hy3_is_read_as_transformers_reads_it() -> None:
+    ours, theirs = load_model_shape(CONFIGS / HY), AutoConfig.from_pretrained(CONFIGS / HY)
+    assert (ours.num_experts, ours.experts_per_token) == (192, 8)
+    assert ours.router.scale == theirs.router_scaling_factor
+    assert ours.shared_ffn_hidden_size == theirs.num_shared_experts * theirs.moe_intermediate_size
+    assert [i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "dense"] == [0]
+    assert ours.dense_layers == (0,)
+    assert (ours.rope_theta, ours.norm_eps) == (
+        theirs.rope_parameters["rope_theta"],
+        theirs.rms_norm_eps,
+    )
+    # The model card counts the embedding, too.
+    assert active_parameters(ours) == pytest.approx(20.2e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"qk_norm": False}, "qk_norm"),
+        ({"route_norm": False}, "route_norm"),
+        ({"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid"),
+        ({"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias"),
+        ({"expert_hidden_dim": 768}, "expert_hidden_dim"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 80}, "layer_types"),
+    ],
+)
+def test_a_hy3_that_would_be_trained_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(tmp_path, published(HY) | changes))
+    assert {line.split(": ", 1)[1].split()[0] for line in caught.value.faults} == {key}
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES.values(), MINIMAX, HY])
+def test_a_config_that_transformers_saves_is_read_alike(tmp_path: Path, name: str) -> None:
     AutoConfig.from_pretrained(CONFIGS / name).save_pretrained(tmp_path)
     assert load_model_shape(tmp_path) == load_model_shape(CONFIGS / name)
     assert unknown_key_warnings(tmp_path) == []
@@ -158,7 +228,7 @@ def test_layers_of_glm_lite_are_those_of_both_keys(tmp_path: Path) -> None:
 
 
 def test_keys_that_the_engine_reads_are_completed(tmp_path: Path) -> None:
-    for name in (*EXAMPLES.values(), MOONLIGHT):
+    for name in (*EXAMPLES.values(), MOONLIGHT, MINIMAX, HY):
         missing_in_published = missing_engine_keys(CONFIGS / name)
         assert missing_in_published == {}
     AutoConfig.from_pretrained(CONFIGS / MOONLIGHT).save_pretrained(tmp_path)
@@ -168,7 +238,7 @@ def test_keys_that_the_engine_reads_are_completed(tmp_path: Path) -> None:
     assert missing_engine_keys(tmp_path) == expected
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES.values(), MOONLIGHT])
+@pytest.mark.parametrize("name", [*EXAMPLES.values(), MOONLIGHT, MINIMAX, HY])
 def test_active_parameters_are_those_of_the_tensors(name: str) -> None:
     """Matrices that multiply a token: all but the embedding, and of the experts' those of the chosen ones."""
     shape = load_model_shape(CONFIGS / name)

@@ -284,9 +284,12 @@ def _is_attention(linear: AdaptedLinear) -> bool:
 
 
 def _has_norm(linear: AdaptedLinear) -> bool:
-    """Return whether the linear is fused with the norm before it: column-parallel linears, except those of experts."""
+    """Return whether the linear is fused with the norm before it: column-parallel linears, except those of experts and
+    the queries of latent attention, whose norm the latent shares."""
     is_shared_expert = ".shared_experts." in linear.path
-    return linear.axis == 0 and not linear.of_experts and not is_shared_expert
+    is_fused_column = linear.axis == 0 and not linear.is_whole
+    has_own_norm = not linear.path.endswith(".linear_q_proj")
+    return is_fused_column and has_own_norm and not linear.of_experts and not is_shared_expert
 
 
 BUSIEST_RANK = 1.25
