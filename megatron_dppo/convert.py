@@ -128,6 +128,7 @@ def _plan_arguments(command: argparse.ArgumentParser) -> None:
         "dp": (None, "data-parallel replicas; default: the fewest that the experts need"),
         "engine-tp": (1, "SGLang's --tp-size (1)"),
         "engine-ep": (1, "SGLang's --ep-size (1)"),
+        "engine-attn-dp": (1, "SGLang's --attn-dp-size (1)"),
     }
     for option, (default, help_text) in sizes.items():
         command.add_argument(f"--{option}", type=int, default=default, help=help_text)
@@ -258,7 +259,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     layout = Layout.smallest(*sizes)
     if arguments.dp is not None:
         layout = replace(layout, data=arguments.dp)
-    engine = EngineLayout(arguments.engine_tp, arguments.engine_ep)
+    engine = EngineLayout(arguments.engine_tp, arguments.engine_ep, arguments.engine_attn_dp)
     shape = load_model_shape(arguments.hf_config)
     print_plan(Console(), shape, layout, engine, ITEM_BYTES[arguments.dtype or shape.dtype])
     return 0

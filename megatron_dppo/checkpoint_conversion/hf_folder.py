@@ -387,6 +387,21 @@ def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_sto
     return tensor_store.packed_specs(shape, specs)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of ``folder`` that SGLang's loader reads: those of the index, or all without one.
+
+    A file that the index does not name is the same weights once more (``consolidated.safetensors``), or is left from an
+    earlier checkpoint. Raises CheckpointError for a damaged index.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    if index.exists():
+        return sorted({folder / name for name in _read_index(index).values()})
+    if [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
+        return files[1:]
+    return files
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]

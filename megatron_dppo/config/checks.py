@@ -190,26 +190,15 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
 
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
-    """Compare ``sglang.tp_size`` and ``sglang.ep_size`` with the sizes of the model."""
-    heads = model.num_attention_heads
-    groups = model.num_query_groups
+    """Compare the sizes of a server's layout with those of the model."""
     size = sglang.get("tp_size") or 1
     if not isinstance(size, int) or isinstance(size, bool):
         # The check against SGLang's own fields reports this value.
         return
     if size < 1:
         yield f"sglang.tp_size: got {size}, expected at least 1"
-    elif heads % size:
-        yield f"sglang.tp_size: got {size}, expected a divisor of the model's {heads} attention heads"
-    elif groups % size and size % groups:
-        yield (
-            f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} key-value heads"
-        )
-    elif model.delta is not None and model.delta.key_heads % size:
-        yield (
-            f"sglang.tp_size: got {size}, expected a divisor of the model's {model.delta.key_heads} key heads of delta "
-            "nets"
-        )
+    else:
+        yield from _attention_faults(sglang, size, model)
     most = family_of(model).most_engine_ranks
     if most is not None and size > most:
         yield (
@@ -219,6 +208,68 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
     expert = sglang.get("ep_size")
     if expert is not None:
         yield from _engine_expert_faults(expert, size, model)
+
+
+def _attention_faults(
+    sglang: Mapping[str, Any],
+    size: int,
+    model: ModelShape,
+) -> layout.Faults:
+    """Compare the ranks of an attention replica, of ``size`` ranks in all, with the heads of the model."""
+    key = "sglang.attn_dp_size"
+    if sglang.get("enable_dp_attention") and not sglang.get("attn_dp_size"):
+        key = "sglang.dp_size"
+    replicas = sglang.get(key.removeprefix("sglang.")) or 1
+    if not isinstance(replicas, int) or isinstance(replicas, bool):
+        return
+    if replicas < 1 or size % replicas:
+        yield f"{key}: got {replicas}, expected a divisor of sglang.tp_size {size}"
+        return
+    if replicas > 1:
+        yield from _replica_faults(key, replicas, sglang, model)
+    elif sglang.get("enable_dp_lm_head"):
+        yield (
+            "sglang.enable_dp_lm_head: got true, expected false without attention replicas (sglang.attn_dp_size)"
+        )
+    ranks = size // replicas
+    subject = f"sglang.tp_size: got {size}"
+    if replicas > 1:
+        subject += f" with {replicas} attention replicas of {ranks} ranks"
+    expected = "a divisor" if replicas == 1 else "replicas whose ranks are a divisor"
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
+    if heads % ranks:
+        yield f"{subject}, expected {expected} of the model's {heads} attention heads"
+    elif groups % ranks and ranks % groups:
+        yield f"{subject}, expected {expected} or a multiple of the model's {groups} key-value heads"
+    elif model.delta is not None and model.delta.key_heads % ranks:
+        yield f"{subject}, expected {expected} of the model's {model.delta.key_heads} key heads of delta nets"
+
+
+def _replica_faults(
+    key: str,
+    replicas: int,
+    sglang: Mapping[str, Any],
+    model: ModelShape,
+) -> layout.Faults:
+    """Report why servers of this model have no attention replicas."""
+    family = family_of(model)
+    if not family.attention_replicas:
+        yield (
+            f"{key}: got {replicas}, expected 1: SGLang's model of the family {model.family} divides attention among "
+            "all ranks"
+        )
+    if sglang.get("enable_dp_lm_head") and not family.output_per_replica:
+        yield (
+            f"sglang.enable_dp_lm_head: got true, expected false: SGLang's model of the family {model.family} divides "
+            "its output matrix among all ranks"
+        )
+    running = sglang.get("max_running_requests")
+    if isinstance(running, int) and running < replicas:
+        yield (
+            f"sglang.max_running_requests: got {running}, expected at least {replicas}: SGLang divides them among the "
+            "attention replicas"
+        )
 
 
 def _engine_expert_faults(expert: Any, size: int, model: ModelShape) -> layout.Faults:
@@ -388,10 +439,8 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
             "the weights that a server started with, and it starts without a checkpoint"
         )
     try:
-        size = config.sglang.get("tp_size") or 1
-        expert = config.sglang.get("ep_size") or 1
-        quantization.check_block_widths(model, EngineLayout(size, expert))
-    except (LayoutError, TypeError) as error:
+        quantization.check_block_widths(model, EngineLayout.of_options(config.sglang))
+    except (LayoutError, TypeError, ValueError) as error:
         yield f"engine.quantization: got {value}: {error}"
 
 

@@ -322,8 +322,8 @@ SGLANG_FIXED: Mapping[str, str] = {
         "the placement chooses the hosts of a server; a tp_size above a host's GPUs takes several hosts",
     ),
     **dict.fromkeys(
-        ("dp_size", "pp_size", "moe_dp_size"),
-        "weight updates are verified for engines of tensor and expert parallelism",
+        ("pp_size", "moe_dp_size"),
+        "weight updates are verified for engines of tensor and expert parallelism and of attention replicas",
     ),
 }
 """Reason why nothing may set each of these fields of ServerArgs."""
@@ -333,6 +333,16 @@ _MODE = "the servers answer /generate over plain HTTP, each by itself"
 _EXPERTS = "weight updates are verified for experts that lie as tp_size and ep_size place them"
 _EXCHANGE = "the exchanges of DeepEP and flashinfer bring kernels that lay out the experts' weights in their own way"
 _OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
+SGLANG_OTHER_SHARES = (
+    "attn_cp_size",
+    "dcp_size",
+    "dwdp_size",
+    "moe_dense_tp_size",
+    "shared_experts_tp_size",
+    "enable_shared_experts_attn_tp",
+    "enable_dense_mlp_attn_tp",
+)
+"""Fields of ServerArgs that change the shares of weights on the ranks of a server, in ways that nothing here knows."""
 SGLANG_UNUSABLE: Mapping[str, str] = {
     "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
     "speculative_algorithm": "weight updates are verified for the served model alone, and on a CPU SGLang commits the "
@@ -364,16 +374,9 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
         "weight updates are verified for tensor-parallel engines of unquantised weights",
     ),
     **dict.fromkeys(
-        (
-            "enable_dp_attention",
-            "enable_dp_lm_head",
-            "attn_dp_size",
-            "attn_cp_size",
-            "dcp_size",
-            "dwdp_size",
-            "moe_dense_tp_size",
-        ),
-        "weight updates are verified for servers whose tp_size ranks divide attention, MLPs and the head",
+        SGLANG_OTHER_SHARES,
+        "weight updates are verified for servers whose tp_size ranks divide MLPs, and whose attention replicas divide "
+        "attention",
     ),
     "moe_a2a_backend": _EXCHANGE,
     **dict.fromkeys(
@@ -408,7 +411,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
 
 
 SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attn_dp_size", "attn_cp_size", "dcp_size", "dwdp_size"), (None, 0, 1)),
+    **dict.fromkeys(("attn_cp_size", "dcp_size", "dwdp_size"), (None, 0, 1)),
     "offload_group_size": (None, -1, 0),
     "weight_cache_mode": (None, "off"),
 }
@@ -439,6 +442,10 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
         # Devices and processes.
         "tp_size",
         "ep_size",
+        "attn_dp_size",
+        "dp_size",
+        "enable_dp_attention",
+        "enable_dp_lm_head",
         "base_gpu_id",
         "gpu_id_step",
         "numa_node",
@@ -548,7 +555,7 @@ class ForwardedTable:
             if reason is not None:
                 yield f"{self.name}.{key}: got {given(value)}, expected nothing: {reason}"
         for key, reason in self.off.items():
-            if not self._is_off(key, values.get(key)):
+            if not self.leaves_off(key, values.get(key)):
                 yield f"{self.name}.{key}: got {given(values[key])}, expected it off: {reason}"
 
     def untried(self, values: Mapping[str, Any]) -> Iterator[str]:
@@ -562,7 +569,8 @@ class ForwardedTable:
                     "compare the first steps with a run without it"
                 )
 
-    def _is_off(self, key: str, value: Any) -> bool:
+    def leaves_off(self, key: str, value: Any) -> bool:
+        """Return whether ``value`` leaves the option ``key``, which must be off, off."""
         return value is None or _is_off(value, self.neutral.get(key, _USUALLY_OFF))
 
     def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -595,6 +603,13 @@ class _SglangTable(ForwardedTable):
             yield (
                 f"sglang.model_impl: got {given(values['model_impl'])}, expected 'auto' or 'sglang': weight updates "
                 "know the parameters of SGLang's own models"
+            )
+        replicas = values.get("dp_size")
+        is_of_attention = values.get("enable_dp_attention") and not values.get("attn_dp_size")
+        if replicas not in (None, 1) and not is_of_attention:
+            yield (
+                f"sglang.dp_size: got {given(replicas)}, expected 1, or sglang.enable_dp_attention with it and no "
+                "sglang.attn_dp_size: a server has one replica of the experts, and engine.servers starts more servers"
             )
 
 

@@ -77,6 +77,7 @@ _SERVER_SIZES = (
     "tp_size",
     "pp_size",
     "ep_size",
+    "attn_dp_size",
     "dp_size",
     "base_gpu_id",
     "mem_fraction_static",

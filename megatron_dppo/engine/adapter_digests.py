@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+from megatron_dppo.engine import hooks
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 
 VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
@@ -22,9 +23,7 @@ def register_digests() -> None:
     """
     # SGLang's own check of adapters belongs to a route that unpickles. This hook hashes the tensors that the scheduler
     # holds after it has read a folder and fused its matrices.
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(LOADED, report_digests, HookType.AFTER)
+    hooks.register(LOADED, report_digests, "after")
 
 
 def report_digests(result: Any, manager: Any, adapter: Any) -> Any:

@@ -30,6 +30,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from megatron_dppo.engine import hooks
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore
 
@@ -111,10 +113,8 @@ _ATTEMPTS = 3
 
 def register() -> None:
     """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(JOINING, join, HookType.AROUND)
-    HookRegistry.register(LOADING, wait_for_bytes, HookType.AFTER)
+    hooks.register(JOINING, join, "around")
+    hooks.register(LOADING, wait_for_bytes, "after")
 
 
 def join(

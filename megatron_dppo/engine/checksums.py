@@ -61,12 +61,13 @@ class EnginePart:
 
 
 class EngineTensors:
-    """The tensors of a served model on ``ranks`` tensor-parallel ranks of a "cpu" or "cuda" engine.
+    """The tensors of a served model on the ranks of a "cpu" or "cuda" engine.
 
     The engine's checksums cover exactly these bytes. Raises LayoutError if the model cannot be divided among the ranks.
 
-    ``expert``: the number of expert-parallel groups, SGLang's ``ep_size``. A group has whole experts, or its ranks have
-    shares of them.
+    ``ranks``: the engine's layout, or the number of its ranks if they are tensor-parallel ranks only.
+
+    ``expert``: the number of expert-parallel groups of ``ranks`` that are given as a number.
 
     With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
     holds their scales as tensors of their own.
@@ -83,31 +84,35 @@ class EngineTensors:
     def __init__(
         self,
         shape: ModelShape,
-        ranks: int = 1,
+        ranks: int | mapping.EngineLayout = 1,
         device: str = "cuda",
         *,
         expert: int = 1,
         quantized: bool = False,
         only_rank: int | None = None,
     ) -> None:
+        layout = (
+            ranks
+            if isinstance(ranks, mapping.EngineLayout)
+            else mapping.EngineLayout(ranks, expert)
+        )
         self.shape = shape
-        self.ranks = ranks
+        self.layout = layout
+        self.ranks = layout.tensor
         self.device = device
         self.quantized = quantized
         self.shapes = mapping.hf_tensors(shape)
-        layout = mapping.EngineLayout(ranks, expert)
-        self.expert = expert
         if quantized:
             mapping.check_engine_layout(shape, layout)
             quantization.check_block_widths(shape, layout)
             self.shapes = quantization.stored_tensors(self.shapes)
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
-        self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
+        self.sizes: list[dict[str, int]] = [{} for _ in range(self.ranks)]
         self._dtypes: dict[str, torch.dtype] = {}
         self._own_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
             self._own_dtypes[name] = getattr(torch, own_dtype)
-        for rank in range(ranks) if only_rank is None else (only_rank,):
+        for rank in range(self.ranks) if only_rank is None else (only_rank,):
             for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
                 if quantized and quantization.holds_quantized(parameter):
@@ -130,9 +135,8 @@ class EngineTensors:
         is_quantized = info.get("quantization") is not None
         return cls(
             shape,
-            int(info["tp_size"]),
+            mapping.EngineLayout.of_options(info),
             str(info["device"]),
-            expert=int(info.get("ep_size", 1)),
             quantized=is_quantized,
             only_rank=only_rank,
         )
@@ -169,7 +173,7 @@ class EngineTensors:
             multiple = EXPERT_MULTIPLE[self.device]
             if multiple > 1:
                 # SGLang pads the whole dimension as if all ranks shared it.
-                multiple *= self.expert
+                multiple *= self.layout.expert
         for block, end in _with_ends(parameter):
             start = sizes.get(tensor, 0)
             width = -(-(end - block.local_start) // multiple) * multiple

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine import hooks
 from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.engine.recordings import ABORTING
 
@@ -232,9 +233,7 @@ def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
 
 def register() -> None:
     """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(ABORTING, answer_waiting, HookType.BEFORE)
+    hooks.register(ABORTING, answer_waiting, "before")
 
 
 def answer_waiting(scheduler: Any, aborted: Any) -> None:

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_dppo.engine import hooks
 from megatron_dppo.engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ log = logging.getLogger(__name__)
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 LOADED = f"{_RUNNER}.maybe_precompile_model_kernels_after_loading"
-"""The method that SGLang calls next after it has loaded a model. SGLang applies hooks to a method once, and the CPU
-platform has hooks on ``load_model`` itself, which it registers later."""
+"""The method that SGLang calls next after it has loaded a model."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 BEGUN = f"{_UPDATER}.begin_weight_update"
 ENDED = f"{_UPDATER}.end_weight_update"
@@ -97,15 +97,16 @@ class ReceivedBucket:
 def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     """Return the tensors of each safetensors file of ``folder``, mapped into memory, as one bucket.
 
-    None where a tensor is not aligned to its dtype, and has to be copied alone, or where no such file holds a tensor.
-    Raises CheckpointError for a damaged file.
+    Files that the folder's index does not name are not read. None where a tensor is not aligned to its dtype, and has
+    to be copied alone, or where no file holds a tensor. Raises CheckpointError for a damaged file.
     """
     import torch
 
+    from megatron_dppo.checkpoint_conversion.hf_folder import weight_files
     from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 
     buckets: list[ReceivedBucket] = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         file = SafetensorsFile(path)
         file.close()
         entries = sorted(file.entries.items(), key=lambda item: item[1].offset)
@@ -421,14 +422,12 @@ def _groups(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, T
 
 def register() -> None:
     """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(LOADED, load_updates_directly, HookType.AFTER)
-    HookRegistry.register(BEGUN, begin_update, HookType.AFTER)
-    HookRegistry.register(ENDED, end_update, HookType.AROUND)
-    HookRegistry.register(FOLDER, read_folder_directly, HookType.BEFORE)
-    HookRegistry.register(RECEIVED, receive_bucket, HookType.AROUND)
-    HookRegistry.register(SHARED, load_shared_bucket, HookType.AROUND)
+    hooks.register(LOADED, load_updates_directly, "after")
+    hooks.register(BEGUN, begin_update, "after")
+    hooks.register(ENDED, end_update, "around")
+    hooks.register(FOLDER, read_folder_directly, "before")
+    hooks.register(RECEIVED, receive_bucket, "around")
+    hooks.register(SHARED, load_shared_bucket, "around")
 
 
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:

@@ -30,6 +30,7 @@ from megatron_dppo.engine import (
     broadcast_group,
     continuation,
     direct_loading,
+    flushing,
     raw_checksums,
     recordings,
     server_state,
@@ -133,16 +134,22 @@ def redact_server_args() -> None:
     ServerArgs.resolved_dict = redacted_dict
 
 
-def refuse_repacked_experts() -> None:
-    """Exit where the environment has SGLang interleave the rows of the experts' weights as it loads them."""
+_OTHER_LAYOUTS = {
     # SGLang interleaves the rows only once: a weight update would then write rows in the checkpoint's order.
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "experts' weights in that order can't be updated",
+    "SGLANG_ENABLE_EMBED_REPLICATION": "weight updates are verified for an embedding that ranks divide",
+    "SGLANG_SHARED_EXPERT_TP1": "weight updates are verified for shared experts that ranks divide",
+}
+"""Variable of SGLang that changes how weights lie in a server -> why a server with it is refused."""
+
+
+def refuse_other_layouts() -> None:
+    """Exit where the environment has SGLang lay out weights in a way that weight updates do not know."""
     from sglang.srt.environ import envs
 
-    if envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get():
-        sys.exit(
-            "error: SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED is set in the server's environment, expected unset: "
-            "experts' weights in that order can't be updated"
-        )
+    for name, reason in _OTHER_LAYOUTS.items():
+        if getattr(envs, name).get():
+            sys.exit(f"error: {name} is set in the server's environment, expected unset: {reason}")
 
 
 def hold_own_port(host: str, port: int) -> socket.socket:
@@ -164,6 +171,7 @@ def _change_sglang() -> None:
     server_state.register()
     raw_checksums.register()
     direct_loading.register()
+    flushing.register()
     if VARIABLE in os.environ:
         register_digests()
 
@@ -217,7 +225,7 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     watch_supervisor(kill_process_tree)
-    refuse_repacked_experts()
+    refuse_other_layouts()
     load_plugins()
     flags = host_flags(os.environ)
     server_args = prepare_server_args([*sys.argv[1:], *flags])

@@ -16,6 +16,7 @@ from megatron_dppo.config import schema
 from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
+from megatron_dppo.model.engine_layout import attention_replicas
 from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -170,7 +171,7 @@ def server_options(
     if changed_keys:
         options["json_model_override_args"] = json.dumps(changed_keys)
     options |= adapter_options(config)
-    options |= {name: value for name, value in config.sglang.items() if value is not None}
+    options |= {k: v for k, v in current_names(config.sglang).items() if v is not None}
     if hosts is not None:
         options |= hosts.options
     if device == "cuda":
@@ -178,6 +179,18 @@ def server_options(
     # SGLang rejects the option without GPUs. It still accepts calls to release memory, and releases nothing.
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
+    return options
+
+
+def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``sglang:`` table with the number of attention replicas as ``attn_dp_size``.
+
+    SGLang's file of options does not take the older name, ``enable_dp_attention`` with ``dp_size``.
+    """
+    options = dict(table)
+    is_older = options.pop("enable_dp_attention", None)
+    if is_older and options.get("attn_dp_size") in (None, 0, 1):
+        options["attn_dp_size"] = options.pop("dp_size", None)
     return options
 
 
@@ -215,13 +228,17 @@ def cpu_kv_tokens(config: ServerSections) -> int:
     """Return the size of the key-value cache of a CPU server, in tokens.
 
     The cache holds every concurrent request at full length, limited to CPU_KV_CACHE_BYTES, and at least two sequences.
+    Each attention replica has a cache of that size for its share of the requests.
     """
     sequence_tokens = config.sequence_tokens
-    requested_tokens = config.rollout.max_concurrent_requests * sequence_tokens
+    replicas = attention_replicas(config.sglang)
+    requests = -(-config.rollout.max_concurrent_requests // replicas)
+    requested_tokens = requests * sequence_tokens
     model = load_model_shape(config.model.hf_checkpoint)
     values = model.attention_layers * model.cached_elements()
     token_bytes = values * ITEM_BYTES[config.model.dtype]
-    return max(2 * sequence_tokens, min(requested_tokens, CPU_KV_CACHE_BYTES // token_bytes))
+    most_tokens = CPU_KV_CACHE_BYTES // token_bytes // replicas
+    return max(2 * sequence_tokens, min(requested_tokens, most_tokens))
 
 
 def cpu_states(config: ServerSections, model: ModelShape) -> int:
@@ -277,7 +294,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         # The last tokens before a convolution would be rounded to bfloat16 in a model of any type.
         env["SGLANG_MAMBA_CONV_DTYPE"] = config.model.dtype
     if engine_device(config.engine) == "cpu":
-        ranks = config.sglang.get("tp_size", 1) * config.sglang.get("dp_size", 1)
+        ranks = config.sglang.get("tp_size") or 1
         env["SGLANG_PLATFORM"] = "torch_cpu"
         # Two threads that wait for each other while the trainer uses a core are 20 times slower than one thread. Set
         # the variable for a large model on its own cores.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_dppo.engine import hooks
+
 _QUANTIZED_WEIGHTS = "sglang.srt.utils.weight_checker._build_quantized_set"
 
 
 def register() -> None:
     """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_QUANTIZED_WEIGHTS, no_quantized_weights, HookType.REPLACE)
+    hooks.register(_QUANTIZED_WEIGHTS, no_quantized_weights, "replace")
 
 
 def no_quantized_weights(model: Any) -> dict[str, Any]:

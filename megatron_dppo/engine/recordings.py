@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from megatron_dppo.engine import hooks
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.system.scratch import SHARED_MEMORY, free_bytes, private_name
@@ -262,12 +263,10 @@ def gone_error(notice: Notice, request_name: str) -> AbortedError:
 
 def register() -> None:
     """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     folders = [Path(folder) for folder in json.loads(os.environ[FOLDERS_VARIABLE])]
     outlet = Outlet(RecordingStore(folders))
-    HookRegistry.register(_COLLECTED, outlet, HookType.AFTER)
-    HookRegistry.register(ABORTING, outlet.give_up, HookType.BEFORE)
+    hooks.register(_COLLECTED, outlet, "after")
+    hooks.register(ABORTING, outlet.give_up, "before")
 
 
 class Outlet:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
-from megatron_dppo.config.forwarded import EXPERT_KERNEL
+from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, SGLANG_OTHER_SHARES
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.model.families import family_of, load_model_shape
@@ -174,7 +174,13 @@ def check_layout(
         if info.get(dimension, 1) != 1:
             raise EngineMismatchError(
                 f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor and expert "
-                f"parallelism only, expected 1"
+                f"parallelism and attention replicas only, expected 1"
+            )
+    for name in SGLANG_OTHER_SHARES:
+        if not SGLANG.leaves_off(name, info.get(name)):
+            raise EngineMismatchError(
+                f"{url}: {name} is {info[name]!r}, which divides weights in a way that verified weight updates do not "
+                "know; expected it off"
             )
     backend = info.get("moe_a2a_backend", NO_EXCHANGE)
     if backend != NO_EXCHANGE:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from megatron_dppo.config.errors import closest, given
 from megatron_dppo.config.forwarded import SGLANG, LibraryFields, LibraryMissingError
-from megatron_dppo.engine.options import flag_of
+from megatron_dppo.engine.options import current_names, flag_of
 
 _PLAIN_PARSERS = (None, str, int, float)
 
@@ -50,6 +50,7 @@ def table_faults(table: Mapping[str, Any]) -> list[str]:
     A value is rejected if it does not have the field's type, or if SGLang's command line refuses it. Raises
     LibraryMissingError if SGLang cannot be imported.
     """
+    table = current_names(table)
     faults = list(SGLANG.library_faults(table, server_args_fields()))
     undeclared = {fault.partition(":")[0] for fault in faults}
     for key, value in SGLANG.free(table).items():

@@ -7,13 +7,13 @@ not seen the earlier updates, and need both. Servers that ``engine.launch_server
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from megatron_dppo.engine import direct_loading
+from megatron_dppo.engine import direct_loading, hooks
 from megatron_dppo.engine.errors import EngineAnswerError
 
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
@@ -46,24 +46,43 @@ _STATE = TypeAdapter(SchedulerState)
 def state_of(url: str, info: Mapping[str, Any]) -> SchedulerState | None:
     """Return the state in an answer of ``/server_info``; None from a server that reports none.
 
+    Each attention replica reports its own; the result is the state of all together.
+
     Raises EngineAnswerError for an answer of another form.
     """
     try:
-        (first_state, *_) = info.get("internal_states") or [{}]
-        if FIELD not in first_state:
+        reports = info.get("internal_states") or [{}]
+        if any(FIELD not in report for report in reports):
             return None
-        return _STATE.validate_python(first_state[FIELD])
+        return _joined([_STATE.validate_python(report[FIELD]) for report in reports])
     except (TypeError, ValueError, ValidationError) as error:
         raise EngineAnswerError(
             f"{url}/server_info: a broken state of the server: {error}"
         ) from error
 
 
+def _joined(states: Sequence[SchedulerState]) -> SchedulerState:
+    """Return what holds for a server whose attention replicas have ``states``.
+
+    A call that failed in some of them has changed the others: what one has released, begun or joined counts.
+    """
+    released: set[MemoryTag] = set()
+    groups: set[str] = set()
+    for state in states:
+        released.update(state.released)
+        groups.update(state.groups)
+    return SchedulerState(
+        any(state.is_paused for state in states),
+        tuple(sorted(released)),
+        any(state.has_session for state in states),
+        tuple(sorted(groups)),
+        all(state.places_directly for state in states),
+    )
+
+
 def register() -> None:
     """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_REPORT, report, HookType.AFTER)
+    hooks.register(_REPORT, report, "after")
 
 
 def report(answer: Any, scheduler: Any, *_: Any) -> None:

@@ -28,6 +28,7 @@ from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout
 from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
 from megatron_dppo.engine.shared_buckets import WireHeader, shared_payloads
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.mapping import engine_inputs
@@ -197,6 +198,12 @@ class EngineWeights:
             check_layout(client.url, info, dtype, shape, quantization)
             tensors = EngineTensors.of_server(shape, info)
             state = state_of(client.url, info)
+            if tensors.layout.attention_replicas > 1 and state is None:
+                raise EngineMismatchError(
+                    f"{client.url}: the server has {tensors.layout.attention_replicas} attention replicas and answers "
+                    "a flush for the first of them, expected a server that was started by "
+                    "megatron_dppo.engine.launch_server"
+                )
         except LayoutError as error:
             await client.close()
             raise EngineMismatchError(f"{client.url}: {error}") from error
@@ -221,10 +228,9 @@ class EngineWeights:
         return self.tensors.ranks
 
     @property
-    def layout(self) -> tuple[int, int, str]:
-        """The number of ranks and of expert-parallel groups, and the device type; engines with the same layout have the
-        same checksums."""
-        return self.ranks, self.tensors.expert, self.device
+    def layout(self) -> tuple[EngineLayout, str]:
+        """The layout and the device type; engines that share both have the same checksums."""
+        return self.tensors.layout, self.device
 
     async def answers(self, timeout_s: float) -> bool:
         """Return whether the server responds within ``timeout_s``."""

@@ -2,46 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.shape import ModelShape
 
 
+def attention_replicas(options: Mapping[str, Any]) -> int:
+    """Return the number of attention replicas in SGLang's ``options``, as SGLang reads them.
+
+    It is ``attn_dp_size``, or ``dp_size`` with the deprecated ``enable_dp_attention``.
+    """
+    replicas = options.get("attn_dp_size") or 1
+    if replicas == 1 and options.get("enable_dp_attention"):
+        replicas = options.get("dp_size") or 1
+    return int(replicas)
+
+
 @dataclass(frozen=True)
 class EngineLayout:
-    """Sizes of an SGLang server: ``--tp-size`` and ``--ep-size``. Experts' tensor parallelism is tensor / expert."""
+    """Sizes of an SGLang server: ``--tp-size``, ``--ep-size`` and ``--attn-dp-size``.
+
+    Experts' tensor parallelism is tensor / expert. Each of ``attention_replicas`` groups of neighbouring ranks computes
+    attention for requests of its own: the group divides the attention's weights and the embedding among its ranks.
+    Other weights are divided among all ranks.
+
+    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as attention's
+    weights (``--enable-dp-lm-head``); otherwise all ranks divide it.
+    """
 
     tensor: int = 1
     expert: int = 1
+    attention_replicas: int = 1
+    output_per_replica: bool = False
 
     def __post_init__(self) -> None:
         if self.tensor < 1 or self.expert < 1 or self.tensor % self.expert:
             raise LayoutError(
                 f"engine: tensor {self.tensor} is not a positive multiple of expert {self.expert}"
             )
+        if self.attention_replicas < 1 or self.tensor % self.attention_replicas:
+            raise LayoutError(
+                f"engine: tensor {self.tensor} is not a positive multiple of the {self.attention_replicas} attention "
+                "replicas"
+            )
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> Self:
+        """Return the layout in SGLang's ``options``, or in a server's ``/server_info``; raises LayoutError."""
+        replicas = attention_replicas(options)
+        return cls(
+            int(options.get("tp_size") or 1),
+            int(options.get("ep_size") or 1),
+            replicas,
+            replicas > 1 and bool(options.get("enable_dp_lm_head")),
+        )
 
     @property
     def expert_tensor(self) -> int:
         """Ranks that share one expert."""
         return self.tensor // self.expert
 
+    @property
+    def attention_tensor(self) -> int:
+        """Ranks of one attention replica."""
+        return self.tensor // self.attention_replicas
+
     def describe(self) -> str:
-        """Short text, as ``TP8 EP4``."""
-        return f"TP{self.tensor} EP{self.expert}"
+        """Short text, as ``TP8 EP4``, or ``TP8 EP4 attention DP2``."""
+        text = f"TP{self.tensor} EP{self.expert}"
+        if self.attention_replicas > 1:
+            text += f" attention DP{self.attention_replicas}"
+        return text
 
 
 def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
     """Raise LayoutError if the sizes of ``engine`` do not divide those of ``shape``."""
     heads, groups, tensor = shape.num_attention_heads, shape.num_query_groups, engine.tensor
+    attention = engine.attention_tensor
+    subject = "attention tensor" if engine.attention_replicas > 1 else "tensor"
     checks = [
-        (heads % tensor == 0, f"{heads} attention heads into tensor {tensor}"),
-        (groups % tensor == 0 or tensor % groups == 0, f"{groups} key/value heads into tensor {tensor}"),
+        (heads % attention == 0, f"{heads} attention heads into {subject} {attention}"),
+        (groups % attention == 0 or attention % groups == 0, f"{groups} key/value heads into {subject} {attention}"),
     ]  # fmt: skip
     if shape.delta is not None:
         key_heads = shape.delta.key_heads
         checks.append(
-            (key_heads % tensor == 0, f"{key_heads} key heads of delta nets into tensor {tensor}")
+            (
+                key_heads % attention == 0,
+                f"{key_heads} key heads of delta nets into {subject} {attention}",
+            )
         )
     if shape.is_moe:
         experts, width = shape.num_experts, shape.moe_ffn_hidden_size

@@ -664,6 +664,9 @@ class Family:
         engine_keeps_output: whether SGLang's model has a separate output matrix, whatever ``tie_word_embeddings`` says.
         most_engine_ranks: the most tensor-parallel ranks on which SGLang's model computes the right values; None: no
             limit.
+        attention_replicas: whether SGLang's model divides attention among the ranks of an attention replica; other
+            models divide it among all ranks, and have no replicas.
+        output_per_replica: whether it can divide the output matrix in the same way (``enable_dp_lm_head``).
         engine_keys: keys that SGLang's model reads without a default; files that transformers 5 has saved lack some.
         packed: the tensors in which files have all experts of a layer. Checkpoints are written with them; files with a
             tensor for each matrix are read too.
@@ -679,6 +682,8 @@ class Family:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     engine_keeps_output: bool = False
     most_engine_ranks: int | None = None
+    attention_replicas: bool = False
+    output_per_replica: bool = True
     engine_keys: EngineKeys = no_keys
     packed: tuple[PackedExperts, ...] = ()
     embedding: Rule = EMBEDDING
@@ -908,7 +913,12 @@ def read_qwen2(facts: ConfigFacts) -> ModelShape:
     return read_decoder_shape(facts, "qwen2", key_value_heads_default=32)
 
 
-@declares("qwen3", "Qwen3ForCausalLM", layer=(*ATTENTION, *QK_NORM, *DENSE_MLP))
+@declares(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    layer=(*ATTENTION, *QK_NORM, *DENSE_MLP),
+    attention_replicas=True,
+)
 def read_qwen3(facts: ConfigFacts) -> ModelShape:
     """Qwen3 dense (Qwen3-8B, Qwen3-1.7B): qk-norm, no biases."""
     facts.require("attention_bias", False, False)
@@ -922,6 +932,7 @@ def read_qwen3(facts: ConfigFacts) -> ModelShape:
     expert=expert_mlp(),
     megatron={"moe_router_score_function": "softmax"},
     engine_keeps_output=True,
+    attention_replicas=True,
 )
 def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
     """Qwen3-MoE (Qwen3-30B-A3B and kin): qk-norm, every layer's MLP routed, no shared expert."""
@@ -944,6 +955,7 @@ def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
     expert=expert_mlp(),
     megatron={"moe_router_score_function": "softmax"},
     engine_keeps_output=True,
+    attention_replicas=True,
 )
 def read_qwen2_moe(facts: ConfigFacts) -> ModelShape:
     """Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): biases on Q, K and V, a gated shared expert in every layer."""
@@ -1084,6 +1096,7 @@ def read_dense_then_moe(
     ),
     expert=expert_mlp(),
     carries=later_layers,
+    attention_replicas=True,
 )
 def read_glm4_moe(facts: ConfigFacts) -> ModelShape:
     """GLM-4.5, 4.6 and 4.7: biases on Q, K and V, norms of heads in some, half of each head rotated."""
@@ -1179,6 +1192,7 @@ def _deepseek_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     expert=expert_mlp(),
     carries=later_layers,
     engine_keys=_deepseek_engine_keys,
+    attention_replicas=True,
 )
 def read_deepseek_v3(facts: ConfigFacts) -> ModelShape:
     """DeepSeek-V3 and R1, Moonlight: latent attention, the latent of queries and YaRN in some."""
@@ -1221,6 +1235,7 @@ def _glm_lite_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     expert=expert_mlp(),
     carries=later_layers,
     engine_keys=_glm_lite_engine_keys,
+    attention_replicas=True,
 )
 def read_glm4_moe_lite(facts: ConfigFacts) -> ModelShape:
     """GLM-4.7-Flash: latent attention, also of queries."""
@@ -1255,6 +1270,9 @@ def _minimax_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     expert=expert_mlp("block_sparse_moe", gate="w1", up="w3", down="w2"),
     carries=later_layers,
     engine_keys=_minimax_engine_keys,
+    attention_replicas=True,
+    # SGLang's model divides its output matrix among all ranks, whatever the option says.
+    output_per_replica=False,
 )
 def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
     """MiniMax-M2: norms of all heads, a part of each head rotated, a router of sigmoids with a bias."""
@@ -1458,6 +1476,7 @@ def _hybrid_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     carries=with_prefix("mtp."),
     megatron={"moe_router_score_function": "softmax"},
     engine_keys=_hybrid_engine_keys,
+    attention_replicas=True,
 )
 def read_qwen3_next(facts: ConfigFacts) -> ModelShape:
     """Qwen3-Next: gated delta nets, gated attention in every fourth layer, norms that multiply by 1 + their weight."""

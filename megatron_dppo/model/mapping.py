@@ -34,6 +34,9 @@ class Narrowable(Protocol):
         """The view of ``length`` indices from ``start`` on along ``dim``."""
 
 
+ATTENTION_MODULES = (".self_attn.", ".linear_attn.")
+"""Parts of the names of SGLang's tensors that an attention replica divides among its ranks."""
+
 T = TypeVar("T", bound=Narrowable)
 RowT = TypeVar("RowT", Rule, EngineRow)
 
@@ -162,6 +165,26 @@ def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
             f"the engine's layout has tensor {engine.tensor}, expected at most {max_ranks}: SGLang's model of the "
             f"family {shape.family} is wrong on more ranks"
         )
+    if engine.attention_replicas > 1 and not family_of(shape).attention_replicas:
+        raise LayoutError(
+            f"the engine's layout has {engine.attention_replicas} attention replicas, expected 1: SGLang's model of "
+            f"the family {shape.family} divides attention among all ranks"
+        )
+    if engine.output_per_replica and not family_of(shape).output_per_replica:
+        raise LayoutError(
+            "the engine's layout has an output matrix for each attention replica, expected one for all ranks: SGLang's "
+            f"model of the family {shape.family} divides it among all ranks"
+        )
+
+
+def dividing_ranks(shape: ModelShape, engine: EngineLayout, row: EngineRow) -> int:
+    """Return the number of ranks among which the engine divides the tensor of ``row``, which is no expert's."""
+    embedding, output = family_of(shape).vocabulary_tensors
+    if row.name == output:
+        is_per_replica = engine.output_per_replica
+    else:
+        is_per_replica = row.name == embedding or any(m in row.name for m in ATTENTION_MODULES)
+    return engine.attention_tensor if is_per_replica else engine.tensor
 
 
 def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[EngineParameter]:
@@ -174,7 +197,13 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
     parameters = []
     for row in _engine_rows(shape, engine, ep_rank):
         target = row.rule
-        part = (etp_rank, engine.expert_tensor) if row.is_expert else (rank, engine.tensor)
+        is_first_copy = target.split is not replicated or rank == 0
+        if row.is_expert:
+            part = (etp_rank, engine.expert_tensor)
+        else:
+            ranks = dividing_ranks(shape, engine, target)
+            part = (rank % ranks, ranks)
+            is_first_copy = is_first_copy and rank < ranks
         shard = shard_of(target.split, target.sources, shape, *part)
         parameters.append(
             EngineParameter(
@@ -182,7 +211,7 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
                 name=target.name.format(layer=row.layer, expert=row.local_expert),
                 shape=shard.shape,
                 segments=_segments(shard, row),
-                is_primary=target.split is not replicated or rank == 0,
+                is_primary=is_first_copy,
                 dtype=target.dtype_in(shape),
                 adds_one=target.adds_one,
             )

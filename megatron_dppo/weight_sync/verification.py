@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError, Engines
 
 
@@ -73,7 +74,7 @@ class ExpectedByLayout:
     """Expected checksums of the buckets that this rank sends, for each layout among the engines."""
 
     def __init__(self, engines: Engines) -> None:
-        self._by_layout: dict[tuple[int, int, str], ExpectedChecksums] = {}
+        self._by_layout: dict[tuple[EngineLayout, str], ExpectedChecksums] = {}
         for engine in engines.members:
             if engine.layout not in self._by_layout:
                 self._by_layout[engine.layout] = engine.expected()
@@ -87,14 +88,14 @@ class ExpectedByLayout:
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
-Digests: TypeAlias = Mapping[tuple[int, int, str], Sequence[Mapping[str, str]]]
+Digests: TypeAlias = Mapping[tuple[EngineLayout, str], Sequence[Mapping[str, str]]]
 """The expected checksums of all tensors: by layout of an engine, for each engine rank, by name."""
 
 
 def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:
     """Combine the partial checksums of all senders. Raises IncompleteWeightsError."""
     layouts = list(dict.fromkeys(engine.layout for engine in engines.members))
-    digests: dict[tuple[int, int, str], Sequence[Mapping[str, str]]] = {}
+    digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
             index = layouts.index(engine.layout)

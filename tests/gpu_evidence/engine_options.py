@@ -131,12 +131,13 @@ def resolution(
 LAYOUT = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size", "attn_dp_size", "attn_cp_size"),
     *("dcp_size", "dwdp_size", "moe_a2a_backend", "moe_dense_tp_size", "enable_dp_attention"),
+    *("enable_dp_lm_head", "shared_experts_tp_size"),
     *("moe_runner_backend", "quantization", "dtype", "enable_return_routed_experts"),
     *("speculative_algorithm", "enable_eplb", "weight_cache_mode", "cpu_offload_gb"),
 )
 """Options that say how weights lie in a server, and whether its routing is recorded."""
-REFUSED: dict[str, Any] = {"attn_dp_size": 2, "moe_a2a_backend": "deepep"}
-"""Options of which the resolution shows why they are refused."""
+MOVING: dict[str, Any] = {"attn_dp_size": 2, "moe_a2a_backend": "deepep"}
+"""Options that change the layout: attention replicas, which updates know, and an exchange, which is refused."""
 NUMBERS: dict[str, Any] = {
     "mem_fraction_static": 0.7,
     "max_running_requests": 64,
@@ -177,7 +178,7 @@ def layouts() -> dict[str, Any]:
     base = resolution(recipe)
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    candidates = [*REFUSED.items(), *NUMBERS.items()]
+    candidates = [*MOVING.items(), *NUMBERS.items()]
     for action in parser._actions:
         # Kernels of the experts have a check of their own.
         if action.dest not in SGLANG_KNOWN - NUMBERS.keys() - {"moe_runner_backend"}:

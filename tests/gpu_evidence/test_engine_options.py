@@ -16,8 +16,8 @@ from tests.gpu_evidence.engine_options import (
     COLOCATED,
     EVERY,
     GOLDEN,
+    MOVING,
     RECIPES,
-    REFUSED,
     ROOT,
 )
 
@@ -82,15 +82,15 @@ def test_what_the_recipes_count_on(now: str) -> None:
 
 
 def test_options_that_are_known_change_no_layout() -> None:
-    """SGLang itself resolves each for an H100; of two that are refused, it moves the widths that updates know."""
+    """SGLang itself resolves each for an H100; two others change the widths that updates read or refuse."""
     answer = subprocess.run(
         [sys.executable, "-m", MODULE, "--layouts"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-4000:]
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    refused = {f"{name}={value}": found.pop(f"{name}={value}") for name, value in REFUSED.items()}
-    assert refused == {
+    moved = {f"{name}={value}": found.pop(f"{name}={value}") for name, value in MOVING.items()}
+    assert moved == {
         "attn_dp_size=2": {"attn_dp_size": 2, "enable_dp_attention": True},
         "moe_a2a_backend=deepep": {"moe_a2a_backend": "deepep", "ep_size": 4},
     }

@@ -260,7 +260,12 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
         ("hicache_storage_backend", "file"),
         ("enable_eplb", "true"),
         ("moe_a2a_backend", "deepep"),
-        ("attn_dp_size", "2"),
+        ("attn_cp_size", "2"),
+        ("dcp_size", "2"),
+        ("dwdp_size", "2"),
+        ("dp_size", "2"),
+        ("shared_experts_tp_size", "1"),
+        ("enable_dense_mlp_attn_tp", "true"),
         ("moe_dense_tp_size", "1"),
         ("ep_num_redundant_experts", "1"),
         ("cpu_offload_gb", "1"),
@@ -452,6 +457,37 @@ def test_expert_parallel_servers_divide_their_ranks(problems, overrides):
     faults = problems(*overrides)
     assert faults
     assert all(fault.startswith("sglang.ep_size: got") for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("attn_dp_size", ("sglang.attn_dp_size=2",)),
+        ("attn_dp_size", ("sglang.tp_size=4", "sglang.attn_dp_size=3")),
+        ("dp_size", ("sglang.tp_size=2", "sglang.enable_dp_attention=true", "sglang.dp_size=3")),
+        ("enable_dp_lm_head", ("sglang.tp_size=2", "sglang.enable_dp_lm_head=true")),
+        ("tp_size", ("sglang.tp_size=16", "sglang.attn_dp_size=2")),
+        (
+            "dp_size",
+            (
+                *("sglang.tp_size=4", "sglang.attn_dp_size=2"),
+                *("sglang.enable_dp_attention=true", "sglang.dp_size=2"),
+            ),
+        ),
+        (
+            "max_running_requests",
+            ("sglang.tp_size=4", "sglang.attn_dp_size=4", "sglang.max_running_requests=3"),
+        ),
+    ],
+)
+def test_attention_replicas_divide_a_servers_ranks(problems, key, overrides):
+    assert not problems(
+        "sglang.tp_size=2", "sglang.attn_dp_size=2", "sglang.enable_dp_lm_head=true"
+    )
+    # Eight ranks do not divide four heads; those of a replica do.
+    assert not problems("sglang.tp_size=8", "sglang.enable_dp_attention=true", "sglang.dp_size=2")
+    (fault,) = problems(*overrides)
+    assert fault.startswith(f"sglang.{key}: got")
 
 
 def test_every_option_is_written_by_a_flag_that_sglang_has():

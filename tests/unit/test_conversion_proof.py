@@ -160,6 +160,41 @@ def test_engine_layouts_of_a_moe(tensor, expert):
     assert sum(report.direct) == sum(report.engine) >= report.model_bytes
 
 
+@pytest.mark.parametrize(
+    ("layout", "copies"),
+    [
+        (EngineLayout(4, 4, 2), 2),
+        (EngineLayout(4, 1, 4, output_per_replica=True), 4),
+        (EngineLayout(8, 2, 2, output_per_replica=True), 2),
+        (EngineLayout(8, 8, 8), 8),
+    ],
+    ids=str,
+)
+def test_engine_layouts_with_attention_replicas(layout, copies):
+    """Every element lands; attention and the embedding lie on each replica, and the output matrix where it says so."""
+    shape = replace(real("qwen3-30b-a3b"), num_layers=2)
+    report = prove_resharding(shape, Layout(tensor=2), layout, item_bytes=2)
+    assert sum(report.direct) == sum(report.engine)
+    vocabulary = shape.vocab_size * shape.hidden_size
+    queries = 32 * 128 * shape.hidden_size
+    keys = 4 * 128 * shape.hidden_size
+    # A key-value head lies on each rank that has heads of its queries.
+    key_copies = copies * max(1, layout.attention_tensor // 4)
+    attention = 2 * (2 * queries * copies + 2 * keys * key_copies)
+    experts = 2 * 128 * 3 * 768 * shape.hidden_size
+    outputs = vocabulary * (copies if layout.output_per_replica else 1)
+    replicated = 2 * (2 * 128 + 2 * shape.hidden_size + 128 * shape.hidden_size) + shape.hidden_size
+    elements = vocabulary * copies + attention + experts + outputs + layout.tensor * replicated
+    assert sum(report.engine) == 2 * elements
+
+
+def test_an_attention_replica_of_a_family_that_has_none_is_refused():
+    with pytest.raises(LayoutError, match="llama"):
+        engine_parameters(replace(real("qwen3-8b-base"), family="llama"), EngineLayout(2, 1, 2), 0)
+    with pytest.raises(LayoutError, match="3 attention replicas"):
+        EngineLayout(4, 1, 3)
+
+
 def test_engine_bytes_worked_by_hand():
     """One layer, TP4 over 2 K/V heads: each K and V head lands on two ranks, norms and router on all four."""
     shape = ModelShape(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo import block_fp8
@@ -24,6 +25,8 @@ from megatron_dppo.engine.direct_loading import (
     map_folder,
     read_folder_directly,
 )
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import FAMILIES, load_model_shape
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.shape import ModelShape
@@ -107,6 +110,20 @@ def test_groups_of_experts(tmp_path: Path, expert: int) -> None:
         places.fill_padding()
         places.load_received(received(bucket))
         assert hashes(tensors) == expected
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_attention_replicas_of_every_family(tmp_path: Path, family: str) -> None:
+    shape = load_model_shape(save_tiny_model(tmp_path, family))
+    bucket = weights(shape)
+    layouts = [EngineLayout(4, 1, 2), EngineLayout(2, 2 if shape.is_moe else 1, 2, True)]
+    for layout in layouts:
+        has_replicas = FAMILIES[family].attention_replicas
+        if not has_replicas or layout.output_per_replica > FAMILIES[family].output_per_replica:
+            with pytest.raises(LayoutError, match=family):
+                EngineTensors(shape, layout)
+        else:
+            assert_places(EngineTensors(shape, layout, "cpu"), bucket)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -228,6 +245,31 @@ def test_the_folder_of_an_update_is_read_file_by_file(tmp_path: Path) -> None:
     # The next call has tensors of its own again.
     loader([("model.norm.weight", torch.zeros(8).bfloat16())])
     assert not model.tensors["model.norm.weight"].any()
+
+
+@pytest.mark.parametrize("name", ["a-leftover.safetensors", "zz-leftover.safetensors"])
+def test_files_that_the_index_of_a_folder_does_not_name_are_not_read(
+    tmp_path: Path, name: str
+) -> None:
+    """Such as the shards of an earlier checkpoint, whether they sort before or behind the model's."""
+    bucket = weights(model_shape())
+    specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in bucket}
+    with ShardedWriter(tmp_path / "hf", specs, max_shard_bytes=2000) as writer:
+        for key, tensor in bucket:
+            writer.write_rows(key, 0, tensor)
+    save_file({key: torch.zeros_like(tensor) for key, tensor in bucket}, tmp_path / "hf" / name)
+    model, loader = served(held(EngineTensors(model_shape()), 0))
+    loader.read_next_from(tmp_path / "hf")
+    loader(iter(()))
+    assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
+
+
+def test_a_consolidated_file_beside_the_only_one_is_not_read(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "model.safetensors"):
+        save_file({f"w {name}": torch.ones(4)}, tmp_path / name)
+    buckets = map_folder(tmp_path)
+    assert buckets is not None
+    assert [bucket.names for bucket in buckets] == [["w model.safetensors"]]
 
 
 def test_a_folder_whose_tensors_are_not_aligned_is_read_tensor_by_tensor(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_dppo import tensor_hash as hashing
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.kernels import KernelBuildError
@@ -136,6 +137,30 @@ def test_an_expert_parallel_rank_holds_whole_experts_and_its_share_of_the_rest()
             w2[local, :, :16] = hf[f"{mlp}{expert}.down_proj.weight"][:, rows]
         assert rank[f"{mlp}w13_weight"] == tiled_hash(w13)
         assert rank[f"{mlp}w2_weight"] == tiled_hash(w2)
+
+
+@pytest.mark.parametrize("output_per_replica", [False, True])
+def test_an_attention_replica_holds_attention_and_embedding_whole(output_per_replica: bool) -> None:
+    shape = replace(model_shape(), num_experts=4, moe_ffn_hidden_size=32)
+    hf = weights(shape)
+    layout = EngineLayout(4, 2, 2, output_per_replica)
+    expected = ExpectedChecksums(EngineTensors(shape, layout, "cpu"), torch.float32)
+    expected.add(hf.items())
+    ranks = expected.digests([expected.partial()])
+    of_two, of_four = digests(shape, hf, 2), digests(shape, hf, 4)
+    plain = ExpectedChecksums(EngineTensors(shape, 4, "cpu", expert=2), torch.float32)
+    plain.add(hf.items())
+    experts = plain.digests([plain.partial()])
+    attention = ("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight")
+    assert of_two[0][attention[1]] != of_two[1][attention[1]]
+    for number, rank in enumerate(ranks):
+        for name in (*attention, "model.layers.0.self_attn.o_proj.weight"):
+            assert rank[name] == of_two[number % 2][name]
+        output = of_two[number % 2] if output_per_replica else of_four[number]
+        assert rank["lm_head.weight"] == output["lm_head.weight"]
+        for name in ("w13_weight", "w2_weight"):
+            whole_name = f"model.layers.0.mlp.experts.{name}"
+            assert rank[whole_name] == experts[number][whole_name]
 
 
 def test_fused_tensors_of_a_mixture_on_one_rank() -> None:

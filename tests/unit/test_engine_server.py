@@ -14,7 +14,7 @@ from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.errors import EngineStartError
-from megatron_dppo.engine.launch_server import host_flags, redact_keys, refuse_repacked_experts
+from megatron_dppo.engine.launch_server import host_flags, redact_keys, refuse_other_layouts
 from megatron_dppo.engine.options import (
     ServerHosts,
     ServerSections,
@@ -115,6 +115,19 @@ def test_a_server_on_the_trainers_gpus_can_let_go_of_its_memory(tmp_path):
     assert options("cuda", "colocated")["enable_memory_saver"] is True
     for found in (options("cuda", "separate"), options("cpu", "colocated")):
         assert "enable_memory_saver" not in found
+
+
+@pytest.mark.parametrize(
+    "names", [{"attn_dp_size": 4}, {"enable_dp_attention": True, "dp_size": 4}]
+)
+def test_attention_replicas_have_sglangs_current_name_and_a_cache_each(tmp_path, names):
+    plain = server_options(sections(tmp_path), host="h", port=1, seed=1)
+    config = sections(tmp_path, sglang={"tp_size": 4, **names})
+    options = server_options(config, host="h", port=1, seed=1)
+    assert options["attn_dp_size"] == 4
+    assert not {"enable_dp_attention", "dp_size"} & set(options)
+    assert 4 * options["max_total_tokens"] == plain["max_total_tokens"]
+    assert server_environment(config)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 3
 
 
 def test_a_server_that_is_sent_adapters_has_room_for_them(tmp_path):
@@ -371,9 +384,17 @@ def test_a_deterministic_engine_is_asked_for_and_checked(tmp_path):
     assert required_switches(sections(tmp_path)) == []
 
 
-def test_experts_in_an_order_that_no_update_keeps_are_refused(monkeypatch):
-    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0")
-    refuse_repacked_experts()
-    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
-    with pytest.raises(SystemExit, match="SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"):
-        refuse_repacked_experts()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED",
+        "SGLANG_ENABLE_EMBED_REPLICATION",
+        "SGLANG_SHARED_EXPERT_TP1",
+    ],
+)
+def test_weights_in_a_layout_that_no_update_knows_are_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    refuse_other_layouts()
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SystemExit, match=name):
+        refuse_other_layouts()

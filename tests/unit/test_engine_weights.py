@@ -122,6 +122,11 @@ def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Contr
         ({"moe_dp_size": 2}, "moe_dp_size is 2; .* expected 1"),
         ({"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"}, "'deepep', .* expected 'none'"),
         ({"dp_size": 4}, "dp_size is 4"),
+        ({"tp_size": 2, "attn_cp_size": 2}, "attn_cp_size is 2"),
+        ({"tp_size": 2, "moe_dense_tp_size": 1}, "moe_dense_tp_size is 1"),
+        # SGLang's own server answers a flush for one of its replicas.
+        ({"tp_size": 2, "attn_dp_size": 2}, "2 attention replicas"),
+        ({"tp_size": 3, "attn_dp_size": 2}, "tensor 3 is not a positive multiple of the 2"),
         ({"quantization": "fp8"}, "quantization is 'fp8'"),
         ({"device": "cuda"}, "moe_runner_backend is None, .* expected 'triton'"),
         (

@@ -272,7 +272,8 @@ def test_flops_by_hand():
     assert training_flops(MOE, 0, "none") == 3 * linear_flops(MOE)
 
 
-@pytest.mark.parametrize("layout", [EngineLayout(2), EngineLayout(8, 8), EngineLayout(8, 2)],
+@pytest.mark.parametrize("layout", [EngineLayout(2), EngineLayout(8, 8), EngineLayout(8, 2),
+                                    EngineLayout(8, 8, 4), EngineLayout(4, 2, 2, True)],
                          ids=EngineLayout.describe)  # fmt: skip
 def test_engine_weights_are_those_of_the_engines_map(layout):
     expected = 0
@@ -328,6 +329,34 @@ def test_kv_cache_by_hand():
     assert found.kv_tokens == found.kv_pool // 49152
     assert found.sequences == found.kv_tokens // 8448
     assert found.longest == found.kv_tokens // 17408
+
+
+def test_attention_replicas_in_the_plan():
+    """Each replica has the heads of a sequence on fewer ranks and its share of the running requests."""
+    overrides = ("sglang.tp_size=8", "sglang.ep_size=8", "sglang.mem_fraction_static=0.8")
+    lengths = {"mean_response": 8192, "mean_prompt": 256}
+    plain = facts("qwen3_30b_a3b_base", *overrides, **lengths)
+    replicas = facts(
+        "qwen3_30b_a3b_base",
+        *overrides,
+        "sglang.attn_dp_size=4",
+        "sglang.max_running_requests=1000",
+        **lengths,
+    )
+    assert replicas.engine.layout == EngineLayout(8, 8, 4)
+    assert kv_bytes_per_token(MOE, plain.engine) == 2 * 48 * 1 * 128 * 2
+    assert kv_bytes_per_token(MOE, replicas.engine) == 2 * 48 * 2 * 128 * 2
+    before, after = (
+        engine_bytes(MOE, f.engine, f.rollout, DEVICES["h100"]) for f in (plain, replicas)
+    )
+    assert after.kv_tokens == 4 * (after.kv_pool // (2 * 48 * 2 * 128 * 2))
+    # Without replicas each of the four key-value heads lies on two ranks; with four replicas, none does.
+    assert 1.8 * before.kv_tokens < after.kv_tokens < 2 * before.kv_tokens
+    assert after.sequences == min(1000, 4 * (after.kv_tokens // 4 // 8448))
+    embedding = MOE.vocab_size * MOE.hidden_size
+    assert after.weights > before.weights + 2 * embedding // 4
+    seconds = [decode_seconds(f, H100, running=512, context=8192) for f in (plain, replicas)]
+    assert seconds[1] < seconds[0]
 
 
 def test_update_and_checkpoint_by_hand():

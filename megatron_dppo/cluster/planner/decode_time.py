@@ -9,7 +9,7 @@ from math import ceil, log2, prod
 from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.cluster.planner.facts import EngineFacts, RunFacts
 from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token
-from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.mapping import ATTENTION_MODULES, hf_tensors
 from megatron_dppo.model.quantization import is_quantized
 from megatron_dppo.model.shape import ModelShape, active_parameters
 from megatron_dppo.model.shape import forward_flops as model_flops
@@ -112,7 +112,9 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     """Return the seconds of one decode step of a server with ``running`` sequences of ``context`` tokens.
 
     The formula is max(bytes / memory rate, FLOPs / peak) + collectives + an overhead of the step + an overhead of each
-    sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences.
+    sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences. With attention replicas,
+    it reads the KV cache of its replica's sequences, and a larger share of attention's weights; the collectives count
+    as without them, although attention has smaller ones.
 
     With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
     stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
@@ -127,13 +129,16 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     stages = engine.pipeline
     part = max(1.0, running / stages)
     touched = touched_parameters(shape, part)
-    cache = part * context * kv_bytes_per_token(shape, engine)
+    cache = part / engine.attention_replicas * context * kv_bytes_per_token(shape, engine)
     dense_bytes = touched.dense * _ITEM
     expert_bytes = touched.experts * _ITEM
     if engine.quantized:
         # The output matrix and the routers stay bf16; the scales are 1 / 4096 of the bytes.
         dense_bytes -= quantized_parameters(shape) * (_ITEM - 1)
         expert_bytes = touched.experts
+    if engine.attention_replicas > 1:
+        item = 1 if engine.quantized else _ITEM
+        dense_bytes += (engine.attention_replicas - 1) * attention_parameters(shape) * item
     read_seconds = (dense_bytes / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
     read_seconds += expert_bytes / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
     flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
@@ -176,6 +181,16 @@ def quantized_parameters(shape: ModelShape) -> int:
     total = 0
     for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
         if is_quantized(name) and ".experts." not in name:
+            total += prod(dims)
+    return total
+
+
+@cache
+def attention_parameters(shape: ModelShape) -> int:
+    """Return the number of weights that each attention replica holds, without the embedding, of which few are read."""
+    total = 0
+    for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
+        if any(module in name for module in ATTENTION_MODULES):
             total += prod(dims)
     return total
 

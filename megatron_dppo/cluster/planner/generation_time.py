@@ -125,16 +125,18 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds in which the servers prefill each prompt of a rollout batch once.
 
     The formula is FLOPs / (peak x utilisation) + the network time of the passes, each over one chunk of prompts. With p
-    pipeline stages, p - 1 more passes fill and drain the pipeline.
+    pipeline stages, p - 1 more passes fill and drain the pipeline. Each attention replica that has a response of a
+    group prefills the group's prompt.
     """
     shape = facts.trainer.shape
     rollout = facts.rollout
     engine = facts.engine
-    tokens = rollout.prompts * rollout.mean_prompt / engine.servers
+    prefills = rollout.prompts * min(engine.attention_replicas, rollout.group_size)
+    tokens = prefills * rollout.mean_prompt / engine.servers
     seconds = tokens * linear_flops(shape)
     seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
     passes = ceil(tokens / chunk_tokens(engine, cluster.device))
-    prompts = rollout.prompts / engine.servers
+    prompts = prefills / engine.servers
     chunk = tokens / passes
     stages = engine.pipeline
     network = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages

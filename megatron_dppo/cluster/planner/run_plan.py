@@ -26,7 +26,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.model.errors import LayoutError, ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
+from megatron_dppo.model.mapping import check_engine_layout
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,17 @@ def _engine(
     if not engine.servers:
         return None, []
     try:
-        check_engine_layout(shape, EngineLayout(engine.tensor, engine.expert))
+        check_engine_layout(shape, engine.layout)
     except LayoutError as error:
         return None, [f"sglang: {error}"]
     parts = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
     groups = communicators.engine_communicator_bytes(engine.tensor, facts.senders)
     sequence_tokens = facts.rollout.longest
     faults = []
-    if parts.kv_tokens < sequence_tokens:
+    replica_tokens = parts.kv_tokens // engine.attention_replicas
+    if replica_tokens < sequence_tokens:
         faults.append(
-            f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
+            f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {replica_tokens:,} tokens in "
             f"mem_fraction_static {parts.fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
     minimum = groups + server_memory.LEAST_RESERVED
@@ -250,8 +251,7 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     world = trainer.layout.world_size
     states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
     try:
-        layout = EngineLayout(engine.tensor, engine.expert)
-        rank = server_memory.weight_bytes(trainer.shape, layout, quantized=engine.quantized)
+        rank = server_memory.weight_bytes(trainer.shape, engine.layout, quantized=engine.quantized)
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         rank = 0

@@ -63,9 +63,12 @@ def weight_bytes(
     rows = engine_layer_counts(shape)
     ends = [family.embedding, family.final_norm]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
-        ends.append(family.embedding)
+        ends.append(family.output)
     rows += [(row, 1) for rule in ends for row in rule.in_engine]
-    total = sum(_bytes(row, shape, layout.tensor, quantized) * count for row, count in rows)
+    total = 0
+    for row, count in rows:
+        ranks = mapping.dividing_ranks(shape, layout, row)
+        total += _bytes(row, shape, ranks, quantized) * count
     experts = len(shape.moe_layers) * shape.num_experts // layout.expert
     for rule in family.expert:
         for row in rule.in_engine:
@@ -88,7 +91,7 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     the key) x bytes of an element (``MLATokenToKVPool``).
     """
     layers = -(-shape.attention_layers // engine.pipeline)
-    return layers * shape.cached_elements(engine.tensor) * engine.kv_bytes
+    return layers * shape.cached_elements(engine.attention_tensor) * engine.kv_bytes
 
 
 def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
@@ -98,14 +101,17 @@ def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
         return 0
     matrices, convolved = shape.delta.state_elements()
     layers = -(-len(shape.delta_layers) // engine.pipeline)
-    return layers * (matrices * ITEM_BYTES["float32"] + convolved * _ITEM) // engine.tensor
+    return (
+        layers * (matrices * ITEM_BYTES["float32"] + convolved * _ITEM) // engine.attention_tensor
+    )
 
 
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
 
     SGLang keeps free, in MiB: 512 + 1.5 x chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and
-    on GPUs above 60 GiB at least 10 GiB.
+    on GPUs above 60 GiB at least 10 GiB. With n attention replicas it adds 3 x n x largest batch with a CUDA graph, and
+    half as much again where that batch is above 300.
     """
     memory = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
@@ -113,6 +119,8 @@ def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     if engine.tensor >= 4 or memory >= 160 * 1024:
         graphs = 512
     reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
+    if engine.attention_replicas > 1:
+        reserved += 3 * engine.attention_replicas * graphs * (1.5 if graphs > 300 else 1)
     if memory > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((memory - reserved) / memory, 3)
@@ -136,16 +144,10 @@ def engine_bytes(
     Sequences at once = tokens / mean length, at most ``max_running_requests``, whose default is
     clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``). With delta nets the pool is
     divided between the KV cache and recurrent states, which limit the sequences too (``mem_cache/
-    kv_cache_configurator.py``).
+    kv_cache_configurator.py``). Each attention replica has such a pool and its share of ``max_running_requests``.
     """
-    weights = (
-        weight_bytes(
-            shape,
-            mapping.EngineLayout(engine.tensor, engine.expert),
-            quantized=engine.quantized,
-        )
-        // engine.pipeline
-    )
+    weights = weight_bytes(shape, engine.layout, quantized=engine.quantized) // engine.pipeline
+    replicas = engine.attention_replicas
     fraction = engine.memory_fraction or default_fraction(device, engine)
     free_bytes = device.memory - devices.CONTEXT
     pool = int(free_bytes * fraction) - weights
@@ -154,7 +156,9 @@ def engine_bytes(
         kv_share = int(kv_share / (1 + _STATE_SHARE))
     tokens = kv_share // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
-    limit = engine.max_running or min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    limit = min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    if engine.max_running:
+        limit = max(1, engine.max_running // replicas)
     if shape.delta is not None:
         states = (max(0, pool) - kv_share) // state_bytes(shape, engine)
         limit = min(limit, states // _STATES_PER_SEQUENCE)
@@ -163,9 +167,9 @@ def engine_bytes(
         kv_pool=pool,
         reserved=free_bytes - int(free_bytes * fraction),
         fraction=fraction,
-        kv_tokens=tokens,
-        sequences=min(limit, int(tokens / rollout.mean_length)),
-        longest=min(limit, tokens // context),
+        kv_tokens=replicas * tokens,
+        sequences=replicas * min(limit, int(tokens / rollout.mean_length)),
+        longest=replicas * min(limit, tokens // context),
     )
 
 

@@ -33,7 +33,16 @@ _HANG_S = 600.0
 _SCORE_S = 120.0
 
 Nodes = Literal["cpu", "gpu"]
-SIZES_OF_ENGINE = ("tp_size", "ep_size", "base_gpu_id", "mem_fraction_static")
+SIZES_OF_ENGINE = (
+    "tp_size",
+    "ep_size",
+    "attn_dp_size",
+    "enable_dp_attention",
+    "dp_size",
+    "enable_dp_lm_head",
+    "base_gpu_id",
+    "mem_fraction_static",
+)
 KEPT_ENGINE_OPTIONS = frozenset(
     (
         "chunked_prefill_size",

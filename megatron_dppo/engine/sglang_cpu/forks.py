@@ -12,6 +12,7 @@ import os
 import signal
 from typing import Any
 
+from megatron_dppo.engine import hooks
 from megatron_dppo.engine.process import LIBRARIES
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.processes import die_with_parent
@@ -25,11 +26,11 @@ _server = 0
 
 def fork_processes() -> None:
     """Make SGLang fork its processes. Call it in the server's process before SGLang starts one."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     # A driver's state does not survive a fork.
     if not has_visible_gpu():
-        HookRegistry.register(CONFIGURED, _select_forks, HookType.AFTER)
+        hooks.register(CONFIGURED, _select_forks, "after")
         HookRegistry.apply_hooks()
 
 

@@ -11,10 +11,12 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry
 
+from megatron_dppo.engine import hooks
 from megatron_dppo.engine.sglang_cpu import (
     all_heads_norm,
+    attention_replicas,
     block_fp8_layers,
     delta_net,
     forks,
@@ -94,13 +96,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
         _replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
         fp8.Fp8MoEMethod.apply = block_fp8_layers.apply_experts
+        attention_replicas.use_plain_code()
         # A paused scheduler polls in a busy loop, and takes a core from the process that updates its weights.
-        HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
-        HookRegistry.register(
-            pageable_memory.PREPARED, pageable_memory.use_pageable_memory, HookType.BEFORE
-        )
-        HookRegistry.register(LOADING, prepare_models, HookType.BEFORE)
-        HookRegistry.register(TERMINATED, end_when_drained, HookType.AFTER)
+        hooks.register(PAUSED_STEP, sleep_when_paused, "after")
+        hooks.register(pageable_memory.PREPARED, pageable_memory.use_pageable_memory, "before")
+        hooks.register(attention_replicas.SLEEPING, attention_replicas.sleep_briefly, "around")
+        hooks.register(LOADING, prepare_models, "before")
+        hooks.register(TERMINATED, end_when_drained, "after")
         # SGLang applied the hooks of the scheduler's process before this platform was initialised.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()

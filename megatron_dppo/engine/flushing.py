@@ -1,0 +1,32 @@
+"""The answer to a flush of a server's cache: that of all its attention replicas.
+
+SGLang 0.5.23 takes the first of their answers. A server would then count as idle, its memory could be released and its
+weights changed, although another replica still has running requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dppo.engine import hooks
+
+FLUSHED = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache"
+
+
+def register() -> None:
+    """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
+    hooks.register(FLUSHED, flush_all_replicas, "replace")
+
+
+async def flush_all_replicas(manager: Any, timeout_s: float | None = None) -> Any:
+    """Flush the caches of all replicas, each after ``timeout_s`` at most; return the answer of one that could not."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager.auto_create_handle_loop()
+    answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+    for answer in answers:
+        if not answer.success:
+            return answer
+    if manager.mm_processor is not None:
+        manager.mm_processor.clear_preprocess_cache()
+    return answers[0]

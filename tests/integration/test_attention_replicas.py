@@ -1,0 +1,185 @@
+"""A real SGLang server on a CPU with attention in data parallel: each replica has requests of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.engine.server_state import state_of
+from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.families import load_model_shape
+from tests.integration.test_weight_sync import (
+    GatherInterruptedError,
+    end_the_gather,
+    nudged,
+)
+from tests.integration.weight_server import (
+    ADMIN_KEY,
+    KEY,
+    PROMPT,
+    RUNNER,
+    Generation,
+    Served,
+    Source,
+    read,
+    reference_log_probs,
+    serve,
+    updater,
+)
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PATIENCE_S = 600.0
+TWO = {"tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True}
+"""One rank for each replica, which holds the whole attention, embedding and output matrix."""
+FOUR = {"tp_size": 4, "enable_dp_attention": True, "dp_size": 2, "ep_size": 2}
+"""Two ranks for each replica, whole experts, and an output matrix for all ranks."""
+
+
+@pytest.fixture(scope="module", params=[TWO, FOUR], ids=["two", "four"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> Iterator[Served]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("first"), vocab_size=500)
+    server = serve(folder, enable_return_routed_experts=True, **options)
+    yield server
+    server.process.kill()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    return save_tiny_model(folder, vocab_size=500, seed=1)
+
+
+def assert_all_serve(served: Served, folder: Path, version: int) -> None:
+    """Score and continue more prompts than there are replicas, to which requests go in turn."""
+    engine = served.weights()
+    prompts = [PROMPT[:3], PROMPT, PROMPT[::-1], [*PROMPT, *PROMPT]]
+    scores = RUNNER.run(engine.score(prompts))
+    decoded = RUNNER.run(engine.decode(prompts, 8, end_before=2))
+    for prompt, own_scores in zip(prompts, scores, strict=True):
+        np.testing.assert_allclose(own_scores, reference_log_probs(folder, prompt), atol=1e-5)
+    for as_decoded, as_prefilled in zip(decoded.decode, decoded.prefill, strict=True):
+        np.testing.assert_allclose(as_decoded, as_prefilled, atol=1e-5)
+    for prompt in prompts[:2]:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
+        assert served.post("/generate", body)["meta_info"]["weight_version"] == str(version)
+
+
+def test_updates_reach_every_replica(
+    served: Served, options: dict[str, Any], trained: Path
+) -> None:
+    assert_all_serve(served, served.folder, 0)
+    engine = served.weights()
+    assert engine.places_directly
+    assert engine.tensors.layout == EngineLayout.of_options(options)
+    assert engine.tensors.layout.attention_replicas == 2
+    RUNNER.run(engine.check_tensors())
+    for version, strategy in enumerate(("distributed", "tensor"), start=1):
+        folder = (trained, served.folder)[version - 1]
+        updates = updater(engine, Source(read(folder), model=folder), strategy=strategy)
+        assert updates.update(version).verified
+        updates.close()
+        assert_all_serve(served, folder, version)
+
+
+def test_an_interrupted_update_is_served_by_no_replica(served: Served, trained: Path) -> None:
+    old = read(trained)
+    updates = updater(served.weights(), Source(old), changes_only=True)
+    updates.update(11)
+    updates.source = Source(nudged(old), between=end_the_gather)
+    with pytest.raises(GatherInterruptedError):
+        updates.update(12)
+    assert served.version() == "unverified-12"
+    waiting = [Generation(served, 2) for _ in range(4)]
+    assert not any(request.begun.wait(1) for request in waiting)
+    updates.source = Source(old)
+    assert updates.update(12).verified
+    for request in waiting:
+        assert set(request.versions()) == {"12"}
+    updates.close()
+    assert_all_serve(served, trained, 12)
+
+
+def test_every_replica_records_the_routing_of_its_requests(served: Served) -> None:
+    """Batches of several lengths run beside each other, so that a replica's rows begin at changing places."""
+    updates = updater(served.weights(), Source(read(served.folder)))
+    updates.update(21)
+    updates.close()
+    shape = RoutedShape.of_model(load_model_shape(served.folder))
+    draws = np.random.default_rng(0)
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    requests: list[GenerationRequest] = []
+    for number in range(9):
+        prompt = tuple(draws.integers(3, 500, size=3 + 4 * number).tolist())
+        requests.append(GenerationRequest(number, prompt, sampling, {"routed_experts": shape}))
+    results = RUNNER.run(_generate(served, requests))
+    model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
+    for request in requests:
+        result = results[request.key]
+        tokens = torch.tensor([result.token_ids.tolist()])
+        with torch.no_grad():
+            routers = model(tokens, output_router_logits=True).router_logits
+        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
+        np.testing.assert_array_equal(result.columns["routed_experts"], expected.numpy())
+
+
+async def _generate(served: Served, requests: list[GenerationRequest]) -> Results:
+    client = EngineClient(served.process.url, KEY, ADMIN_KEY)
+    try:
+        return await generate_many(client, requests, GenerationLimits(concurrency=16))
+    finally:
+        await client.close()
+
+
+def test_all_replicas_flush_pause_and_park(served: Served, trained: Path) -> None:
+    engine = served.weights()
+    # One request keeps one replica busy, the other is idle: its answer to a flush comes first.
+    version = served.version()
+    running = Generation(served, 100)
+    assert running.begun.wait(PATIENCE_S)
+    assert not RUNNER.run(engine.pause_when_idle(0))
+    assert RUNNER.run(engine.pause_when_idle(PATIENCE_S))
+    assert running.versions() == [version]
+    waiting = [Generation(served, 2) for _ in range(4)]
+    assert not any(request.begun.wait(1) for request in waiting)
+    RUNNER.run(engine.release(("weights", "kv_cache")))
+    info = RUNNER.run(engine.client.get_json("/server_info"))
+    assert len(info["internal_states"]) == 2
+    state = state_of(engine.url, info)
+    assert state is not None
+    assert state.is_paused
+    assert state.released == ("kv_cache", "weights")
+    RUNNER.run(engine.restore())
+    # Without a canary, for which the server would answer requests before the version is committed.
+    updates = updater(engine, Source(read(trained)))
+    assert updates.update(31).verified
+    updates.close()
+    for request in waiting:
+        assert set(request.versions()) == {"31"}
+    assert_all_serve(served, trained, 31)
+
+
+def test_requests_of_all_replicas_are_interrupted(served: Served) -> None:
+    """Retracted requests of both replicas continue with their tokens."""
+    engine = served.weights()
+    running = [Generation(served, 60) for _ in range(4)]
+    assert all(request.begun.wait(PATIENCE_S) for request in running)
+    RUNNER.run(engine.interrupt())
+    RUNNER.run(engine.resume())
+    for request in running:
+        request.versions()
