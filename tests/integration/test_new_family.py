@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
-from tests.unit.test_extending import walks
+from tests.unit.repository.test_extending import walks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

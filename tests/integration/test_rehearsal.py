@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.integration.runs import ROOT
-from tests.unit.test_recipes import RECIPES
+from tests.unit.repository.test_recipes import RECIPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -19,17 +19,14 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.diagnostics.doctor.reference import Reference
 from megatron_dppo.loop.credit import returns_by_turn, with_rewards
 from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.metrics.sums import MaskedResponses
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
-from megatron_dppo.trainer.hugging_face import examples_of
 from megatron_dppo.trainer.token_loss import branch_ids, inputs_from, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
-from tests.tiny_models import save_tiny_model
 from tests.trajectories import same
 from tests.unit.test_mini_batches import Config, Part
 
@@ -205,21 +202,6 @@ def test_a_file_and_a_seal_keep_branches(tmp_path):
     # One that was cut elsewhere is another batch.
     moved = loaded.with_columns(branch=np.array([0] * 8 + [1] * 2, np.uint16))
     assert moved.digests() != t.stamp.digests
-
-
-def test_other_models_read_each_branch_alone(tmp_path):
-    """What the doctor, explain and the check of an export compare with."""
-    folder = save_tiny_model(tmp_path / "model", vocab_size=V, dtype=torch.float32)
-    t = joined()
-    reference = Reference(folder)
-    alone = [b for branch in (FIRST, SECOND) for b in reference.sampled_logits([branch])]
-    (together,) = reference.sampled_logits([t])
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    whole = reference.logits(t)
-    assert whole.shape == (11, V)
-    # The rows that predict 3 and 4, 7 and 10.
-    torch.testing.assert_close(whole[[1, 2, 5, 9]], together, rtol=1e-5, atol=1e-5)
-    assert examples_of({0: t}) == [(0, FIRST.token_ids.tolist(), FIRST.loss_mask.tolist())]
 
 
 def test_an_update_recomputes_the_tokens_of_its_branch():

@@ -1,6 +1,5 @@
 """The command ``megatron-dppo``: its table, and that it hands over what it is given."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -60,35 +59,6 @@ def test_version(capsys):
     assert project["scripts"]["megatron-dppo"] == "megatron_dppo.__main__:main"
 
 
-def test_modules_are_found_in_the_folder_that_one_is_in(tmp_path):
-    (tmp_path / "my_rewards.py").write_text(
-        "def score(response, answer):\n    return float(answer in response)\n"
-    )
-    (tmp_path / "solved.jsonl").write_text(
-        '{"problem": "1+1", "answer": "2", "solution": "It is 2."}\n'
-    )
-    words = [
-        "data",
-        "check-rewards",
-        "solved.jsonl",
-        "--reward",
-        "my_rewards:score",
-        "--workers",
-        "1",
-    ]
-    # As the installed script does; python -c alone would find them by itself.
-    code = (
-        "import sys; sys.path.remove(''); from megatron_dppo.__main__ import main; sys.exit(main())"
-    )
-    done = run_patiently(
-        [sys.executable, "-c", code, *words],
-        120,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_unknown_command_is_refused_in_a_line_with_the_nearest_name(capsys):
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == (
@@ -116,4 +86,4 @@ def test_the_exit_code_is_the_commands():
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: ")
     assert "nowhere.yaml" in refused.stderr
-    assert run("plan", "--help").returncode == 0
+    assert run("status", "--help").returncode == 0

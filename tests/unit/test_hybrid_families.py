@@ -14,8 +14,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
-from megatron_dppo.cluster.planner.facts import EngineFacts
-from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token, state_bytes
 from megatron_dppo.config import schema
 from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.lora import lora_faults
@@ -171,15 +169,6 @@ def test_every_element_moves_once_into_the_engine(ranks: int) -> None:
     layout = Layout.smallest(2, 1, None, 2, 1)
     report = prove_resharding(tiny(), layout, EngineLayout(ranks))
     assert sum(report.holds) == report.model_bytes
-
-
-def test_the_planner_counts_the_cache_of_attention_and_the_states_of_delta_nets() -> None:
-    """12 layers with 2 heads of 256 in the cache; 36 with 32 matrices of 128 x 128 in fp32 and 3 tokens of 8192."""
-    shape = load_model_shape(NEXT)
-    engine = EngineFacts(1, 4, 4, 1, None, None, None, kv_bytes=2)
-    assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
-    state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
-    assert state_bytes(shape, engine) == state // 4
 
 
 # --- planted faults

@@ -6,20 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms import divergence
 from megatron_dppo.algorithms.algorithm import build_algorithm
-from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.table import PRESETS
-from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
-from megatron_dppo.diagnostics.explain.seen_step import SeenStep, explain_seen
 from megatron_dppo.loop.learning import KEPT_TOPK, LossRecord, _decoded, _encoded, by_response
-from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss
+from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
-from tests.unit.test_token_loss import K, V, bounded, packed, samples
+from tests.unit.test_token_loss import V, bounded, packed, samples
 from tests.unit.token_inputs import inputs
 
 
@@ -99,75 +95,6 @@ def test_every_preset_records_what_its_mask_compared(name):
         if algorithm.preset.mask == algorithm.preset.divergence:
             bound = next(v for n, v in algorithm.numbers.items() if n.endswith("threshold"))
             assert columns["loss_trains"][columns["loss_divergence"] <= bound].all()
-
-
-def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the_loss():
-    every = samples()
-    record, seen = LossRecord(build_algorithm("dppo-topk-tv", {"topk": K})), []
-    other = build_algorithm("dppo-topk-kl", {"topk": K, "kl_threshold": 0.5})
-    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    algorithm = build_algorithm("dppo-topk-tv", {"topk": K})
-    loss = make_token_loss(algorithm, observers=[record.add, lambda b, i, _: seen.append((b, i))])
-    for rows in ([0, 1, 3], [2, 4]):
-        batch = bounded(packed(every, rows, indices=rows))
-        ids = batch.columns["topk_ids"].long()
-        loss(
-            policy_stats(table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids),
-            batch,
-        )
-    saved, expected = {}, {}
-    for (batch, statistics), (_, of_loss) in zip(record._parts, seen, strict=True):
-        saved |= by_response(batch, statistics)
-        expected |= by_response(batch, {"trains": decide(other, of_loss).trains})
-    settings = AlgorithmConfig(name="dppo-topk-tv", options={"topk": K})
-    step = SeenStep.of([every[i].with_columns(**saved[i]) for i in sorted(saved)], settings)
-    trains = np.concatenate([expected[i]["trains"] for i in sorted(expected)])
-    assert 0 < trains.sum() < len(trains)
-    assert step.decisions(other).trains.tolist() == trains.tolist()
-    for name, options, wanted in (
-        ("dppo-exact-tv", {}, "every id"),
-        ("dppo-topk-kl", {"topk": K + 1}, r"TopK\(mu\), K = 5"),
-    ):
-        with pytest.raises(ValueError, match=f"needs log pi at {wanted}, .* has K = 4 "):
-            step.decisions(build_algorithm(name, options))
-    # A rule of fewer ids sees the likeliest of those that were saved.
-    fewer = build_algorithm("dppo-topk-kl", {"topk": 2, "kl_threshold": 0.5})
-    of_fewer: dict[int, dict] = {}
-    for batch, _ in seen:
-        log_mu, ids = batch.column("topk_log_probs"), batch.column("topk_ids")
-        chosen = log_mu.masked_fill(ids < 0, -torch.inf).topk(2).indices
-        narrow = batch.with_columns(
-            topk_ids=ids.gather(1, chosen), topk_log_probs=log_mu.gather(1, chosen)
-        )
-        stats = policy_stats(
-            table[narrow.token_ids], narrow.target_ids, vocab_size=V,
-            topk_ids=narrow.column("topk_ids").long(),
-        )  # fmt: skip
-        decided = decide(fewer, inputs_from(stats, narrow))
-        of_fewer |= by_response(narrow, {"trains": decided.trains})
-    expected_of_fewer = np.concatenate([of_fewer[i]["trains"] for i in sorted(of_fewer)])
-    wide = decide(fewer, step.inputs).trains.tolist()
-    assert step.decisions(fewer).trains.tolist() == expected_of_fewer.tolist() != wide
-    # What another rule measures is its own, not what was saved of the run's.
-    index = step.positions[0]
-    own, others = (
-        explain_seen(step, index, 1, rule, step.decisions(rule), Texts())
-        for rule in (algorithm, other)
-    )
-    first = step.counts[0]
-    assert [t.topk_tv for t in own.tokens] == step.divergence[:first].tolist()
-    topk = (step.inputs.topk_log_probs, step.inputs.rollout_topk_log_probs, step.inputs.topk_valid)
-    assert [t.topk_kl for t in others.tokens] == divergence.topk_kl(*topk)[:first].tolist()
-
-
-class Texts:
-    """Of token ids, for tests that read none."""
-
-    def __getitem__(self, token_id: int) -> str:
-        return str(token_id)
-
-    def joined(self, token_ids: list[int]) -> str:
-        return str(token_ids)
 
 
 @pytest.mark.parametrize(("width", "kept"), [(KEPT_TOPK, True), (KEPT_TOPK + 1, False)])

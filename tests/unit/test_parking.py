@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from megatron_dppo.cluster.planner.trainer_state import ParkedBytes, StateBytes, parked_bytes
 from megatron_dppo.model.shape import TRAINER_PARTS
 from megatron_dppo.trainer import parking, platform
 from megatron_dppo.trainer.parking import ParkedError, Parker
@@ -161,9 +160,3 @@ def test_without_room_on_the_device_all_stays_parked(held: Held) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         parking._allocate(storages)
     assert mine.nbytes() == 0
-
-
-def test_the_plan_of_parked_bytes_by_hand() -> None:
-    state = StateBytes(weights=100, reference=0, gradients=200, optimizer=600)
-    assert parked_bytes(state) == ParkedBytes(device=900, host=128 + 1024)
-    assert parked_bytes(state, ["gradients", "optimizer"]) == ParkedBytes(800, 1024)

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from megatron_dppo.cluster.slurm.supervise import Spares
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
@@ -185,20 +184,6 @@ def test_a_machine_without_gpus_takes_everything(tmp_path):
     assert len(found.ranks) == 15
     assert found.router is not None
     assert [s.port for s in found.servers] == [None, None]
-
-
-def test_servers_of_a_dead_host_move_together_to_a_spare():
-    found = place(Roles(2, 2), hosts(4, 2))
-    (host,) = {server.host for server in found.servers}
-    dead: dict[str, str] = {}
-    spares = Spares(found.unused, lambda names: {n: dead[n] for n in names if n in dead})
-    assert spares.host_now(host) == host
-    dead["n2"] = "DOWN*"
-    assert [spares.host_now(host).name for _ in range(2)] == ["n3", "n3"]
-    dead["n3"] = "DOWN*"
-    assert spares.host_now(host).name == "n4"
-    dead["n4"] = "DRAINED"
-    assert spares.host_now(host).name == "n4"
 
 
 def two_groups(first: int, second: int, devices: int = 8) -> Allocation:

@@ -15,8 +15,6 @@ from tests.integration.runs import write_material
 from tests.patience import run_patiently
 from tests.ranks import ROOT
 
-GROUPS = (plugins.COMMANDS, plugins.START_CHECKS, plugins.RUN_REPORTS)
-
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
@@ -37,11 +35,10 @@ def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
     return run_patiently(command, 240, env=environment)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_entry_point_of_this_package_can_be_imported(group):
-    entries = plugins.find_plugins(group)
-    assert entries
-    for entry in entries.values():
+def test_every_command_of_this_package_can_be_imported():
+    commands = plugins.find_plugins(plugins.COMMANDS)
+    assert "train" in commands
+    for entry in commands.values():
         plugins.load_plugin(entry)
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ if importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI"
     pytest.skip("reasoning-gym is not installed: make setup said why", allow_module_level=True)
 
 from megatron_dppo.data.problems import PromptForm, load_problems
-from megatron_dppo.diagnostics.data import main
-from megatron_dppo.rewards import RewardInput, find_reward
+from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards import reasoning_gym as gym
 from megatron_dppo.rewards.json_values import from_json, to_json
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
@@ -45,7 +42,8 @@ def by_hand(entry: dict[str, Any]) -> str | None:
 
 def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
     path = tmp_path / "all.jsonl"
-    assert main(["generate", "all", "--count", "1", "--seed", "5", "--out", str(path)]) == 0
+    lines = [line for task in gym.tasks() for line in gym.problems(task, 1, 5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = load_problems(
         path, tiny_tokenizer(), max_prompt_tokens=10**6, form=PromptForm(apply_chat_template=False)
     )
@@ -110,8 +108,6 @@ def test_what_is_no_task_is_named() -> None:
         next(gym.problems("sudoku", 1, 1, {"holes": 3}))
     with pytest.raises(ValueError, match=mentioning("difficulty")):
         gym.score(RewardInput("<answer>1</answer>", metadata={"difficulty": 3}))
-    with pytest.raises(SystemExit):
-        main(["generate", "acre", "sudoku", "--config", "a=1", "--out", "never"])
     with (
         Verifier("reasoning_gym", 60.0, 1, options={"answer_in": "braces"}) as verifier,
         pytest.raises(
@@ -126,17 +122,3 @@ def test_metadata_comes_back_as_it_was() -> None:
     assert from_json(json.loads(json.dumps(to_json(value)))) == value
     with pytest.raises(ValueError, match="holds a set"):
         to_json({"a": {1}})
-
-
-def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['reasoning_gym'] = None\n"
-        "from megatron_dppo.diagnostics.data import main; main(sys.argv[1:])"
-    )
-    words = ["generate", "acre", "--out", str(tmp_path / "x")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "pip install 'megatron-dppo[reasoning-gym]'" in " ".join(done.stderr.split())
-    assert find_reward("reasoning_gym").target == "megatron_dppo.rewards.reasoning_gym:score"

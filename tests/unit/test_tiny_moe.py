@@ -14,11 +14,10 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.config import check_config, load_config
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.demo import material as prepare_module
-from megatron_dppo.demo.__main__ import RECIPES, judge, next_commands, set_aside, verdict
+from megatron_dppo.demo.__main__ import RECIPES, judge, set_aside, verdict
 from megatron_dppo.demo.__main__ import main as demo_main
 from megatron_dppo.demo.material import (
     ESTIMATE_RANGE,
@@ -37,9 +36,6 @@ from megatron_dppo.demo.material import (
     trainer_overrides,
     worked_out,
 )
-from megatron_dppo.diagnostics.doctor import __main__ as doctor
-from megatron_dppo.diagnostics.explain import __main__ as explain
-from megatron_dppo.diagnostics.explain import replay
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
@@ -285,29 +281,6 @@ SUMMARY = {
     "weight_updates_verified": 41,
     "hf_export_max_logprob_diff": 1e-6,
 }
-
-
-def test_the_demo_names_commands_that_read_what_the_run_kept(tmp_path):
-    """Each is one of the program's commands, and its options are understood; without batches those that need them are
-    not named."""
-    without = [line.split() for line in next_commands(tmp_path)[1:]]
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_000001.safetensors").touch()
-    named = [line.split() for line in next_commands(tmp_path)[1:]]
-    assert {words[1] for words in named} - {words[1] for words in without} == {
-        "explain",
-        "doctor",
-        "replay",
-    }
-    parsers = {"explain": explain.parse, "doctor": doctor.parse, "replay": replay.parse}
-    for program, command, directory, *_ in named:
-        assert program.endswith("megatron-dppo")
-        assert directory == str(tmp_path)
-        if command in parsers:
-            assert parsers[command]([directory]).run == tmp_path
-    (replayed,) = [words for words in named if words[1] == "replay"]
-    assert replayed[3] == "--algorithm"
-    assert replayed[4] in PRESETS
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +39,10 @@ class Found:
 
 def run_pytest(tests: Sequence[str], *plugins: object) -> int:
     """pytest over these unit tests, quietly."""
-    files = [f"tests/unit/test_{name}.py" for name in dict.fromkeys(tests)]
+    files = []
+    for name in dict.fromkeys(tests):
+        (path,) = Path("tests/unit").rglob(f"test_{name}.py")
+        files.append(str(path))
     off = ("cacheprovider", "xdist")
     words = ["-x", "-q", "-s", "--tb=no", *(w for name in off for w in ("-p", f"no:{name}"))]
     return int(pytest.main([*words, *files], plugins=list(plugins)))

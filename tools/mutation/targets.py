@@ -36,7 +36,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "vocab_parallel/agreement.py": ("policy_stats",),
     "vocab_parallel/backends.py": ("policy_stats", "triton_backend"),
     "vocab_parallel/policy_stats.py": ("policy_stats",),
-    "vocab_parallel/head.py": ("head",),
+    "vocab_parallel/head.py": ("head", "head_memory"),
     "vocab_parallel/wire.py": ("policy_stats",),
     "data/batch_file.py": FILES,
     "data/columns.py": ("trajectory", "exchange_parts", "nonfinite", "routing"),
@@ -76,7 +76,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "weight_sync/transaction.py": CHECKS,
     "weight_sync/verification.py": CHECKS,
 }
-"""Module of megatron_dppo -> its files ``tests/unit/test_<name>.py``. A changed function meets every
+"""Module of megatron_dppo -> its files ``test_<name>.py`` under ``tests/unit``. A changed function meets every
 test of all chosen modules that calls it, the quickest first; what runs when the module is loaded
 meets its own files.
 """

@@ -1,0 +1,1 @@
+"""Tests of the annexes ``megatron_dppo/cluster/`` and ``megatron_dppo/diagnostics/``."""

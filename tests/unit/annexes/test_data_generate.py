@@ -1,0 +1,44 @@
+"""``megatron-dppo data generate``: problems that reasoning-gym makes, as a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.diagnostics.data import main
+from megatron_dppo.rewards import find_reward
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI"),
+    reason="reasoning-gym is not installed: make setup said why",
+)
+def test_a_task_s_problems_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    words = ["generate", "arc_1d", "--count", "2", "--seed", "5", "--config", "size=7"]
+    assert main([*words, "--out", str(path)]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["metadata"]["task"] for line in lines] == ["arc_1d", "arc_1d"]
+    with pytest.raises(SystemExit):
+        main(["generate", "acre", "sudoku", "--config", "a=1", "--out", str(tmp_path / "never")])
+    assert not (tmp_path / "never").exists()
+
+
+def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['reasoning_gym'] = None\n"
+        "from megatron_dppo.diagnostics.data import main; main(sys.argv[1:])"
+    )
+    words = ["generate", "acre", "--out", str(tmp_path / "x")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'megatron-dppo[reasoning-gym]'" in " ".join(done.stderr.split())
+    assert find_reward("reasoning_gym").target == "megatron_dppo.rewards.reasoning_gym:score"

@@ -1,0 +1,264 @@
+"""The check of a GPU machine: parts that are found, run apart from each other, and told of; what runs without a GPU."""
+
+import json
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatron_dppo.diagnostics.gpu_check import Bench, discover, random_batch
+from megatron_dppo.diagnostics.gpu_check.__main__ import chosen, fresh_folder, main, page
+from megatron_dppo.diagnostics.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
+from megatron_dppo.diagnostics.gpu_check.parts.loop import (
+    cause_rows,
+    gap_row,
+    routing_rows,
+    updates_row,
+)
+from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, Passed, compared
+from megatron_dppo.diagnostics.gpu_check.parts.trainer import _layout_row as layout_row
+from megatron_dppo.diagnostics.gpu_check.parts.trainer import _passed as passed
+from megatron_dppo.diagnostics.gpu_check.runner import run_part
+from megatron_dppo.metrics import table as names
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.trainer import platform
+from tests.messages import mentioning, mentions
+from tests.patience import own_patience
+from tests.ranks import ROOT
+from tests.tiny_models import save_tiny_model
+
+PLANTED = "tests.unit.annexes.planted_parts"
+
+
+def planted(name, folder, limit_s=60.0):
+    rows = []
+    part = next(p for p in discover(PLANTED) if p.name == name)
+    result = run_part(part, folder / name, 3, limit_s, rows.append, PLANTED)
+    assert rows == result.rows
+    return result
+
+
+def test_parts_are_found_by_being_there_and_those_with_short_limits_come_first():
+    table = [part.name for part in discover(PLANTED)]
+    assert table == ["good", "lacking", "crashing", "hanging", "wrong"]
+    assert next(part.name for part in discover()) == "machine"
+
+
+def test_every_part_is_told_of_in_the_docs():
+    told = (ROOT / "docs" / "gpu_check.md").read_text()
+    assert [p.name for p in discover() if f"| `{p.name}` |" not in told] == []
+
+
+def test_parts_are_chosen_by_name():
+    parts = discover(PLANTED)
+    assert chosen(parts, None) == parts
+    assert [part.name for part in chosen(parts, "wrong, good")] == ["good", "wrong"]
+    with pytest.raises(ValueError, match=mentioning("nobody", "good", "lacking")):
+        chosen(parts, "good,nobody")
+    with pytest.raises(ValueError, match=mentioning("good", "lacking")):
+        chosen(parts, "")
+
+
+def test_layers_without_ddp_have_no_gradients_that_apexs_kernel_could_add_to(tmp_path, monkeypatch):
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    options = {"gradient_accumulation_fusion": True}
+    fused = replace(platform.current(), transformer_options=options)
+    monkeypatch.setattr(platform, "current", lambda: fused)
+    batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
+    try:
+        assert passed(folder, "float32", batch, torch_layers=False).gradients
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_transformer_engines_extension_is_there_once_its_package_is_loaded(tmp_path, monkeypatch):
+    """Its file is in a folder of the package's own, whose import alone gives it its name."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(
+        "import sys\nfrom types import SimpleNamespace\n"
+        "from megatron_dppo.trainer.context_parallel import own_rows\n"
+        "sys.modules['transformer_engine_torch'] = SimpleNamespace(thd_get_partitioned_indices=own_rows)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert layout_row(Bench(tmp_path, gpus=1)).holds
+    finally:
+        # Tests after this one look for the real package.
+        for name in (
+            "transformer_engine",
+            "transformer_engine.pytorch",
+            "transformer_engine_torch",
+        ):
+            sys.modules.pop(name, None)
+
+
+def test_a_good_part_leaves_rows_and_files(tmp_path):
+    result = planted("good", tmp_path)
+    assert (result.verdict, result.why, result.is_fault) == ("good", "", False)
+    error, gpus = result.rows
+    assert (error.measured, error.expected, error.holds) == ("0.25 nats", "at most 0.5 nats", True)
+    assert error.figures == {"measured": 0.25}
+    assert gpus.measured == "3"
+    assert result.files == ["curve.png", "numbers.json"]
+
+
+def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
+    result = planted("crashing", tmp_path)
+    assert (result.verdict, result.is_fault) == ("crashed", True)
+    assert [row.label for row in result.rows] == ["before"]
+    assert mentions(result.why, "SIGSEGV")
+    assert result.why.splitlines()[1:] == ["about to die"]
+
+
+def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
+    began, patience = time.monotonic(), own_patience(30)
+    result = planted("hanging", tmp_path, limit_s=20.0)
+    assert time.monotonic() - began >= 3.0
+    assert not patience.is_exhausted()
+    assert (result.verdict, result.is_fault) == ("timed out", True)
+    assert mentions(result.why, "20 s")
+    child = int(result.rows[0].measured)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_is_lacking_is_no_fault_but_what_is_wrong_before_it_is(tmp_path):
+    lacking, wrong = planted("lacking", tmp_path), planted("wrong", tmp_path)
+    assert (lacking.verdict, lacking.why, lacking.is_fault) == ("lacking", "no second GPU", False)
+    assert (wrong.verdict, wrong.why, wrong.is_fault) == ("bad", "the rest", True)
+
+
+def test_the_command_runs_the_parts_that_were_asked_for_and_writes_both_files(tmp_path, capsys):
+    folder = tmp_path / "check"
+    words = ["--directory", str(folder), "--parts", PLANTED, "--only", "good,wrong"]
+    assert main(words) == 1
+    printed = capsys.readouterr().out
+    assert mentions(printed, "[2/2] wrong", "300 s", "NO error", "nan", 0.5, "wrong: wrong")
+    told = json.loads((folder / "gpu_check.json").read_text())
+    assert [part["verdict"] for part in told["parts"]] == ["good", "bad"]
+    assert told["not_run"] == ["lacking", "crashing", "hanging"]
+    text = (folder / "gpu_check.md").read_text()
+    assert mentions(text, "| error |", "0.25 nats |", "0.5 nats |", "yes |")
+    assert "![curve.png](good/curve.png)" in text
+    assert main([*words[:-1], "good"]) == 0
+    assert len(list(tmp_path.iterdir())) == 2  # the earlier one was renamed
+
+
+def test_a_fresh_folder_never_deletes_an_earlier_one(tmp_path):
+    for _ in range(3):
+        folder = fresh_folder(tmp_path / "check")
+        (folder / "mine").touch()
+    assert len(list(tmp_path.glob("*/mine"))) == 3
+
+
+def test_a_page_says_that_there_is_no_gpu():
+    assert page([], ["kernels"], 0).startswith("# GPU check on a machine without a GPU\n")
+    assert page([], [], 1).startswith("# GPU check on a machine with 1 GPU\n")
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_the_problem_tells_a_right_kernel_from_one_that_takes_padding_for_tokens(backend):
+    case = KernelCase.drawn(8, 990, 34, torch.float32, torch.device("cpu"))
+    assert max(vars(errors(case, backend)).values()) < 2e-6
+    whole = KernelCase(case.logits, case.targets, case.topk, case.weights, 1024)
+    found = whole.logits.double().log_softmax(-1).gather(1, case.targets[:, None])
+    right = case.logits[:, :990].double().log_softmax(-1).gather(1, case.targets[:, None])
+    assert float((found - right).abs().max()) > 1.0
+
+
+def test_a_shard_is_a_copy_of_its_columns():
+    case = KernelCase.drawn(4, 100, 28, torch.bfloat16, torch.device("cpu"))
+    second = case.shard(1, 2)
+    assert torch.equal(second.logits, case.logits[:, 64:])
+    second.logits.zero_()
+    assert float(case.logits[:, 64:].abs().max()) > 0
+    assert float(case.shard(0, 1).logits.data_ptr()) != case.logits.data_ptr()
+
+
+def test_mask_rows_judge_only_our_own_errors():
+    ours = {
+        "name": "policy_stats", "forward_ms": 1.0, "backward_ms": 3.0, "floor_mb": 8.0,
+        "floor_share_of_copy_bandwidth": 0.5, "peak_extra_over_logits": 0.0, "max_log_prob_error": 1e-3,
+    }  # fmt: skip
+    mask = {
+        "name": "dppo-binary-tv", "overhead": 0.01, "overhead_iqr": 0.002, "loss_overhead": 0.003,
+        "extra_all_reduces": 0,
+    }  # fmt: skip
+    result = {
+        "settings": {"tp": 2},
+        "implementations": [ours, {**ours, "name": "torch log_softmax"}],
+        "masks": [mask, mask],
+    }
+    own, peer, adds = mask_rows(result)
+    assert own.measured.startswith("4.00 ms, 2 GB/s (50% of a copy)")
+    assert (own.holds, peer.holds) == (False, None)
+    assert re.findall(r"[\d.]+%?", adds.measured) == ["1.00%", "0.20%", "0.30%", "0"]
+
+
+def test_kernels_are_checked_on_a_machine_without_a_gpu(tmp_path):
+    result = run_part(kernels, tmp_path / "kernels", 0, 120.0, lambda row: None)
+    assert result.verdict == "good", result.why
+    whats = [row.label for row in result.rows]
+    for name in ("eager, float32", "cpp, bfloat16", "triton in its interpreter, bfloat16"):
+        assert name in whats
+    assert sum(what.startswith("TP2, 2 processes over gloo") for what in whats) == 2
+    assert all(row.holds for row in result.rows)
+    assert not list(Path(tmp_path).glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("measured", "holds"), [(100, True), (91, True), (90, False), (112, False)]
+)
+def test_bytes_are_compared_with_the_plan_within_the_tolerance(measured, holds):
+    row = compared("weights", measured, 100, 0.1)
+    assert row.holds is holds
+    assert row.figures == {"measured": measured, "planned": 100}
+
+
+def test_errors_of_a_pass_are_relative_to_the_norms():
+    exact = Passed(torch.tensor([3.0, 4.0]), {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    other = Passed(torch.tensor([3.0, 4.5]), {"a": torch.tensor([3.3]), "b": torch.tensor([4.4])})
+    assert other.logit_error(exact) == pytest.approx(0.1)
+    assert other.gradient_error(exact) == pytest.approx(0.1)
+
+
+def test_updates_are_counted_over_the_run_and_all_must_be_verified():
+    first = {"step": 0, names.WEIGHT_UPDATES: 1, names.WEIGHT_UPDATES_VERIFIED: 1}
+    last = {**first, "step": 1, "weights/bytes_moved": 3e6, "weights/bytes_bound": 2e6}
+    row = updates_row("disk", [first, last])
+    assert mentions(row.measured, "2 of 2", "3.00 MB", "2.00")
+    assert row.holds is True
+    assert row.figures["weights/bytes_moved"] == 3e6
+    assert updates_row("disk", [first]).holds is False
+    assert updates_row("disk", [first, {**last, names.WEIGHT_UPDATES_VERIFIED: 0}]).holds is False
+
+
+@pytest.mark.parametrize(("gap", "holds"), [(5e-3, True), (5.1e-3, False), (None, False)])
+def test_a_gap_has_the_normal_range_of_its_dtype(gap, holds):
+    assert gap_row({names.GAP_ON_POLICY: gap}, "bfloat16").holds is holds
+    assert gap_row({names.GAP_ON_POLICY: 1e-3}, "float32").holds is False
+
+
+def test_routing_must_be_recorded_for_every_token_and_mostly_agree():
+    record = {names.ROUTING_UNRECORDED: 0.0, names.ROUTING_AGREEMENT_FIRST: 0.75}
+    assert [row.holds for row in routing_rows(record)] == [True, True]
+    worse = {names.ROUTING_UNRECORDED: 0.01, names.ROUTING_AGREEMENT_FIRST: 0.74}
+    assert [row.holds for row in routing_rows(worse)] == [False, False]
+    assert [row.measured for row in routing_rows({})] == ["not recorded", "not recorded"]
+
+
+def test_the_numerics_are_judged_and_other_parts_of_the_mismatch_told():
+    ladder = {
+        "parts": {"staleness": 0.01, "routing": 0.002, "numerics": 0.006},
+        "rungs": [{"fixes": "nothing fixed", "gap": 0.018}, {"fixes": "precision", "gap": 1e-7}],
+    }
+    stale, routing, numerics, exact = cause_rows(ladder)
+    assert [row.holds for row in (stale, routing, numerics, exact)] == [None, None, False, None]
+    assert exact.measured == "1.00e-07"
+    assert numerics.expected == "at most 0.005"

@@ -1,0 +1,898 @@
+"""The planner's arithmetic: numbers worked by hand, the families' tables as an oracle, and the command."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_dppo.algorithms.table import PRESETS, Preset, algorithm_facts
+from megatron_dppo.cluster import plan as command
+from megatron_dppo.cluster.plan import bars, print_plan
+from megatron_dppo.cluster.planner.activations import activation_bytes, layer_bytes
+from megatron_dppo.cluster.planner.batch_memory import column_bytes, routing_bytes_per_token
+from megatron_dppo.cluster.planner.communicators import (
+    PER_COMMUNICATOR,
+    engine_communicator_bytes,
+    trainer_communicator_bytes,
+)
+from megatron_dppo.cluster.planner.decode_time import (
+    Touched,
+    attention_flops,
+    decode_seconds,
+    hand_over_seconds,
+    linear_flops,
+    network_seconds,
+    quantized_parameters,
+    touched_parameters,
+)
+from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
+from megatron_dppo.cluster.planner.facts import (
+    ON_POLICY,
+    STALE,
+    EvaluationFacts,
+    RunFacts,
+    facts_of,
+    rank_parameters,
+    senders,
+)
+from megatron_dppo.cluster.planner.generation_time import prefill_seconds
+from megatron_dppo.cluster.planner.head_memory import logits_bytes, statistics_bytes
+from megatron_dppo.cluster.planner.host_memory import _copied, node_roles
+from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
+from megatron_dppo.cluster.planner.schedules import bubble, chunks_in_flight
+from megatron_dppo.cluster.planner.search import Question, nearest, search
+from megatron_dppo.cluster.planner.server_memory import (
+    engine_bytes,
+    kv_bytes_per_token,
+    weight_bytes,
+)
+from megatron_dppo.cluster.planner.step_time import (
+    StepSeconds,
+    context_bytes,
+    head_flops,
+    step_seconds,
+    training_flops,
+)
+from megatron_dppo.cluster.planner.traffic import traffic
+from megatron_dppo.cluster.planner.trainer_state import state_bytes
+from megatron_dppo.cluster.slurm.site import SiteConfig
+from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.logging import FatalError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import hf_buckets_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import (
+    EngineLayout,
+    engine_parameters,
+    local_parameters,
+    parameters,
+)
+from megatron_dppo.model.quantization import holds_quantized, scale_parameter
+from megatron_dppo.model.shape import active_parameters
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES, MODELS = ROOT / "examples" / "recipes", ROOT / "examples" / "model_configs"
+MOE = load_model_shape(MODELS / "qwen3-30b-a3b-base")
+H100 = Cluster(DEVICES["h100"], 4)
+
+
+def recipe(name="qwen3_30b_a3b_base", *overrides):
+    return load_config(RECIPES / f"{name}.yaml", overrides)
+
+
+def facts(name="qwen3_30b_a3b_base", *overrides, shape=MOE, **lengths) -> RunFacts:
+    return facts_of(recipe(name, *overrides), shape, **lengths)
+
+
+LAYOUTS = [
+    Layout(tensor=4, expert=8, data=4),
+    Layout(tensor=2, pipeline=4, expert=2, data=2),
+    Layout(tensor=2, expert_tensor=2, data=2),
+    Layout(pipeline=2, virtual_pipeline=2, expert=4, data=4),
+    Layout(pipeline=4, expert=8, data=8, first_stage_layers=10, last_stage_layers=14),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+def test_parameters_are_those_of_the_map(layout):
+    for stage in range(layout.pipeline):
+        rank = stage * layout.stage_ranks + 1
+        expected = sum(p.shape[0] * (p.shape[1] if p.shape[1:] else 1) for p in
+                       local_parameters(MOE, layout, rank))  # fmt: skip
+        assert rank_parameters(MOE, layout, stage).elements == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3-1.7b-base", "octothinker-3b", "qwen3-8b-base"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2)], ids=Layout.describe)
+def test_parameters_of_dense_and_tied_models(name, layout):
+    shape = load_model_shape(MODELS / name)
+    for stage in range(layout.pipeline):
+        expected = 0
+        for p in local_parameters(shape, layout, stage * layout.stage_ranks):
+            size = 1
+            for dim in p.shape:
+                size *= dim
+            expected += size
+        assert rank_parameters(shape, layout, stage).elements == expected
+
+
+def test_adam_state_by_hand():
+    """EP8 TP4 of 16 ranks: 3.62 B of experts and 0.39 B dense on a rank, sharded 2 and 4 ways."""
+    experts = 48 * 16 * 3 * 2048 * 768
+    held = rank_parameters(MOE, Layout(tensor=4, expert=8, data=4), 0)
+    assert sum(size * count for size, count in held.experts) == experts == 3_623_878_656
+    state = state_bytes(facts().trainer, 0)
+    dense = held.elements - experts
+    assert state.weights == pytest.approx(2 * held.elements, rel=1e-6)
+    assert state.gradients == 2 * state.weights
+    assert state.optimizer == pytest.approx(12 * (experts / 2 + dense / 4), rel=1e-6)
+    plain = state_bytes(facts("qwen3_30b_a3b_base", "optimizer.distributed=false").trainer, 0)
+    assert plain.total == 18 * held.elements  # 65 GB of experts alone
+    assert plain.total > 65e9
+    full = state_bytes(facts("qwen3_30b_a3b_base", "model.dtype=float32").trainer, 0)
+    assert full.optimizer == state.optimizer * 8 // 12
+    assert full.weights == 2 * state.weights
+
+
+def test_a_reference_policys_copy_by_hand():
+    lora, penalty = "qwen3_30b_a3b_base_lora", "algorithm.reference_kl=0.1"
+
+    def weights(recipe, *words):
+        state = state_bytes(facts(recipe, "optimizer.distributed=false", *words).trainer, 0)
+        return state.weights + state.reference
+
+    plain, adapted = weights("qwen3_30b_a3b_base"), weights(lora)
+    assert weights("qwen3_30b_a3b_base", penalty) == 2 * plain
+    assert weights(lora, penalty) == adapted
+    adapters = state_bytes(facts(lora, "optimizer.distributed=false").trainer, 0).gradients // 4
+    assert weights(lora, penalty, "lora.start_from=there") == adapted + 2 * adapters
+
+
+def test_1f1b_and_interleaved_micro_batches_in_flight():
+    """Megatron-Core's warm-up plus one: P - p, and 2 (P - p - 1) + (v - 1) P + 1 chunks."""
+    plain, chunked = Layout(pipeline=4), Layout(pipeline=4, virtual_pipeline=2)
+    assert [chunks_in_flight(plain, p, 8) for p in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(plain, p, 2) for p in range(4)] == [2, 2, 2, 1]
+    assert [chunks_in_flight(chunked, p, 8) for p in range(4)] == [11, 9, 7, 5]
+    assert chunks_in_flight(chunked, 0, 4) == 8
+    assert chunks_in_flight(Layout(), 0, 8) == 1
+    assert bubble(plain, 6) == 0.5
+    assert bubble(chunked, 6) == 0.25
+
+
+def test_a_layer_of_transformer_engine_by_hand():
+    """Per token of TP4 with sequence parallelism: hidden 2048, queries 4096, keys 512, 8 of 128 experts of 768."""
+    layer = layer_bytes(facts().trainer)
+    assert layer.input == 2048 / 4 * 2
+    assert layer.norms == 2 * (2 * 2048 * 2 + 4) / 4
+    queries, keys = 4096 / 4, 512 / 4
+    assert layer.projections == (queries + keys) * 2 + 2 * 4 * 8 + queries * 2
+    assert layer.core == (queries + 2 * keys) * 2 + 4 * 8
+    assert layer.mlp == 8 / 4 * ((2048 + 3 * 768) * 2 + 4)
+    assert layer.kept("full") == layer.input
+    # Selective: without the experts' product and the output of the norm before the router.
+    assert layer.kept("selective") == layer.whole - (8 / 4 * 768 * 2 + 2048 / 4 * 2)
+
+
+def test_activations_by_hand():
+    """Full recomputation keeps 48 inputs and one whole layer; without it a stage keeps every layer it has in flight."""
+    trainer = facts("qwen3_30b_a3b_base", "training.recompute=full").trainer
+    found = activation_bytes(trainer, 0, busiest=1.0)
+    assert found.layers == 48 * 17408 * 1024
+    assert found.recomputed == round(17408 * layer_bytes(trainer).whole)
+    none = replace(trainer, recompute="none", layout=Layout(tensor=4, pipeline=2, expert=8, data=4))
+    first, last = (activation_bytes(none, stage, busiest=1.0) for stage in (0, 1))
+    assert first.layers == 2 * last.layers == 2 * 24 * round(17408 * layer_bytes(none).whole)
+    assert first.head == first.recomputed == 0
+    assert last.logits == logits_bytes(none) == 4096 * 151936 // 4 * 2
+    whole = replace(none, chunk_tokens=20_000)
+    assert logits_bytes(whole) == 17408 * 151936 // 4 * 2
+    assert logits_bytes(replace(none, logit_bytes=4)) == 4096 * 151936 // 4 * (4 + 2)
+    assert last.head > 17408 * 2048 * 2 > first.head == first.logits == 0
+    assert last.total - last.saved == last.working + last.logits
+
+
+def test_context_parallel_ranks_by_hand():
+    """TP4 with sequence parallelism, queries 4096 and keys 512: a ring of two, and heads for tokens."""
+    trainer = facts("qwen3_30b_a3b_base", "parallel.context=2").trainer
+    one = facts().trainer
+    assert (trainer.layout.describe(), trainer.tokens) == ("TP4 CP2 EP8 DP2", one.tokens)
+    assert trainer.rank_tokens * 2 == one.tokens
+    shared, whole = (activation_bytes(t, 0, busiest=1.0) for t in (trainer, one))
+    assert shared.layers * 2 == whole.layers
+    # Gradients as they were, and keys and values of both ranks with one and a half outputs; or all of them twice.
+    ring = 8704 * (2 * 128 * 2 + 1024 * 1.5) * 2
+    assert shared.working == whole.working / 2 + ring
+    exchanged = activation_bytes(replace(trainer, exchange="a2a"), 0, busiest=1.0)
+    assert exchanged.working == whole.working / 2 + 8704 * 2 * (1024 + 2 * 128) * 2
+    # Adam's state is shared by all that have the same weights, as before; the loss is every rank's of all tokens.
+    assert state_bytes(trainer, 0) == state_bytes(one, 0)
+    assert statistics_bytes(trainer, 0) == statistics_bytes(one, 0)
+    groups = [
+        trainer_communicator_bytes(t.layout, sends=True) // PER_COMMUNICATOR for t in (trainer, one)
+    ]
+    assert groups[0] == groups[1] + 2  # its own, and that over which gradients are reduced
+
+
+def test_a_ring_s_traffic_grows_with_its_ranks():
+    """Keys and values of a token, 2 x 512 / 4 x 2 bytes, are sent on in every pass: twice forward under full
+    recomputation, twice backward."""
+    sent = {
+        size: context_bytes(
+            facts(
+                "qwen3_30b_a3b_base", f"parallel.context={size}", "training.recompute=full"
+            ).trainer
+        )
+        for size in (1, 2, 4)
+    }
+    assert sent == {1: 0, 2: 4 * 2 * 128 * 2, 4: 3 * 4 * 2 * 128 * 2}
+    exchanged = facts("qwen3_30b_a3b_base", "parallel.context=2", "training.recompute=none").trainer
+    assert context_bytes(replace(exchanged, exchange="a2a")) == 2 * 2 * (1024 + 128) * 2 / 2
+
+
+def test_batches_by_hand():
+    found = facts(mean_response=3744, mean_prompt=256).batches()
+    assert (found["responses"], found["optimizer_steps"], found["per_step"], found["replica"]) == (
+        4096,
+        8,
+        512,
+        128,
+    )
+    assert found["tokens"] == 4096 * 4000
+    assert found["micro_batches"] == round(128 * 4000 / (17408 * 0.9)) == 33
+    assert found["longest_tokens"] == 4096 * 17408
+    assert found["micro_batch_tokens"] == 17408
+
+
+def test_columns_by_hand():
+    """384 bytes of routing a token, also on the wire; Top-20 8 bytes an id."""
+    assert routing_bytes_per_token(MOE) == 384
+    both = facts(
+        "qwen3_30b_a3b_base_r3", "algorithm.name=dppo-topk-tv", mean_response=100, mean_prompt=1
+    )
+    found = column_bytes(MOE, both.rollout)
+    assert found.routing == 4096 * 100 * 384
+    assert found.routing_wire == found.routing
+    assert found.topk == 4096 * 100 * 20 * 8
+    assert found.replicas == found.routing + found.topk + 4096 * (101 * 5 + 100 * 8)
+    assert column_bytes(MOE, facts().rollout).routing_wire == 0
+
+
+def test_flops_by_hand():
+    """3.04 B active weights, the embedding left out, and 0.39 MFLOP x S of attention a token."""
+    layer = 2048 * (2 * 4096 + 2 * 512) + 8 * 3 * 2048 * 768 + 2048 * 128
+    assert active_parameters(MOE) == 48 * layer + 2048 * 151936
+    assert linear_flops(MOE) / 1e9 == pytest.approx(6.083, abs=0.001)
+    assert attention_flops(MOE, 1) == 2 * 4096 * 48
+    assert training_flops(MOE, 0, "full") == 4 * linear_flops(MOE)
+    assert training_flops(MOE, 0, "none") == 3 * linear_flops(MOE)
+
+
+@pytest.mark.parametrize("layout", [EngineLayout(2), EngineLayout(8, 8), EngineLayout(8, 2),
+                                    EngineLayout(8, 8, 4), EngineLayout(4, 2, 2, True)],
+                         ids=EngineLayout.describe)  # fmt: skip
+def test_engine_weights_are_those_of_the_engines_map(layout):
+    expected = 0
+    for p in engine_parameters(MOE, layout, 0):
+        expected += 2 * p.shape[0] * (p.shape[1] if p.shape[1:] else 1)
+    assert weight_bytes(MOE, layout) == expected
+
+
+def test_weights_of_an_fp8_server_are_those_of_the_engines_map():
+    layout = EngineLayout(2)
+    expected = 0
+    for p in engine_parameters(MOE, layout, 0):
+        elements = math.prod(p.shape)
+        if holds_quantized(p):
+            expected += elements + 4 * math.prod(scale_parameter(p).shape)
+        else:
+            expected += 2 * elements
+    assert weight_bytes(MOE, layout, quantized=True) == expected
+    assert weight_bytes(MOE, layout, quantized=True) == pytest.approx(
+        weight_bytes(MOE, layout) / 2, rel=0.03
+    )
+
+
+def test_fp8_rollouts_in_the_plan():
+    """Half the bytes on servers and in updates, more KV cache, shorter decode steps; the trainer is the same."""
+    plain = facts("qwen3_30b_a3b_base", "sglang.tp_size=2", mean_response=8192, mean_prompt=256)
+    fp8 = facts(
+        "qwen3_30b_a3b_base",
+        "sglang.tp_size=2",
+        "engine.quantization=fp8",
+        mean_response=8192,
+        mean_prompt=256,
+    )
+    assert fp8.trainer == plain.trainer
+    before, after = (engine_bytes(MOE, f.engine, f.rollout, DEVICES["h100"]) for f in (plain, fp8))
+    assert after.kv_pool - before.kv_pool == before.weights - after.weights > 14e9
+    assert after.kv_tokens > before.kv_tokens
+    seconds = [decode_seconds(f, H100, running=8, context=4096) for f in (plain, fp8)]
+    assert 0.5 < seconds[1] / seconds[0] < 0.95
+    assert quantized_parameters(MOE) == 48 * 2048 * (2 * 4096 + 2 * 512)
+    updates = [traffic(f, DEVICES["h100"]).update for f in (plain, fp8)]
+    # 29.9 G elements have one byte, and 1 / 4096 of it in scales; embedding, output matrix and routers have two.
+    quantized = 48 * (2048 * 9216 + 128 * 3 * 2048 * 768)
+    assert updates[0] == 2 * parameters(MOE)
+    assert updates[0] - updates[1] == quantized - 4 * quantized // 128**2
+
+
+def test_kv_cache_by_hand():
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=2", mean_response=8192, mean_prompt=256)
+    assert kv_bytes_per_token(MOE, run.engine) == 2 * 48 * 2 * 128 * 2
+    assert kv_bytes_per_token(MOE, replace(run.engine, tensor=8)) == 2 * 48 * 1 * 128 * 2
+    found = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
+    assert found.kv_tokens == found.kv_pool // 49152
+    assert found.sequences == found.kv_tokens // 8448
+    assert found.longest == found.kv_tokens // 17408
+
+
+def test_attention_replicas_in_the_plan():
+    """Each replica has the heads of a sequence on fewer ranks and its share of the running requests."""
+    overrides = ("sglang.tp_size=8", "sglang.ep_size=8", "sglang.mem_fraction_static=0.8")
+    lengths = {"mean_response": 8192, "mean_prompt": 256}
+    plain = facts("qwen3_30b_a3b_base", *overrides, **lengths)
+    replicas = facts(
+        "qwen3_30b_a3b_base",
+        *overrides,
+        "sglang.attn_dp_size=4",
+        "sglang.max_running_requests=1000",
+        **lengths,
+    )
+    assert replicas.engine.layout == EngineLayout(8, 8, 4)
+    assert kv_bytes_per_token(MOE, plain.engine) == 2 * 48 * 1 * 128 * 2
+    assert kv_bytes_per_token(MOE, replicas.engine) == 2 * 48 * 2 * 128 * 2
+    before, after = (
+        engine_bytes(MOE, f.engine, f.rollout, DEVICES["h100"]) for f in (plain, replicas)
+    )
+    assert after.kv_tokens == 4 * (after.kv_pool // (2 * 48 * 2 * 128 * 2))
+    # Without replicas each of the four key-value heads lies on two ranks; with four replicas, none does.
+    assert 1.8 * before.kv_tokens < after.kv_tokens < 2 * before.kv_tokens
+    assert after.sequences == min(1000, 4 * (after.kv_tokens // 4 // 8448))
+    embedding = MOE.vocab_size * MOE.hidden_size
+    assert after.weights > before.weights + 2 * embedding // 4
+    seconds = [decode_seconds(f, H100, running=512, context=8192) for f in (plain, replicas)]
+    assert seconds[1] < seconds[0]
+
+
+def test_update_and_checkpoint_by_hand():
+    found = traffic(facts(), DEVICES["h100"], storage=10e9)
+    assert parameters(MOE) == 30_532_122_624
+    assert found.update == 2 * parameters(MOE)
+    assert found.checkpoint == 14 * parameters(MOE)
+    assert found.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
+    assert found.buckets == 114  # one node holds every first copy: 61.06 GB in buckets of 512 MiB
+    assert found.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = parameters(MOE) - experts
+    assert found.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
+    holders = traffic(facts("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
+    assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
+    assert holders.gathered == round(2 * dense * 3 / 4)
+
+
+def test_an_update_of_adapters_by_hand():
+    attention = ("lora.target_modules=[attention]", "weight_sync.strategy=disk")
+    found = traffic(
+        facts("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
+    )
+    widths = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # of q, k and v, o
+    assert found.update == found.gathered == 2 * 48 * 32 * widths
+    assert found.buckets == 1
+    assert found.update_seconds == pytest.approx(1 + 2 * found.update / 5e9)
+    merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
+    assert merged.update == 2 * parameters(MOE)
+    assert merged.checkpoint == found.checkpoint == 7 * found.update
+
+
+@pytest.mark.parametrize(
+    ("layout", "holders", "nodes"),
+    [
+        (Layout(tensor=4, data=8, expert=8), 8, 1),
+        (Layout(tensor=2, pipeline=2, data=8, expert=8), 16, 2),
+        (Layout(pipeline=4, data=8, expert=8), 32, 4),
+        (Layout(tensor=2, data=16, expert=16), 16, 2),
+        (Layout(tensor=2, expert_tensor=2, data=4), 1, 1),
+    ],
+)
+def test_senders_are_the_gather_plans(layout, holders, nodes):
+    small = replace(MOE, num_layers=4, num_experts=32, vocab_size=512)
+    for ranks_per_sender, count in ((1, holders), (8, nodes)):
+        plan = hf_buckets_plan(
+            small, layout, 2**30, 2, spread=True, ranks_per_node=ranks_per_sender
+        )
+        assert len({bucket.receiver for bucket in plan}) == count
+        assert senders(layout, ranks_per_sender) == count
+
+
+AWARE = [
+    "megatron_optimizer.use_precision_aware_optimizer=true",
+    "megatron_optimizer.exp_avg_dtype=bfloat16",
+    "megatron_optimizer.exp_avg_sq_dtype=bfloat16",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gradient", "optimizer"),
+    [
+        ([], 4, 12),
+        (["megatron_ddp.grad_reduce_in_fp32=false"], 2, 12),
+        (["model.dtype=float32"], 4, 8),
+        (AWARE, 4, 8),
+        ([AWARE[0], "megatron_optimizer.optimizer_cpu_offload=true"], 4, 0),
+        (["megatron_optimizer.optimizer_cpu_offload=true"], 4, 4),
+        (["megatron_optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 0.25}"], 4, 10),
+    ],
+)  # fmt: skip
+def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimizer):
+    trainer = facts("qwen3_30b_a3b_base", *overrides).trainer
+    assert (trainer.gradient_bytes, trainer.optimizer_bytes) == (gradient, optimizer)
+    weights = state_bytes(trainer, 0).weights
+    assert state_bytes(trainer, 0).gradients == weights // trainer.item_bytes * gradient
+
+
+def test_offloaded_state_moves_to_the_hosts_and_costs_their_memorys_rate():
+    def planned(*words):
+        return plan_run(facts("qwen3_30b_a3b_base", *words), H100)
+
+    plain, offloaded = planned(), planned("megatron_optimizer.optimizer_cpu_offload=true")
+    moved = plain.ranks[0].state.optimizer - offloaded.ranks[0].state.optimizer
+    # Two of the three fp32 tensors move; the host also has a copy of the master, and gradients.
+    assert moved == offloaded.ranks[0].state.offloaded_elements * 8
+    assert offloaded.hosts[0].offloaded == offloaded.ranks[0].state.offloaded_elements * 24 * 8
+    assert plain.hosts[0].offloaded == 0
+    assert offloaded.seconds.training > plain.seconds.training
+    # Both copies of bfloat16 moments are in a checkpoint in their own type.
+    assert planned(*AWARE).traffic.checkpoint == plain.traffic.checkpoint * 10 // 14
+
+
+def test_the_optimizer_is_sharded_where_several_replicas_train_in_bfloat16():
+    def shards(*words):
+        return recipe(
+            "qwen3_30b_a3b_base", "optimizer.distributed=null", *words
+        ).distributed_optimizer
+
+    assert shards()
+    assert not shards("model.dtype=float32")
+    assert not shards("parallel={world_size: 4, tensor: 4}")
+    assert not recipe("qwen3_30b_a3b_base", "optimizer.distributed=false").distributed_optimizer
+
+
+def test_fp8_training_holds_two_bytes_of_each_linear_weight():
+    plain = plan_run(facts(), H100).ranks[0]
+    fp8 = plan_run(facts("qwen3_30b_a3b_base", *FP8), H100).ranks[0]
+    trainer = facts().trainer
+    # 48 layers: attention in four parts, and 16 whole experts of three matrices.
+    attention = (2 * 32 + 2 * 4) * 128 * 2048 // 4
+    assert fp8.quantised == 2 * 48 * (attention + 16 * 3 * 768 * 2048)
+    assert plain.quantised == 0
+    assert trainer.layout.tensor == 4
+    assert fp8.total >= plain.total + fp8.quantised
+
+
+FP8 = ("megatron={fp8: e4m3, fp8_recipe: blockwise}",)
+
+
+def test_fp8_pads_each_ranks_tokens():
+    assert recipe().token_multiple == 1
+    assert recipe("qwen3_30b_a3b_base", "megatron.fp8=hybrid").token_multiple == 16
+    both = "megatron={fp8: e4m3, fp8_recipe: mxfp8}"
+    assert recipe("qwen3_30b_a3b_base", both).token_multiple == 32
+    longest = facts(
+        "qwen3_30b_a3b_base", "megatron.fp8=hybrid", "training.micro_batch_tokens=40001"
+    ).trainer
+    assert longest.tokens == 40_064  # the next multiple of TP4 x 16
+
+
+def test_communicators_by_hand():
+    assert PER_COMMUNICATOR == 16 * 2 * (8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * 2**20)
+    # TP4 EP8: an engine rank of TP4 is in its server's group and in one of each sender.
+    assert engine_communicator_bytes(4, 8) == 9 * PER_COMMUNICATOR
+    assert engine_communicator_bytes(4, 1) == 2 * PER_COMMUNICATOR
+    assert engine_communicator_bytes(1, 1) == PER_COMMUNICATOR
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_an_algorithm_needs_is_what_its_row_says(name):
+    row = algorithm_facts(name)
+    rollout = facts_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), MOE).rollout
+    assert rollout.recompute_pass == (
+        row.needs_recomputed or row.needs_recomputed_distribution or name in ("m2po", "m2po-areal")
+    )
+    assert rollout.topk == (MOE.vocab_size if row.preset.whole_vocabulary else row.topk)
+
+
+@pytest.mark.parametrize(
+    ("row", "topk", "recomputes"),
+    [
+        (Preset("factor", {"clip_high": 1.0}), 0, False),
+        (Preset("factor", {"clip_high": 1.0}, anchor="recomputed"), 0, True),
+        (Preset("topk_tv", {"tv_threshold": 0.1, "topk": 7}, divergence="topk_tv"), 7, False),
+        (Preset("topk_tv", divergence="topk_tv", whole_vocabulary=True), MOE.vocab_size, False),
+    ],
+)
+def test_a_row_that_docs_extending_adds_is_planned_by_what_it_says(
+    monkeypatch, row, topk, recomputes
+):
+    """Whatever its name is: it was once guessed from parts of it."""
+    monkeypatch.setitem(PRESETS, "factor", row)
+    planned = plan_run(facts("qwen3_30b_a3b_base", "algorithm.name=factor"), H100)
+    assert planned.facts.rollout.topk == topk
+    assert (planned.seconds.recompute_pass > 0) == recomputes
+    assert (planned.columns.topk > 0) == (topk > 0)
+
+
+def test_an_algorithm_that_nobody_knows_is_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100", "--nodes", "4"]
+    with pytest.raises(FatalError, match="'factor'"):
+        command.main([*words, "algorithm.name=factor"])
+
+
+def test_trainers_and_servers_of_four_nodes():
+    nodes, faults = node_roles(facts().roles, H100)
+    assert faults == []
+    assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
+        (8, 0, (), 0), (8, 0, (), 0), (0, 8, (0, 1), 0), (0, 8, (2, 3), 0),
+    ]  # fmt: skip
+    half = facts("qwen3_30b_a3b_base", "parallel.world_size=4", "parallel.expert=4", "engine.servers=3",
+               "sglang.tp_size=3")  # fmt: skip
+    nodes, _ = node_roles(half.roles, Cluster(DEVICES["h100"], 2))
+    assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
+        (4, 3, (0,), 1),
+        (0, 6, (1, 2), 2),
+    ]
+    nodes, faults = node_roles(facts().roles, Cluster(DEVICES["h100"], 3))
+    assert nodes == ()
+    assert faults[0].startswith("devices: 16 ranks")
+
+
+def test_what_does_not_fit_is_refused_by_part():
+    plain = ["optimizer.distributed=false", "training.recompute=none"]
+    found = plan_run(facts("qwen3_30b_a3b_base", *plain), H100)
+    (problem,) = found.faults
+    assert problem.startswith("trainer GPU memory: ")
+    assert "optimizer 4" in problem
+    assert problem.endswith("80GB")
+    assert plan_run(facts(), H100).fits
+    crowded = plan_run(facts("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.97"), H100)
+    assert "mem_fraction_static 0.97 leaves" in crowded.faults[0]
+    single = plan_run(facts("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.18"), H100)
+    assert "sequence of 17,408" in single.faults[0]
+    shared = plan_run(
+        facts("qwen3_30b_a3b_base", "training.recompute=full", "sglang.base_gpu_id=0"), H100
+    )
+    (problem,) = shared.faults
+    assert problem.startswith("GPU memory: sglang.base_gpu_id 0 ")
+    poor = plan_run(facts(), replace(H100, host_memory=2**34))
+    assert poor.faults[0].startswith("host memory: node 0 ")
+    assert len(poor.faults) == 4
+
+
+def test_every_rank_copies_its_share_of_a_checkpoint():
+    hosts = plan_run(facts(), H100).hosts
+    trainers = [host.checkpoint for host in hosts if host.checkpoint]
+    assert len(set(trainers)) == 1
+    # 14 bytes x 30.53 B / 16 ranks are 24.9 GiB (and replicated norms); a pinned buffer of 32 GiB holds them.
+    assert trainers == [8 * 32 * 2**30] * 2
+    assert _copied(facts()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
+    lora = facts("qwen3_30b_a3b_base_lora")
+    share = 14 * lora.trainer.trained.elements(MOE) / 16
+    assert _copied(lora) == pytest.approx(share, rel=1e-6)
+    copied = plan_run(lora, H100).hosts[0].checkpoint / 8
+    assert share <= copied < 2 * share
+    assert math.log2(copied).is_integer()
+    waiting = plan_run(facts("qwen3_30b_a3b_base", "checkpoint.background=false"), H100)
+    assert not any(host.checkpoint for host in waiting.hosts)
+
+
+def test_senders_keep_what_they_sent_where_updates_send_only_changes():
+    run = facts()
+    plain = plan_run(run, H100)
+    changes = plan_run(replace(run, changes_only=True), H100)
+    assert not any(host.sent for host in plain.hosts)
+    sent = [host.sent for host in changes.hosts]
+    assert max(sent) <= changes.traffic.update <= sum(sent)
+    assert all(
+        bool(size) == bool(node.ranks) for size, node in zip(sent, changes.nodes, strict=True)
+    )
+    assert [host.total - host.sent for host in changes.hosts] == [h.total for h in plain.hosts]
+
+
+def test_evaluation_is_the_generation_of_its_responses(tmp_path):
+    """avg@32 on 60 problems, as if it were a rollout batch; spread over the steps between two of them."""
+    sets = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
+    sets[0].write_text("{}\n" * 30 + "\n")
+    words = ["evaluation.every=5", "evaluation.samples_per_prompt=32"]
+    held_out = f"data.evaluation={{a: {sets[0]}, b: {sets[1]}}}"
+    asked = facts("qwen3_30b_a3b_base", held_out, *words)
+    assert asked.evaluation == EvaluationFacts(60, 32, asked.rollout.longest_response, 5)
+    batch = (
+        "rollout.prompts_per_step=60",
+        "rollout.group_size=32",
+        "training.prompts_per_mini_batch=60",
+    )
+    alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(asked, H100.device))
+    plan = plan_run(asked, H100)
+    assert plan.seconds.evaluation == (alike.generation + alike.tail) / 5 > 20
+    unasked = plan_run(replace(asked, evaluation=None), H100).seconds
+    assert plan.seconds.total == pytest.approx(unasked.total + plan.seconds.evaluation)
+    shorter = facts("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
+    assert 0 < plan_run(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
+    assert plan_run(facts("qwen3_30b_a3b_base", "data.evaluation={}"), H100).seconds.evaluation == 0
+    console = Console(record=True, width=200)
+    print_plan(console, plan)
+    each = plan.seconds.evaluation
+    told = f"60 problems x 32 take {5 * each:.0f} s, before the first step and every 5 steps: {each:.0f} s for each"
+    assert told in console.export_text()
+
+
+def test_search_ranks_what_fits_and_says_how_to_get_there():
+    found = search(Question(recipe(), MOE, H100))
+    seconds = [p.seconds for p in found]
+    assert seconds == sorted(seconds)
+    assert all(p.plan.fullest.total <= 0.9 * H100.device.memory for p in found)
+    best = found[0]
+    again = facts_of(recipe("qwen3_30b_a3b_base", *best.changes), MOE)
+    assert plan_run(again, H100).seconds == best.plan.seconds
+    close = nearest(found, 3)
+    assert len(close) == 3
+    assert len(close[0].changes) == min(len(p.changes) for p in found)
+
+
+@pytest.mark.parametrize(("given", "is_suggested"), [("null", False), ("false", True)])
+def test_a_proposal_names_no_value_that_the_recipe_has_already(given, is_suggested):
+    """Without a value the optimizer is distributed by itself: in bfloat16, over several replicas."""
+    overrides = (f"optimizer.distributed={given}",)
+    base = recipe("qwen3_30b_a3b_base", *overrides)
+    found = nearest(search(Question(base, MOE, H100)), 40)
+    replicated = [p for p in found if p.question.config.parallel.data > 1]
+    assert replicated
+    for proposal in replicated:
+        assert ("optimizer.distributed=true" in proposal.changes) == is_suggested
+    for change in {change for proposal in found for change in proposal.changes}:
+        changed = recipe("qwen3_30b_a3b_base", *overrides, change)
+        assert changed.model_dump() != base.model_dump()
+
+
+def test_bars_of_a_picture_add_up_to_the_plan():
+    plan = plan_run(facts(), H100)
+    drawn = bars(plan)
+    assert list(drawn) == ["trainer, stage 0", "server"]
+    assert sum(drawn["trainer, stage 0"].values()) == pytest.approx(
+        plan.fullest.total / 2**30, rel=1e-6
+    )
+    assert sum(drawn["server"].values()) == pytest.approx(
+        (H100.device.memory - 2**29) / 2**30, rel=1e-6
+    )
+
+
+def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base_r3.yaml", "--gpu", "h100", "--nodes", "4"]
+    assert command.main(words) == 0
+    out = capsys.readouterr().out
+    for part in ("Who runs where", "A trainer rank's GPU", "A server's GPU", "Host memory", "What moves",
+                 "after a rank's death", "A step, seconds", "It fits."):  # fmt: skip
+        assert part in out
+    assert command.main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["fits"]
+    assert (
+        tree["plan"]["ranks"][0]["total"]
+        == plan_run(facts("qwen3_30b_a3b_base_r3"), H100).fullest.total
+    )
+
+
+def test_the_command_refuses_with_what_would_fit_and_exits_2(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100"]
+    assert (
+        command.main(
+            [*words, "--nodes", "4", "optimizer.distributed=false", "training.recompute=none"]
+        )
+        == 2
+    )
+    out = capsys.readouterr().out
+    assert "It can't work:" in out
+    assert "What would" in out
+    assert "optimizer.distributed=true" in out
+    one_gpu = ["--nodes", "1", "--gpus-per-node", "1"]
+    assert command.main([*words, *one_gpu, "parallel.tensor=3"]) == 2
+    out = capsys.readouterr().out
+    assert "parallel.tensor: got 3" in out
+    assert "1 x 1 h100" in out
+
+
+def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
+    """And a program that asks for layouts is told by the exit code, also where the recipe itself is in order."""
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100"]
+    assert command.main([*words, "--nodes", "1", "--json"]) == 2
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["fits"], tree["proposals"]) == (False, [])
+    least = tree["least_nodes"]
+    assert search(Question(recipe(), MOE, replace(H100, nodes=least)))
+    assert not search(Question(recipe(), MOE, replace(H100, nodes=least - 1)))
+    assert command.main([*words, "--nodes", "1"]) == 2
+    out = capsys.readouterr().out
+    assert (
+        f"No layout of 1 x 8 h100 fits; the least that does: {least} x 8 (--nodes {least})." in out
+    )
+    monkeypatch.setattr(command, "search_schedules", lambda *_: [])
+    monkeypatch.setattr(command, "least_nodes", lambda *_: None)
+    assert command.main([*words, "--nodes", "4", "--json"]) == 0  # nothing was asked but the plan
+    assert command.main([*words, "--nodes", "4", "--search", "--json"]) == 2
+
+
+def test_who_waits_for_whom_and_the_gpu_hours_by_hand(capsys, monkeypatch):
+    seconds = StepSeconds(ON_POLICY, 60, 4, 20, 6, 5, 5)
+    assert seconds.total == 100
+    assert seconds.idle == {"trainers": pytest.approx(0.6), "servers": pytest.approx(0.35)}
+    ahead = replace(seconds, schedule=STALE)
+    assert ahead.total == 70
+    assert ahead.idle == {"trainers": pytest.approx(3 / 7), "servers": pytest.approx(1 / 14)}
+    plan = replace(plan_run(facts(), H100), seconds=seconds)
+    assert plan.gpu_hours == pytest.approx(100 * 32 / 3600)
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100", "--nodes", "4"]
+    monkeypatch.setattr(Question, "plan", lambda _: plan)
+    assert command.main(words) == 0
+    out = capsys.readouterr().out
+    steps = recipe().run.steps
+    assert f"The run's {steps:,} steps: {steps * 100 * 32 / 3600:,.0f} GPU-hours, idle" in out
+    assert "60%" in out
+    assert "35%" in out
+    assert command.main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["plan"]["idle"] == seconds.idle
+    assert tree["gpu_hours"] == pytest.approx(steps * plan.gpu_hours)
+
+
+def test_memory_where_there_is_no_gpu(tmp_path):
+    """A tiny model's 18 bytes (bf16) of every parameter and rank, and 2 for each of the server's."""
+    shape = MODELS / "qwen3-1.7b-base"
+    words = [
+        f"model.hf_checkpoint={shape}",
+        "parallel={world_size: 2, tensor: 1}",
+        "engine={servers: 1}",
+    ]
+    config = recipe("qwen3_1.7b_base_efficiency", *words, "optimizer.distributed=false")
+    # Tied embeddings: the engine holds 1,720,574,976 parameters, as the trainer's ranks do.
+    needed = 1_720_574_976 * (2 * 18 + 2)
+    machine = Machine(cores=2, gpus=0, memory_bytes=needed, open_files=1024)
+    fits = check_memory(config, machine)
+    assert fits.faults == ()
+    (fault,) = check_memory(config, replace(machine, memory_bytes=needed - 1)).faults
+    assert fault.startswith("memory: ")
+    assert "weights 3.2 GiB, gradients 6.4 GiB" in fits.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_machine_with_gpus_is_judged_by_their_name(tmp_path, name, known):
+    (tmp_path / "0000:01:00.0").mkdir()
+    information = tmp_path / "0000:01:00.0" / "information"
+    information.write_text(f"Model: \t\t {name}\nIRQ: 1\n")
+    assert device_here(tmp_path) is (None if known is None else DEVICES[known])
+
+
+def test_a_site_file_names_every_kind_of_gpu():
+    for name in DEVICES:
+        assert SiteConfig(gpu=name).gpu == name
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "seconds"),
+    [
+        # 97 reductions of 256 x 2,048 x 2 bytes, twice, and logits of 256 x 151,936 x 2 bytes: 281,214,976 bytes, of
+        # which 15/16 leave a GPU, 263,639,040, on the ports of a node's GPUs at 0.7 of 50 GB/s each.
+        (2, 8, 263_639_040 / (8 * 35e9) + 98 * 2 * 5e-6),
+        (4, 4, 263_639_040 / (4 * 35e9) + 98 * 4 * 5e-6),  # a tree of two levels
+        (3, 6, 263_639_040 / (16 / 3 * 35e9) + 98 * 4 * 5e-6),
+        (1, 16, 0.0),
+    ],
+)
+def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
+    assert (MOE.num_layers, MOE.hidden_size, MOE.vocab_size) == (48, 2048, 151_936)
+    cluster = Cluster(DEVICES["h100"], nodes, each)
+    found = network_seconds(MOE, run.engine, cluster, 256, 256)
+    assert found == pytest.approx(seconds, rel=1e-12)
+    whole = Cluster(DEVICES["h100"], 1, 16)
+    step = decode_seconds(run, cluster, 256, 1000) - decode_seconds(run, whole, 256, 1000)
+    assert step == pytest.approx(seconds)
+
+
+def test_pipeline_stages_of_a_server_over_nodes():
+    """Two stages of eight GPUs: a part of 128 tokens is handed on in 128 x 4,096 / 8 bytes a port, at 0.7 x 50 GB/s."""
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8", "sglang.pp_size=2")
+    over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
+    found = hand_over_seconds(MOE, run.engine, over, 128)
+    assert found == pytest.approx(1e-5 + 128 * 4096 / 8 / 35e9)
+    assert hand_over_seconds(MOE, run.engine, inside, 128) == 0
+    step = decode_seconds(run, over, 256, 1000) - decode_seconds(run, inside, 256, 1000)
+    assert step == pytest.approx(2 * found)
+
+
+def test_pipeline_stages_read_the_weights_once_for_each_part():
+    """One stage of as many GPUs as a stage here has reads all weights once a step."""
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
+    whole = Cluster(DEVICES["h100"], 1, 8)
+    half = replace(run, engine=replace(run.engine, pipeline=1))
+    # 96 all-reduces of 128 x 2,048 x 2 bytes, 6/4 of which a GPU of four sends
+    beside = 96 * (15e-6 + 1.5 * 524_288 / 315e9)
+    kv = 4_000 * 128 * 24 * 2 * 128 * 2 / 0.7  # of 24 layers and one key-value head
+    touched = touched_parameters(MOE, 128)
+    weights = touched.dense * 2 / 0.7 + touched.experts * 2 / 0.55
+    part = (weights / 8 + kv) / DEVICES["h100"].hbm
+    pipelined = 2 * (part + 0.004) + beside + 256 * 10e-6
+    assert decode_seconds(run, whole, 256, 4000) == pytest.approx(pipelined)
+    flat = (weights / 4 + 2 * kv) / DEVICES["h100"].hbm
+    flat += 0.004 + beside + 128 * 10e-6
+    assert decode_seconds(half, whole, 128, 4000) == pytest.approx(flat)
+
+
+def test_weights_that_a_decode_step_touches():
+    """One token: 8 experts of 128 in each of 48 layers, 3 x 2,048 x 768; a hundred: all but 0.16% of them."""
+    one, all_of_them = 48 * 8 * 3 * 2048 * 768, 48 * 128 * 3 * 2048 * 768
+    found = touched_parameters(MOE, 1)
+    assert found.experts == pytest.approx(one)
+    assert found.dense == active_parameters(MOE) - one
+    assert touched_parameters(MOE, 100).experts == pytest.approx(all_of_them * 0.9984, rel=1e-4)
+    dense = load_model_shape(MODELS / "qwen3-8b-base")
+    assert touched_parameters(dense, 100) == Touched(active_parameters(dense), 0)
+
+
+def test_pipeline_stages_are_filled_and_drained_in_prefill():
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8")
+    rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
+    run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
+    stages = replace(run, engine=replace(run.engine, tensor=4, pipeline=2))
+    cluster = Cluster(DEVICES["h100"], 1, 8)  # two passes of 8,192 tokens
+    assert prefill_seconds(stages, cluster) == pytest.approx(1.5 * prefill_seconds(run, cluster))
+
+
+def test_prompts_of_a_server_over_nodes():
+    """Two passes of 8,192 tokens and 64 prompts: 97 x 8,192 x 4,096 bytes twice, 64 x 303,872 bytes."""
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
+    rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
+    run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
+    over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
+    difference = prefill_seconds(run, over) - prefill_seconds(run, inside)
+    assert difference == pytest.approx(2 * (6_120_944_640 / 280e9 + 98 * 2 * 1e-5))
+
+
+def test_head_flops_by_hand():
+    """A response of 3 in 4 tokens, 60,000 of 80,000 in a micro-batch: 56,000 of them outside the last chunk."""
+    found = facts(mean_response=768, mean_prompt=256)
+    trainer = replace(found.trainer, tokens=80_000, chunk_tokens=4_000)
+    product = 2 * 2048 * 151936
+    flops = head_flops(trainer, found.rollout)
+    assert flops.forward == pytest.approx(-product / 4)
+    assert flops.training == pytest.approx(product * (-3 / 4 + 3 / 4 * 56 / 60))
+    once = head_flops(replace(trainer, chunk_tokens=60_000), found.rollout)
+    assert once.training == pytest.approx(-product * 3 / 4)
+    frozen = head_flops(replace(trainer, trained=object(), chunk_tokens=60_000), found.rollout)
+    assert frozen.training == pytest.approx(-product * 2 / 4)

@@ -1,0 +1,79 @@
+"""The planner's counts of weights, caches and parked bytes, compared with the tensors that the core moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_dppo.cluster.planner.facts import EngineFacts, rank_parameters
+from megatron_dppo.cluster.planner.server_memory import (
+    kv_bytes_per_token,
+    state_bytes,
+    weight_bytes,
+)
+from megatron_dppo.cluster.planner.trainer_state import ParkedBytes, StateBytes, parked_bytes
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.families import ATTENTION, FAMILIES, QK_NORM, load_model_shape, moe_router
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import engine_parameters, local_parameters
+from megatron_dppo.model.shape import ModelShape
+from tests.planted_families import mixed_family, planted
+from tests.tiny_models import save_tiny_model
+from tests.unit.test_engine_checksums import model_shape
+from tests.unit.test_engine_rows import table_of_each_kind
+from tests.unit.test_hybrid_families import NEXT
+from tests.unit.test_mixed_layers import DENSE, LAYERS, LAYOUTS
+
+
+def test_types_and_derived_tensors_of_an_engine_are_counted() -> None:
+    shape = replace(model_shape(), num_layers=2, dtype="bfloat16")
+    plain = FAMILIES["qwen3_moe"]
+    with planted(replace(plain, layer=(*ATTENTION, *QK_NORM, *moe_router()), engine=())):
+        before = weight_bytes.__wrapped__(shape, EngineLayout(1))
+    gates, norms = 2 * 3 * 8, 2 * 8
+    with planted(table_of_each_kind()):
+        found = weight_bytes.__wrapped__(shape, EngineLayout(1))
+    assert found == before + 2 * gates + 2 * norms
+
+
+@pytest.fixture(scope="module")
+def mixed_layers(tmp_path_factory) -> Iterator[ModelShape]:
+    """A model with dense layers among layers with experts."""
+    folder = tmp_path_factory.mktemp("mixed")
+    with planted(mixed_family()):
+        save_tiny_model(folder, "qwen3_moe", layers=LAYERS, mlp_only_layers=list(DENSE))
+        yield load_model_shape(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+def test_the_parameters_of_each_rank_are_counted_by_layer(
+    mixed_layers: ModelShape, layout: Layout
+) -> None:
+    for rank in range(layout.world_size):
+        held = sum(math.prod(p.shape) for p in local_parameters(mixed_layers, layout, rank))
+        stage = layout.coordinates(rank).pp
+        assert rank_parameters(mixed_layers, layout, stage).elements == held
+
+
+def test_the_weights_of_an_engine_s_rank_are_counted_by_layer(mixed_layers: ModelShape) -> None:
+    layout = EngineLayout(2, 2)
+    held = sum(math.prod(p.shape) for p in engine_parameters(mixed_layers, layout, 0))
+    assert weight_bytes(mixed_layers, layout) == 2 * held
+
+
+def test_the_cache_of_attention_and_the_states_of_delta_nets_are_counted() -> None:
+    """12 layers with 2 heads of 256 in the cache; 36 with 32 matrices of 128 x 128 in fp32 and 3 tokens of 8192."""
+    shape = load_model_shape(NEXT)
+    engine = EngineFacts(1, 4, 4, 1, None, None, None, kv_bytes=2)
+    assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
+    state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert state_bytes(shape, engine) == state // 4
+
+
+def test_parked_bytes_by_hand() -> None:
+    state = StateBytes(weights=100, reference=0, gradients=200, optimizer=600)
+    assert parked_bytes(state) == ParkedBytes(device=900, host=128 + 1024)
+    assert parked_bytes(state, ["gradients", "optimizer"]) == ParkedBytes(800, 1024)

@@ -1,0 +1,425 @@
+"""A recipe's rehearsal: the derived configuration, the tiny model's sizes, and faults that are named by their key."""
+
+import dataclasses
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.recipes import rehearsals
+from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model, verdict
+from megatron_dppo.cluster.rehearsal.__main__ import main
+from megatron_dppo.cluster.rehearsal.attempts import key_of
+from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
+from megatron_dppo.cluster.rehearsal.shrinking import Stage
+from megatron_dppo.config import check_config, load_config
+from megatron_dppo.config.checks import engine_split_faults
+from megatron_dppo.config.data_schema import DataConfig
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.data.records import DataError
+from megatron_dppo.metrics import table as names
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.families import (
+    FAMILIES,
+    ConfigFacts,
+    load_model_shape,
+    unknown_key_warnings,
+)
+from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
+from megatron_dppo.model.quantization import check_block_widths
+from tests.tiny_models import tiny_tokenizer
+from tests.unit.repository.test_recipes import RECIPES, STEPS
+
+LAYOUTS = {
+    "TP2 PP2 EP4 DP2": LayoutSizes(8, 2, 2, None, 4, 1),
+    "PP2 VPP2 EP8": LayoutSizes(16, 1, 2, 2, 8),
+    "TP4 CP2 EP8 ETP1 DP2": LayoutSizes(16, 4, 1, None, 8, 1, None, 2),
+    "TP2 CP4 EP8": LayoutSizes(8, 2, 1, None, 8, 1, None, 4),
+    "TP4 CP8 EP8 ETP1": LayoutSizes(32, 4, 1, None, 8, 1, None, 8),
+    "TP2 ETP2": LayoutSizes(2, 2),
+    "TP8 over 4 key-value heads": LayoutSizes(8, 8, 1, None, 8, 1),
+    "DP8": LayoutSizes(8),
+    "one rank": LayoutSizes(1),
+}
+MOE = tiny_model.read_model("qwen3-30b-a3b-base", is_moe=True)
+
+
+def shape_of(values):
+    facts = ConfigFacts(values, "config.json")
+    shape = FAMILIES[values["model_type"]].read(facts)
+    assert facts.faults == []
+    return shape
+
+
+def stage_of(folder: Path, config, **values) -> Stage:
+    """A stage whose files exist; no weights are made."""
+    model, data = folder / "model", folder / "data.jsonl"
+    sizes = tiny_model.tiny_sizes(
+        values.pop("parallel", config.parallel).sizes,
+        (known := tiny_model.read_model(config.model.hf_checkpoint, is_moe=True)).shape,
+        shrinking.longest_sequence(config.environment, 40),
+    )
+    model.mkdir()
+    (model / "tokenizer.json").touch()
+    values_of_model = tiny_model.tiny_config(known, sizes, own_tokenizer=False)
+    (model / "config.json").write_text(json.dumps(values_of_model))
+    data.touch()
+    paths = {name: str(data) for name in config.data.evaluation}
+    return Stage(folder / "run", model, (str(data),), paths, 40, False, **values)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
+    config = load_config(RECIPES / f"{name}.yaml")
+    derived = shrinking.shrink(config, config.parallel, stage_of(tmp_path, config))
+    check_config(derived, name, weights=False)
+    kept = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
+    for key in kept:
+        assert getattr(derived.algorithm, key) == getattr(config.algorithm, key)
+    stages = shrinking.small_stages(config.parallel)
+    assert derived.parallel.sizes == dataclasses.replace(config.parallel.sizes, **stages)
+    assert derived.rollout.router_replay == config.rollout.router_replay
+    assert derived.rollout.max_staleness == config.rollout.max_staleness
+    assert derived.lora.rank == config.lora.rank
+    assert signal.TARGET in {term.name for term in derived.reward.terms.values()}
+    assert (derived.run.max_restarts, derived.engine.max_restarts) == (0, 0)
+    steps = derived.rollout.prompts_per_step // derived.training.prompts_per_mini_batch
+    assert steps == 2
+    assert derived.rollout.max_response_tokens <= shrinking.RESPONSE_TOKENS
+
+
+def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_kernels(tmp_path):
+    name = "qwen3_30b_a3b_base_r3"
+    overrides = [
+        "parallel.interface=ib0",
+        "engine.python=/env/python",
+        "sglang.attention_backend=fa3",
+    ]
+    config = load_config(RECIPES / f"{name}.yaml", [*overrides, "megatron.moe_router_fusion=true"])
+    stage = stage_of(tmp_path, config)
+    on_cpus, on_gpus = (
+        shrinking.shrink(config, config.parallel, dataclasses.replace(stage, nodes=kind, servers=3))
+        for kind in ("cpu", "gpu")
+    )
+    for derived in (on_cpus, on_gpus):
+        assert derived.parallel.interface == "ib0"
+        assert derived.engine.python == "/env/python"
+        assert derived.engine.servers == 3
+    assert (on_cpus.engine.device, on_gpus.engine.device) == ("cpu", "cuda")
+    assert "attention_backend" not in on_cpus.sglang
+    assert on_gpus.sglang == config.sglang
+    assert on_gpus.megatron == config.megatron
+    gpu_stage = dataclasses.replace(stage, nodes="gpu")
+    left_out = {o.key for o in shrinking.omissions(config, config.parallel, gpu_stage)}
+    assert not left_out & {"sglang", "megatron", "sglang.tp_size", "parallel.interface"}
+
+
+@pytest.mark.parametrize("engine", [1, 4, 8])
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_model_for_gpus_is_divided_by_layout_and_servers(sizes, engine):
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_model.sizes_for_kernels(tiny, sizes, MOE.shape, engine)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert model_faults(sizes, shape) == []
+    assert list(engine_split_faults({"tp_size": engine}, shape)) == []
+    assert shape.head_dim == MOE.shape.head_dim
+    assert tiny.moe_ffn % (128 * engine) == 0
+
+
+@pytest.mark.parametrize("engine", [1, 4])
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_model_for_fp8_servers_has_whole_blocks_on_each_rank(sizes, engine):
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_model.sizes_for_blocks(tiny, sizes, MOE.shape, engine)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert model_faults(sizes, shape) == []
+    check_block_widths(shape, EngineLayout(engine))
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_layout_divides_its_tiny_model(sizes):
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert size_faults(sizes) == []
+    assert model_faults(sizes, shape) == []
+    assert shape.num_attention_heads % (sizes.tensor * sizes.context) == 0
+    assert shape.experts_per_token < shape.num_experts
+    assert shape.max_position_embeddings >= 100
+
+
+FOLDERS = sorted(path.parent.name for path in tiny_model.KNOWN_MODELS.glob("*/config.json"))
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
+def test_the_tiny_model_keeps_its_family(folder):
+    known = tiny_model.read_model(folder, is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(2, 2), known.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(known, tiny, own_tokenizer=True))
+    for name in ("family", "vocab_size", "tied_embeddings", "norm_topk_prob", "rope_theta"):
+        assert getattr(shape, name) == getattr(known.shape, name)
+    assert model_faults(LayoutSizes(2, 2), shape) == []
+    widths = (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.shared_ffn_hidden_size)
+    assert max(widths) <= tiny.ffn
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
+def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_path):
+    known = tiny_model.read_model(folder, is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(2), known.shape, 100)
+    values = tiny_model.tiny_config(known, tiny, own_tokenizer=True)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert unknown_key_warnings(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "own_tokenizer"),
+    [("qwen3-1.7b-base", False), ("olmoe-1b-7b-0924-instruct", True)],
+)
+def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tmp_path):
+    """A rehearsal's responses have at most 16 tokens; one that is cut off may earn nothing."""
+    known = tiny_model.read_model(folder, is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(4, 2, context=2), known.shape, 100)
+    values = tiny_model.tiny_config(known, tiny, own_tokenizer=own_tokenizer)
+    tiny_model.write_model(tmp_path, values, "float32", 3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(values["vocab_size"], (16, 32), generator=torch.manual_seed(5))
+    with torch.no_grad():
+        ends = model(tokens).logits.softmax(-1)[..., values["eos_token_id"]]
+    assert 0.05 < ends.mean() < 0.5
+    assert (ends > 0.01).float().mean() > 0.6
+
+
+def test_an_unknown_model_is_guessed_and_told():
+    known = tiny_model.read_model("checkpoints/Nobody-7B", is_moe=True)
+    assert known.shape.is_moe
+    assert "Nobody-7B" in known.missing
+    assert not tiny_model.read_model("checkpoints/Qwen3-8B-Base", is_moe=True).missing
+
+
+def test_heads_can_be_exchanged_for_tokens():
+    sizes = LayoutSizes(8, 2, context=4)
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100, all_to_all=True)
+    assert tiny.groups // sizes.tensor % sizes.context == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "name", ["TP2 PP2 EP4 DP2", "PP2 VPP2 EP8", "TP4 CP2 EP8 ETP1 DP2", "TP2 CP4 EP8"]
+)
+def test_a_smaller_layout_is_valid(name, ranks):
+    sizes = LAYOUTS[name]
+    fields = {
+        key: getattr(sizes, key) for key in ParallelConfig.model_fields if hasattr(sizes, key)
+    }
+    smaller = shrinking.smaller_layout(ParallelConfig(**fields), ranks).sizes
+    assert smaller.world_size <= ranks
+    assert size_faults(smaller) == []
+    tiny = tiny_model.tiny_sizes(smaller, MOE.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert model_faults(smaller, shape) == []
+
+
+@pytest.mark.parametrize(("ranks", "layers"), [(4, 6), (2, 2), (1, 2)])
+def test_stages_of_different_sizes_stay_different_in_the_tiny_model(ranks, layers):
+    recipe = ParallelConfig(world_size=4, pipeline=4, first_stage_layers=23, last_stage_layers=23)
+    smaller = shrinking.smaller_layout(recipe, ranks)
+    small = smaller.model_copy(update=shrinking.small_stages(smaller)).sizes
+    tiny = tiny_model.tiny_sizes(small, MOE.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert tiny.layers == layers
+    assert [*size_faults(small), *model_faults(small, shape)] == []
+
+
+def test_replicas_shrink_before_tensor_parallelism():
+    parallel = ParallelConfig(world_size=16, tensor=2, pipeline=2, expert=4)
+    smaller = shrinking.smaller_layout(parallel, 8)
+    assert (smaller.tensor, smaller.pipeline, smaller.expert, smaller.data) == (2, 2, 4, 2)
+
+
+def test_a_service_that_is_away_is_left_out(tmp_path):
+    config = load_config(RECIPES / "qwen3_4b_instruct_rlhf.yaml")
+    stage = stage_of(tmp_path, config, unreachable={"reward.options": "nobody answers"})
+    derived = shrinking.shrink(config, config.parallel, stage)
+    assert derived.reward.name == signal.TARGET
+    assert "reward.options" in {
+        part.key for part in shrinking.omissions(config, config.parallel, stage)
+    }
+
+
+def test_options_for_gpus_are_left_out_and_told(tmp_path):
+    config = load_config(
+        RECIPES / "qwen3_30b_a3b_base.yaml",
+        ["sglang.attention_backend=fa3", "sglang.schedule_policy=lpm", "megatron.fp8=hybrid"],
+    )
+    stage = stage_of(tmp_path, config)
+    derived = shrinking.shrink(config, config.parallel, stage)
+    assert derived.sglang == {"schedule_policy": "lpm"}
+    assert derived.megatron == {}
+    told = {part.key: part.reason for part in shrinking.omissions(config, config.parallel, stage)}
+    assert "attention_backend" in told["sglang"]
+    assert "fp8" in told["megatron"]
+
+
+def test_responses_differ_in_the_signal():
+    values = {signal.spread(f"response {i}") for i in range(50)}
+    assert len(values) == 50
+    assert all(0 <= value < 1 for value in values)
+
+
+def test_a_few_rows_of_the_own_data_and_toys_for_the_rest(tmp_path):
+    own = tmp_path / "own.jsonl"
+    rows = [{"question": "x" * (50 - i), "answer": f"{i}"} for i in range(40)]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train=str(own), evaluation={"gone": str(tmp_path / "gone.jsonl")})
+    problems = make_problems(data, tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+    written = [json.loads(line) for line in Path(problems.train[0]).read_text().splitlines()]
+    assert written == rows[-8:]
+    assert [absence.key for absence in problems.absent] == ["data.evaluation.gone"]
+    toys = Path(problems.evaluation["gone"]).read_text().splitlines()
+    assert len(toys) == HELD_OUT
+    assert not problems.has_toys
+
+
+def test_toy_problems_are_right_and_differ():
+    rows = toy_rows(200, seed=1)
+    assert len({row["prompt"] for row in rows}) == 200
+    for row in rows:
+        assert sum(map(int, row["prompt"].removesuffix("=").split("+"))) == int(row["answer"])
+
+
+def test_a_row_that_is_no_problem_is_named(tmp_path):
+    own = tmp_path / "own.jsonl"
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(600)] + [{"answer": "2"}]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"^data\.train: .*line 601"):
+        make_problems(DataConfig(train=str(own)), tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+
+
+def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
+    """With a tokenizer and data of the recipe's own, and a system prompt; no weights."""
+    model = tmp_path / "Qwen3-8B-Base"
+    shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
+    tiny_tokenizer().save_pretrained(model)
+    data = tmp_path / "own.jsonl"
+    rows = [{"prompt": f"Add {i} and 1", "answer": f"{i + 1}"} for i in range(300)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *(str(RECIPES / "qwen3_8b_base.yaml"), "--dry-run", f"--directory={tmp_path / 'r'}"),
+        *(f"model.hf_checkpoint={model}", f"data.train={data}", "data.system_prompt=Be brief"),
+    ]
+    assert main(words) == 0
+    derived = load_config(tmp_path / "r" / "rehearsal.yaml")
+    check_config(derived)
+    shape = load_model_shape(derived.model.hf_checkpoint)
+    assert shape.family == "qwen3"
+    assert shape.vocab_size == load_model_shape(model).vocab_size
+    names = {path.name for path in Path(derived.model.hf_checkpoint).iterdir()}
+    assert {"tokenizer.json", "model.safetensors"} <= names
+    written = [json.loads(line) for line in Path(derived.data.train).read_text().splitlines()]
+    assert all(row in rows for row in written)
+    assert len(written) >= derived.rollout.prompts_per_step
+    assert derived.data.system_prompt == "Be brief"
+
+
+def refused(capsys, tmp_path, *words: str) -> str:
+    code = main([str(RECIPES / "qwen3_8b_base.yaml"), f"--directory={tmp_path / 'r'}", *words])
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("parallel.tensor=3", "parallel.world_size"),
+        ("parallel.expert=2", "parallel.expert"),
+        ("data.prompt_template=no place", "data.prompt_template"),
+        ("algorithm.name=dpo", "algorithm"),
+        ("run.directory=/proc/run", "run.directory"),
+        ("lora.start_from=/nowhere/adapters", "lora.start_from"),
+        ("rollout.replay_from=/nowhere/rollouts", "rollout.replay_from"),
+        ("rollout.max_response_tokens=40000", "rollout.max_response_tokens"),
+    ],
+)
+def test_a_fault_is_named_by_its_key(override, key, capsys, tmp_path):
+    assert f"{key}:" in refused(capsys, tmp_path, override)
+
+
+def test_a_damaged_model_is_named(capsys, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"num_attention_heads": 7}))
+    assert "num_attention_heads" in refused(capsys, tmp_path, f"model.hf_checkpoint={model}")
+
+
+def test_inputs_that_are_not_here_are_refused_where_they_must_be(capsys, tmp_path):
+    assert "data.train:" in refused(capsys, tmp_path, "--strict")
+    unknown = refused(capsys, tmp_path, "--strict", "model.hf_checkpoint=checkpoints/Nobody-7B")
+    assert "model.hf_checkpoint:" in unknown
+
+
+def test_a_cluster_that_is_too_small_is_named(capsys, tmp_path):
+    assert "devices" in refused(capsys, tmp_path, "--nodes=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("error: x.yaml: reward.name: no such module", "reward.name"),
+        ("Traceback\nVerifierError: the reward function raised", "reward.name"),
+        ("EnvironmentFaultError: it hung", "environment.name"),
+        ("Killed", None),
+    ],
+)
+def test_a_failure_leads_to_a_key(text, key):
+    assert key_of(text) == key
+
+
+def test_the_command_is_registered():
+    project = tomllib.loads((RECIPES.parents[1] / "pyproject.toml").read_text())
+    entries = project["project"]["entry-points"]["megatron_dppo.commands"]
+    assert entries["rehearse"] == main.__module__
+
+
+def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
+    findings = [
+        {"label": "|pi - mu| at equal weights", "measured": "0.00015", "holds": True},
+        {"label": "gradient norm", "measured": "0", "holds": False},
+    ]
+    result = {
+        "passed": False, "ranks": 8, "findings": findings, "cpu_seconds": [30.0, 20.4, 10.0],
+        "phases": {
+            "start": {"memory_mib": None},
+            "train": {"memory_mib": {"rank_mean": 98.7}},
+        },
+    }  # fmt: skip
+    folder = tmp_path / "qwen3_8b_base"
+    folder.mkdir()
+    (folder / "rehearsal.json").write_text(json.dumps(result))
+    _, _, *lines = rehearsals.table(tmp_path).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[3] for row in rows].count("not run") == len(rehearsals.NAMES) - 1
+    (row,) = (row for row in rows if row[3] != "not run")
+    assert row[:7] == [
+        *("`qwen3_8b_base`", "DP8", "8", "failed: gradient norm", "60", "99", "0.00015"),
+    ]
+    unrun = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
+    assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in unrun
+
+
+@pytest.mark.parametrize(("seen", "holds"), [(1.0, True), (2.0, False), (None, False)])
+def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
+    config = load_config(RECIPES / "qwen3_30b_a3b_async.yaml")
+    sets = dict.fromkeys(config.data.evaluation_files, (0.0, 0.5))
+    summary = {
+        "weight_updates": 3, "weight_updates_verified": 3, "layout": "DP1", "eval_accuracy_by_set": sets,
+        "mean_abs_prob_gap": 0.0, "hf_export_max_logprob_diff": 0.0,
+    }  # fmt: skip
+    record = {names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
+    found = verdict.findings(config, summary, [record], was_resumed=True)
+    missed = {row.label for row in found if row.holds is False}
+    assert missed == (set() if holds else {"staleness of a token"})

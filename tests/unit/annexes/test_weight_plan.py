@@ -1,0 +1,83 @@
+"""A weight update's plan on paper: the recipes' layouts at 256 ranks, and plans that are wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.cluster.plan import main
+from megatron_dppo.cluster.planner.facts import facts_of
+from megatron_dppo.cluster.planner.weight_plan import plan_faults, weight_plan
+from megatron_dppo.config import load_config
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import hf_buckets_plan
+from megatron_dppo.model.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[3]
+MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
+RECIPE = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"
+SMALL = replace(MOE, num_layers=4, num_experts=8, vocab_size=1000)
+MIB = 2**20
+
+
+def plan_of(shape, *words):
+    return weight_plan(facts_of(load_config(RECIPE, words), shape), 8)
+
+
+def test_the_full_model_on_256_ranks():
+    found = plan_of(MOE, "parallel.world_size=256")
+    assert (found.ranks, found.tensors, found.problems) == (256, 18_867, ())
+    assert found.weights == 2 * 30_532_122_624
+    assert found.sent == {0: found.weights}
+    assert found.gathered_between_nodes == 0
+    assert found.gathered > found.gathered_bound > 0
+    assert 512 * MIB < found.sender_memory < 3 * 594 * MIB
+
+
+@pytest.mark.parametrize(
+    ("layout", "senders", "imbalance"),
+    [
+        ("{world_size: 256, tensor: 4, expert: 8}", [0], 1.0),
+        ("{world_size: 256, tensor: 2, pipeline: 2, expert: 8}", [0, 128], 1.05),
+        ("{world_size: 256, pipeline: 4, expert: 8}", [0, 64, 128, 192], 1.1),
+        ("{world_size: 256, tensor: 2, expert: 8, expert_tensor: 2}", [0, 8], 1.35),
+    ],
+)
+def test_layouts_of_a_small_mixture(layout, senders, imbalance):
+    found = plan_of(SMALL, f"parallel={layout}")
+    assert found.problems == ()
+    assert sorted(found.sent) == senders
+    assert found.imbalance <= imbalance
+    assert found.gathered_between_nodes == 0
+    assert sum(found.sent.values()) == found.weights
+    every = plan_of(SMALL, f"parallel={layout}", "weight_sync.senders=holders")
+    assert every.gathered == every.gathered_bound
+    assert len(every.sent) >= len(found.sent)
+    assert every.engine_communicators == len(every.sent) * 294 * MIB
+
+
+def test_a_tensor_that_comes_twice_or_not_whole_is_told():
+    bucket, *others = hf_buckets_plan(
+        SMALL, Layout(tensor=2, expert_tensor=2), 10**9, 2, spread=True
+    )
+    assert not others
+    assert list(plan_faults([bucket])) == []
+    first, second, *rest = bucket.tensors
+    twice = plan_faults([bucket, replace(bucket, tensors=(second,))])
+    assert any(f"{second.name} " in fault for fault in twice)
+    rows, half = first.shape[0], first.shape[0] // 2
+    for pieces, fault in (
+        (first.pieces[:1], f"covered up to {half} of {rows} along dim 0"),
+        (first.pieces[:1] * 2, "index 0 is provided twice"),
+    ):
+        broken = replace(bucket, tensors=(replace(first, pieces=pieces), second, *rest))
+        assert list(plan_faults([broken])) == [f"{first.name}: {fault}"]
+
+
+def test_the_command_prints_it(capsys):
+    words = [str(RECIPE), "parallel.world_size=64", "--gpu", "h100", "--nodes", "9", "--weights"]
+    models = ["--model-configs", str(ROOT / "examples" / "model_configs")]
+    assert main([*words, *models]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("64 ranks, 18867 tensors")
+    assert out.endswith("once\n")

@@ -1,0 +1,1 @@
+"""Tests of the repository around the package: tools, examples, docs, Makefile, packaging."""

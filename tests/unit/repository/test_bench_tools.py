@@ -1,0 +1,116 @@
+"""What the benchmarks of generation and of waiting make of their measurements."""
+
+import importlib.util
+import random
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def idle() -> ModuleType:
+    return tool("bench_idle")
+
+
+@pytest.fixture(scope="module")
+def generation() -> ModuleType:
+    return tool("bench_generation")
+
+
+def test_a_step_is_timed_by_its_phases_in_the_middle_of_the_run(idle):
+    phases = {"time/generate_s": 1.0, "time/train_s": 2.0, "time/sync_s": 0.5}
+    middle = {
+        **phases,
+        "time/evaluate_s": 9.0,
+        "rollout/generation_s": 3.0,
+        "rollout/servers_idle": 0.5,
+    }
+    records = [
+        {"step": 0, "time/start_s": 99.0},
+        *({"step": step, "time/generate_s": 50.0} for step in (1, 2, 3)),
+        {"step": 4, **middle},
+        {"step": 5, **middle, "time/train_s": 4.0, "rollout/servers_idle": 0.25},
+        {"step": 6, "time/train_s": 70.0, "evaluation/sums/accuracy": 0.75},
+    ]
+    measured = idle.Measured.of("one ahead", records)
+    assert measured.step_s == pytest.approx(4.5)
+    assert (measured.train_s, measured.generation_s) == (3.0, 3.0)
+    assert measured.accuracy == 0.75
+    assert measured.servers_idle == 0.375
+    with pytest.raises(ValueError, match="4 steps hold none"):
+        idle.Measured.of("one ahead", records[:5])
+
+
+def test_ratios_are_paired_by_round(generation):
+    ours = [generation.Turn(2.0, 0.5, 1.5), generation.Turn(3.0, 1.0, 2.0)]
+    theirs = [generation.Turn(1.0, 1.0, 3.0), generation.Turn(6.0, 1.0, 5.0)]
+    assert generation.ratios(ours, theirs, "seconds") == [2.0, 0.5]
+    assert generation.ratios(ours, theirs, "cpu_s") == [0.5, 0.5]
+
+
+def test_prompts_are_runs_of_ids_in_the_vocabulary(generation, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    work = generation.Work(
+        str(tmp_path), prompts=3, concurrency=1, prompt_tokens=4, response_tokens=5, topk=0, per_call=1
+    )  # fmt: skip
+    drawn = generation.prompts(work, seed=0)
+    assert len(drawn) == 3
+    assert all((b - a) % 10 == 1 for ids in drawn for a, b in pairwise(ids))
+    assert work.tokens == 15
+    assert work.sampling.ignore_eos
+
+
+@pytest.fixture(scope="module")
+def simulated() -> ModuleType:
+    return tool("simulate_idle")
+
+
+def steps_of(simulated, schedule, slots=1, lengths=(10.0, 10.0), **phases):
+    """One server, a second a token; training takes 5 s, an update 1 s."""
+    server = simulated.Server(slots, lambda n: 1.0)
+    beside = simulated.Phases(5.0, 1.0, **phases)
+    return simulated.Simulation(schedule, beside, [server], lambda: lengths).run(4)
+
+
+def test_simulated_steps_by_hand(simulated):
+    """Two responses of 10 tokens, one after the other: 20 s of generation in a step."""
+    alone = steps_of(simulated, simulated.ON_POLICY)
+    assert alone.seconds == pytest.approx(20 + 5 + 1)
+    assert alone.trainers == pytest.approx(1 - 6 / 26)
+    assert alone.servers == pytest.approx(1 - 20 / 26)
+    # The server never waits, but for the update.
+    for schedule in (simulated.STALE, simulated.Schedule(staleness=1)):
+        assert steps_of(simulated, schedule).seconds == pytest.approx(20 + 1)
+    turns = steps_of(simulated, simulated.COLOCATED, switch=2.0)
+    assert turns.seconds == pytest.approx(20 + 2 + 5 + 1)
+
+
+def test_a_simulated_tail_is_hidden_where_updates_interrupt_it(simulated):
+    """Beside each other one response of 100 tokens and seven of 10: the long one runs through two steps."""
+    lengths = (100.0, *[10.0] * 7)
+    drained = steps_of(simulated, simulated.Schedule(staleness=1), slots=100, lengths=lengths)
+    assert drained.seconds == pytest.approx(100 + 1)
+    interrupted = steps_of(simulated, simulated.STALE, slots=100, lengths=lengths)
+    # It decodes in the step before its own, w + 5 s without the update, and in its own until training: w + 5 + w = 100.
+    assert interrupted.seconds == pytest.approx(47.5 + 5 + 1)
+
+
+def test_the_mean_of_cut_lengths_is_the_plans(simulated):
+    mu = simulated.location(8192, 16384, 0.8)
+    rng = random.Random(0)
+    drawn = [min(16384, rng.lognormvariate(mu, 0.8)) for _ in range(100_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(8192, rel=0.01)

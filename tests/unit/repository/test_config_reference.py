@@ -1,0 +1,34 @@
+"""docs/configuration.md is the schema, and says something of every key."""
+
+from pathlib import Path
+
+from megatron_dppo.config.errors import dotted_paths
+from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
+from tools.config_reference import reference
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+
+
+def test_the_document_is_current():
+    assert DOCUMENT.read_text() == reference(), (
+        "python tools/config_reference.py > docs/configuration.md"
+    )
+
+
+def test_a_row_says_what_a_key_takes_and_means():
+    rows = reference().splitlines()
+    assert (
+        "| `prompts_per_step` | a whole number > 0 and <= 1048576 | required | Prompts in a rollout batch. |"
+        in rows
+    )
+    assert "| `lr` | a number > 0 | required | Learning rate after the warm-up. |" in rows
+    assert "| `bf16` | model.dtype sets it |" in rows
+
+
+def test_every_key_of_both_kinds_of_run_is_there_and_explained():
+    rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
+    explained = {row[0].strip("| `") for row in rows if row[-1].strip(" |")}
+    headings = {line.strip("# `") for line in reference().splitlines() if line.startswith("### ")}
+    for schema in (TrainConfig, SupervisedConfig):
+        for path in dotted_paths(schema):
+            assert path in headings or path.split(".")[-1] in explained, path

@@ -1,0 +1,135 @@
+"""docs/extending.md, followed literally in a copy of the package."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.patience import run_patiently
+from tests.tiny_models import save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[3]
+GUIDE = (ROOT / "docs" / "extending.md").read_text()
+MODEL_CONFIGS = Path("examples") / "model_configs"
+INSTRUCTION = re.compile(
+    r"^\*\*(?P<what>New file|At the end of|In) `(?P<file>[^`]+)`"
+    r"(?:,\s(?P<where>after|in place of) `(?P<line>[^`]+)`)?:\*\*\n\n```\w*\n(?P<block>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+CHECK = re.compile(r"^\*\*Check:\*\*\n\n```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One section of the guide."""
+
+    title: str
+    text: str
+
+    @property
+    def files(self) -> list[str]:
+        """The files that it has its reader make or change, in order."""
+        return [match["file"] for match in INSTRUCTION.finditer(self.text)]
+
+    def follow(self, folder: Path) -> None:
+        """Do in ``folder`` what it says."""
+        for step in INSTRUCTION.finditer(self.text):
+            path = folder / step["file"]
+            if step["what"] == "New file":
+                assert not path.exists(), f"{path}: the guide calls it new"
+                path.write_text(step["block"])
+            elif step["what"] == "At the end of":
+                path.write_text(path.read_text() + "\n\n" + step["block"])
+            else:
+                before, line, after = path.read_text().partition(step["line"] + "\n")
+                assert line, f"{path}: no line {step['line']!r}"
+                kept = line if step["where"] == "after" else ""
+                path.write_text(before + kept + step["block"] + after)
+
+    def checks(self) -> list[list[str]]:
+        """Its commands, as words."""
+        lines = [line for block in CHECK.findall(self.text) for line in block.splitlines()]
+        return [shlex.split(line) for line in lines]
+
+
+def walks() -> list[Walk]:
+    """The sections that change something."""
+    parts = GUIDE.split("\n## ")[1:]
+    found = [Walk(part.split("\n")[0], part) for part in parts]
+    return [walk for walk in found if walk.files]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A tiny model, its data and a configuration that names them."""
+    folder = tmp_path_factory.mktemp("material")
+    save_tiny_model(folder / "model")
+    rows = [
+        {"prompt": f"{a}+1=", "answer": str(a + 1), "solution": f"{a}+1={a + 1}"}
+        for a in range(3, 9)
+    ]
+    for name in ("train.jsonl", "solutions.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run": {"directory": str(folder / "run"), "steps": 1},
+        "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        "rollout": {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 8},
+        "reward": {"name": "exact_integer"},
+        "training": {"prompts_per_mini_batch": 2, "micro_batch_tokens": 256},
+        "optimizer": {"lr": 1e-4},
+    }
+    (folder / "CONFIG.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk.title)
+def test_the_walk_leads_there(walk, material, tmp_path):
+    # With the compiled files: each command would compile the package again.
+    for folder in ("megatron_dppo", "tools", "tests", MODEL_CONFIGS):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for name in ("CONFIG.yaml", "solutions.jsonl"):
+        shutil.copy(material / name, tmp_path / name)
+    assert walk.checks(), f"{walk.title}: nothing is checked"
+    walk.follow(tmp_path)
+    for words in walk.checks():
+        done = _run(words, tmp_path)
+        assert done.returncode == 0, f"{words}:\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk.title)
+def test_the_check_fails_without_the_walk(walk, material, tmp_path):
+    """Else it would prove nothing."""
+    shutil.copy(material / "CONFIG.yaml", tmp_path / "CONFIG.yaml")
+    shutil.copytree(ROOT / MODEL_CONFIGS, tmp_path / MODEL_CONFIGS)
+    assert _run(walk.checks()[0], tmp_path).returncode != 0
+
+
+def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command of the guide, with the package that lies in ``folder``, or else this one."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    programs = {
+        "python": [sys.executable],
+        "megatron-dppo": [sys.executable, "-m", "megatron_dppo"],
+    }
+    command = [*programs.get(words[0], words[:1]), *words[1:]]
+    return run_patiently(command, 240, cwd=folder, env={**os.environ, "PYTHONPATH": path})
+
+
+MOST_FILES = {"An algorithm": 2, "A reward": 1, "A model family": 1}
+"""By the walk's first words: an algorithm is a function and a row, the others in one file."""
+
+
+@pytest.mark.parametrize("subject", MOST_FILES)
+def test_a_walk_names_few_files(subject):
+    (walk,) = [walk for walk in walks() if walk.title.startswith(subject)]
+    assert len(set(walk.files)) <= MOST_FILES[subject]

@@ -1,0 +1,37 @@
+"""What ``make mutants`` tries: modules and tests that are there, functions that really run changed."""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+from mutation.swapping import forget_answers
+from mutation.targets import TARGETS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_target_and_its_tests_are_there():
+    missing = [path for path in TARGETS if not (ROOT / "megatron_dppo" / path).is_file()]
+    names = {name for names in TARGETS.values() for name in names}
+    missing += [n for n in names if not (ROOT / "tests" / "unit" / f"test_{n}.py").is_file()]
+    assert not missing
+
+
+@functools.cache
+def squared(x: int) -> int:
+    return x * x
+
+
+@functools.lru_cache(maxsize=2)
+def halved(x: int) -> int:
+    return x // 2
+
+
+def test_cached_answers_of_the_mutated_files_are_forgotten():
+    squared(3), halved(4)
+    forget_answers(["another.py"])
+    assert (squared.cache_info().currsize, halved.cache_info().currsize) == (1, 1)
+    forget_answers([__file__])
+    assert (squared.cache_info().currsize, halved.cache_info().currsize) == (0, 0)
