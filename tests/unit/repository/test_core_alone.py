@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -123,12 +122,8 @@ def test_a_test_of_the_annexes_imports_one():
 
 
 def test_the_core_has_no_name_of_an_annex_in_its_code():
+    prefixes = [f"megatron_dppo.{name}" for name in sorted(ANNEXES)]
     for path in (ROOT / "megatron_dppo").rglob("*.py"):
-        if path.relative_to(ROOT / "megatron_dppo").parts[0] in ANNEXES:
-            continue
-        texts = [
-            node.value
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
-        assert not [t for t in texts for name in ANNEXES if f"megatron_dppo.{name}" in t], path
+        if path.relative_to(ROOT / "megatron_dppo").parts[0] not in ANNEXES:
+            text = path.read_text()
+            assert [prefix for prefix in prefixes if prefix in text] == [], path
