@@ -21,7 +21,7 @@ from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.system import processes
 from megatron_dppo.system.fork_server import ForkingLauncher
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.network import PortTakenError, url_host
+from megatron_dppo.system.network import PortTakenError, give_back_port, url_host
 from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
@@ -212,12 +212,14 @@ class ChildServer:
         """Send SIGTERM, after which the server finishes its requests, and SIGKILL after ``grace_s`` seconds."""
         if self._process is not None:
             self._process.stop(grace_s)
+        give_back_port(self.port)
 
     def kill(self) -> None:
         """Send SIGKILL to the server and every descendant, and wait for their end. A second call does nothing."""
         if self._process is not None:
             self._process.kill()
             remove_left_behind()
+        give_back_port(self.port)
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         return processes.tail(self.log_path, lines)

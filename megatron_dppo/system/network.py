@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import re
 import socket
+import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 
 _bound: list[socket.socket] = []
+"""Sockets that hold the ports of ``free_port``."""
+_bound_lock = threading.Lock()
 
 
 class PortTakenError(RuntimeError):
@@ -29,11 +32,21 @@ class PortTakenError(RuntimeError):
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a free port of ``host`` that the system assigns to no other process while this one runs.
 
-    See :func:`hold_port`.
+    See :func:`hold_port`. ``give_back_port`` ends it earlier.
     """
     bound = hold_port(host, 0)
     _bound.append(bound)
     return int(bound.getsockname()[1])
+
+
+def give_back_port(port: int) -> None:
+    """Let the system assign a port of ``free_port`` again: the server that used it has ended."""
+    # Servers end in threads of their own.
+    with _bound_lock:
+        for bound in list(_bound):
+            if bound.getsockname()[1] == port:
+                _bound.remove(bound)
+                bound.close()
 
 
 def hold_port(host: str, port: int) -> socket.socket:

@@ -57,6 +57,11 @@ class TrainerWeights:
         return self._trainer.shape.num_layers
 
     @property
+    def is_routed(self) -> bool:
+        """Whether layers of the model have a router of experts."""
+        return self._trainer.shape.is_moe
+
+    @property
     def dtype_name(self) -> str:
         """The dtype of the weights."""
         return str(self._trainer.dtype).removeprefix("torch.")

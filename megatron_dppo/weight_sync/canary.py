@@ -48,6 +48,10 @@ a near tie sends a token to another expert: a single token may differ by several
 does; a wrong mapping in every layer moves it by 0.69 or more."""
 
 
+_NEAR_TIE_LARGEST = 10.0
+"""The largest difference in nats at one token whose router, by a near tie, sends it to another expert."""
+
+
 _LAYERS = 8
 """Number of layers of the models in which these tolerances were measured."""
 
@@ -82,12 +86,14 @@ class CanaryReport:
         max_abs_diff: largest difference between trainer and engine, over all tokens of the fixed prompts.
         mean_abs_diff: mean of these differences.
         tokens: number of these tokens.
+        near_ties: prompts whose differences beyond the tolerance a near tie of the router explains; 0 or 1.
         decode_max_abs_diff: largest difference between the engine's decode and its prefill of the same tokens.
     """
 
     max_abs_diff: float
     mean_abs_diff: float
     tokens: int
+    near_ties: int = 0
     decode_max_abs_diff: float = 0.0
 
 
@@ -113,8 +119,22 @@ def compare_canary(
     engine: Sequence[Sequence[float]],
     tolerance: Tolerance,
     sides: tuple[str, str] = ("trainer", "engine"),
+    *,
+    is_routed: bool = False,
 ) -> CanaryReport:
-    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1. ``sides`` are their names.
+    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
+
+    Where two experts have almost the same router score, the two sides may round to different experts, and from this
+    token on the prompt's log-probabilities differ by more than rounding. A model with a router meets such a near tie at
+    one prompt in some thousands of updates; wrong arithmetic is at all prompts.
+
+    Args:
+        trainer: log-probabilities of one side.
+        engine: log-probabilities of the other side.
+        tolerance: bounds of the differences.
+        sides: names of the two sides.
+        is_routed: whether the model has a router. Then one of several prompts may exceed ``tolerance``, up to 10 nats
+            at a token.
 
     Raises:
         CanaryError: a difference, or the mean of all, exceeds ``tolerance`` or is NaN; names the worst token.
@@ -128,32 +148,64 @@ def compare_canary(
     differences = []
     for prompt, (trainer_scores, engine_scores) in enumerate(zip(trainer, engine, strict=True)):
         for token, (pi, mu) in enumerate(zip(trainer_scores, engine_scores, strict=True)):
-            differences.append((abs(pi - mu), prompt, token))
-    values = [difference for difference, _, _ in differences]
-    mean = sum(values) / len(values)
-    # Write `not <=` instead of `>`: every comparison with NaN is false.
-    failed = [row for row in differences if not row[0] <= tolerance.largest]
-    if failed or not mean <= tolerance.mean:
-        # A NaN counts as the largest difference; `max` would find it by chance only.
-        nan_rows = [row for row in failed if math.isnan(row[0])]
-        worst_difference, prompt, token = nan_rows[0] if nan_rows else max(differences)
+            differences.append(_Difference(abs(pi - mu), prompt, token))
+    failed = _beyond(differences, tolerance)
+    near_ties = 0
+    if failed and is_routed:
+        worst_prompt = failed[0].prompt
+        remaining = [row for row in differences if row.prompt != worst_prompt]
+        is_near_tie = failed[0].nats <= _NEAR_TIE_LARGEST
+        if remaining and is_near_tie and not _beyond(remaining, tolerance):
+            near_ties, failed = 1, []
+    mean = _mean(differences)
+    if failed:
+        worst_difference, prompt, token = failed[0]
+        too_large = sum(not row.nats <= tolerance.largest for row in differences)
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst_difference:.3g} "
             f"({sides[0]} {trainer[prompt][token]:.6g}, {sides[1]} {engine[prompt][token]:.6g}), "
-            f"expected at most {tolerance.largest:g}; {len(failed)} of {len(differences)} tokens are "
+            f"expected at most {tolerance.largest:g}; {too_large} of {len(differences)} tokens are "
             f"off; the mean difference is {mean:.3g}, expected at most {tolerance.mean:g}"
         )
-    return CanaryReport(max(values), mean, len(values))
+    return CanaryReport(max(row.nats for row in differences), mean, len(differences), near_ties)
 
 
-def _compare_decode(scores: DecodedScores, tolerance: Tolerance) -> float:
+class _Difference(NamedTuple):
+    """The difference of the log-probabilities of one token, in nats."""
+
+    nats: float
+    prompt: int
+    token: int
+
+
+def _mean(differences: Sequence[_Difference]) -> float:
+    return sum(row.nats for row in differences) / len(differences)
+
+
+def _beyond(differences: Sequence[_Difference], tolerance: Tolerance) -> list[_Difference]:
+    """Return all differences, the worst first, if one or their mean exceeds ``tolerance``; else nothing."""
+    # Write `not <=` instead of `>`: every comparison with NaN is false.
+    is_too_large = any(not row.nats <= tolerance.largest for row in differences)
+    if not is_too_large and _mean(differences) <= tolerance.mean:
+        return []
+    # A NaN counts as the largest difference.
+    return sorted(differences, key=_rank, reverse=True)
+
+
+def _rank(row: _Difference) -> tuple[bool, float]:
+    is_nan = math.isnan(row.nats)
+    return is_nan, 0.0 if is_nan else row.nats
+
+
+def _compare_decode(scores: DecodedScores, tolerance: Tolerance, *, is_routed: bool) -> float:
     """Return the largest difference between decode and prefill. Raises CanaryError beyond the tolerance."""
     if not any(scores.decode):
         # Every continuation ended at once, which weights of any value may do.
         return 0.0
     sides = ("prefill", "decode")
     bound = decode_tolerance(tolerance)
-    return compare_canary(scores.prefill, scores.decode, bound, sides).max_abs_diff
+    report = compare_canary(scores.prefill, scores.decode, bound, sides, is_routed=is_routed)
+    return report.max_abs_diff
 
 
 def compare_scores(
@@ -163,6 +215,8 @@ def compare_scores(
     tolerance: Tolerance,
     vocab_size: int,
     adapter: str | None = None,
+    *,
+    is_routed: bool = False,
 ) -> CanaryReport:
     """Resume the engines, score ``prompts`` on each (with its ``adapter``), and compare with the ``trainer``'s scores.
 
@@ -187,8 +241,8 @@ def compare_scores(
     faults: dict[str, BaseException] = {}
     for url, engine_scores in scores.items():
         try:
-            report = compare_canary(trainer, engine_scores, tolerance)
-            difference = _compare_decode(decoded[url], tolerance)
+            report = compare_canary(trainer, engine_scores, tolerance, is_routed=is_routed)
+            difference = _compare_decode(decoded[url], tolerance, is_routed=is_routed)
         except CanaryError as error:
             faults[url] = error
         else:

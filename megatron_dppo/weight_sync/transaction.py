@@ -104,6 +104,10 @@ class WeightSource(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def is_routed(self) -> bool:
+        """Whether layers have a router of experts."""
+
+    @property
     def dtype_name(self) -> str: ...
 
 
@@ -630,6 +634,7 @@ class WeightUpdater:
             tolerance,
             source.vocab_size,
             self._adapter,
+            is_routed=source.is_routed,
         )
 
     def _commit(self, engines: Engines, version: int) -> None:

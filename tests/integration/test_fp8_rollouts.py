@@ -69,6 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class Bf16Source(Source):
     dtype_name = "bfloat16"
+    is_routed = True
 
 
 def rounded_experts(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class Source:
     vocab_size = 500
     num_layers = 2
     dtype_name = "float32"
+    is_routed = True
 
     def __init__(
         self,

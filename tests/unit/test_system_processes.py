@@ -15,7 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.system.network import PortTakenError, free_port, hold_port, require_free_port
+from megatron_dppo.system.network import (
+    PortTakenError,
+    free_port,
+    give_back_port,
+    hold_port,
+    require_free_port,
+)
 from megatron_dppo.system.processes import (
     describe_exit,
     kill_families,
@@ -178,6 +184,17 @@ def test_a_free_port_is_for_who_asks_for_it_and_for_nobody_else() -> None:
             socket.create_connection(("127.0.0.1", port)).close()
             with pytest.raises(PortTakenError):
                 require_free_port("127.0.0.1", port)
+
+
+def test_a_free_port_is_given_back_when_its_server_has_ended() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    ports = [free_port(), free_port()]
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 2
+    give_back_port(ports[0])
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    give_back_port(ports[1])
+    give_back_port(ports[1])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_held_port_is_given_back() -> None:

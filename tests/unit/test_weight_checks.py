@@ -12,6 +12,7 @@ import pytest
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import (
+    CanaryError,
     CanaryReport,
     Tolerance,
     canary_prompts,
@@ -74,6 +75,48 @@ def test_five_mismatches_are_named_and_the_rest_counted() -> None:
 def test_prompts_without_a_token_are_compared_beside_others() -> None:
     report = compare_canary([[], [-1.0]], [[], [-1.5]], Tolerance(1.0, 1.0))
     assert report == CanaryReport(0.5, 0.5, 1)
+
+
+FINE = Tolerance(1e-3, 1e-4)
+SCORES = [[-2.0] * 23 for _ in range(4)]
+
+
+def moved(changes: dict[int, float]) -> list[list[float]]:
+    """Return SCORES with the second half of each prompt in ``changes`` moved by its value."""
+    scores = [list(prompt) for prompt in SCORES]
+    for prompt, difference in changes.items():
+        scores[prompt][11:] = [score + difference for score in scores[prompt][11:]]
+    return scores
+
+
+def test_a_near_tie_of_the_router_at_one_prompt_is_no_wrong_arithmetic() -> None:
+    report = compare_canary(SCORES, moved({2: 0.011}), FINE, is_routed=True)
+    assert report.near_ties == 1
+    assert report.max_abs_diff == pytest.approx(0.011)
+    small = compare_canary(SCORES, moved({2: 0.0005}), Tolerance(1e-3, 1e-3), is_routed=True)
+    assert small.near_ties == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_routed"),
+    [
+        ({2: 0.011}, False),
+        ({1: 0.011, 2: 0.011}, True),
+        ({2: 10.5}, True),
+        ({2: float("nan")}, True),
+        ({0: 0.011, 1: float("nan")}, True),
+        # The mean of the other prompts is beyond its bound.
+        ({0: 0.011, 1: 0.0005, 2: 0.0005, 3: 0.0005}, True),
+    ],
+)
+def test_other_differences_of_the_canary_are_refused(changes, is_routed) -> None:
+    with pytest.raises(CanaryError):
+        compare_canary(SCORES, moved(changes), FINE, is_routed=is_routed)
+
+
+def test_one_prompt_alone_has_no_other_to_judge_by() -> None:
+    with pytest.raises(CanaryError):
+        compare_canary([[-1.0]], [[-1.1]], FINE, is_routed=True)
 
 
 class Checked(ConstantScores):

@@ -84,6 +84,7 @@ class Source:
     """Two buckets; the trainer's log-probabilities are all SCORE."""
 
     vocab_size, num_layers, dtype_name = 7, 2, "float32"
+    is_routed = False
 
     def __init__(self, *, fail_after: int | None = None, rank: int = 0) -> None:
         self.rank = rank
