@@ -285,6 +285,8 @@ PUBLISHED: dict[str, PublishedTemplate] = {
     "minimax_m2": PublishedTemplate(MINIMAX, opened="<think>\n"),
     "qwen3_next": PublishedTemplate(QWEN2.replace("You are helpful.", ""), call=_HERMES),
     "qwen3_next, thinking": PublishedTemplate(QWEN3_THINKING, opened="<think>\n", call=_HERMES),
+    "qwen3_5_moe": PublishedTemplate(QWEN3_THINKING, opened="<think>\n", call=_HERMES),
+    "qwen3_5_moe_text": PublishedTemplate(QWEN3_THINKING, opened="<think>\n", call=_HERMES),
     "mixtral": PublishedTemplate(MIXTRAL, "sentencepiece", begin=" "),
     "these tests'": PublishedTemplate(CHAT_TEMPLATE),
 }

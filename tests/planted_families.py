@@ -47,6 +47,7 @@ def _forget() -> None:
     """Clear what is cached by a model's shape, which names its family only."""
     families.layers_are_alike.cache_clear()
     mapping.own_dtypes.cache_clear()
+    mapping.file_dtypes.cache_clear()
     mapping.packed_names.cache_clear()
     mapping.parameters.cache_clear()
     resharding._engine_segments.cache_clear()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -29,6 +30,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -37,7 +42,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-ONE_PLUS = ("qwen3_next",)
+ONE_PLUS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 """Families whose norms multiply by 1 + their weight, except those of delta nets."""
 YARN = {
     "rope_type": "yarn",
@@ -228,6 +233,24 @@ def save_tiny_model(
             "full_attention_interval": min(layers, 4),
         },
     )
+    # Keys of published files which transformers 5 does not have in a model's configuration.
+    hybrid_keys = {
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_type": "default"}
+    }
+    qwen3_5 = {**builders["qwen3_next"][2], **hybrid_keys}
+    builders["qwen3_5_moe_text"] = (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, qwen3_5)
+    builders["qwen3_5_moe"] = (
+        _with_vision_tower,
+        Qwen3_5MoeForConditionalGeneration,
+        {
+            **qwen3_5,
+            "rope_parameters": {
+                **hybrid_keys["rope_parameters"],
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    )
     config_class, model_class, extra = builders[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**common, **rope, **extra, **overrides}))
@@ -251,9 +274,38 @@ def save_tiny_model(
     for name, values in biases.items():
         model.get_buffer(name).data = values
     model.config.dtype = dtype
+    if family == "qwen3_5_moe":
+        model.config.text_config.dtype = dtype
     model.save_pretrained(folder)
+    if family == "qwen3_5_moe":
+        _write_as_published(folder, model)
     tiny_tokenizer(vocab_size).save_pretrained(folder)
     return folder
+
+
+def _with_vision_tower(**text: object) -> Qwen3_5MoeConfig:
+    """The configuration of a Qwen3.5 with the language model ``text`` and a vision tower of one layer."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    return Qwen3_5MoeConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"]
+    )
+
+
+def _write_as_published(folder: Path, model: torch.nn.Module) -> None:
+    """Write the weights as Qwen3.5's published folders have them, with all experts of a layer in one tensor, and a
+    layer that predicts further tokens. transformers saves a tensor for each expert, and no such layer."""
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    (_, hidden) = tensors["lm_head.weight"].shape
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, dtype=model.dtype)
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 64, hidden, dtype=model.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_hollow_model(folder: str | Path, **changes: object) -> Path:

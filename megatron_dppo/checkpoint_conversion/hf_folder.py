@@ -25,7 +25,12 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     side_files,
 )
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import PackedExperts, packed_experts
+from megatron_dppo.model.families import (
+    PackedExperts,
+    language_model_values,
+    packed_experts,
+    with_language_model_values,
+)
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.quantization import SCALE, is_quantized
 from megatron_dppo.model.shape import ModelShape
@@ -122,11 +127,12 @@ def copy_side_files(
         shutil.copyfile(path, target / path.name)
     config_path = target / "config.json"
     config = json.loads(config_path.read_text())
-    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    is_other = any(str(config.get(key)).removeprefix("torch.") != dtype for key in named)
+    entries = language_model_values(config)
+    named = [key for key in ("dtype", "torch_dtype") if key in entries] or ["dtype"]
+    is_other = any(str(entries.get(key)).removeprefix("torch.") != dtype for key in named)
     if is_other or config.get("quantization_config") is not None or quantization is not None:
         config.pop("quantization_config", None)
-        config.update(dict.fromkeys(named, dtype))
+        config = with_language_model_values(config, dict.fromkeys(named, dtype))
         if quantization is not None:
             config["quantization_config"] = dict(quantization)
         config_path.write_text(json.dumps(config, indent=2) + "\n")

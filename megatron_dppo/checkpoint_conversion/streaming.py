@@ -26,7 +26,7 @@ from megatron_dppo.checkpoint_conversion.torch_dist import CARRIED, TorchDistChe
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
-from megatron_dppo.model.mapping import carried_names, hf_tensors, own_dtypes, parameters
+from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, parameters
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 Progress = Callable[[int], None]
@@ -245,7 +245,7 @@ def _target_dtypes(
     """The type of each tensor of the result: ``dtype``, but the stored type for a tensor with a type of its own and for
     one that is carried along."""
     dtypes = dict.fromkeys(hf_tensors(shape), TORCH_DTYPES[dtype])
-    for name in (*own_dtypes(shape), *carried_names(shape, store.specs)):
+    for name in (*file_dtypes(shape), *carried_names(shape, store.specs)):
         stored_dtype = store.specs[name].dtype
         # Rows of 8-bit weights are read as float32.
         if stored_dtype in TORCH_DTYPES.values():

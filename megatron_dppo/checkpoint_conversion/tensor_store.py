@@ -20,7 +20,7 @@ import torch
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.mapping import carried_names, hf_tensors, own_dtypes, packed_names
+from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, packed_names
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.failpoints import file_failpoint
 
@@ -352,7 +352,7 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
 def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes.
 
-    A tensor with a type of its own (``mapping.own_dtypes``) may have that type or the others'.
+    A tensor with a type of its own in files (``mapping.file_dtypes``) may have that type or the others'.
     """
     check_tensors(store.specs, shape, location)
     kinds = dtypes_of(store, shape)
@@ -362,7 +362,7 @@ def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
         )
     if kinds[0] not in ITEM_BYTES:
         raise CheckpointError(f"{location}: tensors of dtype {kinds[0]}, expected another; {_CAST}")
-    for name, own_dtype in own_dtypes(shape).items():
+    for name, own_dtype in file_dtypes(shape).items():
         kind = str(store.specs[name].dtype).removeprefix("torch.")
         if kind not in (own_dtype, kinds[0]):
             raise CheckpointError(
@@ -372,7 +372,7 @@ def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
 
 def dtypes_of(store: TensorStore, shape: ModelShape) -> list[str]:
     """Names of the types of the model's tensors, sorted; without tensors that have a type of their own."""
-    names = hf_tensors(shape).keys() - own_dtypes(shape).keys()
+    names = hf_tensors(shape).keys() - file_dtypes(shape).keys()
     kinds = {store.specs[name].dtype for name in names}
     return sorted(str(kind).removeprefix("torch.") for kind in kinds)
 

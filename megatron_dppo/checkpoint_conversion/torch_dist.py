@@ -32,7 +32,7 @@ from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import family_of, layers_are_alike, no_tensor
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import carried_names, hf_tensors, local_parameters, own_dtypes
+from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
@@ -222,7 +222,7 @@ class TorchDistCheckpoint(Closing):
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
         the dtype. The vocabulary may be padded. Tensors with a type of their own are noted in ``_own_dtypes``."""
         dtypes = set()
-        own_names = own_dtypes(self.shape).keys()
+        own_names = file_dtypes(self.shape).keys()
         self._own_dtypes: dict[str, torch.dtype] = {}
         vocabulary = family_of(self.shape).vocabulary_tensors
         parameters = list(local_parameters(self.shape, Layout(), 0))

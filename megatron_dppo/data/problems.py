@@ -39,6 +39,7 @@ from megatron_dppo.data.records import (
     unread_columns,
 )
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.model.families import language_model_values
 
 log = logging.getLogger(__name__)
 # Number of characters in one call of a tokenizer, which needs 400 bytes and more for each.
@@ -308,7 +309,7 @@ def embedding_rows(folder: str | Path) -> int | None:
         return None
     rows = None
     if isinstance(config, dict):
-        rows = config.get("vocab_size")
+        rows = language_model_values(config).get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 

@@ -17,7 +17,7 @@ from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.model.engine_layout import attention_replicas
-from megatron_dppo.model.families import load_model_shape, missing_engine_keys
+from megatron_dppo.model.families import family_of, load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.gpus import has_visible_gpu
@@ -151,6 +151,7 @@ def server_options(
         options["moe_runner_backend"] = EXPERT_KERNEL
     if model.delta is not None:
         options |= _state_options(config, model, device)
+    options |= family_of(model).engine_options
     if model.router.has_bias:
         # SGLang would make the shared expert of some such models the last of the experts: other tensors than the map's.
         options["disable_shared_experts_fusion"] = True

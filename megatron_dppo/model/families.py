@@ -342,11 +342,13 @@ class Source:
     """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``).
 
     ``dtype`` is the type in which the trainer keeps and sends the tensor whatever the model's is; None: the model's.
+    ``file_dtype`` is the type that checkpoint files may have it in, beside the model's.
     """
 
     name: str
     dims: tuple[str, ...]
     dtype: str | None = None
+    file_dtype: str | None = None
 
 
 CONFIG_DTYPE = "config"
@@ -434,7 +436,7 @@ def layer_rule(
     ``engine`` is SGLang's name and cut if these differ. ``dtype`` and ``engine_dtype`` are the types of the trainer's
     and of SGLang's tensor if they are not the model's.
     """
-    layer_sources = tuple(Source(HF_LAYER + name, dims, dtype) for name, dims in sources)
+    layer_sources = tuple(Source(HF_LAYER + name, dims, dtype, dtype) for name, dims in sources)
     rule = Rule(MEGATRON_LAYER + megatron, split, layer_sources)
     if engine is None and engine_dtype is None:
         return rule
@@ -670,6 +672,9 @@ class Family:
         engine_keys: keys that SGLang's model reads without a default; files that transformers 5 has saved lack some.
         packed: the tensors in which files have all experts of a layer. Checkpoints are written with them; files with a
             tensor for each matrix are read too.
+        text_table: the table of config.json that has the entries of the language model, of a model with further parts.
+        outer_engine_keys: such keys outside of this table, without a default or with another value than files have.
+        engine_options: options of SGLang's servers.
     """
 
     model_type: str
@@ -686,6 +691,9 @@ class Family:
     output_per_replica: bool = True
     engine_keys: EngineKeys = no_keys
     packed: tuple[PackedExperts, ...] = ()
+    text_table: str | None = None
+    outer_engine_keys: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT
@@ -796,8 +804,14 @@ def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
     transformers 5 does not save keys of which its own model has only one value. Raises as ``load_model_shape``.
     """
     facts, shape = _read(hf_dir)
-    keys = family_of(shape).engine_keys(shape)
-    return {key: value for key, value in keys.items() if facts.values.get(key) is None}
+    family = family_of(shape)
+    outer_keys = family.outer_engine_keys
+    missing = {key: value for key, value in outer_keys.items() if facts.values.get(key) is None}
+    keys = family.engine_keys(shape)
+    missing_in_table = {key: value for key, value in keys.items() if facts.values.get(key) is None}
+    if missing_in_table and family.text_table is not None:
+        return {**missing, family.text_table: missing_in_table}
+    return {**missing, **missing_in_table}
 
 
 def packed_experts(hf_dir: Path) -> tuple[PackedExperts, ...]:
@@ -822,12 +836,58 @@ def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:
         raise UnsupportedModelError(
             [f"{path}: model_type {model_type!r}; supported families: {sorted(FAMILIES)}"]
         )
-    facts = ConfigFacts(values, str(path))
+    facts = ConfigFacts(language_model_values(values), str(path))
+    if family.text_table is not None:
+        _check_text_table(facts, family, values.get(family.text_table))
     facts.require("architectures", [family.architecture], [family.architecture])
     facts.ignore("quantization_config")
     shape = family.read(facts)
     facts.require_neutral()
     return facts, shape
+
+
+def _check_text_table(facts: ConfigFacts, family: Family, table: Any) -> None:
+    if not isinstance(table, Mapping):
+        facts.fault(f"{family.text_table} is {table!r}, expected a table")
+        return
+    kind = f"{family.model_type}_text"
+    if table.get("model_type", kind) != kind:
+        facts.fault(f"{family.text_table}.model_type is {table['model_type']!r}, expected {kind!r}")
+
+
+_OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
+"""Keys of a model with a table for its language model that are read outside of it."""
+
+
+def language_model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entries of a config.json with those of its language model, where they have a table of their own, in
+    the place of the table."""
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None or family.text_table is None:
+        return values
+    table = values.get(family.text_table)
+    if not isinstance(table, Mapping):
+        return values
+    outer = {key: value for key, value in values.items() if key != family.text_table}
+    named_outside = {key: values[key] for key in _OUTER_KEYS if key in values}
+    return {**outer, **table, **named_outside}
+
+
+def with_language_model_values(
+    values: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a config.json with ``changes`` to the entries of its language model, wherever they are."""
+    family = FAMILIES.get(str(values.get("model_type")))
+    table = None if family is None or family.text_table is None else values.get(family.text_table)
+    if family is None or family.text_table is None or not isinstance(table, Mapping):
+        return {**values, **changes}
+    result = dict(values)
+    inner = dict(table)
+    for key, value in changes.items():
+        # A value outside of the table would contradict the one in it.
+        target = result if key in _OUTER_KEYS or (key not in inner and key in result) else inner
+        target[key] = value
+    return {**result, family.text_table: inner}
 
 
 def _refuse_quantization(facts: ConfigFacts, *, reads_fp8: bool) -> None:
@@ -1331,12 +1391,21 @@ def _delta_rule(
     )
 
 
+def _in_files(dtype: str, rule: Rule) -> Rule:
+    """Let files have the rule's sources also in ``dtype``."""
+    return replace(
+        rule, sources=tuple(replace(source, file_dtype=dtype) for source in rule.sources)
+    )
+
+
 DELTA_NET = (
     gemma_norm("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
     _delta_rule("conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"),
     _delta_rule("dt_bias", splits.column_parallel, "dt_bias", "delta_heads"),
-    _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32"),
-    # Some checkpoints have this one in fp32 and the others in bfloat16.
+    # Some checkpoints have this one and the next in fp32, and the others in bfloat16.
+    _in_files(
+        "float32", _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32")
+    ),
     _delta_rule(
         "out_norm.weight", splits.replicated, "norm.weight", "delta_head", dtype="float32", engine_dtype=CONFIG_DTYPE
     ),
@@ -1526,3 +1595,111 @@ def read_hy_v3(facts: ConfigFacts) -> ModelShape:
         router=Router("sigmoid", has_bias=True, scale=facts.number("router_scaling_factor", 2.826)),
         norm_eps=facts.number("rms_norm_eps", 1e-5),
     )
+
+
+_INPUTS = tuple(
+    (f"linear_attn.in_proj_{name}.weight", (dim, "hidden"))
+    for name, dim in (
+        ("qkv", "delta_qkv"),
+        ("z", "delta_values"),
+        ("b", "delta_heads"),
+        ("a", "delta_heads"),
+    )
+)
+DELTA_INPUTS = replace(
+    layer_rule("self_attention.in_proj.weight", splits.delta_sections, *_INPUTS),
+    engine=(
+        engine_row("linear_attn.in_proj_qkvz.weight", splits.delta_sections, *_INPUTS[:2]),
+        engine_row("linear_attn.in_proj_ba.weight", splits.column_parallel, *_INPUTS[2:]),
+    ),
+)
+"""The input matrices of a delta net, which checkpoints and SGLang divide by their meaning."""
+
+
+def _of_server_type(rule: Rule) -> Rule:
+    """Let SGLang's tensor have the type of the server's weights where a family's has that of config.json."""
+    rows = tuple(
+        replace(row, dtype=None) if row.dtype == CONFIG_DTYPE else row for row in rule.in_engine
+    )
+    return replace(rule, engine=rows)
+
+
+_HYBRID_LAYER = (
+    *in_layers(attention_layers, *_gated_attention("")),
+    *in_layers(delta_layers, *map(_of_server_type, DELTA_NET), DELTA_INPUTS),
+    *HYBRID_MOE,
+)
+
+
+def _hybrid_text_keys(shape: ModelShape) -> Mapping[str, Any]:
+    keys = dict(_hybrid_engine_keys(shape))
+    # SGLang reads it in the table of rotary parameters.
+    del keys["rope_theta"]
+    return keys
+
+
+@declares(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    layer=_HYBRID_LAYER,
+    expert=expert_mlp(),
+    final_norm=GEMMA_FINAL_NORM,
+    carries=with_prefix("mtp."),
+    megatron={"moe_router_score_function": "softmax"},
+    engine_keys=_hybrid_text_keys,
+    engine_options={"disable_shared_experts_fusion": True},
+)
+def read_qwen3_5_moe_text(facts: ConfigFacts) -> ModelShape:
+    """Qwen3.5's language model alone, as transformers saves it: Qwen3-Next with other input matrices of delta nets."""
+    return _read_qwen3_5(facts, "qwen3_5_moe_text")
+
+
+def _read_qwen3_5(facts: ConfigFacts, family: str) -> ModelShape:
+    # The router always renormalises.
+    facts.require("norm_topk_prob", True, True)
+    # Checkpoints carry the layer that predicts further tokens. Positions of text are the same in all three axes.
+    facts.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    facts.ignore("mrope_section", "mrope_interleaved")
+    return read_hybrid_moe(facts, family)
+
+
+def in_language_model(*rules: Rule) -> tuple[Rule, ...]:
+    """Return ``rules`` whose sources are in the language model of a model with further parts. SGLang's names stay."""
+
+    def renamed(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        return tuple(
+            replace(source, name=re.sub(r"^model\.", "model.language_model.", source.name))
+            for source in sources
+        )
+
+    result = []
+    for rule in rules:
+        rows = tuple(replace(row, sources=renamed(row.sources)) for row in rule.in_engine)
+        result.append(replace(rule, sources=renamed(rule.sources), engine=rows))
+    return tuple(result)
+
+
+_LANGUAGE_MODEL_EXPERT = in_language_model(*expert_mlp())
+
+
+@declares(
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    layer=in_language_model(*_HYBRID_LAYER),
+    expert=_LANGUAGE_MODEL_EXPERT,
+    embedding=in_language_model(EMBEDDING)[0],
+    final_norm=in_language_model(GEMMA_FINAL_NORM)[0],
+    packed=packed_experts_of(_LANGUAGE_MODEL_EXPERT, "gate_up_proj", "down_proj"),
+    carries=with_prefix("mtp.", "model.visual."),
+    megatron={"moe_router_score_function": "softmax"},
+    text_table="text_config",
+    engine_keys=_hybrid_text_keys,
+    # Servers receive no image, and the vision tower is not sent: SGLang does not build it.
+    outer_engine_keys={"language_model_only": True},
+    engine_options={"disable_shared_experts_fusion": True},
+)
+def read_qwen3_5_moe(facts: ConfigFacts) -> ModelShape:
+    """Qwen3.5 (Qwen3.5-35B-A3B): a language model with a vision tower, which checkpoints carry along."""
+    facts.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    facts.ignore("vision_config", "language_model_only")
+    return _read_qwen3_5(facts, "qwen3_5_moe")

@@ -128,6 +128,17 @@ def own_dtypes(shape: ModelShape) -> dict[str, str]:
 
 
 @cache
+def file_dtypes(shape: ModelShape) -> dict[str, str]:
+    """The type that checkpoint files may have, beside the model's, of each Hugging Face tensor that has such a type."""
+    dtypes: dict[str, str] = {}
+    for row in _hf_rows(shape):
+        for source in row.rule.sources:
+            if source.file_dtype is not None:
+                dtypes[source.name.format(layer=row.layer, expert=row.expert)] = source.file_dtype
+    return dtypes
+
+
+@cache
 def packed_names(shape: ModelShape) -> dict[str, str]:
     """The tensor in which files have each matrix of an expert, by the matrix's name; empty if they have no such."""
     names: dict[str, str] = {}

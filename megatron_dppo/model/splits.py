@@ -122,15 +122,18 @@ def gated_query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, si
 
 
 def delta_sections(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Delta nets: ``[q_r; k_r; v_r]`` of one source ``[q; k; v]``."""
+    """Delta nets: ``[q_r; k_r; v_r; ..]`` of a source ``[q; k; v]``, and of further sources, cut along dim 0."""
     delta = _delta_of(shape)
     blocks: list[Block] = []
-    row = start = 0
-    for width in (delta.key_width, delta.key_width, delta.value_width):
+    row = 0
+    sections = [(0, delta.key_width), (0, delta.key_width), (0, delta.value_width)]
+    sections += [(number, dims[0]) for number, dims in enumerate(sources) if number]
+    starts = [0] * len(sources)
+    for source, width in sections:
         length = _share(width, size, "rows of a delta net")
-        blocks.append(Block(0, 0, start + rank * length, row, length))
+        blocks.append(Block(source, 0, starts[source] + rank * length, row, length))
         row += length
-        start += width
+        starts[source] += width
     return Shard((row, *sources[0][1:]), tuple(blocks))
 
 

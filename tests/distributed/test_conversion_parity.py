@@ -50,6 +50,8 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"layers": 4}),
     "hy_v3": ("hy_v3", {"layers": 4}),
     "qwen3_next": ("qwen3_next", {"layers": 4}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"layers": 4}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {"layers": 4}),
 }
 ALL_FAMILIES = FAMILIES | SLOW_FAMILIES
 _DENSE_FAMILIES = ("qwen3", "qwen2", "llama")

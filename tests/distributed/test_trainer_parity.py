@@ -23,7 +23,7 @@ from tests.tiny_models import R1_FORM
 from tests.whole_tensors import gather_buckets, hf_buckets
 
 TOLERANCE = 5e-6
-WIDER = {"qwen3_next": 3e-5}
+WIDER = {"qwen3_next": 3e-5, "qwen3_5_moe": 3e-5}
 """Delta nets amplify rounding: weights that differ by 6e-8 of themselves change the gradient of an expert by 2.9e-5 of
 itself in one process."""
 CHUNKS = {"head": {"chunk_tokens": 16}}
@@ -126,6 +126,7 @@ SLOW_FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"layers": 4},
     "hy_v3": {"layers": 4},
     "qwen3_next": {"layers": 4},
+    "qwen3_5_moe": {"layers": 4},
 }
 SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latent attention TP2 ETP2": ("deepseek_v3", {"tensor": 2}, {}),
@@ -174,6 +175,14 @@ SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "delta nets EP2": ("qwen3_next", {"expert": 2}, {}),
     "delta nets PP2 VPP2": ("qwen3_next", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "qwen3_5_moe TP2 ETP2": ("qwen3_5_moe", {"tensor": 2}, {}),
+    "qwen3_5_moe TP2 EP2 recompute full, distributed optimizer": (
+        "qwen3_5_moe",
+        {"tensor": 2, "expert": 2},
+        {"distributed": True, "recompute": "full"},
+    ),
+    "qwen3_5_moe EP2": ("qwen3_5_moe", {"expert": 2}, {}),
+    "qwen3_5_moe PP2 VPP2": ("qwen3_5_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
 }
 CP4 = {"context": 4}
 CONTEXT_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

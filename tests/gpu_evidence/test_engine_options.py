@@ -50,6 +50,7 @@ SIZES = {
     "moonlight_16b_a3b_gsm8k": 2,
     "glm_4.7_flash_gsm8k": 4,
     "qwen3_next_80b_a3b_gsm8k": 4,
+    "qwen3_5_35b_a3b_gsm8k": 4,
 }
 """Recipe -> tensor-parallel ranks of a server; those of 30B-A3B have 4, the others 1."""
 

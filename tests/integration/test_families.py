@@ -37,6 +37,8 @@ FAMILIES = [
     pytest.param("minimax_m2", marks=pytest.mark.slow),
     pytest.param("hy_v3", marks=pytest.mark.slow),
     pytest.param("qwen3_next", marks=pytest.mark.slow),
+    pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
+    pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow),
 ]
 STEPS = 2
 EXPERT_PARALLEL = ("parallel.tensor=1", "parallel.expert=2")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import family_of, language_model_values, load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
 from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
@@ -230,7 +230,7 @@ def _has_own_head_dim(shape: ModelShape) -> bool:
 
 def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> dict[str, Any]:
     """Return the recipe's config.json with the tiny sizes and, unless ``own_tokenizer``, the byte tokenizer's ids."""
-    values = dict(known.values)
+    values = dict(language_model_values(known.values))
     for key in ("layer_types", "max_window_layers", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
     values |= {
@@ -275,7 +275,25 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         end = SPECIAL.index("<|im_end|>")
         values |= {"vocab_size": byte_vocabulary_size(), "eos_token_id": end, "pad_token_id": 0}
         values["bos_token_id"] = None
-    return values
+    return _with_further_parts(known, values)
+
+
+def _with_further_parts(known: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the language model ``values`` in the place where the recipe's file has them."""
+    table = family_of(known.shape).text_table
+    if table is None:
+        return dict(values)
+    outer = {key: values[key] for key in known.values if key in values}
+    inner = {key: value for key, value in values.items() if key not in outer}
+    inner["model_type"] = known.values[table]["model_type"]
+    if "vision_config" in outer:
+        width = {"out_hidden_size": values["hidden_size"]}
+        outer["vision_config"] = {**outer["vision_config"], **_VISION_TOWER, **width}
+    return {**outer, table: inner}
+
+
+_VISION_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+"""Sizes of a vision tower, which a rehearsal writes and does not run."""
 
 
 def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:
@@ -348,22 +366,22 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
     end before the limit. In a purely random model with a large vocabulary, none would.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(seed)
     values = dict(config)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(values.pop("model_type"), **values)
-    )
-    ends = values.get("eos_token_id")
+    ends = language_model_values(values).get("eos_token_id")
+    kind = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
+    model = kind.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     end = ends[0] if isinstance(ends, list) else ends
     if end is not None:
         with torch.no_grad():
             _make_likely(model, end)
     model = model.to(getattr(torch, dtype))
-    model.config.dtype = getattr(torch, dtype)
+    for written in (model.config, model.config.get_text_config()):
+        written.dtype = getattr(torch, dtype)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 

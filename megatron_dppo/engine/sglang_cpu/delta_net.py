@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next) with PyTorch: SGLang computes them in Triton kernels.
+"""Gated delta nets (Qwen3-Next, Qwen3.5) with PyTorch: SGLang computes them in Triton kernels.
 
 A request has a slot in two pools of the engine: the last tokens before the convolution, and the state of each head.
 
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 def use_pytorch() -> None:
     """Put the functions of this module in place of SGLang's; called before the model is made."""
     from sglang.srt.layers.attention.linear import gdn_backend
-    from sglang.srt.models import qwen3_next
+    from sglang.srt.models import qwen3_5, qwen3_next
 
     gdn_backend.causal_conv1d_fn = convolve_prompts
     gdn_backend.causal_conv1d_update = convolve_next
@@ -32,6 +32,9 @@ def use_pytorch() -> None:
     kernel.decode = decode
     qwen3_next.fused_qkvzba_split_reshape_cat = split_by_head
     qwen3_next.FusedRMSNormGated = qwen3_next.RMSNormGated = GatedHeadNorm
+    qwen3_5.fused_qkvzba_split_reshape_cat_contiguous = split_by_section
+    qwen3_5.fused_sigmoid_mul = multiply_by_sigmoid
+    qwen3_5.RMSNormGated = GatedHeadNorm
 
 
 def convolve_prompts(
@@ -191,6 +194,28 @@ def split_by_head(
     mixed = torch.cat([x.reshape(tokens, -1) for x in (q, k, v)], 1)
     gates = z.reshape(tokens, value_heads, value_size)
     return mixed, gates, b.reshape(tokens, -1), a.reshape(tokens, -1)
+
+
+def split_by_section(
+    qkvz: Tensor,
+    ba: Tensor,
+    key_heads: int,
+    value_heads: int,
+    key_size: int,
+    value_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split two products by section, [T, q k v z] and [T, b a], into q k v, z, b and a."""
+    values = value_heads * value_size
+    mixed, gates = qkvz.split([2 * key_heads * key_size + values, values], 1)
+    b, a = ba.split(value_heads, 1)
+    gates = gates.reshape(len(qkvz), value_heads, value_size)
+    return mixed.contiguous(), gates, b.contiguous(), a.contiguous()
+
+
+def multiply_by_sigmoid(x: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
+    """x [T, hidden] * sigmoid(gate), gate [T, heads, head] or [T, hidden], in fp32; with ``inplace`` also into x."""
+    product = (x.float() * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+    return x.copy_(product) if inplace else product
 
 
 class GatedHeadNorm(torch.nn.Module):

@@ -35,6 +35,9 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
 LOADING = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 LATENT_MODELS = frozenset(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"))
+DELTA_MODELS = frozenset(
+    ("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+)
 PAUSED_STEP = f"{SCHEDULER}.Scheduler._record_scheduler_state_for_paused_engine"
 
 
@@ -133,7 +136,7 @@ def prepare_models(runner: Any, *args: Any, **kwargs: Any) -> None:
 
         for function in (all_heads_norm.rms_sumsq_serial, all_heads_norm.rms_apply_serial):
             setattr(minimax_m2, function.__name__, function)
-    if "Qwen3NextForCausalLM" in architectures:
+    if DELTA_MODELS.intersection(architectures):
         delta_net.use_pytorch()
     if LATENT_MODELS.intersection(architectures):
         latent_attention.use_latent_cache()

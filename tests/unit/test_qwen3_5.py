@@ -1,0 +1,307 @@
+"""Qwen3.5: its configuration with a table for the language model, its names in checkpoints and in the engine, and
+faults planted in what the engine holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatron_dppo.checkpoint_conversion.hf_folder import copy_side_files
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+from megatron_dppo.config import schema
+from megatron_dppo.config.lora import lora_faults
+from megatron_dppo.data.problems import embedding_rows
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.model.errors import UnsupportedModelError
+from megatron_dppo.model.families import (
+    load_model_shape,
+    missing_engine_keys,
+    unknown_key_warnings,
+)
+from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
+from megatron_dppo.model.mapping import EngineLayout, carried_names, engine_parameters, hf_tensors
+from megatron_dppo.model.resharding import prove_resharding
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.tiny_models import save_tiny_model
+from tests.unit.test_checkpoint_layouts import tensors_of
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "examples/model_configs/qwen3.5-35b-a3b"
+LAYER = "model.language_model.layers.{}."
+
+
+def written(folder: Path, values: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def published_values() -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((PUBLISHED / "config.json").read_text())
+    return values
+
+
+def tiny() -> ModelShape:
+    """The model with four layers and small widths."""
+    shape = load_model_shape(PUBLISHED)
+    assert shape.delta is not None
+    delta = replace(shape.delta, key_heads=2, value_heads=4, key_size=4, value_size=6)
+    return replace(
+        shape, num_layers=4, hidden_size=8, num_attention_heads=4, head_dim=8, num_experts=4,
+        experts_per_token=2, moe_ffn_hidden_size=4, shared_ffn_hidden_size=4, vocab_size=64, delta=delta,
+    )  # fmt: skip
+
+
+def test_the_table_of_the_language_model_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    ours, theirs = load_model_shape(PUBLISHED), AutoConfig.from_pretrained(PUBLISHED)
+    text = theirs.get_text_config()
+    kinds = [i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"]
+    assert list(ours.delta_layers) == kinds
+    assert (ours.num_experts, ours.rope_theta) == (
+        text.num_experts,
+        text.rope_parameters["rope_theta"],
+    )
+    assert ours.rotary_fraction == text.rope_parameters["partial_rotary_factor"]
+    assert unknown_key_warnings(PUBLISHED) == []
+    # SGLang does not build the vision tower.
+    assert missing_engine_keys(PUBLISHED) == {"language_model_only": True}
+    assert embedding_rows(PUBLISHED) == text.vocab_size
+    # A file that transformers 5 saves lacks keys that SGLang reads in the table.
+    theirs.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["text_config"]["full_attention_interval"]
+    assert load_model_shape(written(tmp_path, values)) == ours
+    assert unknown_key_warnings(tmp_path) == []
+    assert missing_engine_keys(tmp_path)["text_config"]["full_attention_interval"] == 4
+
+
+def test_the_language_model_alone_is_read_too(tmp_path: Path) -> None:
+    AutoConfig.from_pretrained(PUBLISHED).get_text_config().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["full_attention_interval"]
+    written(tmp_path, {**values, "architectures": ["Qwen3_5MoeForCausalLM"]})
+    alone = load_model_shape(tmp_path)
+    assert replace(alone, family="qwen3_5_moe") == load_model_shape(PUBLISHED)
+    assert unknown_key_warnings(tmp_path) == []
+    assert missing_engine_keys(tmp_path)["full_attention_interval"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"layer_types": ["full_attention"] * 40}, "layer_types"),
+        ({"model_type": "qwen3_5_text"}, "text_config.model_type"),
+        ({"clip_qkv": 8}, "clip_qkv"),
+    ],
+)
+def test_keys_of_the_table_are_refused_by_their_names(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    values = published_values()
+    values["text_config"] |= changes
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(tmp_path, values))
+    assert [fault.split(": ", 1)[1].split()[0] for fault in caught.value.faults] == [key]
+
+
+def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="text_config"):
+        load_model_shape(written(tmp_path, published_values() | {"text_config": None}))
+
+
+def test_the_vision_tower_and_the_layer_of_further_tokens_are_carried() -> None:
+    names = ["model.visual.pos_embed.weight", "mtp.fc.weight", "model.language_model.norm.weight"]
+    assert set(carried_names(tiny(), names)) == set(names[:2])
+
+
+def test_context_parallelism_and_adapters_are_refused_by_their_keys() -> None:
+    shape = load_model_shape(PUBLISHED)
+    faults = model_faults(LayoutSizes(world_size=2, context=2), shape)
+    assert "context" in {fault.key for fault in faults}
+    lora = schema.LoraConfig(rank=8)
+    (fault,) = lora_faults(lora, LayoutSizes(world_size=1), shape, has_engines=True)
+    assert fault.startswith("lora.rank: ")
+
+
+def test_a_written_config_says_the_type_of_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    copy_side_files(written(tmp_path / "from", published_values()), tmp_path / "to", "float32")
+    assert load_model_shape(tmp_path / "to").dtype == "float32"
+
+
+def test_a_float32_decay_of_a_bfloat16_checkpoint_is_kept_by_conversion(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    hf = save_tiny_model(tmp_path / "hf", "qwen3_5_moe", dtype=torch.bfloat16)
+    tensors = tensors_of(hf)
+    for name in tensors:
+        if name.endswith(("A_log", "linear_attn.norm.weight")):
+            tensors[name] = torch.randn(tensors[name].shape)
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    with open_checkpoint(hf) as reader:
+        reader.check(load_model_shape(hf))
+    hf_to_megatron(hf, tmp_path / "m")
+    verify(hf, tmp_path / "m")
+    megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    found = tensors_of(tmp_path / "back")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_element_moves_once_into_the_engine(ranks: int) -> None:
+    report = prove_resharding(tiny(), Layout.smallest(2, 1, None, 2, 1), EngineLayout(ranks))
+    assert sum(report.holds) == report.model_bytes
+
+
+def test_a_rank_of_the_engine_has_its_sections() -> None:
+    parameters = {p.name: p for p in engine_parameters(tiny(), EngineLayout(2), 1)}
+    inputs = parameters["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    rows = [(s.hf_name.split(".")[-2], s.hf_start, s.length) for s in inputs.segments]
+    # Queries and keys are 8 rows wide, values and their gates 24.
+    assert rows == [
+        ("in_proj_qkv", 4, 4),
+        ("in_proj_qkv", 8 + 4, 4),
+        ("in_proj_qkv", 16 + 12, 12),
+        ("in_proj_z", 12, 12),
+    ]
+    # SGLang makes this norm in the type of its weights.
+    assert parameters["model.layers.0.linear_attn.norm.weight"].dtype is None
+    assert parameters["model.layers.0.linear_attn.A_log"].dtype == "float32"
+
+
+# --- planted faults
+
+
+def weights(shape: ModelShape) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    own = "linear_attn.norm.weight"
+    return {
+        name: torch.randn(size) if name.endswith(own) else torch.randn(size).bfloat16()
+        for name, size in hf_tensors(shape).items()
+    }
+
+
+def expected_digests(shape: ModelShape, hf: dict[str, Tensor]) -> dict[str, str]:
+    checksums = ExpectedChecksums(EngineTensors(shape, 1), torch.bfloat16)
+    checksums.add(hf.items())
+    (digests,) = checksums.digests([checksums.partial()])
+    return digests
+
+
+def packed(hf: dict[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
+    """The tensors of all experts of a layer, as files and SGLang have them."""
+    prefix = LAYER.format(layer) + "mlp.experts."
+    ups = [
+        torch.cat([hf[f"{prefix}{expert}.{part}_proj.weight"] for part in ("gate", "up")])
+        for expert in range(4)
+    ]
+    downs = [hf[f"{prefix}{expert}.down_proj.weight"] for expert in range(4)]
+    return torch.stack(ups), torch.stack(downs)
+
+
+def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of layer 0, a delta net, as SGLang's loader builds them in a bfloat16 model."""
+    source = LAYER.format(0)
+    delta = source + "linear_attn."
+    found = {
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": torch.cat(
+            [hf[f"{delta}in_proj_{part}.weight"] for part in ("qkv", "z")]
+        ),
+        "model.layers.0.linear_attn.in_proj_ba.weight": torch.cat(
+            [hf[f"{delta}in_proj_{part}.weight"] for part in "ba"]
+        ),
+        "model.layers.0.linear_attn.A_log": hf[f"{delta}A_log"].float(),
+        "model.layers.0.linear_attn.norm.weight": hf[f"{delta}norm.weight"].bfloat16(),
+        "model.embed_tokens.weight": hf["model.language_model.embed_tokens.weight"],
+        "model.layers.0.input_layernorm.gemma_weight": hf[f"{source}input_layernorm.weight"] + 1,
+    }
+    w13, w2 = packed(hf)
+    found["model.layers.0.mlp.experts.w13_weight"] = w13
+    found["model.layers.0.mlp.experts.w2_weight"] = w2
+    return found
+
+
+Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], str]
+
+
+def halves_of_the_packed_tensor_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.mlp.experts.w13_weight"
+    engine[name] = torch.cat(engine[name].chunk(2, 1)[::-1], 1)
+    return name
+
+
+def another_expert(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.mlp.experts.w2_weight"
+    engine[name] = engine[name][[0, 2, 1, 3]]
+    return name
+
+
+def an_expert_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.mlp.experts.w13_weight"
+    engine[name] = torch.cat([engine[name][:3], packed(hf, 1)[0][3:]])
+    return name
+
+
+def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.input_layernorm.gemma_weight"
+    engine[name] = hf[LAYER.format(0) + "input_layernorm.weight"]
+    return name
+
+
+def inputs_of_two_numbers_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.linear_attn.in_proj_ba.weight"
+    engine[name] = torch.cat(engine[name].chunk(2)[::-1])
+    return name
+
+
+def gate_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    rows = len(hf[LAYER.format(0) + "linear_attn.in_proj_z.weight"])
+    engine[name] = torch.cat([engine[name][:-rows], torch.zeros_like(engine[name][-rows:])])
+    return name
+
+
+def test_the_checksums_are_those_of_what_sglang_builds() -> None:
+    shape = tiny()
+    hf = weights(shape)
+    digests = expected_digests(shape, hf)
+    engine = engine_tensors(hf)
+    assert {name: digests[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
+    assert not [name for name in digests if "language_model" in name or ".self_attn." in name]
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        halves_of_the_packed_tensor_swapped,
+        another_expert,
+        an_expert_of_another_layer,
+        missing_one,
+        inputs_of_two_numbers_swapped,
+        gate_of_the_update_before,
+    ],
+)
+def test_a_planted_fault_is_named(plant: Fault) -> None:
+    shape = tiny()
+    hf = weights(shape)
+    expected = expected_digests(shape, hf)
+    engine = engine_tensors(hf)
+    name = plant(engine, hf)
+    actual = expected | {tensor: tiled_hash(values) for tensor, values in engine.items()}
+    assert [m.tensor for m in compare_checksums([expected], [actual])] == [name]
