@@ -42,11 +42,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180
 PATIENCE_S = 600.0
 TWO = {"tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True}
 """One rank for each replica, which holds the whole attention, embedding and output matrix."""
-FOUR = {"tp_size": 4, "enable_dp_attention": True, "dp_size": 2, "ep_size": 2}
-"""Two ranks for each replica, whole experts, and an output matrix for all ranks."""
 
 
-@pytest.fixture(scope="module", params=[TWO, FOUR], ids=["two", "four"])
+@pytest.fixture(scope="module", params=[TWO], ids=["two"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
