@@ -18,8 +18,8 @@ class Decisions:
     Attributes:
         trains: Bool; the token is in ``loss_mask``, finite, and not blocked by the mask.
         finite: Bool; every number that the algorithm reads at the token is finite.
-        weight: w.
-        capped: min(w, C).
+        weight: w, the importance weight of the algorithm.
+        capped: min(w, C) with the algorithm's cap C.
     """
 
     trains: Tensor
@@ -48,7 +48,8 @@ def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()
     for _, term in algorithm.penalties:
-        finite = finite & term(log_ratio)[0].isfinite()
+        value, _ = term(log_ratio)
+        finite = finite & value.isfinite()
     if algorithm.needs_recomputed and inputs.recomputed_log_probs is not None:
         finite = finite & inputs.recomputed_log_probs.isfinite()
     if algorithm.reads_topk and inputs.topk_valid is not None:

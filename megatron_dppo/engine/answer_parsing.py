@@ -34,6 +34,22 @@ class ParserLostError(EngineError):
     attempts = 1
 
 
+class ReceivedAnswer(NamedTuple):
+    """The answer to a call, with the call.
+
+    Attributes:
+        payload: the body of the answer.
+        requests: the requests of the call.
+        versions: the weight versions that may have sampled the tokens; None: any.
+        downloaded: contents of the recordings that were downloaded, by id.
+    """
+
+    payload: bytes
+    requests: Sequence[GenerationRequest]
+    versions: range | None
+    downloaded: Mapping[str, bytes]
+
+
 class Parsed(NamedTuple):
     """The result of parsing an answer.
 
@@ -48,21 +64,10 @@ class Parsed(NamedTuple):
     ways: frozenset[Way]
 
 
-def parse(
-    payload: bytes,
-    requests: Sequence[GenerationRequest],
-    versions: range | None,
-    downloaded: Mapping[str, bytes],
-) -> Parsed:
-    """Parse the answer to a call. Raises AbortedError, EngineAnswerError, StaleWeightsError.
-
-    Args:
-        payload: the body of the answer.
-        requests: the requests of the call.
-        versions: the weight versions that may have sampled the tokens; None: any.
-        downloaded: contents of the recordings that were downloaded, by id.
-    """
-    answers = read_answers(payload, requests, versions)
+def parse(received: ReceivedAnswer) -> Parsed:
+    """Parse the answer to a call. Raises AbortedError, EngineAnswerError, StaleWeightsError."""
+    requests, downloaded = received.requests, received.downloaded
+    answers = read_answers(received.payload, requests, received.versions)
     missing_notices: list[Notice] = []
     ways: set[Way] = set()
     for answer, request in zip(answers, requests, strict=True):
@@ -96,18 +101,12 @@ class AnswerParser:
         self._worker: WorkerProcess | None = None
         self._is_closed = False
 
-    async def parse(
-        self,
-        payload: bytes,
-        requests: Sequence[GenerationRequest],
-        versions: range | None,
-        downloaded: Mapping[str, bytes],
-    ) -> Parsed:
+    async def parse(self, received: ReceivedAnswer) -> Parsed:
         """Parse an answer as the function ``parse`` does, in the worker if it is large. Raises ParserLostError too."""
-        size = len(payload) + sum(map(len, downloaded.values()))
+        size = len(received.payload) + sum(map(len, received.downloaded.values()))
         if self._smallest is None or size < self._smallest:
-            return parse(payload, requests, versions, downloaded)
-        return await asyncio.to_thread(self._ask, payload, requests, versions, downloaded)
+            return parse(received)
+        return await asyncio.to_thread(self._ask, received)
 
     def close(self) -> None:
         """End the worker; an answer that it is parsing is lost. A second call does nothing."""
@@ -115,21 +114,14 @@ class AnswerParser:
         if self._worker is not None:
             self._worker.kill()
 
-    def _ask(
-        self,
-        payload: bytes,
-        requests: Sequence[GenerationRequest],
-        versions: range | None,
-        downloaded: Mapping[str, bytes],
-    ) -> Parsed:
+    def _ask(self, received: ReceivedAnswer) -> Parsed:
         with self._lock:
             try:
-                content = pickle.dumps((payload, requests, versions, dict(downloaded)))
-                answer = self._started_worker().ask(content)
+                reply = self._started_worker().ask(pickle.dumps(tuple(received)))
             except WorkerLostError as lost:
                 ending = str(lost).removeprefix("its process ")
                 raise ParserLostError(f"the process that parses answers {ending}") from None
-        return parsed_of(answer)
+        return parsed_of(reply)
 
     def _started_worker(self) -> WorkerProcess:
         if self._is_closed:
@@ -140,15 +132,15 @@ class AnswerParser:
         return self._worker
 
 
-def parsed_of(answer: bytes) -> Parsed:
+def parsed_of(reply: bytes) -> Parsed:
     """Read a worker's reply, and map its arrays. Raises the EngineError in it."""
-    reply = pickle.loads(answer)
-    if isinstance(reply, EngineError):
-        raise reply
-    head, sizes, path, content = reply
+    content = pickle.loads(reply)
+    if isinstance(content, EngineError):
+        raise content
+    head, sizes, path, arrays = content
     starts, size = aligned(sizes)
     if path is None:
-        buffer = np.frombuffer(content, np.uint8)
+        buffer = np.frombuffer(arrays, np.uint8)
     else:
         try:
             buffer = mapped(path, size)
@@ -166,7 +158,7 @@ def answer_to(content: bytes) -> bytes:
     """
     arrays: list[pickle.PickleBuffer] = []
     try:
-        parsed = parse(*pickle.loads(content))
+        parsed = parse(ReceivedAnswer(*pickle.loads(content)))
     except EngineError as error:
         return pickle.dumps(error)
     head = pickle.dumps(tuple(parsed), protocol=5, buffer_callback=arrays.append)

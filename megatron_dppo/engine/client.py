@@ -20,7 +20,7 @@ import aiohttp
 import orjson
 
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing import AnswerParser
+from megatron_dppo.engine.answer_parsing import AnswerParser, ReceivedAnswer
 from megatron_dppo.engine.errors import EngineAnswerError, EngineLostError, EngineRequestError
 from megatron_dppo.engine.protocol import GenerationRequest, request_body, request_ids
 from megatron_dppo.engine.recordings import ROUTE, Notice, Way, gone_error
@@ -34,7 +34,14 @@ CONTROL_TIMEOUT_S = 60.0
 _KEEP_ALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 30.0
 _PIECE_BYTES = 1 << 20
+_FIRST_ERROR = 300
 _JSON = {"Content-Type": "application/json"}
+_DOWNLOAD_S = 120.0
+_WATCH_SECONDS = 5.0
+_LATE_SECONDS = 1.5
+"""If a timer is this late, this process was stopped in between; on a busy machine timers are less late."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,11 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the status is none of 2xx. The clients follow no redirects, so 3xx is an error too."""
+        return self.status >= _FIRST_ERROR
 
     @property
     def reason(self) -> str:
@@ -165,8 +177,7 @@ class HttpClient:
             EngineRequestError: any other status, with the server's reason.
         """
         answer = await self.exchange(method, path, body, admin=admin, timeout_s=timeout_s)
-        if answer.status >= 300:
-            self._raise(path, answer)
+        self._check(path, answer)
         return answer.body
 
     async def download(self, path: str, size: int, *, timeout_s: float) -> bytes:
@@ -175,8 +186,8 @@ class HttpClient:
         Raises the errors of ``request``, and EngineAnswerError for another number of bytes.
         """
         async with self._open("GET", path, self._api_headers, timeout_s) as answer:
-            if answer.status >= 300:
-                self._raise(path, await self._read(answer))
+            if answer.status >= _FIRST_ERROR:
+                self._check(path, await self._read(answer))
             content = bytearray()
             async for piece in answer.content.iter_chunked(_PIECE_BYTES):
                 content += piece
@@ -190,12 +201,15 @@ class HttpClient:
     async def _read(self, answer: aiohttp.ClientResponse) -> Answer:
         """Read the whole answer. Remove this client's keys from an error's body, because messages quote it."""
         body = await answer.read()
-        if answer.status >= 300:
+        if answer.status >= _FIRST_ERROR:
             text = body.decode(errors="surrogateescape")
             body = without_secrets(text, self._keys).encode(errors="surrogateescape")
         return Answer(answer.status, answer.headers, body)
 
-    def _raise(self, path: str, answer: Answer) -> NoReturn:
+    def _check(self, path: str, answer: Answer) -> None:
+        """Raise EngineLostError for a 5xx, EngineRequestError for any other error status."""
+        if not answer.is_error:
+            return
         message = f"{self.url}{path} answered {answer.status}: {answer.reason}"
         if answer.status >= 500:
             raise EngineLostError(message)
@@ -216,13 +230,8 @@ class HttpClient:
         timeout_s: float | None = CONTROL_TIMEOUT_S,
     ) -> bytes:
         """Send a POST with the admin key to an endpoint that changes the server; return the body of the answer."""
-        return await self.request(
-            "POST",
-            path,
-            orjson.dumps(body or {}),
-            admin=True,
-            timeout_s=timeout_s,
-        )
+        content = orjson.dumps(body or {})
+        return await self.request("POST", path, content, admin=True, timeout_s=timeout_s)
 
     async def control_json(
         self,
@@ -231,6 +240,7 @@ class HttpClient:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> dict[str, Any]:
+        """Send a POST as ``control`` does; return the JSON object in the answer."""
         return self._object(path, await self.control(path, body, timeout_s=timeout_s))
 
     async def answers(self, timeout_s: float = 10.0) -> bool:
@@ -256,11 +266,12 @@ class HttpClient:
         return True
 
     async def _is_answered(self, path: str, timeout_s: float) -> bool:
-        with contextlib.suppress(EngineRequestError):
-            try:
-                await self.request("GET", path, timeout_s=timeout_s)
-            except EngineLostError:
-                return False
+        try:
+            await self.request("GET", path, timeout_s=timeout_s)
+        except EngineRequestError:
+            return True
+        except EngineLostError:
+            return False
         return True
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
@@ -275,12 +286,11 @@ class HttpClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
+            certificates: ssl.SSLContext | bool = True
+            if self.url.startswith("https:"):
+                certificates = ssl.create_default_context(cafile=self._ca_file)
             connector = aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=_KEEP_ALIVE_SECONDS,
-                ssl=ssl.create_default_context(cafile=self._ca_file)
-                if self.url.startswith("https:")
-                else True,
+                limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=certificates
             )
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
@@ -290,14 +300,6 @@ def _bearer(key: str | None) -> dict[str, str]:
     if key is None:
         return {}
     return {"Authorization": f"Bearer {key}"}
-
-
-log = logging.getLogger(__name__)
-
-_DOWNLOAD_S = 120.0
-_WATCH_SECONDS = 5.0
-_LATE_SECONDS = 1.5
-"""If a timer is this late, this process was stopped in between; on a busy machine timers are less late."""
 
 
 class EngineClient(HttpClient):
@@ -356,12 +358,11 @@ class EngineClient(HttpClient):
 
         Raises AbortedError, EngineAnswerError, StaleWeightsError and the errors of ``request``.
         """
-        downloaded: dict[str, bytes] = {}
-        parsed = await self.parser.parse(payload, requests, versions, downloaded)
+        received = ReceivedAnswer(payload, requests, versions, {})
+        parsed = await self.parser.parse(received)
         if parsed.missing:
-            for notice in parsed.missing:
-                downloaded[notice.id] = await self.fetch_recording(notice)
-            parsed = await self.parser.parse(payload, requests, versions, downloaded)
+            contents = {notice.id: await self.fetch_recording(notice) for notice in parsed.missing}
+            parsed = await self.parser.parse(received._replace(downloaded=contents))
         if parsed.ways - self._ways:
             self._ways = parsed.ways
             log.info("%s: recorded routing comes through %s", self.url, " and ".join(parsed.ways))
@@ -426,29 +427,32 @@ class EngineClient(HttpClient):
         A stopped process keeps its connections open, so requests to it would wait for ever.
         """
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
-        late = max(pause, _LATE_SECONDS)
         clock = asyncio.get_running_loop().time
+
+        def is_late(start: float, expected_s: float) -> bool:
+            """Whether this process itself was stopped since ``start``, so silence says nothing about the server."""
+            return clock() > start + expected_s + max(pause, _LATE_SECONDS)
+
         self._last_life = clock()
         while True:
             limit = max(hang_timeout_s, 0 if self._answered else self.first_answer_s)
-            asleep = clock()
-            nap = min(pause, max(self._last_life + limit - asleep, 0))
-            await asyncio.sleep(nap)
-            # This process itself was stopped, so the silence says nothing about the server.
-            if self.is_paused or clock() > asleep + nap + late:
+            sleep_start = clock()
+            sleep_s = min(pause, max(self._last_life + limit - sleep_start, 0))
+            await asyncio.sleep(sleep_s)
+            if self.is_paused or is_late(sleep_start, sleep_s):
                 self.note_life()
                 continue
-            remaining_seconds = self._last_life + limit - clock()
-            if remaining_seconds <= 0:
+            remaining_s = self._last_life + limit - clock()
+            if remaining_s <= 0:
                 raise EngineLostError(
-                    f"{self.url}: nothing generated for {limit - remaining_seconds:.0f} s"
+                    f"{self.url}: nothing generated for {limit - remaining_s:.0f} s"
                 )
-            if remaining_seconds < limit - pause:
-                since = clock()
-                patience = min(remaining_seconds, hang_timeout_s)
-                generated = await self.generates(patience)
+            if remaining_s < limit - pause:
+                probe_start = clock()
+                probe_s = min(remaining_s, hang_timeout_s)
+                is_generating = await self.generates(probe_s)
                 # The server may have been paused while the probe waited.
-                if generated or self.is_paused or clock() > since + patience + late:
+                if is_generating or self.is_paused or is_late(probe_start, probe_s):
                     self.note_life()
 
     async def generates_again(self, timeout_s: float) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -59,6 +60,8 @@ class Agent:
         sandbox: bool = False,
         sandbox_paths: Sequence[str] = (),
     ) -> None:
+        _check_values(ignored, branches, tool_format)
+        _check_sandbox_values(agent, sandbox, sandbox_paths)
         self._agent, self._host = agent, host
         self._sandbox_paths = tuple(sandbox_paths) if sandbox else None
         self._ignored, self._branches = frozenset(ignored), branches
@@ -67,42 +70,16 @@ class Agent:
         self._task: asyncio.Task[AgentResult] | None = None
         self._server: web.AppRunner | None = None
 
-    @staticmethod
-    def check_options(
-        agent: str,
-        ignored: Sequence[str] = (),
-        host: str = "127.0.0.1",
-        branches: int = MOST_BRANCHES,
-        tool_format: str = "hermes",
-        sandbox: bool = False,
-        sandbox_paths: Sequence[str] = (),
-    ) -> None:
-        """Raise ValueError for an unknown function, program or format, SandboxError where this machine has no
-        sandbox.
-        """
-        agent_of(agent)
-        if not isinstance(ignored, list | tuple):
-            raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
-        if fault := host_fault(host):
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """Raise ValueError for bad options, SandboxError if they ask for a sandbox that this machine lacks."""
+        environment = cls(**options)
+        agent_of(environment._agent)
+        # Not in the constructor: the name of a host is resolved, and every episode makes an environment.
+        if fault := host_fault(environment._host):
             raise ValueError(f"options: host: {fault}")
-        if type(branches) is not int or branches < 1:
-            raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
-        if tool_format not in TOOL_FORMATS:
-            raise ValueError(
-                f"options: tool_format: got {tool_format!r}, expected {' or '.join(TOOL_FORMATS)}"
-            )
-        if not isinstance(sandbox, bool):
-            raise ValueError(f"options: sandbox: got {sandbox!r}, expected true or false")
-        if not isinstance(sandbox_paths, list | tuple):
-            raise ValueError(
-                f"options: sandbox_paths: got {sandbox_paths!r}, expected a list of paths"
-            )
-        if sandbox and FUNCTION_PATH.fullmatch(agent):
-            raise ValueError(
-                f"options: sandbox: got the function {agent}, expected a command: a function runs in this process"
-            )
-        if sandbox:
-            check_sandbox(sandbox_paths)
+        if environment._sandbox_paths is not None:
+            check_sandbox(environment._sandbox_paths)
 
     def note_sampling(self, sampling: Mapping[str, float]) -> None:
         """Accept calls that ask for the run's own ``sampling`` settings. Called before ``reset``."""
@@ -161,3 +138,25 @@ class Agent:
         if refusal:
             return f"a call was refused: {refusal}; "
         return ""
+
+
+def _check_values(ignored: Any, branches: Any, tool_format: str) -> None:
+    if not isinstance(ignored, list | tuple):
+        raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
+    if type(branches) is not int or branches < 1:
+        raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
+    if tool_format not in TOOL_FORMATS:
+        raise ValueError(
+            f"options: tool_format: got {tool_format!r}, expected {' or '.join(TOOL_FORMATS)}"
+        )
+
+
+def _check_sandbox_values(agent: str, sandbox: Any, sandbox_paths: Any) -> None:
+    if not isinstance(sandbox, bool):
+        raise ValueError(f"options: sandbox: got {sandbox!r}, expected true or false")
+    if not isinstance(sandbox_paths, list | tuple):
+        raise ValueError(f"options: sandbox_paths: got {sandbox_paths!r}, expected a list of paths")
+    if sandbox and FUNCTION_PATH.fullmatch(agent):
+        raise ValueError(
+            f"options: sandbox: got the function {agent}, expected a command: a function runs in this process"
+        )

@@ -330,6 +330,7 @@ class FleetMembership:
 
     def _wait(self, members: list[Member], expected_count: int) -> list[Member] | None:
         start = time.monotonic()
+        # Seconds until the first server was ready.
         first_s = None
         while len(members) < expected_count:
             if self._stop():
@@ -354,17 +355,24 @@ class FleetMembership:
         *,
         attempts: int = errors.UNBOUNDED,
     ) -> None:
-        """Handle a failed update of ``current``, which ``urls`` caused where those are known.
+        """Handle a failed update: lose or strike the servers at fault.
 
         A server whose scheduler does not answer is lost. So is a server at fault that did not answer in the update and
-        then generates nothing. ``attempts``: as in EngineError.
+        then generates nothing.
+
+        Args:
+            current: members of the update.
+            urls: addresses of the servers at fault; empty if they are unknown.
+            reason: the error of the update.
+            attempts: failures in a row after which a retry is pointless (``EngineError.attempts``).
         """
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
-            silent = server.url in urls and attempts == errors.UNBOUNDED
+            # Only the error of a connection that broke or timed out leaves the number of attempts open.
+            is_silent = server.url in urls and attempts == errors.UNBOUNDED
             schedules = self._with_client(member, methodcaller("schedules", _ANSWER_S))
-            if not schedules or (silent and not self._still_generates(member)):
+            if not schedules or (is_silent and not self._still_generates(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
                 if attempts == 1:
@@ -385,10 +393,10 @@ class FleetMembership:
                 state.quarantined = ""
 
     def recover(self, forget_ranks: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
-        """Take over the servers from ranks that have died: have each forget them, and replace those that can't.
+        """Take over the servers of ranks that have died. A server that cannot forget those ranks is replaced.
 
-        ``forget_ranks`` ends in one server what earlier ranks left there. Only servers that the supervisor started are
-        taken over: one elsewhere may serve others.
+        ``forget_ranks`` ends the requests and groups that earlier ranks left in one server. Only servers that the
+        supervisor started are taken over: an attached server may serve other runs.
         """
         members = [self._member(s) for s in self._record.servers() if s.replaceable]
         outcomes = self._runner.run(_outcomes([forget_ranks(member) for member in members]))

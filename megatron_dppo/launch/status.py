@@ -51,13 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_lines(directory: Path) -> Iterator[str]:
+    """Yield the lines of the status of the run in ``directory``."""
     attempts = AttemptBook(directory).all()
     state = run_state(directory)
     yield f"run: {directory}"
     yield f"state: {described(state, attempts, directory)}"
     yield from _progress(directory)
-    yield from _servers(directory, running=state.state in ("RUNNING", RUNNING))
-    yield from _attempts(attempts, alive=state.state is not None)
+    # Slurm's name of the state, or that of a run without Slurm.
+    is_running = state.state in ("RUNNING", RUNNING)
+    yield from _servers(directory, is_running=is_running)
+    yield from _attempts(attempts, is_alive=state.state is not None)
     lines = important_lines(directory, _LINES)
     if lines:
         yield "log lines that matter:"
@@ -102,8 +105,8 @@ def _held_out(records: Sequence[Record]) -> list[str]:
     return []
 
 
-def _servers(directory: Path, *, running: bool) -> Iterator[str]:
-    if not running or not (directory / "engine").is_dir():
+def _servers(directory: Path, *, is_running: bool) -> Iterator[str]:
+    if not is_running or not (directory / "engine").is_dir():
         return
     record = FleetRecord(directory)
     states = record.status().get("servers", {})
@@ -114,24 +117,27 @@ def _servers(directory: Path, *, running: bool) -> Iterator[str]:
         yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
     if (router := record.router()) is not None:
         yield f"router: {router.url}"
-    if (ranks_start := record.ranks_start or 1) > 1:
-        yield f"ranks: start {ranks_start}"
+    if record.ranks_start is not None and record.ranks_start > 1:
+        yield f"ranks: start {record.ranks_start}"
 
 
-def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
+def _attempts(attempts: Sequence[Attempt], *, is_alive: bool) -> Iterator[str]:
     if attempts:
         yield "starts:"
     for attempt in attempts:
         start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
-        vanished = attempt.why == RUNNING and not (alive and attempt is attempts[-1])
-        why = VANISHED if vanished else attempt.why
+        why = attempt.why
+        if why == RUNNING and not (is_alive and attempt is attempts[-1]):
+            why = VANISHED
         lasted = ""
         if attempt.ended is not None:
             lasted = f" after {attempt.ended - attempt.started:.0f} s"
         parts = [f"  {attempt.job}-{attempt.attempt}  {start_time}  {attempt.node}  {why}{lasted}"]
-        parts += [f"checkpoint {attempt.first_saved} -> {attempt.saved}"] * (attempt.why != RUNNING)
+        if attempt.why != RUNNING:
+            parts.append(f"checkpoint {attempt.first_saved} -> {attempt.saved}")
         parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
-        parts += [one_line(attempt.detail, 160)] * bool(attempt.detail)
+        if attempt.detail:
+            parts.append(one_line(attempt.detail, 160))
         yield ", ".join(parts)
 
 

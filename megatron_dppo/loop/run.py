@@ -134,7 +134,10 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
 
 
 def _rows_after(directory: str, step: int) -> dict[str, Any]:
-    """Return the records of later steps than ``step`` by step as text; with step 0 that of step 0, too."""
+    """Return the metrics rows of the steps after ``step``, by the step as text.
+
+    If ``step`` is 0, the row of step 0 is among them.
+    """
     try:
         rows = read_records(directory)
     except RecordsError:

@@ -226,22 +226,28 @@ class MlflowTracker:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient()
-        experiment = self._client.get_experiment_by_name(run.project)
-        number = (
-            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        )
+        experiment_id = self._experiment_id(run.project)
         # MLflow makes its own ids, so the run's id is a tag.
-        earlier_runs = self._client.search_runs([number], f"tags.`{self._ID_TAG}` = '{run.id}'")
+        earlier_runs = self._client.search_runs(
+            [experiment_id], f"tags.`{self._ID_TAG}` = '{run.id}'"
+        )
         if earlier_runs:
             self._id = earlier_runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(
-            number,
+            experiment_id,
             run_name=run.name,
             tags={self._ID_TAG: run.id},
         ).info.run_id
         self._log_parameters(run.config)
+
+    def _experiment_id(self, project: str) -> str:
+        """Return the id of the experiment with the project's name, which is created if it does not exist."""
+        experiment = self._client.get_experiment_by_name(project)
+        if experiment is None:
+            return str(self._client.create_experiment(project))
+        return str(experiment.experiment_id)
 
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

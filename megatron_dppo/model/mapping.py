@@ -305,7 +305,14 @@ def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_M
         expert_rules = family.expert_rules_of(shape, layer)
         for local_expert, expert in enumerate(experts):
             for rule in expert_rules:
-                yield _MappingRow(rule, True, False, layer, local_layer, expert, local_expert)
+                yield _MappingRow(
+                    rule,
+                    is_expert=True,
+                    layer=layer,
+                    local_layer=local_layer,
+                    expert=expert,
+                    local_expert=local_expert,
+                )
 
 
 def _chunk_rows(

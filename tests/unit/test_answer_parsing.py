@@ -18,6 +18,7 @@ from megatron_dppo.engine import answer_parsing
 from megatron_dppo.engine.answer_parsing import (
     AnswerParser,
     ParserLostError,
+    ReceivedAnswer,
     answer_to,
     parsed_of,
 )
@@ -56,7 +57,8 @@ HERE = AnswerParser(smallest=None)
 
 def parsed(parser, payload: object, requests: list, versions=None, downloaded=None):
     body = orjson.dumps(payload)
-    return asyncio.run(parser.parse(body, requests, versions, downloaded or {}))
+    received = ReceivedAnswer(body, requests, versions, downloaded or {})
+    return asyncio.run(parser.parse(received))
 
 
 def test_the_process_parses_as_this_one_does(process):

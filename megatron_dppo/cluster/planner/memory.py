@@ -12,8 +12,6 @@ from megatron_dppo.cluster.planner.trainer_state import StateBytes, state_bytes
 
 _COLUMN_PIECE = 64 * devices.MIB
 """``PIECE_BYTES`` of loop/exchange.py: ranks exchange columns over the GPUs in pieces of this size."""
-
-
 _FP8_COPIES = 2
 """Bytes of the FP8 copies of a weight's element: one in the order of its rows and one in that of its columns. Their
 scales, 4 bytes for 128 x 128 elements, are left out."""
@@ -40,14 +38,15 @@ class RankBytes:
         """Bytes by part at the peak of training: while the logits exist, or while a layer is recomputed."""
         activations = self.activations
         head = activations.head + activations.logits
-        is_peak_at_logits = head > activations.recomputed
+        layers, logits = activations.layers, head
+        if head <= activations.recomputed:
+            layers, logits = layers + activations.recomputed, 0
         return {
             "weights": self.state.weights + self.state.reference,
             "gradients": self.state.gradients,
             "optimizer": self.state.optimizer,
-            "activations": activations.layers
-            + (0 if is_peak_at_logits else activations.recomputed),
-            "logits": head if is_peak_at_logits else 0,
+            "activations": layers,
+            "logits": logits,
             "working": activations.working + self.quantised,
             "communicators": self.communicators,
             "context": self.context + self.fragmentation,
@@ -56,9 +55,9 @@ class RankBytes:
     @property
     def total(self) -> int:
         """Peak memory: the larger of training and a weight update."""
-        steady = self.state.total + self.communicators + self.context
+        constant = self.state.total + self.communicators + self.context
         training = self.activations.total + self.fragmentation + self.quantised
-        return steady + max(training, self.update_buckets)
+        return constant + max(training, self.update_buckets)
 
 
 def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
@@ -72,13 +71,13 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     if facts.trainer.fp8:
         layout = facts.trainer.layout
         quantised = _FP8_COPIES * linear_elements(facts.trainer.shape, layout, stage)
-    sends = facts.engine.servers > 0 and not facts.schedule.is_colocated
+    sends_weights = facts.engine.servers > 0 and not facts.schedule.is_colocated
     return RankBytes(
         stage=stage,
         state=state_bytes(facts.trainer, stage),
         activations=activations,
         update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE),
-        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends),
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends_weights),
         context=devices.CONTEXT,
         fragmentation=round(activations.total * devices.FRAGMENTATION),
         quantised=quantised,

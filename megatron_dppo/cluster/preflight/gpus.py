@@ -37,10 +37,10 @@ _MOST_USED_MIB = 1024
 
 
 def gpus_here() -> dict[str, Any]:
-    """Return ``gpus``, one entry for each GPU from ``nvidia-smi``, or names and driver from ``/proc``; and the
-    ``source``.
+    """Return the machine's GPUs by ``nvidia-smi``; where that is not installed, their names and driver by ``/proc``.
 
-    Raises CheckError where ``nvidia-smi`` fails.
+    ``gpus`` has one entry for each GPU, and ``source`` is the program or the folder that was read. Raises CheckError
+    where ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
     gpus = gpus_of_driver(machine_gpus.DRIVER) if program is None else parse(_query(program))

@@ -196,7 +196,7 @@ class PreflightError(RunError):
 
 @dataclass(frozen=True)
 class Steps:
-    """Runs steps in the allocation before a run whose ``config.yaml`` is written. ``stops`` end one early."""
+    """Runs the Slurm steps that precede a run whose ``config.yaml`` is written. Any of ``stops`` ends a step early."""
 
     directory: RunDirectory
     form: srun.StepForm
@@ -224,9 +224,8 @@ class Steps:
         folder = self.directory.path / "preflight" / f"{job.id}-{job.attempt}"
         command = [self.python, "-m", "megatron_dppo.cluster.preflight", str(self.directory.config)]
         command += [f"--evidence={folder}", f"--gpus={needs.gpus}", f"--nodes={len(job.hosts)}"]
-        command += [f"--port={port}" for port in needs.ports] + [
-            f"--skip={name}" for name in skipped
-        ]
+        command += [f"--port={port}" for port in needs.ports]
+        command += [f"--skip={name}" for name in skipped]
         output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self.run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
@@ -261,10 +260,10 @@ class Steps:
         ``needs_keys``: its tasks read the variables with keys from their standard input.
         """
         output.unlink(missing_ok=True)
-        plain = without_secrets(os.environ)
+        variables = without_secrets(os.environ)
         secrets = b""
         if needs_keys:
-            plain, secrets = split_environment(os.environ)
+            variables, secrets = split_environment(os.environ)
         processes = []
         with open(output, "ab") as file:
             for group in Allocation(tuple(hosts)).groups:
@@ -279,7 +278,7 @@ class Steps:
                 )
                 process = start_process(
                     step,
-                    environment=srun.step_environment(plain),
+                    environment=srun.step_environment(variables),
                     output=file.fileno(),
                     stdin=subprocess.PIPE if needs_keys else subprocess.DEVNULL,
                 )
