@@ -30,6 +30,7 @@ from examples.arena.claims import (
     Record,
     Side,
     final,
+    first_gap,
     loss_of_best,
 )
 from examples.arena.figures import claim_figure, curves_figure, save
@@ -297,13 +298,6 @@ def p_text(p: float) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
-def first_gap(record: Record) -> float:
-    """mean |pi - mu| of the steps' first mini-batches, at equal weights or not; NaN where some were not kept."""
-    fresh = record[names.GAP_ON_POLICY]
-    stale = record.get(names.GAP_STALE, [math.nan] * len(fresh))
-    return float(np.mean([x if math.isnan(y) else y for x, y in zip(fresh, stale, strict=True)]))
-
-
 def whole_gap(record: Record) -> float:
     """mean |pi - mu| of all of the steps' mini-batches."""
     return float(np.mean(record[names.GAP]))
@@ -335,7 +329,10 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
         "| setting | task | mismatch | lab, first | lab, all | real loop, first | real loop, all | changes | why |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, setting in SETTINGS.items():
+    for name, rules in rules_by_setting().items():
+        if not rules:
+            continue
+        setting = SETTINGS[name]
         columns = [
             text
             for gaps in gaps_of(name, records)

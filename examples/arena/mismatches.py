@@ -27,7 +27,8 @@ class Mismatch:
     and the embedding give is rounded to bfloat16 too; norms, router and experts compute in float32. ``flips``: share
     of (token, layer) whose last expert is replaced by the next best one. ``replays``: the trainer takes the engine's
     routing (R3). ``cache``: of the keys and values that decoding reads again, token by token; the trainer's pass over
-    the whole response stores none.
+    the whole response stores none. ``blocks``: linear layers and experts are block FP8, as with
+    ``engine.quantization: fp8``: matrices by 128 x 128, what they read by 1 x 128; all else is in float32.
     """
 
     rounding: Rounding | None = None
@@ -36,6 +37,7 @@ class Mismatch:
     flips: float = 0.0
     replays: bool = False
     cache: Rounding | None = None
+    blocks: bool = False
 
 
 MISMATCHES: dict[str, Mismatch] = {
@@ -53,4 +55,6 @@ MISMATCHES: dict[str, Mismatch] = {
     "bf16-stale-1": Mismatch(bfloat16, age=1, activations=True),
     "int4-r3": Mismatch(int4, replays=True),
     "decode": Mismatch(cache=bfloat16),
+    "w8a8": Mismatch(blocks=True),
+    "w8a8-r3": Mismatch(blocks=True, replays=True),
 }

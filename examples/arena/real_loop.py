@@ -89,7 +89,7 @@ def changes_engine(mismatch: Mismatch) -> bool:
     """Whether the server computes otherwise than the trainer. Raises ValueError for what only the lab's copy can do."""
     if mismatch.activations or mismatch.cache is not None:
         raise ValueError(f"{mismatch}: rounded activations and caches are the lab's alone")
-    return mismatch.rounding is not None or mismatch.flips > 0
+    return mismatch.rounding is not None or mismatch.flips > 0 or mismatch.blocks
 
 
 def settings_of(mismatch: Mismatch) -> list[str]:
@@ -99,8 +99,13 @@ def settings_of(mismatch: Mismatch) -> list[str]:
         f"rollout.router_replay={str(mismatch.replays).lower()}",
     ]
     if changes_engine(mismatch):
-        # Of the batches the mismatch is measured at rare and at likely tokens; the canary would stop the run for it.
-        settings += ["rollout.save=true", "weight_sync.canary_every=0"]
+        # Of the batches the mismatch is measured at rare and at likely tokens.
+        settings.append("rollout.save=true")
+    if mismatch.blocks:
+        settings.append("engine.quantization=fp8")
+    elif changes_engine(mismatch):
+        # The canary would stop the run for the mismatch.
+        settings.append("weight_sync.canary_every=0")
     if mismatch.flips:
         # Each pass over a prompt has flips of its own: a response that takes another's keys and values would have a
         # first token of its own flips, and a recording of the other's.
@@ -110,7 +115,8 @@ def settings_of(mismatch: Mismatch) -> list[str]:
 
 def engine_variables(name: str) -> dict[str, str]:
     """Of the server's environment under the mismatch ``name``."""
-    if not changes_engine(MISMATCHES[name]):
+    mismatch = MISMATCHES[name]
+    if not changes_engine(mismatch) or mismatch.blocks:
         return {}
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": ENGINE_MODELS, "ARENA_MISMATCH": name}
 
@@ -118,6 +124,15 @@ def engine_variables(name: str) -> dict[str, str]:
 def _task_changes(task: Task) -> list[str]:
     if task.name == "moe":
         return ["data.evaluation={}"]
+    if task.name == "moe-wide":
+        # SGLang computes with FP8 weights in 16 bits only, and what stands beside it has the same dtype.
+        return [
+            "data.evaluation={}",
+            f"model.hf_checkpoint={task.checkpoint}",
+            "model.dtype=bfloat16",
+            "parallel.world_size=1",
+            "parallel.expert=1",
+        ]
     folder = task.checkpoint.with_name(f"{task.name}-endless")
     if not folder.is_dir():
         write_words(task, folder)

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from examples.arena.mismatches import Mismatch, Rounding
-from megatron_dppo.diagnostics.doctor.rounding import bfloat16
+from megatron_dppo.block_fp8 import dequantize, quantize
+from megatron_dppo.diagnostics.doctor.rounding import activations_in_block_fp8, bfloat16
+from megatron_dppo.model.quantization import is_quantized
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,19 @@ class PolicyCopy:
 
     def update(self, weights: Mapping[str, Tensor]) -> int:
         """Take the trainer's ``weights`` by their names in a checkpoint; how many updates old the copy's now are."""
-        rounding = self._mismatch.rounding
-        new = {
-            name: rounding(x) if rounding and x.dim() > 1 else x.clone()
-            for name, x in weights.items()
-        }
+        new = {name: self._rounded(name, x) for name, x in weights.items()}
         self._versions.append(new)
         for name, values in self._versions[0].items():
             place_of(name, self._tensors).copy_(values)
         return len(self._versions) - 1
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        rounding = self._mismatch.rounding
+        if self._mismatch.blocks and is_quantized(name):
+            return dequantize(*quantize(weight))
+        if rounding is not None and weight.dim() > 1:
+            return rounding(weight)
+        return weight.clone()
 
     @torch.no_grad()
     def sample(
@@ -97,6 +103,8 @@ class PolicyCopy:
         """The mismatch's arithmetic and routing; the experts of each router's calls, in order."""
         routing: list[list[Tensor]] = []
         with ExitStack() as hooks:
+            if self._mismatch.blocks:
+                hooks.enter_context(activations_in_block_fp8(self._model))
             for name, module in self._model.named_modules():
                 if name.endswith("mlp.gate"):
                     calls: list[Tensor] = []

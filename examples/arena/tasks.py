@@ -7,11 +7,13 @@
   decides.
 - ``longer``: the same of 256 tokens.
 - ``moe``: the demo's arithmetic on its mixture of experts.
+- ``moe-wide``: the same policy, with widths that are multiples of 128, as block FP8 needs them.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
-from megatron_dppo.demo.material import prepare
+from megatron_dppo.demo.material import Material, prepare
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import exact_integer
 
@@ -187,7 +190,19 @@ def _of_digits(name: str, length: int) -> Task:
 
 def moe() -> Task:
     material = prepare(1)
-    tokenizer = load_tokenizer(material.warm_checkpoint)
+    return _arithmetic("moe", material, material.warm_checkpoint)
+
+
+def moe_wide() -> Task:
+    material = prepare(1)
+    folder = MATERIAL / "moe-wide"
+    if not folder.is_dir():
+        write_wide(material.warm_checkpoint, folder)
+    return _arithmetic("moe-wide", material, folder)
+
+
+def _arithmetic(name: str, material: Material, checkpoint: Path) -> Task:
+    tokenizer = load_tokenizer(checkpoint)
     problems = load_problems(
         material.train, tokenizer, max_prompt_tokens=32, form=PromptForm()
     ).problems
@@ -200,12 +215,48 @@ def moe() -> Task:
         return exact_integer(str(tokenizer.decode(ids[:-1])), problems[problem].answer)
 
     return Task(
-        "moe", material.warm_checkpoint, prompts, 16, reward, end,
+        name, checkpoint, prompts, 16, reward, end,
         settings=("rollout.max_response_tokens=16", "algorithm.truncated_responses=zero-reward"),
     )  # fmt: skip
 
 
-TASKS: dict[str, Callable[[], Task]] = {"rare": rare, "long": long, "longer": longer, "moe": moe}
+def write_wide(source: Path, folder: Path) -> None:
+    """Write the demo's checkpoint with widths that are multiples of 128, as a policy of the same probabilities.
+
+    Each expert gets 256 inner neurons in place of 160: what is added has weights of 0, whose gradients are 0 too. Each
+    head of keys and values gets a copy, so that no two heads of queries share one.
+    """
+    config = json.loads((source / "config.json").read_text())
+    copies = config["num_attention_heads"] // config["num_key_value_heads"]
+    weights = load_file(source / "model.safetensors")
+    added = INNER_NEURONS - config["moe_intermediate_size"]
+    for name, weight in weights.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            heads = weight.unflatten(0, (-1, config["head_dim"]))
+            weights[name] = heads.repeat_interleave(copies, 0).flatten(0, 1)
+        elif ".experts." in name:
+            padding = (0, added) if name.endswith("down_proj.weight") else (0, 0, 0, added)
+            weights[name] = torch.nn.functional.pad(weight, padding)
+    config |= {
+        "num_key_value_heads": config["num_attention_heads"],
+        "moe_intermediate_size": INNER_NEURONS,
+    }
+    staged = folder.with_suffix(".part")
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(source, staged, ignore=shutil.ignore_patterns("conversion.json"))
+    (staged / "config.json").write_text(json.dumps(config))
+    save_file(weights, staged / "model.safetensors", metadata={"format": "pt"})
+    staged.rename(folder)
+
+
+INNER_NEURONS = 256
+TASKS: dict[str, Callable[[], Task]] = {
+    "rare": rare,
+    "long": long,
+    "longer": longer,
+    "moe": moe,
+    "moe-wide": moe_wide,
+}
 
 
 # --- start policies

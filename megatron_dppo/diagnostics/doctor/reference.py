@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from megatron_dppo.block_fp8 import BlockFp8, dequantize, quantize, round_activations
+from megatron_dppo.block_fp8 import BlockFp8, dequantize, quantize
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor.rounding import bfloat16
+from megatron_dppo.diagnostics.doctor.rounding import activations_in_block_fp8, bfloat16
 from megatron_dppo.diagnostics.explain.explanation import Policy
 from megatron_dppo.model.quantization import is_quantized
 
@@ -199,8 +199,6 @@ class Reference(Policy):
     def in_block_fp8(self, blocks_of: BlocksOf | None = None) -> Iterator[None]:
         """Quantise the matrices that an engine with ``engine.quantization: fp8`` holds in FP8, and their inputs.
 
-        The inputs of an expert's second matrix, which are inside of a module of transformers, keep their values.
-
         Args:
             blocks_of: returns the values and scales to use; None: the tensor's own.
         """
@@ -212,12 +210,7 @@ class Reference(Policy):
             elif is_quantized(name):
                 replacements.append((tensor, _in_block_fp8(tensor.data, name, 0, blocks_of)))
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
-                if name.endswith(".experts") or is_quantized(f"{name}.weight"):
-                    hook = module.register_forward_pre_hook(
-                        lambda _, inputs: (round_activations(inputs[0]), *inputs[1:])
-                    )
-                    stack.callback(hook.remove)
+            stack.enter_context(activations_in_block_fp8(self._model))
             stack.enter_context(_with_data(replacements))
             yield
 

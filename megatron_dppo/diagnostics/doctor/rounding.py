@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from megatron_dppo.block_fp8 import round_activations
+from megatron_dppo.model.quantization import is_quantized
 
 
 def bfloat16(x: Tensor) -> Tensor:
@@ -17,3 +25,40 @@ def float8(x: Tensor) -> Tensor:
         return x
     scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+@contextmanager
+def activations_in_block_fp8(model: nn.Module) -> Iterator[None]:
+    """Inside the context, round what the linear layers and experts of a transformers model read, by 1 x 128.
+
+    Raises ValueError in the forward pass if such an input has a width that is no multiple of 128.
+    """
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                module.forward = MethodType(_experts_of_rounded_inputs, module)
+                stack.callback(delattr, module, "forward")
+            elif is_quantized(f"{name}.weight"):
+                hook = module.register_forward_pre_hook(
+                    lambda _, inputs: (round_activations(inputs[0]), *inputs[1:])
+                )
+                stack.callback(hook.remove)
+        yield
+
+
+def _experts_of_rounded_inputs(
+    experts: Any,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """The forward pass of transformers' experts, in which both products read rounded activations."""
+    outputs = torch.zeros_like(hidden)
+    rounded = round_activations(hidden)
+    for expert in indices.unique().tolist():
+        tokens, choices = torch.where(indices == expert)
+        gate, up = (rounded[tokens] @ experts.gate_up_proj[expert].T).chunk(2, -1)
+        inner = round_activations(experts.act_fn(gate) * up)
+        product = inner @ experts.down_proj[expert].T
+        outputs.index_add_(0, tokens, weights[tokens, choices, None] * product)
+    return outputs
