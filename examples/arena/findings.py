@@ -167,7 +167,8 @@ verdict is of the formula in [algorithms.md](../algorithms.md), not of the paper
 
 The lab has models of about a million parameters and runs of {steps} steps. It says nothing of what needs longer \
 runs or larger models. `make arena` writes this page from what is kept of every step of every run; the lab, its \
-tasks and the pilots: `examples/arena/README.md`.
+tasks and the pilots: `examples/arena/README.md`. Rules under FP8 rollouts have a page of their own: \
+[fp8.md](findings/fp8.md).
 """
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from matplotlib.image import imread
 
-from examples.arena import figures, findings, readings, real_loop, speed, tasks
+from examples.arena import figures, findings, fp8, readings, real_loop, speed, tasks
 from examples.arena.claims import (
     CLAIMS,
     OTHERS,
@@ -346,13 +346,18 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
     found = findings.verdicts(CLAIMS, records)
     decided = {name for name, verdict in found.items() if verdict.word is not None}
     drawn = {path.stem for path in (DOCS / "findings").glob("*.png")}
-    assert drawn == decided | {"shown"}
+    assert drawn == decided | {"shown", "fp8"}
     reasons = yaml.safe_load(findings.REASONS.read_text(encoding="utf-8"))
     assert decided <= reasons.keys() <= {claim.name for claim in CLAIMS}
     # Every row of a table has as many cells as its head.
     lines = (DOCS / "findings.md").read_text().splitlines()
     for is_row, table in itertools.groupby(lines, key=lambda line: line.startswith("|")):
         assert not is_row or len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
+
+
+def test_the_kept_page_of_fp8_is_that_of_its_kept_runs():
+    records = read_results(DOCS / "findings" / "fp8.jsonl.gz")
+    assert (DOCS / "findings" / "fp8.md").read_text() == fp8.page_of(records)
 
 
 # --- figures
@@ -599,6 +604,15 @@ def test_each_mismatch_of_a_claim_is_in_the_real_loop_too():
     for name in ("bf16", "decode"):
         with pytest.raises(ValueError, match="the lab's alone"):
             real_loop.settings_of(MISMATCHES[name])
+
+
+def test_an_engine_of_the_real_loop_is_quantised_by_the_package_itself():
+    for name, replays in (("w8a8", "false"), ("w8a8-r3", "true")):
+        settings = real_loop.settings_of(MISMATCHES[name])
+        assert "engine.quantization=fp8" in settings
+        assert f"rollout.router_replay={replays}" in settings
+        assert "weight_sync.canary_every=0" not in settings
+        assert not real_loop.engine_variables(name)
 
 
 @pytest.fixture
