@@ -2,7 +2,8 @@
 
 python -m examples.recipes.rehearsals [NAME ...]    # rehearse those (all); NAME is a recipe or a name of FURTHER
 python -m examples.recipes.rehearsals --missing     # those that have no result in runs/rehearsals
-python -m examples.recipes.rehearsals --write       # put the results that are in runs/rehearsals into the table
+python -m examples.recipes.rehearsals --write       # put the results that are in runs/rehearsals into the table; other
+                                                    # rows stay
 """
 
 from __future__ import annotations
@@ -94,18 +95,33 @@ def result_of(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
     return found
 
 
-def table(results: Path = RESULTS) -> str:
-    """Markdown of all rehearsals; those without a result are named as not run."""
+def table(results: Path = RESULTS, page: str = "") -> str:
+    """Return all rehearsals as a Markdown table.
+
+    A rehearsal without a result in ``results`` has its row of ``page``; one without either is named as not run.
+    """
+    kept = _rows_of(page)
     rows = [HEAD, ["---"] * len(HEAD)]
     for name in NAMES:
         result = result_of(name, results)
         recipe = f"`{FURTHER.get(name, (name, ()))[0]}`"
         if result is None:
             row = [recipe, _layout(name), str(_config(name).parallel.world_size), "not run"]
-            rows.append([*row, *[""] * (len(HEAD) - len(row))])
+            unknown = [*row, *[""] * (len(HEAD) - len(row))]
+            rows.append(kept.get((recipe, _layout(name)), unknown))
         else:
             rows.append([recipe, _layout(name), str(result["ranks"]), *_cells(name, result)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _rows_of(page: str) -> dict[tuple[str, str], list[str]]:
+    """Return the rows of the page's table by recipe and layout."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == len(HEAD):
+            rows[cells[0], cells[1]] = cells
+    return rows
 
 
 def _config(name: str) -> TrainConfig:
@@ -141,7 +157,7 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
 def written(text: str, results: Path = RESULTS) -> str:
     """The page with the present table."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{table(results)}\n{END}", text)
+    return pattern.sub(lambda _: f"{BEGIN}\n{table(results, text)}\n{END}", text)
 
 
 def main() -> int:

@@ -411,6 +411,15 @@ def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
     assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in unrun
 
 
+def test_a_rehearsal_without_a_result_keeps_its_row_of_the_page(tmp_path):
+    row = "| `qwen3_8b_base` | DP8 | 8 | passed | 101 | 332 | 0.00016 | 0.013 | nothing |"
+    page = f"before\n{rehearsals.BEGIN}\n{row}\n{rehearsals.END}\nbehind"
+    lines = rehearsals.written(page, tmp_path).splitlines()
+    assert (lines[0], lines[-1]) == ("before", "behind")
+    assert row in lines
+    assert sum("not run" in line for line in lines) == len(rehearsals.NAMES) - 1
+
+
 @pytest.mark.parametrize(("seen", "holds"), [(1.0, True), (2.0, False), (None, False)])
 def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
     config = load_config(RECIPES / "qwen3_30b_a3b_async.yaml")
