@@ -111,6 +111,9 @@ class Occupation:
             raise MemoryOrderError(f"{self._url}: can't {action}: {', '.join(faults)}")
 
 
+AXES = ".rotary_emb.axis_map"
+"""End of the name of a buffer that SGLang hashes although it follows from config.json: the axis of each frequency in a
+model with positions of several axes. No update writes it."""
 PROBE = "rotary_emb.inv_freq"
 """Name of a tensor that SGLang's models accept and ignore, because older checkpoints contain it; no model has it."""
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -475,7 +478,7 @@ class EngineWeights:
         answer = await self._move("/weights_checker", {"action": "checksum"})
         with self._reading("/weights_checker"):
             by_rank = {
-                rank["parallelism_info"][0]["tp_rank"]: dict(rank["checksums"])
+                rank["parallelism_info"][0]["tp_rank"]: _without_constants(rank["checksums"])
                 for rank in answer["ranks"]
             }
         if sorted(by_rank) != list(range(self.ranks)):
@@ -638,3 +641,8 @@ def fused_module(module: str) -> tuple[str, int]:
         if leaf in members:
             return f"{parent}.{fused}", members.index(leaf)
     return module, 0
+
+
+def _without_constants(checksums: Mapping[str, str]) -> dict[str, str]:
+    """The checksums of a rank without those of buffers that follow from config.json."""
+    return {name: digest for name, digest in checksums.items() if not name.endswith(AXES)}
