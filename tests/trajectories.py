@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing import parse
+from megatron_dppo.engine.answer_parsing import ReceivedAnswer, parse
 from megatron_dppo.engine.protocol import GenerationRequest
 
 
@@ -47,4 +47,4 @@ def parse_answers(
     payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
 ) -> list[Trajectory]:
     """Those of an engine's answer that has nothing beside the JSON."""
-    return parse(payload, requests, versions, {}).trajectories
+    return parse(ReceivedAnswer(payload, requests, versions, {})).trajectories
