@@ -17,7 +17,7 @@ import torch.distributed as dist
 from data_plane_benchmark.meters import Meter, ReceivedBytes
 from data_plane_benchmark.synthetic import Size
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing import AnswerParser
+from megatron_dppo.engine.answer_parsing import AnswerParser, ReceivedAnswer
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
@@ -41,7 +41,7 @@ IN_FLIGHT = 8
 def warm(parser: AnswerParser) -> None:
     """Have it import what it needs."""
     with contextlib.suppress(EngineAnswerError):
-        asyncio.run(parser.parse(b"", [], None, {}))
+        asyncio.run(parser.parse(ReceivedAnswer(b"", [], None, {})))
 
 
 def child_seconds() -> float:
