@@ -245,23 +245,7 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
     if _has_own_head_dim(known.shape) or "head_dim" in values:
         values["head_dim"] = sizes.head_dim
     if sizes.experts:
-        names = [key for key in ("num_experts", "n_routed_experts") if key in values]
-        name = names[0] if names else "num_local_experts"
-        # A family without a key for the width of an expert takes the MLP's.
-        width = "intermediate_size"
-        if "moe_intermediate_size" in values:
-            width = "moe_intermediate_size"
-        values |= {
-            name: sizes.experts,
-            "num_experts_per_tok": sizes.choices,
-            width: sizes.moe_ffn,
-        }
-        if "shared_expert_intermediate_size" in values:
-            values["shared_expert_intermediate_size"] = sizes.ffn
-        if "first_k_dense_replace" in values:
-            values["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
-        if "n_group" in values:
-            values |= {"n_group": 1, "topk_group": 1}
+        values |= _expert_values(values, sizes)
     if known.shape.latent is not None:
         values |= _latent_sizes(known.shape.latent)
     if known.shape.delta is not None:
@@ -276,6 +260,26 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         values |= {"vocab_size": byte_vocabulary_size(), "eos_token_id": end, "pad_token_id": 0}
         values["bos_token_id"] = None
     return _with_further_parts(known, values)
+
+
+def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any]:
+    """Return the sizes of experts by the keys of the recipe's config.json."""
+    names = [key for key in ("num_experts", "n_routed_experts") if key in values]
+    name = names[0] if names else "num_local_experts"
+    # A family without a key for the width of an expert takes the MLP's.
+    width = "intermediate_size"
+    if "moe_intermediate_size" in values:
+        width = "moe_intermediate_size"
+    found = {name: sizes.experts, "num_experts_per_tok": sizes.choices, width: sizes.moe_ffn}
+    if "expert_hidden_dim" in values:
+        found["expert_hidden_dim"] = sizes.moe_ffn
+    if "shared_expert_intermediate_size" in values:
+        found["shared_expert_intermediate_size"] = sizes.ffn
+    if "first_k_dense_replace" in values:
+        found["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
+    if "n_group" in values:
+        found |= {"n_group": 1, "topk_group": 1}
+    return found
 
 
 def _with_further_parts(known: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:

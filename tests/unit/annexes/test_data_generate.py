@@ -21,7 +21,7 @@ from megatron_dppo.rewards import find_reward
 )
 def test_a_task_s_problems_are_written(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
-    words = ["generate", "arc_1d", "--count", "2", "--seed", "5", "--config", "size=7"]
+    words = ["generate", "arc_1d", "--count", "2", "--seed", "5", "--config", "max_size=12"]
     assert main([*words, "--out", str(path)]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["metadata"]["task"] for line in lines] == ["arc_1d", "arc_1d"]

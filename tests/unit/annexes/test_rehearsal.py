@@ -26,6 +26,7 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import (
     FAMILIES,
     ConfigFacts,
+    language_model_values,
     load_model_shape,
     unknown_key_warnings,
 )
@@ -49,7 +50,7 @@ MOE = tiny_model.read_model("qwen3-30b-a3b-base", is_moe=True)
 
 
 def shape_of(values):
-    facts = ConfigFacts(values, "config.json")
+    facts = ConfigFacts(language_model_values(values), "config.json")
     shape = FAMILIES[values["model_type"]].read(facts)
     assert facts.faults == []
     return shape
