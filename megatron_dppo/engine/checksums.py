@@ -60,14 +60,13 @@ class EnginePart:
         return F.pad(part, (*(0, 0) * (part.dim() - 1 - self.block.dim), 0, padding))
 
 
+ONE_RANK = mapping.EngineLayout()
+
+
 class EngineTensors:
     """The tensors of a served model on the ranks of a "cpu" or "cuda" engine.
 
     The engine's checksums cover exactly these bytes. Raises LayoutError if the model cannot be divided among the ranks.
-
-    ``ranks``: the engine's layout, or the number of its ranks if they are tensor-parallel ranks only.
-
-    ``expert``: the number of expert-parallel groups of ``ranks`` that are given as a number.
 
     With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
     holds their scales as tensors of their own.
@@ -84,18 +83,12 @@ class EngineTensors:
     def __init__(
         self,
         shape: ModelShape,
-        ranks: int | mapping.EngineLayout = 1,
+        layout: mapping.EngineLayout = ONE_RANK,
         device: str = "cuda",
         *,
-        expert: int = 1,
         quantized: bool = False,
         only_rank: int | None = None,
     ) -> None:
-        layout = (
-            ranks
-            if isinstance(ranks, mapping.EngineLayout)
-            else mapping.EngineLayout(ranks, expert)
-        )
         self.shape = shape
         self.layout = layout
         self.ranks = layout.tensor

@@ -16,7 +16,7 @@ from megatron_dppo.config import schema
 from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
-from megatron_dppo.model.engine_layout import attention_replicas
+from megatron_dppo.model.engine_layout import attention_replicas, current_names
 from megatron_dppo.model.families import family_of, load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -180,18 +180,6 @@ def server_options(
     # SGLang rejects the option without GPUs. It still accepts calls to release memory, and releases nothing.
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
-    return options
-
-
-def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``sglang:`` table with the number of attention replicas as ``attn_dp_size``.
-
-    SGLang's file of options does not take the older name, ``enable_dp_attention`` with ``dp_size``.
-    """
-    options = dict(table)
-    is_older = options.pop("enable_dp_attention", None)
-    if is_older and options.get("attn_dp_size") in (None, 0, 1):
-        options["attn_dp_size"] = options.pop("dp_size", None)
     return options
 
 

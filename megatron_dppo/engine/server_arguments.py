@@ -18,7 +18,8 @@ from typing import Any, NoReturn, get_type_hints
 
 from megatron_dppo.config.errors import closest, given
 from megatron_dppo.config.forwarded import SGLANG, LibraryFields, LibraryMissingError
-from megatron_dppo.engine.options import current_names, flag_of
+from megatron_dppo.engine.options import flag_of
+from megatron_dppo.model.engine_layout import current_names
 
 _PLAIN_PARSERS = (None, str, int, float)
 

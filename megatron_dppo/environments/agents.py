@@ -75,7 +75,7 @@ class Agent:
         """Raise ValueError for bad options, SandboxError if they ask for a sandbox that this machine lacks."""
         environment = cls(**options)
         agent_of(environment._agent)
-        # Not in the constructor: the name of a host is resolved, and every episode makes an environment.
+        # A check of the host resolves its name. The constructor does not, because every episode calls it.
         if fault := host_fault(environment._host):
             raise ValueError(f"options: host: {fault}")
         if environment._sandbox_paths is not None:

@@ -10,15 +10,21 @@ from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.shape import ModelShape
 
 
-def attention_replicas(options: Mapping[str, Any]) -> int:
-    """Return the number of attention replicas in SGLang's ``options``, as SGLang reads them.
+def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SGLang's options, ``table``, with the number of attention replicas as ``attn_dp_size``.
 
-    It is ``attn_dp_size``, or ``dp_size`` with the deprecated ``enable_dp_attention``.
+    SGLang's file of options does not take the older name, ``enable_dp_attention`` with ``dp_size``.
     """
-    replicas = options.get("attn_dp_size") or 1
-    if replicas == 1 and options.get("enable_dp_attention"):
-        replicas = options.get("dp_size") or 1
-    return int(replicas)
+    options = dict(table)
+    is_older = options.pop("enable_dp_attention", None)
+    if is_older and options.get("attn_dp_size") in (None, 0, 1):
+        options["attn_dp_size"] = options.pop("dp_size", None)
+    return options
+
+
+def attention_replicas(options: Mapping[str, Any]) -> int:
+    """Return the number of attention replicas in SGLang's ``options``, by their present or their older name."""
+    return int(current_names(options).get("attn_dp_size") or 1)
 
 
 @dataclass(frozen=True)

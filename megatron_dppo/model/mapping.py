@@ -101,12 +101,14 @@ class EngineParameter(LocalParameter):
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
     sizes = shape.sizes()
-    tensors: dict[str, Dims] = {}
+    return {name: tuple(sizes[dim] for dim in source.dims) for name, source in _hf_sources(shape)}
+
+
+def _hf_sources(shape: ModelShape) -> Iterator[tuple[str, Source]]:
+    """Yield the name of each tensor of the Hugging Face checkpoint and its source in the family's rows."""
     for row in _hf_rows(shape):
         for source in row.rule.sources:
-            name = source.name.format(layer=row.layer, expert=row.expert)
-            tensors[name] = tuple(sizes[d] for d in source.dims)
-    return tensors
+            yield source.name.format(layer=row.layer, expert=row.expert), source
 
 
 def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
@@ -119,22 +121,16 @@ def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
 @cache
 def own_dtypes(shape: ModelShape) -> dict[str, str]:
     """The type of each Hugging Face tensor that the trainer keeps and sends in a type of its own."""
-    dtypes: dict[str, str] = {}
-    for row in _hf_rows(shape):
-        for source in row.rule.sources:
-            if source.dtype is not None:
-                dtypes[source.name.format(layer=row.layer, expert=row.expert)] = source.dtype
-    return dtypes
+    return {name: source.dtype for name, source in _hf_sources(shape) if source.dtype is not None}
 
 
 @cache
 def file_dtypes(shape: ModelShape) -> dict[str, str]:
     """The type that checkpoint files may have, beside the model's, of each Hugging Face tensor that has such a type."""
     dtypes: dict[str, str] = {}
-    for row in _hf_rows(shape):
-        for source in row.rule.sources:
-            if source.file_dtype is not None:
-                dtypes[source.name.format(layer=row.layer, expert=row.expert)] = source.file_dtype
+    for name, source in _hf_sources(shape):
+        if source.file_dtype is not None:
+            dtypes[name] = source.file_dtype
     return dtypes
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import (
     fewest_gathered_elements,
     hf_buckets_plan,
@@ -73,7 +74,8 @@ def senders(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         layout = Layout(**sizes)
         plan = hf_buckets_plan(SHAPE, layout, BUCKET_BYTES, 4, spread=True)
         expected = [
-            ExpectedChecksums(EngineTensors(SHAPE, n, "cpu"), torch.float32) for n in ENGINE_RANKS
+            ExpectedChecksums(EngineTensors(SHAPE, EngineLayout(n), "cpu"), torch.float32)
+            for n in ENGINE_RANKS
         ]
         got, received, previous, is_right = [], 0, [], True
         for gathered in gather(plan, rank, shards(layout, rank, full), Buffers()):
@@ -109,7 +111,9 @@ def test_each_rank_sends_its_own_and_together_they_send_all(
         bound = 4 * fewest_gathered_elements(SHAPE, layout)
         assert sum(r["received"] for r in reports) == bound, name
         for i, engine_ranks in enumerate(ENGINE_RANKS):
-            dense = ExpectedChecksums(EngineTensors(SHAPE, engine_ranks, "cpu"), torch.float32)
+            dense = ExpectedChecksums(
+                EngineTensors(SHAPE, EngineLayout(engine_ranks), "cpu"), torch.float32
+            )
             dense.add(full.items())
             together = dense.digests([r["partials"][i] for r in reports])
             assert together == dense.digests([dense.partial()]), name

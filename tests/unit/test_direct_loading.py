@@ -93,18 +93,18 @@ def test_every_family(tmp_path: Path, family: str) -> None:
     most_ranks = FAMILIES[family].most_engine_ranks or 2
     for device in ("cpu", "cuda"):
         for ranks in range(1, most_ranks + 1):
-            assert_places(EngineTensors(shape, ranks, device), bucket)
+            assert_places(EngineTensors(shape, EngineLayout(ranks), device), bucket)
 
 
 @pytest.mark.parametrize("expert", [2, 4])
 def test_groups_of_experts(tmp_path: Path, expert: int) -> None:
     shape = load_model_shape(save_tiny_model(tmp_path))
-    table = EngineTensors(shape, 4, "cpu", expert=expert)
+    table = EngineTensors(shape, EngineLayout(4, expert), "cpu")
     bucket = weights(shape)
     assert_places(table, bucket)
     # A server computes the places of its own rank alone.
     for rank, expected in enumerate(digests(table, bucket)):
-        own = EngineTensors(shape, 4, "cpu", expert=expert, only_rank=rank)
+        own = EngineTensors(shape, EngineLayout(4, expert), "cpu", only_rank=rank)
         tensors = held(own, rank)
         places = TensorPlaces(own, rank, tensors)
         places.fill_padding()
@@ -129,7 +129,7 @@ def test_attention_replicas_of_every_family(tmp_path: Path, family: str) -> None
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_that_share_heads_and_hold_only_padding_of_the_vocabulary(tied: bool) -> None:
     shape = model_shape(tied=tied, vocab=100)
-    assert_places(EngineTensors(shape, 4, "cpu"), weights(shape))
+    assert_places(EngineTensors(shape, EngineLayout(4), "cpu"), weights(shape))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -138,7 +138,7 @@ def test_block_fp8(ranks: int) -> None:
     encoded: Bucket = []
     for name, tensor in weights(shape):
         encoded += block_fp8.encode(name, tensor)
-    assert_places(EngineTensors(shape, ranks, "cpu", quantized=True), encoded)
+    assert_places(EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=True), encoded)
 
 
 rows_of_each_kind = test_engine_rows.family

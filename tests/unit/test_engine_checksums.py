@@ -58,7 +58,7 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
 
 
 def digests(shape: ModelShape, tensors: dict[str, Tensor], ranks: int = 1) -> list[dict[str, str]]:
-    expected = ExpectedChecksums(EngineTensors(shape, ranks, "cpu"), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape, EngineLayout(ranks), "cpu"), torch.float32)
     for item in tensors.items():
         expected.add([item])
     return expected.digests([expected.partial()])
@@ -119,7 +119,7 @@ def test_engine_tensor_names(family: str, tied: bool, names: set[str]) -> None:
 def test_an_expert_parallel_rank_holds_whole_experts_and_its_share_of_the_rest() -> None:
     shape = replace(model_shape(), num_experts=4, moe_ffn_hidden_size=32)
     hf = weights(shape)
-    expected = ExpectedChecksums(EngineTensors(shape, 4, "cpu", expert=2), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape, EngineLayout(4, 2), "cpu"), torch.float32)
     expected.add(hf.items())
     ranks = expected.digests([expected.partial()])
     tensors = digests(shape, hf, 4)
@@ -148,7 +148,7 @@ def test_an_attention_replica_holds_attention_and_embedding_whole(output_per_rep
     expected.add(hf.items())
     ranks = expected.digests([expected.partial()])
     of_two, of_four = digests(shape, hf, 2), digests(shape, hf, 4)
-    plain = ExpectedChecksums(EngineTensors(shape, 4, "cpu", expert=2), torch.float32)
+    plain = ExpectedChecksums(EngineTensors(shape, EngineLayout(4, 2), "cpu"), torch.float32)
     plain.add(hf.items())
     experts = plain.digests([plain.partial()])
     attention = ("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight")
@@ -258,7 +258,7 @@ def test_order_of_arrival_does_not_matter() -> None:
 def test_senders_add_up_through_json() -> None:
     shape = model_shape()
     hf = weights(shape)
-    tensors = EngineTensors(shape, 2, "cpu")
+    tensors = EngineTensors(shape, EngineLayout(2), "cpu")
     senders = [ExpectedChecksums(tensors, torch.float32) for _ in range(3)]
     draw = random.Random(5)
     for item in hf.items():
@@ -276,7 +276,7 @@ def test_parts_at_odd_places_are_refused() -> None:
     # Three bf16 values a head: the keys begin in the middle of a word.
     shape = replace(model_shape("qwen2"), head_dim=3, num_attention_heads=1, num_query_groups=1)
     with pytest.raises(IncompleteWeightsError, match=r"k_proj\.bias "):
-        ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.bfloat16)
+        ExpectedChecksums(EngineTensors(shape, EngineLayout(1), "cpu"), torch.bfloat16)
 
 
 def test_incomplete_streams_are_refused() -> None:
@@ -285,7 +285,7 @@ def test_incomplete_streams_are_refused() -> None:
     lost = "model.layers.0.mlp.experts.1.up_proj.weight"
     with pytest.raises(IncompleteWeightsError, match=f": {lost}"):
         digests(shape, {n: t for n, t in hf.items() if n != lost})
-    expected = ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape, EngineLayout(1), "cpu"), torch.float32)
     with pytest.raises(IncompleteWeightsError, match=r"model.norm.weight "):
         expected.add([("model.norm.weight", hf["model.norm.weight"])] * 2)
     with pytest.raises(IncompleteWeightsError, match=mentioning("model.layers.0.mlp.bias")):
@@ -298,7 +298,7 @@ def test_incomplete_streams_are_refused() -> None:
 
 def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"4 .* 3"):
-        EngineTensors(model_shape(), 3)
+        EngineTensors(model_shape(), EngineLayout(3))
 
 
 # What SGLang 0.5.23's own Triton kernel gives for these tensors (in Triton's interpreter).

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model import splits
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import (
@@ -31,6 +30,7 @@ from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.engine_digests import expected_digests, random_weights
 from tests.planted_families import planted
 from tests.unit.test_engine_checksums import model_shape
 
@@ -81,17 +81,6 @@ def shape() -> ModelShape:
     return replace(model_shape(), num_layers=2, dtype="bfloat16")
 
 
-def weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    return {name: torch.randn(size).bfloat16() for name, size in hf_tensors(shape).items()}
-
-
-def expected(shape: ModelShape, hf: dict[str, Tensor], ranks: int = 1) -> list[dict[str, str]]:
-    checksums = ExpectedChecksums(EngineTensors(shape, ranks), torch.bfloat16)
-    checksums.add(hf.items())
-    return checksums.digests([checksums.partial()])
-
-
 def layer_in_engine(hf: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
     """The layer's tensors of these kinds, as SGLang's loader builds them."""
     prefix = f"model.layers.{layer}."
@@ -116,8 +105,8 @@ def in_engine(hf: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_rows_of_each_kind_have_the_bytes_that_sglang_builds(shape: ModelShape) -> None:
-    hf = weights(shape)
-    (got,) = expected(shape, hf)
+    hf = random_weights(shape)
+    (got,) = expected_digests(shape, hf)
     engine = in_engine(hf)
     assert {name: got[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
     absent = ("qkv_proj", "q_norm", "k_norm")
@@ -166,22 +155,22 @@ FAULTS = [
 
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_named(shape: ModelShape, plant) -> None:
-    hf = weights(shape)
+    hf = random_weights(shape)
     engine = in_engine(hf)
     name = plant(engine, hf)
-    (got,) = expected(shape, hf)
+    (got,) = expected_digests(shape, hf)
     actual = got | {tensor: tiled_hash(values) for tensor, values in engine.items()}
     assert [m.tensor for m in compare_checksums([got], [actual])] == [name]
 
 
 def test_an_update_with_the_rows_of_another_layer_is_named(shape: ModelShape) -> None:
     """The trainer's side, too: the checksums of a wrong stream differ in these tensors alone."""
-    hf = weights(shape)
+    hf = random_weights(shape)
     swapped = dict(hf)
     for layer in (0, 1):
         name = f"model.layers.{layer}.self_attn.k_proj.weight"
         swapped[name] = hf[f"model.layers.{1 - layer}.self_attn.k_proj.weight"]
-    found = compare_checksums(expected(shape, swapped), expected(shape, hf))
+    found = compare_checksums(expected_digests(shape, swapped), expected_digests(shape, hf))
     assert {m.tensor for m in found} == {
         f"model.layers.{layer}.self_attn.qk_proj.weight" for layer in (0, 1)
     }
@@ -191,14 +180,14 @@ def test_an_update_with_the_rows_of_another_layer_is_named(shape: ModelShape) ->
 def test_every_element_lands_in_every_tensor_that_needs_it(shape: ModelShape, ranks: int) -> None:
     report = prove_resharding(shape, Layout(tensor=2, expert_tensor=2), EngineLayout(ranks))
     assert sum(report.holds) == report.model_bytes
-    assert len(expected(shape, weights(shape), ranks)) == ranks
+    assert len(expected_digests(shape, random_weights(shape), ranks)) == ranks
 
 
 def test_a_row_of_the_engine_holds_for_its_layers_only(shape: ModelShape) -> None:
     table = FAMILIES["qwen3_moe"]
     in_no_layer = replace(FUSED, layers=dense_layers)
     with planted(replace(table, engine=(in_no_layer, QK, V))):
-        (got,) = expected(shape, weights(shape))
+        (got,) = expected_digests(shape, random_weights(shape))
     assert "model.layers.0.self_attn.q_norm.weight" in got
     assert FUSED.name.format(layer=0) not in got
 

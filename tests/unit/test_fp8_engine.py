@@ -67,7 +67,7 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
 
 
 def control(shape: ModelShape, ranks: int = 1, *, quantized: bool = True) -> EngineWeights:
-    tensors = EngineTensors(shape, ranks, "cpu", quantized=quantized)
+    tensors = EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=quantized)
     client = HttpClient("http://127.0.0.1:1", "user", "admin")
     return EngineWeights(client, tensors, torch.bfloat16, timeout_s=1)
 
@@ -89,7 +89,7 @@ def test_two_ranks_hold_values_and_scales_beside_them(rank: int) -> None:
     for item in hf.items():
         expected.add(engine.encode([item]))
     got = expected.digests([json.loads(json.dumps(expected.partial()))])[rank]
-    plain = EngineTensors(shape, 2, "cpu").sizes[rank]
+    plain = EngineTensors(shape, EngineLayout(2), "cpu").sizes[rank]
     added = {"qkv_proj.weight", "o_proj.weight", "experts.w13_weight", "experts.w2_weight"}
     assert {n.removesuffix("_scale_inv") for n in got.keys() - plain.keys()} == {
         name for name in plain if name.endswith(tuple(added))
@@ -173,7 +173,7 @@ def test_shares_that_are_no_multiple_of_a_block_are_refused(
         check_block_widths(shape, EngineLayout(ranks))
     assert mentions(str(refusal.value), name, share, ranks)
     with pytest.raises(LayoutError):
-        EngineTensors(shape, ranks, quantized=True)
+        EngineTensors(shape, EngineLayout(ranks), quantized=True)
     check_block_widths(model_shape(moe_ffn_hidden_size=768), EngineLayout(2))
 
 

@@ -17,7 +17,6 @@ import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is import
 from megatron_dppo.config import schema
 from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.lora import lora_faults
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.sglang_cpu import delta_net as engine_delta_net
 from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
 from megatron_dppo.model.families import (
@@ -39,6 +38,7 @@ from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_js
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.trainer.delta_net import packed_convolution, packed_delta_rule
 from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.engine_digests import expected_digests, random_weights
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 NEXT = CONFIGS / "qwen3-next-80b-a3b-instruct"
@@ -175,19 +175,7 @@ def test_every_element_moves_once_into_the_engine(ranks: int) -> None:
 
 
 def weights(shape: ModelShape) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    own = "linear_attn.norm.weight"
-    return {
-        name: torch.randn(size) if name.endswith(own) else torch.randn(size).bfloat16()
-        for name, size in hf_tensors(shape).items()
-    }
-
-
-def expected_digests(shape: ModelShape, hf: dict[str, Tensor]) -> dict[str, str]:
-    checksums = ExpectedChecksums(EngineTensors(shape, 1), torch.bfloat16)
-    checksums.add(hf.items())
-    (digests,) = checksums.digests([checksums.partial()])
-    return digests
+    return random_weights(shape, float32_ends=("linear_attn.norm.weight",))
 
 
 def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -263,7 +251,7 @@ def gate_before_the_query(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> s
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     shape = tiny()
     hf = weights(shape)
-    digests = expected_digests(shape, hf)
+    (digests,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
     assert {name: digests[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
     assert not [name for name in digests if ".self_attn." in name]
@@ -283,7 +271,7 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
 def test_a_planted_fault_is_named(plant: Any) -> None:
     shape = tiny()
     hf = weights(shape)
-    expected = expected_digests(shape, hf)
+    (expected,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
     name = plant(engine, hf)
     actual = expected | {tensor: tiled_hash(values) for tensor, values in engine.items()}

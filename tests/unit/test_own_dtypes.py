@@ -16,7 +16,7 @@ from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.engine.checksums import IncompleteWeightsError
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
@@ -25,6 +25,7 @@ from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.engine_digests import expected_digests
 from tests.planted_families import add_router_bias, biased_family, planted
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_engine_checksums import model_shape
@@ -126,17 +127,10 @@ def test_a_bucket_has_one_type(spread: bool) -> None:
     assert sum(bucket.dtype == "float32" for bucket in plan) == 1 + spread
 
 
-def expected(shape: ModelShape, hf: dict[str, torch.Tensor]) -> dict[str, str]:
-    checksums = ExpectedChecksums(EngineTensors(shape), torch.bfloat16)
-    checksums.add(hf.items())
-    (digests,) = checksums.digests([checksums.partial()])
-    return digests
-
-
 def test_a_stale_or_rounded_bias_is_named() -> None:
     shape = model_shape()
     hf = weights(shape)
-    got = expected(shape, hf)
+    (got,) = expected_digests(shape, hf)
     name = BIAS.format(0)
     assert got[name] == tiled_hash(hf[name])
     for wrong in (torch.zeros_like(hf[name]), hf[name].bfloat16().float(), hf[name].bfloat16()):
@@ -148,4 +142,4 @@ def test_a_bias_in_the_model_s_type_is_refused() -> None:
     shape = model_shape()
     hf = weights(shape)
     with pytest.raises(IncompleteWeightsError, match="e_score_correction_bias"):
-        expected(shape, hf | {BIAS.format(0): hf[BIAS.format(0)].bfloat16()})
+        expected_digests(shape, hf | {BIAS.format(0): hf[BIAS.format(0)].bfloat16()})

@@ -20,7 +20,6 @@ from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.config import schema
 from megatron_dppo.config.lora import lora_faults
 from megatron_dppo.data.problems import embedding_rows
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.errors import UnsupportedModelError
 from megatron_dppo.model.families import (
     load_model_shape,
@@ -28,11 +27,12 @@ from megatron_dppo.model.families import (
     unknown_key_warnings,
 )
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
-from megatron_dppo.model.mapping import EngineLayout, carried_names, engine_parameters, hf_tensors
+from megatron_dppo.model.mapping import EngineLayout, carried_names, engine_parameters
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.engine_digests import expected_digests, random_weights
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_checkpoint_layouts import tensors_of
 
@@ -189,19 +189,7 @@ def test_a_rank_of_the_engine_has_its_sections() -> None:
 
 
 def weights(shape: ModelShape) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    own = "linear_attn.norm.weight"
-    return {
-        name: torch.randn(size) if name.endswith(own) else torch.randn(size).bfloat16()
-        for name, size in hf_tensors(shape).items()
-    }
-
-
-def expected_digests(shape: ModelShape, hf: dict[str, Tensor]) -> dict[str, str]:
-    checksums = ExpectedChecksums(EngineTensors(shape, 1), torch.bfloat16)
-    checksums.add(hf.items())
-    (digests,) = checksums.digests([checksums.partial()])
-    return digests
+    return random_weights(shape, float32_ends=("linear_attn.norm.weight",))
 
 
 def packed(hf: dict[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
@@ -280,7 +268,7 @@ def gate_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) 
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     shape = tiny()
     hf = weights(shape)
-    digests = expected_digests(shape, hf)
+    (digests,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
     assert {name: digests[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
     assert not [name for name in digests if "language_model" in name or ".self_attn." in name]
@@ -300,7 +288,7 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
 def test_a_planted_fault_is_named(plant: Fault) -> None:
     shape = tiny()
     hf = weights(shape)
-    expected = expected_digests(shape, hf)
+    (expected,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
     name = plant(engine, hf)
     actual = expected | {tensor: tiled_hash(values) for tensor, values in engine.items()}

@@ -30,6 +30,7 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.direct_loading import ReceivedBucket, TensorPlaces, UnplaceableError
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.network import listening_store
@@ -159,7 +160,7 @@ def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) 
         shape = test_fp8_engine.model_shape()
     else:
         shape = model_shape("qwen2" if kind == "dense" else "qwen3_moe", tied=kind == "tied")
-    table = EngineTensors(shape, ranks, "cpu", quantized=quantized)
+    table = EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=quantized)
     start = weights(shape)
     base, new = start, trained(start)
     if quantized:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -183,6 +183,12 @@ class LiveRun:
         """Return the last recorded step; 0 without one."""
         return max(0, records.last_step(self.directory))
 
+    def kill(self) -> None:
+        """Kill what is left of the run."""
+        for processes in self.processes().values():
+            for process in processes:
+                process.kill()
+
     def wait(self, limit_s: float, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``. Raises TimeoutError."""
         deadline = time.monotonic() + limit_s
@@ -301,6 +307,21 @@ def faults_of(directory: Path, config: Path) -> Iterator[str]:
         yield f"derivation: {derived.stdout[-500:]}{derived.stderr[-500:]}"
 
 
+def empty_folder(path: Path) -> Path:
+    """Make a new folder in the place of one that may be there; return its absolute path."""
+    folder = path.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def code_of(faults: Sequence[str]) -> int:
+    """Print each of ``faults``; return the exit code of a check that found them."""
+    for fault in faults:
+        print(f"fault: {fault}")
+    return 1 if faults else 0
+
+
 def table(tally: Tally) -> str:
     """Return kills and seconds lost by kind as a Markdown table."""
     lines = ["| process | kills | seconds lost | a kill |", "|---|---|---|---|"]
@@ -315,9 +336,7 @@ def table(tally: Tally) -> str:
 
 def main() -> int:
     options = _parser().parse_args()
-    folder: Path = options.folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = empty_folder(options.folder)
     config = make_material(folder)
     run = LiveRun(config, folder / "run")
     chaos = Chaos(run, options.every, options.seed)
@@ -333,9 +352,7 @@ def main() -> int:
         run.start(f"run.steps={last_step}")
         run.wait(END_LIMIT_S, lambda: run.code is not None)
     finally:
-        for processes in run.processes().values():
-            for process in processes:
-                process.kill()
+        run.kill()
     faults = [f"{process} outlived its supervisor" for process in chaos.outlived]
     if run.code != 0:
         faults.append(f"the last start ended with exit code {run.code}; see {run.output}")
@@ -348,9 +365,7 @@ def main() -> int:
         f"{disturbed_s:.0f} s, {sum(chaos.tally.kills.values())} kills, {chaos.tally.starts} starts, "
         f"{last_step} steps, {len(faults)} faults"
     )
-    for fault in faults:
-        print(f"fault: {fault}")
-    return 1 if faults else 0
+    return code_of(faults)
 
 
 def _parser() -> argparse.ArgumentParser:

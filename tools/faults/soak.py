@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from megatron_dppo.metrics import records
-from tools.faults.chaos import LiveRun, make_material
+from tools.faults.chaos import LiveRun, code_of, empty_folder, make_material
 
 SHORT_STEPS = {
     "rollout": {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 8, "save": False},
@@ -226,10 +225,7 @@ class Soak:
 
 def main() -> int:
     options = _parser().parse_args()
-    folder: Path = options.folder.absolute()
-    options.folder = folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = options.folder = empty_folder(options.folder)
     config = make_material(folder, SHORT_STEPS)
     run = LiveRun(config, folder / "run")
     soak = Soak(run, options)
@@ -238,9 +234,7 @@ def main() -> int:
         run.start(f"run.steps={options.steps}")
         soak.follow()
     finally:
-        for processes in run.processes().values():
-            for process in processes:
-                process.kill()
+        run.kill()
     seconds = time.monotonic() - began
     found = growths(soak.measurements)
     text = table(found)
@@ -254,9 +248,7 @@ def main() -> int:
     if steps != list(range(options.steps + 1)):
         faults.append(f"records of {len(steps)} steps, expected 0 to {options.steps} once each")
     print(f"{seconds:.0f} s, {options.steps} steps, {len(soak.kills)} kills, {len(faults)} faults")
-    for fault in faults:
-        print(f"fault: {fault}")
-    return 1 if faults else 0
+    return code_of(faults)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -255,9 +255,9 @@ class Steps:
         tolerant: bool,
         needs_keys: bool,
     ) -> int | None:
-        """Return the highest exit code of the step, one in each group of hosts; None after a stop or a time-out.
+        """Run a step in each group of hosts; return the highest exit code, or None after a stop or a time-out.
 
-        ``needs_keys``: its tasks read the variables with keys from their standard input.
+        ``needs_keys``: the step's tasks read the variables with keys from their standard input.
         """
         output.unlink(missing_ok=True)
         variables = without_secrets(os.environ)
@@ -301,7 +301,8 @@ def _ports(placement: Placement) -> set[int]:
     router = placement.router
     ports = [placement.master_port, *(server.port for server in placement.servers)]
     ports += [server.meeting_port for server in placement.servers]
-    ports += [] if router is None else [router.port, router.metrics_port]
+    if router is not None:
+        ports += [router.port, router.metrics_port]
     return {port for port in ports if port is not None}
 
 

@@ -74,7 +74,7 @@ def convolve_next(
     conv_state_indices: Tensor,
     **_: Any,
 ) -> Tensor:
-    """The same for the next token of each request: x [B, C] -> [B, C]."""
+    """silu(causal convolution) of the next token of each request, x [B, C] -> [B, C]; updates ``conv_states``."""
     width = weight.shape[1]
     slots = conv_state_indices.long()
     tokens = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], 2)
@@ -86,7 +86,7 @@ def convolve_next(
 def gating(
     log_rates: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Logarithms of the decays, and the parts of the corrections, of each token and value head: fp32 [1, T, V]."""
+    """Return the logarithm of the decay, and beta of the delta rule, of each token and value head: fp32 [1, T, V]."""
     decay = -log_rates.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 

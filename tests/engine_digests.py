@@ -1,0 +1,34 @@
+"""Random weights of a model, and the checksums that an engine with them must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ModelShape
+
+
+def random_weights(
+    shape: ModelShape, seed: int = 0, *, float32_ends: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Return all Hugging Face tensors, in bfloat16 except those whose names end with one of ``float32_ends``."""
+    torch.manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, size in hf_tensors(shape).items():
+        values = torch.randn(size)
+        weights[name] = values if name.endswith(float32_ends) else values.bfloat16()
+    return weights
+
+
+def expected_digests(
+    shape: ModelShape, weights: Mapping[str, Tensor], ranks: int = 1
+) -> list[dict[str, str]]:
+    """Return the checksums of each rank of a bfloat16 engine, by the name of SGLang's tensor."""
+    checksums = ExpectedChecksums(EngineTensors(shape, EngineLayout(ranks)), torch.bfloat16)
+    checksums.add(weights.items())
+    return checksums.digests([checksums.partial()])
