@@ -1,4 +1,4 @@
-"""The members of the next weight update, chosen by rank 0.
+"""The servers that take part in the next weight update, chosen by rank 0.
 
 Rank 0 reads the published servers, checks new ones and remembers faults.
 

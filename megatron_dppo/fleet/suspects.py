@@ -1,4 +1,4 @@
-"""Prompts that may kill servers: servers were lost repeatedly while they had them.
+"""Prompts that may kill servers: several servers were lost while they generated from the prompt.
 
 A server that dies loses all its calls, so the loss does not show which prompt killed it, if any did. A prompt that two
 losses have in common is requested alone before anything else (``FleetClient.question_suspects``).
