@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megatron_dppo.data.columns import Rows, declared, digest
+from megatron_dppo.data.columns import Rows, declared_column, digest
 from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
 from megatron_dppo.system.errors import RunError
@@ -98,7 +98,7 @@ class SavedBatch:
                 name = key.removeprefix(COLUMN)
                 are_present = self._rows(PRESENT + name, 0, self._size(PRESENT + name))
                 counts = sampled
-                if declared(name).rows is not Rows.SAMPLED:
+                if declared_column(name).rows is not Rows.SAMPLED:
                     counts = lengths - 1
                 ends = self._ends(COLUMN + name, np.where(are_present, counts, 0))
                 self._columns[name] = are_present, ends

@@ -174,7 +174,7 @@ def declare(column: Column) -> Column:
     return column
 
 
-def declared(name: str) -> Column:
+def declared_column(name: str) -> Column:
     """The column of that name. Raises ValueError if there is none."""
     if name not in COLUMNS:
         raise ValueError(f"column {name!r} is not declared; known are {', '.join(sorted(COLUMNS))}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.columns import Column, Form, Rows, declared
+from megatron_dppo.data.columns import Column, Form, Rows, declared_column
 from megatron_dppo.data.trajectory import Trajectory, forms_of
 
 
@@ -231,13 +231,13 @@ def _columns(
     if trajectories:
         packed: Mapping[str, Form] = forms_of(trajectories)
     else:
-        packed = {n: form for n, form in (forms or {}).items() if declared(n).complete}
+        packed = {n: form for n, form in (forms or {}).items() if declared_column(n).complete}
     for trajectory, has_gradient in zip(trajectories, trains, strict=True):
         if has_gradient:
             trajectory.check(Rows.SAMPLED)
     columns, valid = {}, {}
     for name, form in packed.items():
-        column = declared(name)
+        column = declared_column(name)
         if not column.packed:
             continue
         is_input = column.rows is Rows.INPUT

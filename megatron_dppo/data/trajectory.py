@@ -20,7 +20,15 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_dppo.data.columns import Column, Form, Rows, declared, digest, read_only, usable_rows
+from megatron_dppo.data.columns import (
+    Column,
+    Form,
+    Rows,
+    declared_column,
+    digest,
+    read_only,
+    usable_rows,
+)
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """``aborted``: the server ended the response early, and the fleet will request the rest. ``failed``: the environment
@@ -143,7 +151,7 @@ class Trajectory:
             raise ValueError(f"{self}: the prompt is empty, expected at least one token")
         if not math.isfinite(self.advantage):
             raise ValueError(f"{self}: advantage {self.advantage}, expected a finite number")
-        columns = {n: declared(n).array(v, mask, self) for n, v in self.columns.items()}
+        columns = {n: declared_column(n).array(v, mask, self) for n, v in self.columns.items()}
         object.__setattr__(self, "token_ids", tokens)
         object.__setattr__(self, "loss_mask", mask)
         object.__setattr__(self, "columns", MappingProxyType(columns))
@@ -181,7 +189,7 @@ class Trajectory:
                 arrays.append(part.columns[name])
                 # The last token of a branch has no row of the input. Repeat the row before as a filler, which
                 # ``branches`` removes again.
-                if declared(name).rows is Rows.INPUT and part is not parts[-1]:
+                if declared_column(name).rows is Rows.INPUT and part is not parts[-1]:
                     arrays.append(part.columns[name][-1:])
             columns[name] = np.concatenate(arrays)
         numbers = np.repeat(np.arange(len(parts), dtype=np.uint16), [p.length for p in parts])
@@ -248,7 +256,7 @@ class Trajectory:
                 Rows.SAMPLED: slice(sampled_start, sampled_end),
                 Rows.INPUT: slice(start, start + length - 1),
             }
-            columns = {n: a[rows[declared(n).rows]] for n, a in self.columns.items()}
+            columns = {n: a[rows[declared_column(n).rows]] for n, a in self.columns.items()}
             del columns["branch"]
             branch = replace(
                 self,
@@ -378,8 +386,8 @@ class Trajectory:
         """Raise ValueError if a column has invalid values: for data that comes from a file or will be trained on.
         ``rows`` selects columns; None: all."""
         for name, array in self.columns.items():
-            check = declared(name).check
-            if check is not None and rows in (None, declared(name).rows):
+            check = declared_column(name).check
+            if check is not None and rows in (None, declared_column(name).rows):
                 check(array, self.columns, str(self))
 
     def with_columns(self, **columns: Any) -> Self:
@@ -424,7 +432,7 @@ def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
     forms: dict[str, Form] = {}
     for name in sorted(names):
         arrays = [t.columns[name] for t in trajectories if name in t.columns]
-        check_complete(declared(name), len(arrays), len(trajectories))
+        check_complete(declared_column(name), len(arrays), len(trajectories))
         array_forms = {Form.of(array) for array in arrays}
         if len(array_forms) > 1:
             texts = sorted(f"{form.dtype} {list(form.trailing)}" for form in array_forms)
@@ -438,7 +446,7 @@ def sizes_of(forms: Mapping[str, Form]) -> dict[str, int]:
     """The trailing sizes by their declared names. Raises ValueError if two columns disagree."""
     sizes: dict[str, int] = {}
     for name, form in forms.items():
-        for size, value in zip(declared(name).trailing, form.trailing, strict=True):
+        for size, value in zip(declared_column(name).trailing, form.trailing, strict=True):
             if sizes.setdefault(size, value) != value:
                 raise ValueError(f"{name} has {size} {value}, another column {sizes[size]}")
     return sizes

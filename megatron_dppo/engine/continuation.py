@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dppo.data.columns import Rows, declared
+from megatron_dppo.data.columns import Rows, declared_column
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine import hooks
 from megatron_dppo.engine.protocol import GenerationRequest
@@ -117,7 +117,7 @@ def first(trajectory: Trajectory, sampled: int) -> Trajectory:
     rows = {Rows.SAMPLED: sampled, Rows.INPUT: tokens - 1}
     columns: dict[str, np.ndarray] = {}
     for name, array in trajectory.columns.items():
-        column_rows = rows[declared(name).rows]
+        column_rows = rows[declared_column(name).rows]
         columns[name] = array[:column_rows]
     return replace(
         trajectory,
@@ -156,7 +156,7 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
 
 
 def _skipped(name: str, partial: Trajectory) -> int:
-    if declared(name).rows is Rows.SAMPLED:
+    if declared_column(name).rows is Rows.SAMPLED:
         return 0
     return len(partial.columns[name])
 

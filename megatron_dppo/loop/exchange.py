@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.data.columns import Form, declared, digest
+from megatron_dppo.data.columns import Form, declared_column, digest
 from megatron_dppo.data.trajectory import Outline, Trajectory, check_complete, row_count, sizes_of
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.scratch import SharedBuffer, aligned, free_bytes, mapped, memory_name
@@ -67,7 +67,11 @@ class Stages:
 
     def cuts(self, name: str) -> bool:
         """Return whether the column has one part for each stage."""
-        return bool(self.layers) and name not in TOKENS and LAYERS in declared(name).trailing[:1]
+        return (
+            bool(self.layers)
+            and name not in TOKENS
+            and LAYERS in declared_column(name).trailing[:1]
+        )
 
     def parts(self, position: int, name: str) -> list[ColumnPart]:
         stages = range(self.count if self.cuts(name) else 1)
@@ -76,7 +80,7 @@ class Stages:
     def needs(self, part: ColumnPart, stage: int) -> bool:
         if part.name in TOKENS:
             return True
-        is_read = declared(part.name).read_by.includes(stage, self.count)
+        is_read = declared_column(part.name).read_by.includes(stage, self.count)
         return is_read and (not self.cuts(part.name) or part.stage == stage)
 
     def form(self, part: ColumnPart, forms: Mapping[str, Form]) -> Form:
@@ -235,7 +239,11 @@ class PartDirectory:
     def shape(self, part: ColumnPart) -> tuple[int, ...]:
         """Return the shape of the part's array: the rows from the outline, the trailing shape from ``forms``."""
         outline = self.outlines[part.position]
-        rows = outline.length if part.name in TOKENS else row_count(declared(part.name), outline)
+        rows = (
+            outline.length
+            if part.name in TOKENS
+            else row_count(declared_column(part.name), outline)
+        )
         return (rows, *self.stages.form(part, self.forms).trailing)
 
     def share(self, parts: Sequence[ColumnPart]) -> Share:
@@ -287,7 +295,7 @@ def _incomplete(
     try:
         sizes_of(forms)
         for name, positions in present.items():
-            check_complete(declared(name), len(positions), trajectories)
+            check_complete(declared_column(name), len(positions), trajectories)
     except ValueError as error:
         return [str(error)]
     return []
@@ -301,7 +309,7 @@ def _form_text(form: Form) -> str:
 
 def _misfit(name: str, form: Form, first: Form, sizes: Mapping[str, int]) -> str | None:
     """Return how ``form`` differs from ``sizes`` or from the column's ``first`` form; None if it fits both."""
-    for size, value in zip(declared(name).trailing, form.trailing, strict=True):
+    for size, value in zip(declared_column(name).trailing, form.trailing, strict=True):
         if value != sizes.get(size, value):
             return f"{name} has {size} {value}, expected {sizes[size]}"
     if form != first:

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dppo.data.columns import declared
+from megatron_dppo.data.columns import declared_column
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import (
     MaskedToken,
@@ -96,7 +96,7 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
 
     columns: dict[str, Tensor] = {}
     for name, values in batch.columns.items():
-        columns[name] = pad_rows(values, declared(name).fill)
+        columns[name] = pad_rows(values, declared_column(name).fill)
     valid = {name: pad_rows(rows) for name, rows in batch.valid.items()}
     return replace(
         batch,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.data.columns import COLUMNS, LOSS_COLUMNS, Column, ReadBy, Rows, declared
+from megatron_dppo.data.columns import COLUMNS, LOSS_COLUMNS, Column, ReadBy, Rows, declared_column
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan, check_complete, forms_of
 from megatron_dppo.loop.rollout_figures import interruption_figures
 from megatron_dppo.metrics import table as names
@@ -71,7 +71,7 @@ def test_a_column_has_gaps_where_some_lack_it_or_some_rows_do_not_hold():
 
 def test_rows_stand_at_the_token_that_predicts_or_is_read():
     mask = np.array([False, True, False, True])
-    sampled, read = declared("rollout_log_probs"), declared("routed_experts")
+    sampled, read = declared_column("rollout_log_probs"), declared_column("routed_experts")
     assert (sampled.positions(mask).tolist(), sampled.count(mask)) == ([0, 2], 2)
     assert (read.positions(mask).tolist(), read.count(mask)) == ([0, 1, 2], 3)
 
@@ -146,10 +146,10 @@ def test_both_columns_of_topk_pass_without_a_further_one():
 
 def test_a_complete_column_is_of_all_or_of_none():
     for present in (0, 3):
-        check_complete(declared("rollout_log_probs"), present, 3)
-    check_complete(declared("routed_experts"), 1, 3)
+        check_complete(declared_column("rollout_log_probs"), present, 3)
+    check_complete(declared_column("routed_experts"), 1, 3)
     with pytest.raises(ValueError, match=mentioning("rollout_log_probs", "2 of 3")):
-        check_complete(declared("rollout_log_probs"), 1, 3)
+        check_complete(declared_column("rollout_log_probs"), 1, 3)
 
 
 def test_arrays_are_read_only_and_the_caller_keeps_its_own():
