@@ -89,7 +89,7 @@ def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CH
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
             # A group's answer has more bytes than a rank parses itself.
-            "max_response_tokens": 96,
+            "max_response_tokens": 128,
             "max_staleness": 1,
             "interrupt": "retract",
             "save": True,
