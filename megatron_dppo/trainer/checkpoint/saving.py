@@ -10,6 +10,7 @@ import errno
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -202,27 +203,55 @@ def rng_file(rank: int) -> str:
 
 _SHOWN_AFTER_S = 1.0
 _POLL_S = 0.5
-# Time that a rank waits for its own thread to end after another rank's save failed.
+# Time that a rank waits for its own save to end after another rank's save failed.
 _END_S = 10.0
 
 
-class PendingSave:
-    """A save that runs in a thread of its own; the constructor starts the thread."""
+class SaveThread:
+    """The thread in which all saves of a run are made, one after the other.
 
-    def __init__(self, task: SaveTask) -> None:
+    A thread for each save would let the process grow: malloc gives a new thread any of up to eight arenas a core, and
+    each arena keeps the memory of the largest block that was written from it.
+    """
+
+    def __init__(self) -> None:
+        self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # The thread is a daemon, so that this process can exit when other ranks have died.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+
+    def start(self, save: Callable[[], None]) -> None:
+        """Call ``save``, which must not raise, after the saves that were started before."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._saves.put(save)
+
+    def close(self) -> None:
+        """Let the thread end after the saves that were started; do not wait for it."""
+        self._saves.put(None)
+
+    def _run(self) -> None:
+        while (save := self._saves.get()) is not None:
+            save()
+
+
+class PendingSave:
+    """A save that runs in ``thread``; the constructor starts it."""
+
+    def __init__(self, task: SaveTask, thread: SaveThread) -> None:
         self._task = task
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        # The thread is a daemon, so that this process can exit when other ranks have died.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        thread.start(self._run)
 
     def _run(self) -> None:
         try:
             self._saved = self._task.run()
         except BaseException as error:
-            # Keep any exception for ``report``: if the thread ended without one, the other ranks would wait forever.
+            # Keep any exception for ``report``: if the save ended without one, the other ranks would wait forever.
             self._error = error
+        finally:
+            self._ended.set()
 
     def report(self) -> dict[str, Any] | None:
         """Return this rank's result as JSON for the other ranks: None during the save, then its error, if any."""
@@ -247,7 +276,7 @@ class PendingSave:
         """
         failures = [report for report in reports if report is not None and report["error"]]
         if failures:
-            self._thread.join(_END_S)
+            self._ended.wait(_END_S)
             error_type = FencedError if failures[0]["fenced"] else CheckpointError
             raise error_type(failures[0]["error"]) from self._error
         return None if None in reports else self._saved
@@ -255,21 +284,21 @@ class PendingSave:
     def wait(self, is_settled: Callable[[], bool]) -> None:
         """Wait until ``is_settled()``, and show a progress bar.
 
-        ``is_settled`` is called every half second, and as soon as this rank's thread has ended.
+        ``is_settled`` is called every half second, and as soon as this rank's save has ended.
         """
-        self._thread.join(_SHOWN_AFTER_S)
+        self._ended.wait(_SHOWN_AFTER_S)
         if is_settled():
             return
         part, step = self._task.part, self._task.target.partial.step
         with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
             while not is_settled():
-                self._thread.join(_POLL_S)
+                self._ended.wait(_POLL_S)
                 bar.update(completed=part.written // MIB)
 
     def abandon(self) -> None:
-        """Wait for this rank's thread at the end of a run, and log its error: no caller reads its result."""
+        """Wait for this rank's save at the end of a run, and log its error: no caller reads its result."""
         if self._error is None:
-            self.wait(lambda: not self._thread.is_alive())
+            self.wait(self._ended.is_set)
         if self._error is not None:
             log.warning("the checkpoint in the making was not saved: %s", self._error)
 

@@ -106,6 +106,7 @@ class CheckpointStore:
             group_desc=BACKGROUND,
         )
         self._copy = saving.HostCopy()
+        self._thread = saving.SaveThread()
         self._pending: saving.PendingSave | None = None
         self._saved: list[saving.Saved] = []
 
@@ -180,7 +181,8 @@ class CheckpointStore:
                 self._fence,
                 self._published,
                 suspect,
-            )
+            ),
+            self._thread,
         )
         if not self._background:
             self.finish()
@@ -235,6 +237,7 @@ class CheckpointStore:
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
+        self._thread.close()
 
     def load(self, trainer: Trainer, checkpoint: StoredCheckpoint) -> dict[str, Any]:
         """Load weights, optimizer, schedule, step count and generators into ``trainer``.
