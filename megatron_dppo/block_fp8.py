@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dppo.model.quantization import BLOCK, SCALE, is_quantized, scale_dims
+from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized, scale_dims
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -33,7 +33,8 @@ def quantize(weight: Tensor) -> BlockFp8:
     """Quantise ``weight`` ``[n, k]``: a block's largest magnitude becomes 448.
 
     The scale is fp32(amax / 448), at least the smallest normal number, and 1 for a block of zeros. A value is
-    e4m3(fp32(w / scale)), rounded to nearest even. A block with an infinity or NaN has such a scale and such values.
+    e4m3(fp32(w / scale)), rounded to nearest even. A NaN makes the scale and all values of its block NaN. An infinity
+    makes the block's scale infinite, its own value NaN, and the block's other values 0.
     """
     n, k = weight.shape
     blocks = _blocks(weight.float())
@@ -41,14 +42,14 @@ def quantize(weight: Tensor) -> BlockFp8:
     scales = torch.where(amax == 0, 1.0, (amax / LARGEST).clamp_min(_SMALLEST_SCALE))
     scaled = blocks / scales[:, None, :, None]
     values = scaled.clamp_(-LARGEST, LARGEST).to(DTYPE)
-    whole = values.reshape(values.shape[0] * BLOCK, values.shape[2] * BLOCK)
-    return BlockFp8(whole[:n, :k].contiguous(), scales)
+    padded_values = values.reshape(values.shape[0] * BLOCK, values.shape[2] * BLOCK)
+    return BlockFp8(padded_values[:n, :k].contiguous(), scales)
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return value * scale of a matrix, computed in fp32 and rounded to ``dtype``.
 
-    Raises ValueError if the shape of ``scales`` is not that of the blocks of ``values``.
+    Raises ValueError if ``scales`` does not have one element for each block of ``values``.
     """
     n, k = values.shape
     grid = scale_dims((n, k))
@@ -56,23 +57,25 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
         raise ValueError(
             f"block FP8: scales have shape {tuple(scales.shape)}, expected {grid} for a matrix of shape {(n, k)}"
         )
-    by_row = scales.float().repeat_interleave(BLOCK, 0)[:n]
-    return (values.float() * by_row.repeat_interleave(BLOCK, 1)[:, :k]).to(dtype)
+    row_scales = scales.float().repeat_interleave(BLOCK, 0)[:n]
+    element_scales = row_scales.repeat_interleave(BLOCK, 1)[:, :k]
+    return (values.float() * element_scales).to(dtype)
 
 
 def encode(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the tensors, with their names, that a block-FP8 checkpoint has for the Hugging Face tensor ``name``.
+    """Return the names and tensors that a block-FP8 checkpoint has for the Hugging Face tensor ``name``.
 
-    A quantised matrix has its values and its scales, any other tensor is itself.
+    A matrix that the scheme quantises becomes two tensors, its values and its scales; any other tensor is returned
+    unchanged.
     """
     if not is_quantized(name):
         return [(name, tensor)]
     values, scales = quantize(tensor)
-    return [(name, values), (name + SCALE, scales)]
+    return [(name, values), (name + SCALE_SUFFIX, scales)]
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """Return ``x`` ``[..., k]`` in fp32 as a W8A8 kernel reads it: quantised by 1 x 128, and dequantised.
+    """Return ``x`` ``[..., k]`` in fp32 as a W8A8 kernel reads it: quantised in blocks of 1 x 128, and dequantised.
 
     The arithmetic is that of SGLang's ``_per_token_group_quant_8bit``. Raises ValueError if k is no multiple of 128.
     """
@@ -87,7 +90,7 @@ def round_activations(x: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Tensor) -> Tensor:
-    """Return the blocks ``[n / 128, 128, k / 128, 128]`` of a matrix, filled up with zeros at its edges."""
+    """Return the blocks ``[ceil(n / 128), 128, ceil(k / 128), 128]`` of a matrix, padded with zeros at its edges."""
     n, k = matrix.shape
     rows, columns = scale_dims((n, k))
     padding = (0, columns * BLOCK - k, 0, rows * BLOCK - n)

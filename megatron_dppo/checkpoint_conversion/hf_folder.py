@@ -32,7 +32,7 @@ from megatron_dppo.model.families import (
     with_language_model_values,
 )
 from megatron_dppo.model.mapping import hf_tensors, own_dtypes
-from megatron_dppo.model.quantization import SCALE, is_quantized
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
@@ -462,7 +462,7 @@ def complete_folder(
         # Single tensors may have a type of their own; config.json names the type of the others.
         sizes = Counter[torch.dtype]()
         for name, spec in specs.items():
-            if quantization is None or not (is_quantized(name) or name.endswith(SCALE)):
+            if quantization is None or not (is_quantized(name) or name.endswith(SCALE_SUFFIX)):
                 sizes[spec.dtype] += spec.bytes
         dtype = str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
         copy_side_files(side_files_from, folder, dtype, quantization)

@@ -21,7 +21,7 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.quantization import (
-    SCALE,
+    SCALE_SUFFIX,
     SCHEME,
     check_block_widths,
     is_quantized,
@@ -39,29 +39,32 @@ class DequantizedReader(Closing):
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
         self.folder = reader.folder
         self._reader = reader
-        self.specs = {name: s for name, s in reader.specs.items() if not name.endswith(SCALE)}
+        self.specs = {
+            name: s for name, s in reader.specs.items() if not name.endswith(SCALE_SUFFIX)
+        }
         self._blocks: dict[str, tuple[int, ...]] = {}
         for name, spec in self.specs.items():
             if spec.dtype == block_fp8.DTYPE:
                 self._blocks[name] = self._block(name, spec, block)
 
     def _block(self, name: str, spec: TensorSpec, block: tuple[int, int] | None) -> tuple[int, int]:
-        scale = self._reader.specs.get(name + SCALE)
+        scale = self._reader.specs.get(name + SCALE_SUFFIX)
         if scale is None or len(spec.shape) != 2:
             raise CheckpointError(
-                f"{self.folder}: {name} of shape {spec.shape} has 8-bit weights, expected a matrix with {name}{SCALE}"
+                f"{self.folder}: {name} of shape {spec.shape} has 8-bit weights, expected a matrix with "
+                f"{name}{SCALE_SUFFIX}"
             )
         if math.prod(scale.shape) == 1:
             return spec.shape[0], spec.shape[1]
         if block is None:
             raise CheckpointError(
-                f"{self.folder}: {name}{SCALE} has shape {scale.shape}, and config.json's quantization_config no "
-                "weight_block_size"
+                f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, and config.json's quantization_config "
+                "no weight_block_size"
             )
         grid = tuple(-(-size // length) for size, length in zip(spec.shape, block, strict=True))
         if scale.shape != grid:
             raise CheckpointError(
-                f"{self.folder}: {name}{SCALE} has shape {scale.shape}, expected {grid} for blocks of {block}"
+                f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, expected {grid} for blocks of {block}"
             )
         return block
 
@@ -74,7 +77,7 @@ class DequantizedReader(Closing):
         scale_start = start // height
         scale_end = -(-(start + count) // height)
         scale_count = scale_end - scale_start
-        scales = self._reader.read_rows(name + SCALE, scale_start, scale_count).float()
+        scales = self._reader.read_rows(name + SCALE_SUFFIX, scale_start, scale_count).float()
         by_row = scales.reshape(scale_count, -1).repeat_interleave(height, 0)
         by_row = by_row[start - scale_start * height :][:count]
         return rows.float() * by_row.repeat_interleave(width, 1)[:, : rows.shape[1]]

@@ -149,7 +149,7 @@ class EngineTensors:
             return self._own_dtypes[name]
         if not self.quantized:
             return weights_dtype
-        if name.endswith(quantization.SCALE):
+        if name.endswith(quantization.SCALE_SUFFIX):
             return torch.float32
         return block_fp8.DTYPE if quantization.is_quantized(name) else weights_dtype
 

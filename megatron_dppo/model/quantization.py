@@ -19,7 +19,7 @@ from megatron_dppo.model.splits import Dims
 BLOCK = 128
 """Rows and columns of a block of a weight, which has one scale, and the columns of a block of activations."""
 SCALE_BYTES = 4
-SCALE = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 """Ending of the name of a weight's scales, in checkpoints and in engines."""
 SCHEME: dict[str, Any] = {
     "quant_method": "fp8",
@@ -58,7 +58,7 @@ def stored_tensors(tensors: dict[str, Dims]) -> dict[str, Dims]:
     for name, dims in tensors.items():
         stored[name] = dims
         if is_quantized(name):
-            stored[name + SCALE] = scale_dims(dims)
+            stored[name + SCALE_SUFFIX] = scale_dims(dims)
     return stored
 
 
@@ -75,7 +75,7 @@ def scale_parameter(parameter: EngineParameter) -> EngineParameter:
         segments.append(
             replace(
                 segment,
-                hf_name=segment.hf_name + SCALE,
+                hf_name=segment.hf_name + SCALE_SUFFIX,
                 hf_start=segment.hf_start // BLOCK,
                 local_start=segment.local_start // BLOCK,
                 length=-(-segment.length // BLOCK),
@@ -83,7 +83,7 @@ def scale_parameter(parameter: EngineParameter) -> EngineParameter:
         )
     return replace(
         parameter,
-        name=f"{tensor}{SCALE}{bracket}{expert}",
+        name=f"{tensor}{SCALE_SUFFIX}{bracket}{expert}",
         shape=scale_dims(parameter.shape),
         segments=tuple(segments),
     )

@@ -97,7 +97,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     """Return the statistics of all rows of ``batch`` from those of every rank's ``own_batch``. Collective.
 
     The function communicates by one all-gather of the statistics, [t, 1 + K] numbers or more, and one all-reduce of
-    the faults' counts. The backward pass gives every rank the gradient of its own rows and sums nothing, because all
+    the fault counts. The backward pass gives every rank the gradient of its own rows and sums nothing, because all
     ranks compute the same loss.
     """
     size = topology.cp_size
@@ -119,15 +119,15 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     squares = None
     if "sum_squares" in all_rows:
         squares = all_rows["sum_squares"].squeeze(1).detach()
-    faults = stats.faults.clone()
-    dist.all_reduce(faults, group=group)
+    fault_counts = stats.fault_counts.clone()
+    dist.all_reduce(fault_counts, group=group)
     return replace(
         stats,
         log_probs=all_rows["log_probs"].squeeze(1),
         entropy=all_rows["entropy"].squeeze(1) if "entropy" in all_rows else None,
         sum_squares=squares,
         topk_log_probs=_like_share(all_rows.get("topk_log_probs"), stats.topk_log_probs),
-        faults=faults,
+        fault_counts=fault_counts,
     )
 
 

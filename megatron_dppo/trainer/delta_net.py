@@ -222,15 +222,15 @@ def packed_delta_rule(
         return fused
     plan = padding_plan(cu_seqlens)
     outputs = []
-    for gather, sequences, longest_length in plan.batches:
+    for token_of_row, sequences, longest_length in plan.batches:
         q, k, v, g, b = (
-            x.index_select(0, gather).view(sequences, longest_length, *x.shape[1:])
+            x.index_select(0, token_of_row).view(sequences, longest_length, *x.shape[1:])
             for x in (query, key, value, decay, beta)
         )
         # Padding stands behind the tokens of its sequence, which do not depend on later ones.
         output, _ = gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=b)
         outputs.append(output.to(value.dtype).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, plan.scatter)
+    return torch.cat(outputs).index_select(0, plan.row_of_token)
 
 
 @cache

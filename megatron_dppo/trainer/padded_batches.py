@@ -1,4 +1,4 @@
-"""Sequences of a pack as padded batches of similar lengths, for operations of torch that know no packs.
+"""Sequences of a pack as padded batches of similar lengths, for torch operations that cannot read packs.
 
 T = tokens of a pack, S = sequences in it.
 """
@@ -19,9 +19,9 @@ _SHORT = 32
 class PaddedBatch(NamedTuple):
     """Sequences of similar length, computed as one padded batch."""
 
-    gather: Tensor
-    """int64 [sequences * longest]; index of the packed token at each position; in padding, the index
-    of the sequence's first token.
+    token_of_row: Tensor
+    """int64 [sequences * longest]: for each position of the padded batch, the index of its token in the pack. Positions
+    of padding have the index of the sequence's first token.
     """
     sequences: int
     longest: int
@@ -31,54 +31,57 @@ class PaddingPlan(NamedTuple):
     """Indices that turn a pack into padded batches and the outputs back into a pack."""
 
     batches: tuple[PaddedBatch, ...]
-    scatter: Tensor
-    """int64 [T]; for each packed token, its row in the concatenated padded outputs."""
+    row_of_token: Tensor
+    """int64 [T]: for each packed token, its row in the concatenated outputs of the padded batches."""
 
     def to(self, device: torch.device) -> PaddingPlan:
-        """The plan with its indices on ``device``."""
-        batches = tuple(batch._replace(gather=batch.gather.to(device)) for batch in self.batches)
-        return PaddingPlan(batches, self.scatter.to(device))
+        """Return the plan with its indices on ``device``."""
+        batches = []
+        for batch in self.batches:
+            batches.append(batch._replace(token_of_row=batch.token_of_row.to(device)))
+        return PaddingPlan(tuple(batches), self.row_of_token.to(device))
 
 
-# The key is the tensor's identity: all layers of a pass get the same tensor, and a plan ends with its micro-batch.
+# The key is the identity of ``cu_seqlens``: all layers of a pass get the same tensor. The plan is freed with it.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def padding_plan(cu_seqlens: Tensor) -> PaddingPlan:
-    """Plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor.
+    """Return the plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor exists.
 
     The sequences of a batch are at least half as long as its longest; one batch holds all short
     ones (up to ``_SHORT`` tokens).
     """
     plan = _plans.get(cu_seqlens)
     if plan is None:
-        plan = _plans[cu_seqlens] = _plan(cu_seqlens.tolist()).to(cu_seqlens.device)
+        plan = _build_plan(cu_seqlens.tolist()).to(cu_seqlens.device)
+        _plans[cu_seqlens] = plan
     return plan
 
 
-def _plan(bounds: list[int]) -> PaddingPlan:
-    lengths = [b - a for a, b in pairwise(bounds)]
+def _build_plan(bounds: list[int]) -> PaddingPlan:
+    lengths = [end - start for start, end in pairwise(bounds)]
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     order = [i for i in longest_first if lengths[i]]
     batches = []
-    scatter = torch.empty(bounds[-1], dtype=torch.int64)
-    rows = 0
+    row_of_token = torch.empty(bounds[-1], dtype=torch.int64)
+    first_row = 0
     first_sequence = 0
     while first_sequence < len(order):
         longest_length = lengths[order[first_sequence]]
-        floor = 1 if longest_length <= _SHORT else (longest_length + 1) // 2
+        shortest_length = 1 if longest_length <= _SHORT else (longest_length + 1) // 2
         end = first_sequence
-        while end < len(order) and lengths[order[end]] >= floor:
+        while end < len(order) and lengths[order[end]] >= shortest_length:
             end += 1
         members = order[first_sequence:end]
         starts = torch.tensor([bounds[i] for i in members])[:, None]
         sizes = torch.tensor([lengths[i] for i in members])[:, None]
         column = torch.arange(longest_length)[None]
-        real = column < sizes
-        gather = torch.where(real, starts + column, starts)
-        row = rows + torch.arange(gather.numel()).view_as(gather)
-        scatter[gather[real]] = row[real]
-        batches.append(PaddedBatch(gather.reshape(-1), len(members), longest_length))
-        rows = rows + gather.numel()
+        is_token = column < sizes
+        tokens = torch.where(is_token, starts + column, starts)
+        rows = first_row + torch.arange(tokens.numel()).view_as(tokens)
+        row_of_token[tokens[is_token]] = rows[is_token]
+        batches.append(PaddedBatch(tokens.reshape(-1), len(members), longest_length))
+        first_row += tokens.numel()
         first_sequence = end
-    return PaddingPlan(tuple(batches), scatter)
+    return PaddingPlan(tuple(batches), row_of_token)

@@ -1,6 +1,6 @@
 """Forward and backward passes over a mini-batch of packed micro-batches on Megatron's schedules, and its metrics.
 
-T = tokens of a micro-batch, V = vocabulary, TP = tensor-parallel size.
+``trainer.py`` makes the optimiser step after them. T = tokens of a micro-batch, H = hidden size.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
 
     ``rank_batch`` has this rank's tokens under context parallelism; cu_seqlens describes the whole ``batch``.
 
-    There are no labels: the last stage returns its hidden states, [1, T, H] in the model's dtype
-    (``leave_out_logits``).
+    There are no labels: the last stage returns its hidden states, [1, T, H] in the model's dtype, because
+    ``model.leave_out_logits`` has taken the output layer's matrix product out of the model.
     """
     rank_batch = rank_batch or batch
-    # Count padding as tokens under context parallelism: if it is separated from them, Transformer Engine computes wrong
-    # results. Padding does no harm as tokens, because no other token attends to it. Elsewhere leave these bounds out:
-    # Transformer Engine would compare them with the others on the device, two syncs in each layer.
+    # cu_seqlens_*_padded: with context parallelism pass the bounds of cu_seqlens_* again, so that padding counts as
+    # ordinary tokens. With other bounds Transformer Engine computes wrong results; and no token attends to padding.
+    # Without context parallelism pass None: Transformer Engine would compare both tensors on the device, two syncs in
+    # each layer.
     is_split = rank_batch.num_tokens != batch.num_tokens
     padded_bounds = batch.cu_seqlens if is_split else None
+    # Attention needs only an upper bound of the lengths; Megatron-Core takes the rotary table's length from it.
     table_length = _table_length(batch.max_seqlen, batch.num_tokens)
     packed_params = PackedSeqParams(
         qkv_format="thd",
@@ -76,11 +78,12 @@ def _table_length(longest_sequence: int, tokens: int) -> int:
     """Return the number of positions in the rotary embedding's table: a power of two, at least ``longest_sequence``.
 
     Powers of two keep the number of lengths small: Megatron-Core caches the tables of 32 lengths, 64 MiB each at 128k
-    tokens. The length is doubled if it equals the number of ``tokens`` of several sequences, because Megatron-Core
-    would apply such a table to the micro-batch as one sequence.
+    tokens. Megatron-Core applies a table as long as the micro-batch (``tokens``) to it as if it were one sequence. So
+    the length is doubled if it equals ``tokens`` and the micro-batch has several sequences.
     """
     length = 1 << (longest_sequence - 1).bit_length()
-    if length == tokens != longest_sequence:
+    has_several_sequences = longest_sequence < tokens
+    if has_several_sequences and length == tokens:
         return 2 * length
     return length
 
@@ -92,7 +95,9 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
         return batch
 
     def pad_rows(value: Tensor, fill: int = 0) -> Tensor:
-        return F.pad(value, (0, 0) * (value.dim() - 1) + (0, padding_tokens), value=fill)
+        # F.pad lists (before, after) from the last dimension to the first; only the first one is padded.
+        no_padding = (0, 0) * (value.dim() - 1)
+        return F.pad(value, (*no_padding, 0, padding_tokens), value=fill)
 
     columns: dict[str, Tensor] = {}
     for name, values in batch.columns.items():
@@ -159,8 +164,8 @@ class NonFiniteLossError(RunError, ValueError):
 
 
 class NonFiniteLogProbsError(RunError, ValueError):
-    """Log-probabilities that were computed without training come from logits that are not a distribution: NaN,
-    +inf, or only -inf. Raised on every rank.
+    """A forward-only pass computed log-probabilities from a row of logits with NaN, with +inf, or of only -inf.
+    Raised on every rank.
     """
 
 
@@ -168,8 +173,9 @@ class NonFiniteLogProbsError(RunError, ValueError):
 class StatsSpec:
     """The policy statistics that a loss needs in addition to the sampled tokens' log-probabilities.
 
-    ``topk``: log-probabilities at the batch's ``topk_ids``. ``topk_gradient``: these with gradient. ``entropy``: the
-    entropy of each token's distribution. ``squares``: the sum of the distribution's squared probabilities.
+    ``topk``: log-probabilities at the batch's ``topk_ids``. ``topk_gradient``: keep the gradient of the ``topk``
+    log-probabilities. ``entropy``: the entropy of each token's distribution. ``squares``: the sum of the
+    distribution's squared probabilities.
     """
 
     topk: bool = False
@@ -180,7 +186,9 @@ class StatsSpec:
 
 @dataclass(frozen=True)
 class StatsFunction:
-    """``head_stats`` with the arguments that stay the same in a run. ``last_chunk``: this rank's last model chunk."""
+    """Calls ``head_stats`` with the arguments that are constant in a run. ``last_chunk``: this rank's last model chunk,
+    which on the last stage has the output layer.
+    """
 
     last_chunk: GPTModel
     topology: Topology
@@ -195,18 +203,19 @@ class StatsFunction:
         batch: PackedBatch,
         spec: StatsSpec | None = None,
     ) -> PolicyStats:
-        """Compute the statistics of the trained tokens from hidden states [1, T, H]; they are 0 at other tokens.
+        """Compute the statistics of the trained tokens; they are 0 at other tokens.
 
         Args:
             hidden: hidden states of the last stage, [1, T, H].
-            batch: the micro-batch of this rank.
-            spec: used in place of the run's own ``spec``; None: the run's own.
+            batch: the micro-batch, with context parallelism only this rank's tokens of it.
+            spec: the statistics to compute; None: the run's own ``spec``.
 
         Raises:
             ValueError: ``spec.topk`` is set and the batch has no ``topk_ids``.
         """
         spec = spec or self.spec
         stats = head_stats(
+            # Pairs of (states, weight), whose products add up to the logits.
             head_factors(self.last_chunk, hidden.squeeze(0)),
             batch.target_ids,
             self.topology.tensor_group if self.topology.tp_size > 1 else None,
@@ -225,28 +234,35 @@ class StatsFunction:
 
 @dataclass
 class MicroBatchResults:
-    """Results of the last stage: summed metrics, and one list entry for each micro-batch; empty on other stages."""
+    """Results of the last stage; empty on other stages.
+
+    Attributes:
+        metrics: the metrics summed over micro-batches; None before the first one.
+        losses: the loss of each micro-batch, a scalar without gradient.
+        log_probs: log pi of each micro-batch's tokens, [T] without gradient.
+        fault_counts: ``PolicyStats.fault_counts`` of each micro-batch, float32 [3].
+    """
 
     metrics: MetricSums | None = None
     losses: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
-    faults: list[Tensor] = field(default_factory=list)
+    fault_counts: list[Tensor] = field(default_factory=list)
 
     def nonfinite(self, batches: list[PackedBatch]) -> list[tuple[int, list[int]]]:
         """Return (micro-batch, sequences) for each loss that is not finite.
 
-        The sequences are those with a trained token whose log-probability is not finite. If there is none, so that
-        the loss function itself produced the value, they are all sequences with trained tokens.
+        The sequences are those with a trained token whose log-probability is not finite. If all log-probabilities are
+        finite, the loss function itself produced the value: then all sequences with trained tokens are returned.
         """
-        sequences = []
+        culprits = []
         for i, loss in enumerate(self.losses):
             if not torch.isfinite(loss):
-                bad_tokens = ~torch.isfinite(self.log_probs[i]) & batches[i].loss_mask
-                tokens = bad_tokens
+                trained_tokens = batches[i].loss_mask
+                bad_tokens = ~torch.isfinite(self.log_probs[i]) & trained_tokens
                 if not bool(bad_tokens.any()):
-                    tokens = batches[i].loss_mask
-                sequences.append((i, _sequences_of(batches[i], tokens)))
-        return sequences
+                    bad_tokens = trained_tokens
+                culprits.append((i, _sequences_of(batches[i], bad_tokens)))
+        return culprits
 
 
 def forward_backward(
@@ -273,7 +289,8 @@ def forward_backward(
     topology = stats.topology
 
     def loss_of(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        policy = whole_stats(stats(hidden, own_batch(batch, topology)), batch, topology)
+        own_stats = stats(hidden, own_batch(batch, topology))
+        policy = whole_stats(own_stats, batch, topology)
         sums = token_loss(policy, batch)
         loss = sums.loss / denominator
         if not loss.requires_grad:
@@ -283,8 +300,8 @@ def forward_backward(
         )
         results.losses.append(loss.detach())
         results.log_probs.append(policy.log_probs.detach())
-        results.faults.append(policy.faults)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+        results.fault_counts.append(policy.fault_counts)
+        return loss, _no_scaling(loss.device), {}
 
     _run_schedule(chunks, batches, loss_of, topology, replay, forward_only=False)
     return results
@@ -300,13 +317,13 @@ def forward_log_probs(
     topk: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Compute log pi of each micro-batch's trained targets, fp32 [T] with 0 at other tokens, and its
-    ``PolicyStats.faults``. Other stages than the last return empty lists.
+    ``PolicyStats.fault_counts``. Other stages than the last return empty lists.
 
     With ``topk`` log pi is computed at the ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
-    the logits gives NaN and is counted in the faults, which the caller must check.
+    the logits gives NaN and is counted; the caller must check the counts.
     """
     log_probs: list[Tensor] = []
-    faults: list[Tensor] = []
+    fault_counts: list[Tensor] = []
     topology = stats.topology
 
     def keep(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -315,12 +332,21 @@ def forward_log_probs(
         batch_log_probs = policy.topk_log_probs if topk else policy.log_probs
         assert batch_log_probs is not None
         log_probs.append(batch_log_probs.float())
-        faults.append(policy.faults)
-        zero = torch.zeros((), device=hidden.device)
-        return zero, zero.int(), {}
+        fault_counts.append(policy.fault_counts)
+        no_loss = torch.zeros((), device=hidden.device)
+        return no_loss, _no_scaling(hidden.device), {}
 
     _run_schedule(chunks, batches, keep, topology, replay, forward_only=True)
-    return log_probs, faults
+    return log_probs, fault_counts
+
+
+def _no_scaling(device: torch.device) -> Tensor:
+    """Return 0, int, in place of the token count that Megatron's schedules expect beside a loss.
+
+    Under ``calculate_per_token_loss`` Megatron-Core divides the gradients by the sum of these counts, and leaves them
+    unscaled if the sum is 0. Here the loss has its own denominator.
+    """
+    return torch.zeros((), dtype=torch.int, device=device)
 
 
 def _run_schedule(
@@ -332,7 +358,11 @@ def _run_schedule(
     *,
     forward_only: bool,
 ) -> None:
-    """Run Megatron's pipeline schedule over ``batches``, with ``loss_of(batch, hidden states)`` on the last stage."""
+    """Run Megatron's pipeline schedule over ``batches``, with ``loss_of(batch, hidden states)`` on the last stage.
+
+    ``loss_of`` returns what Megatron's schedules take: the loss, the token count (``_no_scaling``), and a dict of
+    values to report, which is unused.
+    """
 
     def forward_step(
         numbered_batches: Iterator[tuple[int, PackedBatch]], model: DistributedDataParallel
@@ -340,6 +370,7 @@ def _run_schedule(
         number, batch = next(numbered_batches)
         inputs = model_inputs(batch, own_batch(batch, topology))
         if model.config.bf16:
+            # An argument of Float16Module, which wraps a bfloat16 model: do not convert its output to fp32.
             inputs["fp32_output"] = False
         run = partial(model, **inputs)
         output = replay.forward(chunks.index(model), number, run) if replay else run()
@@ -362,10 +393,10 @@ def _run_schedule(
 
 
 def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:
-    """Return the positions in the batch of the sequences that contain ``tokens`` (bool [T])."""
+    """Return the positions in the whole batch of the micro-batch's sequences with any of ``tokens`` (bool [T])."""
     positions = tokens.nonzero().squeeze(1).to(batch.cu_seqlens.dtype)
-    rows = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
-    return sorted(set(batch.sequence_index[rows].tolist()))
+    sequences = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
+    return sorted(set(batch.sequence_index[sequences].tolist()))
 
 
 def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums:

@@ -335,12 +335,12 @@ class Trainer:
         stats = (
             self._stats if temperature is None else replace(self._stats, temperature=temperature)
         )
-        log_probs, faults = step.forward_log_probs(
+        log_probs, fault_counts = step.forward_log_probs(
             self.ddp_chunks, batches, stats, self._replay, topk=topk
         )
         # Check on all ranks before the broadcast over pipeline stages: if one rank alone raised, the others would
         # wait in the broadcast.
-        self._check_faults(faults)
+        self._check_faults(fault_counts)
         if self.topology.pp_size > 1:
             # Only the last stage has computed the values: broadcast them to every rank of the replica.
             sizes = [b.num_tokens for b in batches]
@@ -354,11 +354,11 @@ class Trainer:
         # Remove the padding that gave the micro-batches equal length for an interleaved schedule.
         return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
-    def _check_faults(self, faults: list[Tensor]) -> None:
+    def _check_faults(self, fault_counts: list[Tensor]) -> None:
         """Raise on every rank if any rank's statistics have faults. Collective."""
         counts = torch.zeros(len(FAULTS), device=self.device)
-        if faults:
-            counts += torch.stack(faults).sum(0)
+        if fault_counts:
+            counts += torch.stack(fault_counts).sum(0)
         dist.all_reduce(counts, dist.ReduceOp.MAX)
         *bad_ids, bad_rows = counts.cpu()
         if fault := describe(bad_ids):
@@ -524,7 +524,7 @@ class Trainer:
         if metrics is not None:
             # Add the fault counts to the metrics: one reduction carries both, without another device synchronization.
             metrics = metrics.add(_NONFINITE, (~torch.stack(results.losses).isfinite()).sum())
-            for name, count in zip(_FAULTS, torch.stack(results.faults).sum(0), strict=True):
+            for name, count in zip(_FAULTS, torch.stack(results.fault_counts).sum(0), strict=True):
                 metrics = metrics.add(name, count)
         reduced = step.reduce_metrics(metrics, self.topology)
         sums = dict(reduced.sums)

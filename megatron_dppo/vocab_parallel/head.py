@@ -145,7 +145,7 @@ def dense_head_stats(
         torch.where(counted, stats.log_probs, 0.0),
         None if topk is None else torch.where(counted[:, None], topk, 0.0),
         None if entropy is None else torch.where(counted, entropy, 0.0),
-        stats.faults,
+        stats.fault_counts,
         vocab_size,
         None if squares is None else torch.where(counted, squares, 0.0),
     )

@@ -111,7 +111,7 @@ class PolicyStats:
     """[T, K]: log pi at the given ids, differentiable. Only the sampled id may occur twice in a row."""
     entropy: Tensor | None
     """[T], nats, differentiable."""
-    faults: Tensor
+    fault_counts: Tensor
     """float32 [3]: counts of ``FAULTS``."""
     vocab_size: int | None = None
     """V, or None if it is unknown."""
@@ -119,8 +119,8 @@ class PolicyStats:
     """[T]: sum over the vocabulary of pi^2, without gradient."""
 
     def raise_on_faults(self) -> None:
-        """Raise ValueError if ``faults`` counts any. Reads from the device: a sync on a GPU."""
-        message = describe(self.faults)
+        """Raise ValueError unless all ``fault_counts`` are 0. Reads them from the device: a sync on a GPU."""
+        message = describe(self.fault_counts)
         if message is not None:
             raise ValueError(message)
 
@@ -163,8 +163,8 @@ def policy_stats(
         with_squares: Whether to compute the sum of squares.
         backend: A name in ``backends.BACKENDS``; None: the fastest available one.
         raise_on_faults: Whether to read the counts of ``FAULTS`` from the device and raise. None: on a CPU only. With
-            False, the results of invalid rows are NaN and ``PolicyStats.faults`` has the counts, so that the caller can
-            stop all ranks together.
+            False, the results of invalid rows are NaN and ``PolicyStats.fault_counts`` has the counts, so that the
+            caller can stop all ranks together.
 
     Raises:
         ValueError: On every rank: a wrong shape, dtype or number, ids outside the vocabulary, rows with NaN, or ranks

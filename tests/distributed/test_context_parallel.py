@@ -45,11 +45,11 @@ def gathered_statistics() -> dict[str, Any]:
         leaf, targets, vocab_size=V, topk_ids=topk, with_entropy=True, with_squares=True,
         raise_on_faults=False,
     )  # fmt: skip
-    out = {"own faults": stats.faults, "has gradient": {}}
+    out = {"own faults": stats.fault_counts, "has gradient": {}}
     for asked in (True, False):
         topk_log_probs = stats.topk_log_probs if asked else stats.topk_log_probs.detach()
         whole = whole_stats(replace(stats, topk_log_probs=topk_log_probs), batch, topology)
-        out["faults"] = whole.faults
+        out["faults"] = whole.fault_counts
         out["has gradient"][str(asked)] = [
             getattr(whole, name).requires_grad
             for name in ("log_probs", "entropy", "topk_log_probs", "sum_squares")

@@ -20,7 +20,7 @@ from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
-from megatron_dppo.model.quantization import SCALE, is_quantized
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.weight_sync.canary import canary_prompts
 from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError
 from megatron_dppo.weight_sync.transaction import WeightUpdateError
@@ -162,8 +162,8 @@ def test_other_strategies_send_the_same(
         assert_serves_fp8(served, folder, version)
 
 
-V_PROJ = "model.layers.1.self_attn.v_proj.weight" + SCALE
-UP_PROJ = "model.layers.0.mlp.experts.2.up_proj.weight" + SCALE
+V_PROJ = "model.layers.1.self_attn.v_proj.weight" + SCALE_SUFFIX
+UP_PROJ = "model.layers.0.mlp.experts.2.up_proj.weight" + SCALE_SUFFIX
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
 

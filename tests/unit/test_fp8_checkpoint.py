@@ -14,7 +14,7 @@ from megatron_dppo import convert
 from megatron_dppo.block_fp8 import dequantize, quantize
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.quantization import SCALE, is_quantized
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from tests.tiny_models import save_tiny_model
 
 SIZES = {
@@ -49,7 +49,7 @@ def test_a_folder_holds_what_an_engine_receives(plain: Path, fp8: Path) -> None:
         if is_quantized(name):
             values, scales = quantize(weight)
             assert torch.equal(found.pop(name).view(torch.uint8), values.view(torch.uint8))
-            assert torch.equal(found.pop(name + SCALE), scales)
+            assert torch.equal(found.pop(name + SCALE_SUFFIX), scales)
         else:
             assert torch.equal(found.pop(name), weight)
     assert not found

@@ -123,7 +123,7 @@ def test_a_token_that_does_not_count_is_never_read():
         counted=counted, options=HeadOptions(8),
     )  # fmt: skip
     loss_of(stats, weights).backward()
-    assert stats.faults.tolist() == [0, 0, 0]
+    assert stats.fault_counts.tolist() == [0, 0, 0]
     assert weight.grad.isfinite().all()
     assert (hidden.grad[~counted] == 0).all()
     assert hidden.grad[counted].isfinite().all()
@@ -302,6 +302,6 @@ def test_rows_that_are_no_distribution_are_counted():
     stats = head_stats(
         [HeadFactor(*pairs[0])], ids, vocab_size=V, options=HeadOptions(raise_on_faults=False)
     )
-    assert stats.faults.tolist() == [0, 0, 1]
+    assert stats.fault_counts.tolist() == [0, 0, 1]
     with pytest.raises(ValueError, match=mentioning(1, "NaN")):
         head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)

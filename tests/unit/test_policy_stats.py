@@ -55,7 +55,7 @@ def test_the_dense_twin_by_hand():
     assert twin.topk_log_probs.tolist() == [pytest.approx([math.log(0.5), -math.inf, -math.inf])]
     assert twin.entropy.tolist() == pytest.approx([1.5 * math.log(2)])
     assert twin.sum_squares.tolist() == pytest.approx([1 / 4 + 2 / 16])
-    assert twin.faults.tolist() == [0, 0, 0]
+    assert twin.fault_counts.tolist() == [0, 0, 0]
     plain = dense_policy_stats(logits, torch.tensor([2]), **given)
     assert (plain.topk_log_probs, plain.entropy, plain.sum_squares) == (None, None, None)
 
@@ -375,7 +375,7 @@ def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend)
         logits, torch.tensor([0, 1, 8, 3]), vocab_size=8, topk_ids=topk, backend=backend,
         raise_on_faults=False,
     )  # fmt: skip
-    assert stats.faults.tolist() == [1, 1, 1]
+    assert stats.fault_counts.tolist() == [1, 1, 1]
     assert stats.log_probs.isnan().tolist() == [False, False, True, True]
     assert stats.topk_log_probs.isnan().tolist() == [
         [False] * 2,
@@ -490,7 +490,7 @@ def test_everything_stays_on_the_device_of_the_logits():
     logits, ids, topk, _ = (x.to("meta") for x in problem(torch.float32))
     leaf = logits.requires_grad_()
     stats = policy_stats(leaf, ids, vocab_size=V, topk_ids=topk, with_entropy=True)
-    assert {x.device.type for x in (stats.log_probs, stats.topk_log_probs, stats.faults)} == {
+    assert {x.device.type for x in (stats.log_probs, stats.topk_log_probs, stats.fault_counts)} == {
         "meta"
     }
     stats.entropy.sum().backward()

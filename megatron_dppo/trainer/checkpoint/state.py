@@ -46,6 +46,10 @@ from megatron_dppo.data.balancing import partition_by_cost
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
 STATE_PREFIX = "optimizer.state."
+_FUSED_MASTER = "master_param"
+"""Transformer Engine's name of the fp32 master in the state of a precision-aware FusedAdam, which steps a narrower
+tensor. With other optimizers the tensor that Adam steps is the master.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class StateSlice:
 def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
     """Return the state of all elements that this rank updates. Not collective.
 
-    State that the optimizer has not allocated yet is allocated as zeros, its values before the first step.
+    State that the optimizer has not allocated yet is allocated with its values before the first step (zero moments).
     """
     slices = []
     for part in _parts(optimizer):
@@ -78,14 +82,10 @@ def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
             tensors = {name: state[name] for name in MOMENTS}
             if shard.parameter.dtype is not torch.float32:
                 # A float32 parameter is its own master, so the checkpoint has it as the weight.
-                tensors[MASTER] = state.get(_OWN_MASTER, stepped)
+                tensors[MASTER] = state.get(_FUSED_MASTER, stepped)
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             slices.append(StateSlice(shard.parameter, shard.start, flat))
     return slices
-
-
-_OWN_MASTER = "master_param"
-"""Name of the fp32 master in the state of an Adam that steps a narrower tensor (precision-aware FusedAdam)."""
 
 
 def _start_state(adam: Optimizer, stepped: Tensor) -> None:
@@ -102,14 +102,16 @@ def _start_state(adam: Optimizer, stepped: Tensor) -> None:
 def settle_masters(optimizer: ChainedOptimizer) -> None:
     """Make the two copies of an offloaded weight's master equal after a checkpoint was loaded. Not collective.
 
-    HybridDeviceOptimizer steps on a copy of the fp32 master that Megatron-Core's optimizer holds, and a checkpoint
-    fills that copy. The master of an fp32 parameter is the parameter, which the checkpoint fills instead of the copy.
-    With the precision-aware optimizer there is one master only.
+    Megatron-Core's optimizer has a master of each weight (an fp32 parameter is its own), and HybridDeviceOptimizer
+    steps a copy of that master. Loading fills the copy, except for an fp32 parameter: there it fills the parameter.
     """
     for part in _parts(optimizer):
         for shard in _shards(part):
             stepped = _stepped_tensor(part, shard.main)
-            if stepped is shard.main or shard.main.dtype is not torch.float32:
+            is_copy = stepped is not shard.main
+            # The precision-aware optimizer has 16-bit tensors here, so that the copy is the only fp32 master.
+            is_master = shard.main.dtype is torch.float32
+            if not (is_copy and is_master):
                 continue
             if shard.parameter.dtype is torch.float32:
                 stepped.data.copy_(shard.main.data)
@@ -118,7 +120,7 @@ def settle_masters(optimizer: ChainedOptimizer) -> None:
 
 
 def is_replicated(optimizer: ChainedOptimizer) -> bool:
-    """Whether all replicas hold the same state, as with the plain optimizer."""
+    """Return whether all replicas hold the same state, as with the plain optimizer."""
     return not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
 
 
@@ -161,22 +163,25 @@ def _adam_by_tensor(part: MegatronOptimizer) -> dict[int, Optimizer]:
 
 
 def _stepped_tensor(part: MegatronOptimizer, main: Tensor) -> Tensor:
-    """Return the tensor that Adam steps for ``main`` of ``part``'s groups: a copy of it with HybridDeviceOptimizer."""
+    """Return the tensor that Adam steps for ``main``, a tensor of ``part``'s parameter groups.
+
+    With HybridDeviceOptimizer it may be a copy of ``main``; else it is ``main``.
+    """
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         return part.optimizer.param_to_inner_param[main]
     return main
 
 
 def _counted_groups(adam: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups whose steps Transformer Engine's Adam counts: it skips those without a parameter here."""
+    """Return the groups whose steps Transformer Engine's Adam counts: it skips groups without parameters here."""
     return [group for group in adam.param_groups if group["params"]]
 
 
 class _OptimizerShard(NamedTuple):
     """The part of one parameter that one optimizer on this rank updates.
 
-    ``main``: the tensor of the optimizer's groups: the parameter, its fp32 copy, or (distributed optimizer) a
-    flat slice of either that begins at element ``start`` of the parameter.
+    ``main``: the tensor in the optimizer's parameter groups. This is the parameter, its fp32 copy, or (distributed
+    optimizer) a flat slice of either that begins at element ``start`` of the parameter.
     """
 
     parameter: Parameter
@@ -202,8 +207,9 @@ def _shards_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[_Optimi
 
 
 def _shards_distributed(part: DistributedOptimizer) -> Iterator[_OptimizerShard]:
-    # A group of Adam has the fp32 parameters first. ``model_param_group_index_map`` counts in the order of the buffers,
-    # so that it gives a parameter the main tensor of another one where a group has parameters of both types.
+    # In Adam's groups the fp32 parameters come first. Megatron-Core's ``model_param_group_index_map`` is not used here:
+    # it numbers parameters in the order of the buffers, so that in a group of fp32 and 16-bit parameters it would pair
+    # a parameter with the main tensor of another one.
     for fp32_params, float16_params, group in zip(
         part.model_fp32_groups, part.model_float16_groups, part.optimizer.param_groups, strict=True
     ):
@@ -251,7 +257,8 @@ class RankState:
 class _LocalTensor:
     """A parameter or buffer of this rank, as the blocks of a checkpoint.
 
-    ``is_main``: only this rank's data-parallel replicas write the tensor. ``replica``: this rank's index among them.
+    ``is_main``: whether this rank's data-parallel replicas write the tensor; false if the replicas of another tensor-
+    or pipeline-parallel rank do. ``replica``: this rank's index among its data-parallel replicas.
     """
 
     weight: list[LocalBlock]
@@ -290,7 +297,10 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
         elif isinstance(sharded, (ShardedTensor, ShardedTensorFactory)):
             tensors.append(_local_tensor(sharded, slices.get(id(sharded.data), ())))
         else:
-            raise TypeError(f"Megatron's state dict holds {type(sharded)}, expected sharded ones")
+            raise TypeError(
+                f"Megatron's state dict holds {type(sharded)}, expected ShardedTensor, ShardedTensorFactory "
+                "or ShardedObject"
+            )
     # All replicas of the plain optimizer hold the same state, so they can divide the writing.
     split_state = is_replicated(optimizer)
     blocks: list[LocalBlock] = []
@@ -308,32 +318,37 @@ def _local_tensor(
     for state_slice in slices:
         for name, values in state_slice.tensors.items():
             state += _blocks(regions, f"{STATE_PREFIX}{name}.", values, state_slice.start)
-    replica_id = sharded.replica_id
-    replica = replica_id
-    if not isinstance(replica_id, tuple):
-        replica = (replica_id,)
+    # Megatron's replica id is the data-parallel index, or a tuple that ends with it.
+    replica_ids = sharded.replica_id
+    if not isinstance(replica_ids, tuple):
+        replica_ids = (replica_ids,)
+    *other_ids, data_parallel_id = replica_ids
     return _LocalTensor(
         weight=list(_blocks(regions, "", sharded.data.detach().view(-1), 0)),
         state=state,
-        is_main=not any(replica[:-1]),
+        is_main=not any(other_ids),
         # Megatron marks expert parameters by allreduce=False: the expert-data-parallel ranks hold their replicas.
         is_expert=not getattr(sharded.data, "allreduce", True),
-        replica=replica[-1],
+        replica=data_parallel_id,
     )
 
 
 def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, TensorBlock]]:
     """Return (first element, block) of each checkpoint tensor in a local tensor: several if they are fused in it."""
     base = sharded.data
-    is_single = isinstance(sharded, ShardedTensor)
+    built = sharded if isinstance(sharded, ShardedTensor) else sharded.build()
     regions = []
-    for tensor in [sharded] if is_single else nested_values({"": sharded.build()}):
+    # ``built`` is a ShardedTensor, or a nested dict or list of them. In a dict, ``nested_values`` walks all of these.
+    for tensor in nested_values({"": built}):
         # A factory builds views of the fused parameter, so their addresses give their positions in it.
         start, remainder = divmod(tensor.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
         if remainder or not tensor.data.is_contiguous():
-            raise TypeError(f"{tensor.key}: not rows of the parameter that holds it")
-        sizes = (*(1,) * tensor.prepend_axis_num, *tensor.local_shape)
-        box = Box(tuple(tensor.global_offset), sizes)
+            raise TypeError(
+                f"{tensor.key}: its elements are not contiguous in the parameter that it is fused in"
+            )
+        # Prepended axes, as of layers or experts, have size 1 here and are not in ``local_shape``.
+        prepended_sizes = (1,) * tensor.prepend_axis_num
+        box = Box(tuple(tensor.global_offset), (*prepended_sizes, *tensor.local_shape))
         dims = tuple(tensor.global_shape)
         block = TensorBlock(tensor.key, dims, box, base.dtype, tensor.allow_shape_mismatch)
         regions.append((start, block))
@@ -355,7 +370,8 @@ def _blocks(
         start: position of the first of ``values`` in the local tensor.
     """
     for first_index, region in regions:
-        # Elements [low, high) of the local tensor are in both ``values`` and the region.
+        # Elements [low, high) of the local tensor are in both ``values`` and the region. If there are none, low >= high
+        # and ``flat_boxes`` yields no box.
         low = max(start, first_index)
         high = min(start + values.numel(), first_index + region.box.elements)
         offset = low - start
@@ -376,7 +392,7 @@ def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalB
 
     ``split_state``: replicas hold the same optimizer state and divide it among themselves, as they do the weights.
     """
-    main_tensors = [tensor for tensor in tensors if tensor.is_main and tensor.weight]
+    main_tensors = [tensor for tensor in tensors if tensor.is_main]
     if not split_state:
         for tensor in main_tensors:
             yield from tensor.state
@@ -393,6 +409,7 @@ def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalB
                 candidates.append((tensor, [*tensor.weight, *state]))
         sizes = [sum(block.bytes for block, _ in blocks) for _, blocks in candidates]
         for replica, indices in enumerate(partition_by_cost(sizes, replica_count)):
+            # Every rank computes the shares of all replicas, and yields the blocks in its own.
             for i in indices:
                 tensor, blocks = candidates[i]
                 if tensor.replica == replica:

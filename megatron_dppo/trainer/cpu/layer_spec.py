@@ -74,9 +74,11 @@ def packed_causal_attention(
     are dropped: its gradient is exactly zero.
     """
     outputs = []
-    for gather, sequences, longest_length in plan.batches:
+    for token_of_row, sequences, longest_length in plan.batches:
         padded_q, padded_k, padded_v = (
-            x.index_select(0, gather).view(sequences, longest_length, *x.shape[1:]).transpose(1, 2)
+            x.index_select(0, token_of_row)
+            .view(sequences, longest_length, *x.shape[1:])
+            .transpose(1, 2)
             for x in (q, k, v)
         )  # [n, heads, longest, D]
         out = F.scaled_dot_product_attention(
@@ -88,7 +90,7 @@ def packed_causal_attention(
             enable_gqa=True,
         )
         outputs.append(out.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2]))
-    return torch.cat(outputs).index_select(0, plan.scatter)
+    return torch.cat(outputs).index_select(0, plan.row_of_token)
 
 
 class TorchAttention(MegatronModule):

@@ -20,7 +20,7 @@ def test_nothing_that_is_kept_for_the_backward_pass_outlives_it():
         before = live._bytes
         loss_of(stats, weights).backward()
         kept = live._bytes
-    results = (stats.log_probs, stats.topk_log_probs, stats.entropy, stats.faults)
+    results = (stats.log_probs, stats.topk_log_probs, stats.entropy, stats.fault_counts)
     gradients = hidden.grad.nbytes + weight.grad.nbytes
     of_results = sum(x.untyped_storage().nbytes() for x in results)
     assert before > of_results + 9 * COLUMNS * 4  # the buffer of logits
