@@ -1,6 +1,6 @@
-"""The RMSNorm of queries, or of keys, that spans all heads (OLMoE): Megatron-Core has one for each head only.
+"""The RMSNorm of queries, or of keys, over all heads (OLMoE); Megatron-Core's own one is over each head alone.
 
-The module is the same on CPUs and on GPUs. Not yet run on a GPU.
+The module is the same on CPUs and on GPUs. It has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ class AllHeadsNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.total = heads * hidden_size
-        own_size = self.total // config.tensor_model_parallel_size
+        self.elements = heads * hidden_size
+        own_size = self.elements // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(own_size, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-        # Sequence parallelism cuts no heads: attention sees all tokens of a sequence.
+        # Megatron-Core must not sum this gradient over the tensor-parallel ranks, also under sequence parallelism: the
+        # ranks have different parts of the weight, and each rank's attention computes all tokens.
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., heads of this rank, head size] -> the same shape."""
         group = parallel_state.get_tensor_model_parallel_group()
-        normed: Tensor = _Norm.apply(x, self.weight, self.eps, self.total, group)
+        normed: Tensor = _Norm.apply(x, self.weight, self.eps, self.elements, group)
         return normed
 
     def sharded_state_dict(
@@ -71,7 +72,7 @@ class AllHeadsNorm(torch.nn.Module):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """The weight, cut along its only dimension by tensor-parallel ranks."""
+        """Return the weight, which tensor-parallel ranks divide along its only dimension."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -83,14 +84,15 @@ class AllHeadsNorm(torch.nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """RMS norm over the N elements of all heads.
+    """RMS norm over the N elements (``elements``) of all heads.
 
-    Let r = 1 / sqrt(sum(x^2) / N + eps) and n = r x. The output is w n. If g is dL/d(output), then
+    Let r = 1 / sqrt(sum(x^2) / N + eps) (``scale``) and n = r x (``normed``). The output is w n. If g is dL/d(output)
+    (``gradient``), then
 
         dL/dx = r (w g - n sum(w g n) / N)        dL/dw = sum over tokens of g n
 
-    Both sums for dL/dx are over the heads of all ranks. Only x and r are saved: plain operations would save several
-    fp32 copies of x.
+    The sums of x^2 and of w g n are over the heads of all ranks. Only x and r are saved: plain operations would save
+    several fp32 copies of x.
     """
 
     @staticmethod
@@ -99,36 +101,39 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         eps: float,
-        total: int,
+        elements: int,
         group: ProcessGroup,
     ) -> Tensor:
         values = x.float()
         squares = _sum_over_heads(values.square(), group)
-        scale = torch.rsqrt(squares / total + eps)
+        scale = torch.rsqrt(squares / elements + eps)
         ctx.save_for_backward(x, weight, scale)
-        ctx.total, ctx.group = total, group
+        ctx.elements = elements
+        ctx.group = group
         return (values * scale * _by_head(weight, x)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         normed = x.float() * scale
-        product = gradient.float() * normed
-        weighted = gradient.float() * _by_head(weight, x)
-        mean = _sum_over_heads(weighted * normed, ctx.group) / ctx.total
-        input_gradient = (scale * (weighted - normed * mean)).to(x.dtype)
+        weighted_gradient = gradient.float() * _by_head(weight, x)
+        mean = _sum_over_heads(weighted_gradient * normed, ctx.group) / ctx.elements
+        input_gradient = (scale * (weighted_gradient - normed * mean)).to(x.dtype)
         weight_gradient = None
         if ctx.needs_input_grad[1]:
+            # Sum over all dimensions but the last two, which are this rank's heads and the head size.
+            product = gradient.float() * normed
             weight_gradient = product.flatten(0, -3).sum(0).flatten().to(weight.dtype)
         return input_gradient, weight_gradient, None, None, None
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
+    """[heads * head size] -> [heads, head size], fp32, for ``x`` [..., heads, head size]."""
     return weight.float().view(x.shape[-2:])
 
 
 def _sum_over_heads(values: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., heads, head size] -> [..., 1, 1], summed over the ranks of ``group``, too."""
+    """[..., heads, head size] -> [..., 1, 1]: the sum over the heads of all ranks of ``group``."""
     total = values.sum((-2, -1), keepdim=True)
     if group.size() > 1:
         dist.all_reduce(total, group=group)

@@ -27,31 +27,30 @@ class RankError(RunError):
 def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> Any:
     """Broadcast ``value`` of global rank ``src`` to every rank of ``group`` (None: all ranks).
 
-    The ``value`` of other ranks is ignored. The result went through JSON on every rank, ``src``
-    included: tuples become lists, keys become strings.
+    The ``value`` of other ranks is ignored. Every rank, ``src`` included, returns what JSON makes of the value: tuples
+    become lists, keys become strings.
     """
     return json.loads(broadcast_bytes(json.dumps(value).encode(), src, group))
 
 
 def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) -> bytes:
-    """Broadcast ``data`` of global rank ``src`` to every rank of ``group``; others' is ignored."""
+    """Broadcast ``data`` of global rank ``src`` to every rank of ``group``; the ``data`` of other ranks is ignored."""
     device = _device(group)
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src, group)
     if int(size) == 0:
         return b""
-    buffer = (
-        # A tensor's memory must be writable, which bytes are not.
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        if dist.get_rank() == src
-        else torch.empty(int(size), dtype=torch.uint8, device=device)
-    )
+    if dist.get_rank() == src:
+        # Copy to a bytearray: a tensor's memory must be writable, and that of bytes is not.
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, src, group)
     return buffer.cpu().numpy().tobytes()
 
 
 def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Gather the ``value`` of every rank of ``group``, through JSON, in the order of its ranks."""
+    """Gather the ``value`` of every rank of ``group``, through JSON, in the order of the ranks in the group."""
     padded, lengths = _padded(value, group)
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group)
@@ -75,10 +74,11 @@ def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
 
     One all-reduce of a digest; the values are gathered only for the error message.
     """
-    # Seven bytes, so that its negative fits into int64 too.
-    digest = int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:7], "big")
+    # Use seven bytes of the hash, so that the number and its negative fit into int64.
+    digest = hashlib.sha256(json.dumps(value).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
     # The maximum of the negatives is minus the minimum: one all-reduce compares all.
-    bounds = torch.tensor([digest, -digest], device=platform.current().device)
+    bounds = torch.tensor([number, -number], device=platform.current().device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     if int(bounds[0]) != -int(bounds[1]):
         values = all_gather_json(value, group)
@@ -86,22 +86,22 @@ def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
 
 
 def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is true on at least one rank of ``group``."""
+    """Return whether ``flag`` is true on at least one rank of ``group``. Collective."""
     value = torch.tensor([int(flag)], device=platform.current().device)
     dist.all_reduce(value, dist.ReduceOp.MAX, group)
     return bool(value)
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Return once every rank of ``group`` has called it."""
+    """Return once every rank of ``group`` has called this function."""
     # torch's own barrier guesses a device under NCCL, and under gloo makes many sends and receives.
     any_rank(False, group)
 
 
 def first_failure(failure: str | None, group: ProcessGroup | None = None) -> str | None:
-    """The ``failure`` of the first rank that has one, on every rank; None where none has. Collective.
+    """Return on every rank the ``failure`` of the first rank that has one; None if all are None. Collective.
 
-    In a process of no group, its own.
+    Without process groups, return this process's own ``failure``.
     """
     if not dist.is_initialized():
         return failure
@@ -116,8 +116,9 @@ def on_every_rank(
 ) -> T:
     """Return ``action()``, and raise ``error`` on every rank if it failed on one. Collective.
 
-    ``action`` itself must not be collective. The message names the first rank that failed, and the class of its error
-    if that is not ``error``. A fault in the code leaves its traceback in the log of its rank. ``group``: a group of all
+    ``action`` itself must not be collective. The message names the first rank that failed, and the class of its
+    exception unless this is ``error`` or an OSError. Each rank logs its own failure if the message is about another
+    one, and an exception that is none of ``error``, OSError and RunError with its traceback. ``group``: a group of all
     ranks, in their order (None: the default one).
     """
     own_error: Exception | None = None
@@ -126,14 +127,14 @@ def on_every_rank(
     try:
         result = action()
     except Exception as failure:
-        # Any error is shared: the other ranks wait for this one in the collective below.
+        # Catch every exception: the other ranks wait for this one in the collective below.
         own_error = failure
         is_foreseen = isinstance(failure, (error, OSError, RunError))
-        # The system's errors name themselves.
-        kind = ""
+        # The text of an OSError says what failed without the name of its class.
+        class_prefix = ""
         if not isinstance(failure, (error, OSError)):
-            kind = f"{type(failure).__name__}: "
-        text = f"rank {dist.get_rank()}: {kind}{failure}"
+            class_prefix = f"{type(failure).__name__}: "
+        text = f"rank {dist.get_rank()}: {class_prefix}{failure}"
     first_error = first_failure(text, group)
     if first_error is None:
         return result
@@ -148,7 +149,10 @@ def on_rank_0(
     *,
     error: type[Exception] = RankError,
 ) -> Any:
-    """Return, on every rank, ``action()`` of global rank 0, which is plain JSON; errors as in ``on_every_rank``."""
+    """Call ``action`` on global rank 0 and return its result, a JSON value, on every rank. Collective.
+
+    ``group`` and ``error`` are as in ``on_every_rank``.
+    """
 
     def result_on_rank_0() -> Any:
         return action() if dist.get_rank() == 0 else None
@@ -165,14 +169,16 @@ def _device(group: ProcessGroup | None) -> torch.device:
 
 
 def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
-    """``value`` as bytes, as many as the longest of the group's has; the length of every rank's."""
+    """Return ``value`` as JSON bytes, padded to the longest of the group's ranks, and the length on every rank.
+
+    Collective. A gather needs tensors of equal length.
+    """
     device = _device(group)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     ranks = dist.get_world_size(group)
     sizes = list(torch.zeros(ranks, 1, dtype=torch.int64, device=device))
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group)
-    lengths = [int(s) for s in sizes]
-    # A gather takes tensors of one length.
+    lengths = [int(size) for size in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     return padded, lengths

@@ -1,7 +1,7 @@
 """Context parallelism: the ranks that share a sequence's tokens, in Transformer Engine's layout of packed sequences.
 
 Every sequence of a pack is padded to 2 C equal chunks, C = context-parallel size, and rank r holds the chunks r and
-2 C - 1 - r of each. So all ranks have the same work under a causal mask, where a token attends to those before it.
+2 C - 1 - r of each. So all ranks have the same work under a causal mask, where later tokens attend to more tokens.
 Each rank's layers compute its own rows; attention exchanges keys and values. From the last layer's output a rank
 computes the statistics of its own rows, which are then gathered: the loss is a function of whole sequences, equal on
 every rank. In the backward pass a rank gets the gradient of its own rows, and the data-parallel reduction, which
@@ -33,14 +33,17 @@ def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
     """
     bounds = cu_seqlens.long()
     own_bounds = bounds // size
-    row = torch.arange(tokens // size, device=bounds.device)
-    sequence = torch.searchsorted(own_bounds[1:], row, right=True)
-    chunk = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
-    offset = row - own_bounds[sequence]
-    # The rank's second chunk follows its first one; it is as far from the sequence's end as the first from its start.
-    is_second = offset >= chunk
-    number = torch.where(is_second, 2 * size - 1 - rank, rank)
-    return bounds[sequence] + number * chunk + offset - is_second * chunk
+    own_row = torch.arange(tokens // size, device=bounds.device)
+    # For each of the rank's rows: the number of its sequence, and the length of this sequence's chunks.
+    sequence = torch.searchsorted(own_bounds[1:], own_row, right=True)
+    chunk_length = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
+    # The rank holds two chunks of a sequence, one after the other. The second one is as far from the sequence's end as
+    # the first one is from its start.
+    own_offset = own_row - own_bounds[sequence]
+    is_second = own_offset >= chunk_length
+    chunk_number = torch.where(is_second, 2 * size - 1 - rank, rank)
+    offset_in_chunk = own_offset - is_second * chunk_length
+    return bounds[sequence] + chunk_number * chunk_length + offset_in_chunk
 
 
 def gathered_rows(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
@@ -85,7 +88,7 @@ class TokenShare:
 def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
     """Return ``batch`` with only the rows of this rank.
 
-    The whole pack must have its targets and columns already: only there the next row is the sequence's next token.
+    ``batch`` must have its targets and columns already: only in a whole pack the next row is the sequence's next token.
     """
     size = topology.cp_size
     if size == 1:
@@ -139,7 +142,7 @@ def _like_share(all_rows: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather [t, ...] of every rank to [T, ...] in the pack's order. ``order`` [T]: the result of ``gathered_rows``."""
+    """Gather [t, ...] of every rank to [T, ...] in the pack's order. ``order`` int64 [T]: from ``gathered_rows``."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next) on packed sequences, which Megatron-Core's own forward pass refuses.
+"""Gated delta nets (Qwen3-Next) on packed sequences. Megatron-Core's own forward pass rejects packed sequences.
 
 Parameters and their division among tensor-parallel ranks are Megatron-Core's. The state of a head begins as zero at
 every sequence of a pack. On GPUs with fla, and weights in bfloat16, one kernel computes all sequences (not yet run on a
@@ -34,7 +34,7 @@ from megatron_dppo.trainer.padded_batches import padding_plan
 _EPSILON = 1e-6
 """Epsilon of the norm of queries and keys, which no configuration sets."""
 
-# Megatron-Core's constructor asks for fla, which only its own forward pass calls.
+# Megatron-Core's constructor raises an error without fla, which only Megatron-Core's own forward pass calls.
 gated_delta_net.HAVE_FLA = True
 
 
@@ -69,11 +69,12 @@ class HeadNorm(torch.nn.RMSNorm):
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """A gated delta net whose sequences come packed."""
+    """A gated delta net for packed sequences."""
 
     def __init__(self, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
-        # ``cp_comm_type`` is what a layer passes to every attention under context parallelism.
+        # A layer passes ``cp_comm_type`` to every kind of attention; Megatron-Core's delta net does not accept it.
         super().__init__(*args, **kwargs)
+        # Megatron-Core marks these as divided among the tensor-parallel ranks, but does not say along which dimension.
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             parameter.partition_dim = 0
             parameter.partition_stride = 1
@@ -120,8 +121,11 @@ class PackedDeltaNet(GatedDeltaNet):
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> ShardedStateDict:
-        """Megatron-Core's, with the sections of a fused parameter in one tensor of the checkpoint, like the gate and up
-        projection of an MLP. Its own has a tensor for each section."""
+        """Return Megatron-Core's state dict, with each fused parameter as one tensor of the checkpoint.
+
+        Megatron-Core's own state dict has a tensor for each section of a fused parameter. One tensor of whole sections
+        is the form of other fused parameters, such as the gate and up projections of an MLP.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
         keys = self.qk_dim // self.tp_size
         values = self.v_dim // self.tp_size
@@ -145,7 +149,10 @@ class PackedDeltaNet(GatedDeltaNet):
 def _in_sections(
     whole: ShardedTensor, widths: tuple[int, ...], ranks: int, rank: int
 ) -> ShardedTensorFactory:
-    """Place the sections of a rank's parameter, of ``widths`` rows, in the checkpoint's tensor of whole sections."""
+    """Place the sections of a rank's parameter, of ``widths`` rows, in the checkpoint's tensor of whole sections.
+
+    ``whole``: the parameter as Megatron-Core divides it, in equal runs of rows.
+    """
     axis = whole.prepend_axis_num
 
     def build(
@@ -155,6 +162,7 @@ def _in_sections(
         start = 0
         for part, width in zip(tensor.split(widths), widths, strict=True):
             offset = list(whole.global_offset)
+            # All ranks have equal widths: the whole sections before this one have ``start * ranks`` rows.
             offset[axis] = start * ranks + rank * width
             sections.append(
                 ShardedTensor(
@@ -176,18 +184,20 @@ def _in_sections(
 
 
 def packed_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """silu(causal convolution) of each channel in fp32, x [T, C], weight [C, 1, W] -> [T, C].
+    """Compute silu(causal convolution) of each channel in fp32: x [T, C], weight [C, 1, W] -> [T, C].
 
-    Zeros stand before each sequence, so that one convolution computes the pack.
+    W - 1 zeros are inserted before each sequence, so that one convolution computes the pack.
     """
     tokens, channels = x.shape
-    before = weight.shape[-1] - 1
+    zeros = weight.shape[-1] - 1
     row = torch.arange(tokens, device=x.device)
-    gaps = before * torch.searchsorted(cu_seqlens[1:].long(), row, right=True)
-    spaced = x.new_zeros(tokens + before * (len(cu_seqlens) - 1), channels, dtype=torch.float32)
-    spaced = spaced.index_copy(0, row + gaps + before, x.float())
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True)
+    # The convolution has W - 1 fewer outputs than inputs: output i is of the token at input i + W - 1.
+    output_row = row + zeros * sequence
+    spaced = x.new_zeros(tokens + zeros * (len(cu_seqlens) - 1), channels, dtype=torch.float32)
+    spaced = spaced.index_copy(0, output_row + zeros, x.float())
     sums = F.conv1d(spaced.T[None], weight.float(), groups=channels)[0].T
-    return F.silu(sums.index_select(0, row + gaps)).to(x.dtype)
+    return F.silu(sums.index_select(0, output_row)).to(x.dtype)
 
 
 def packed_delta_rule(
@@ -198,16 +208,16 @@ def packed_delta_rule(
     beta: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
-    """The gated delta rule on each sequence of a pack.
+    """Apply the gated delta rule to each sequence of a pack.
 
     For each token the state M [D, E] of a head, zero before a sequence, becomes
-    exp(decay) M + k outer beta (v - k exp(decay) M), and the output is q M / sqrt(D).
+    exp(decay) M + k outer beta (v - k exp(decay) M), and the output is q M / sqrt(D) with the new M.
 
     Args:
         query: [T, V, D], normed.
         key: [T, V, D], normed.
         value: [T, V, E].
-        decay: logarithms of factors, fp32 [T, V].
+        decay: logarithm of the factor exp(decay), fp32 [T, V].
         beta: fp32 [T, V].
         cu_seqlens: [S + 1], bounds of the sequences.
 
@@ -227,7 +237,7 @@ def packed_delta_rule(
             x.index_select(0, token_of_row).view(sequences, longest_length, *x.shape[1:])
             for x in (query, key, value, decay, beta)
         )
-        # Padding stands behind the tokens of its sequence, which do not depend on later ones.
+        # Padding comes after the tokens of its sequence, and a token's output depends on no later position.
         output, _ = gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=b)
         outputs.append(output.to(value.dtype).flatten(0, 1))
     return torch.cat(outputs).index_select(0, plan.row_of_token)
@@ -235,7 +245,7 @@ def packed_delta_rule(
 
 @cache
 def _fla_kernel() -> Any:
-    """The kernel of fla for packed sequences; None if the library is not installed."""
+    """Return fla's kernel for packed sequences; None if the library is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:

@@ -107,11 +107,13 @@ def shared_digest(folder: str | Path, topology: Topology) -> str:
 
 BUCKET_BYTES = 256 * 2**20
 """Size of a bucket of tensors; a rank holds up to three: one is gathered, one waits and one is written."""
-# Time to write a byte to the disk, relative to the time to send it between ranks. The figure is an assumption; it only
-# affects which ranks write which files.
 _WRITE_OVER_GATHER = 4
+"""Time to write a byte to the disk, relative to the time to send it between ranks. The figure is an assumption; it only
+affects which ranks write which files.
+"""
 
 Files = Mapping[str, Mapping[str, tensor_store.TensorSpec]]
+"""The tensors of each file: file name -> tensor name -> spec."""
 
 
 @torch.no_grad()
@@ -190,8 +192,8 @@ def export_plan(
 ) -> tuple[list[Bucket], dict[str, int]]:
     """Plan the buckets, each gathered on the rank that writes its tensors, and the rank that writes each file.
 
-    Each file is assigned to the rank that would finish it first: one that has little to write and holds a large part
-    of the file.
+    Each file is assigned to the rank that would finish it first: a rank with little to write yet, or one that holds a
+    large part of the file.
     """
     sources = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
     assigned_bytes = [0] * layout.world_size
@@ -205,13 +207,16 @@ def export_plan(
                 for rank, elements in elements_held(sources[name]).items():
                     held_bytes[rank] += elements * item_bytes
         size = sum(spec.bytes for spec in specs.values())
+        # Costs count in bytes written. The cost of writing this file is the same on every rank, so leave it out.
         costs = []
         for rank in range(layout.world_size):
             gather_cost = (size - held_bytes[rank]) // _WRITE_OVER_GATHER
             costs.append(assigned_bytes[rank] + gather_cost)
-        writer = writer_of[file] = costs.index(min(costs))
+        writer = costs.index(min(costs))
+        writer_of[file] = writer
         assigned_bytes[writer] += size
-        tensors.setdefault(writer, []).extend(sources[n] for n in specs if n in sources)
+        gathered_tensors = [sources[name] for name in specs if name in sources]
+        tensors.setdefault(writer, []).extend(gathered_tensors)
     return buckets_in_turn(tensors, BUCKET_BYTES, item_bytes), writer_of
 
 
@@ -221,7 +226,7 @@ def _staged(
     rank: int,
     specs: Mapping[str, tensor_store.TensorSpec],
 ) -> Iterator[Path]:
-    """Provide a folder that rank 0 creates at the start and publishes at the end; both are collective."""
+    """Provide a folder that rank 0 creates on entering the context and publishes on leaving it. Both are collective."""
     total_bytes = sum(spec.bytes for spec in specs.values())
     staged_folder = hf_folder.StagedFolder(out_dir, total_bytes)
     with ExitStack() as stack:
@@ -282,7 +287,7 @@ def _write(
 
 
 class _FileWriter:
-    """Writes tensors to their files in a thread, one bucket behind the gathering. A context manager.
+    """A context manager that writes tensors to their files in a thread, while the caller gathers the next ones.
 
     After a failed write the thread discards further tensors, because all ranks must go through all buckets together;
     ``finish`` raises the error.
@@ -347,7 +352,6 @@ class _FileWriter:
                             tensor_store.byte_view(rows)
                         ).hexdigest()
             except BaseException as error:
-                # Keep the error for ``finish``: the ranks must go through all buckets together.
                 self._error = error
 
 
@@ -365,8 +369,9 @@ def max_log_prob_difference(
         trainer: the trainer whose weights were exported.
         folder: the exported Hugging Face folder.
         trajectories: the sequences to compare.
-        temperature: divides the logits on both sides.
+        temperature: divides the logits of both models.
     """
+    # Drop all columns: recorded routing would send tokens to other experts than transformers does.
     sequences = [t.without(*t.columns) for t in trajectories]
     batches = trainer.packed(sequences)
     trainer_values = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
@@ -413,7 +418,7 @@ Example = tuple[int, list[int], list[bool]]
 def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
     """Copy those of a batch's first ``SEQUENCES_TO_CHECK`` trajectories that are on this rank.
 
-    The copies outlive the batch, which is freed.
+    The copies are used after the batch is freed.
     """
     examples = []
     for position in range(SEQUENCES_TO_CHECK):
@@ -441,7 +446,7 @@ def export(
 
     Args:
         directory: folder of the run.
-        trainer: its weights are exported.
+        trainer: the trainer whose weights are exported.
         examples: sequences for the check, which uses the first ``SEQUENCES_TO_CHECK``; None: no check.
 
     Returns:
@@ -461,10 +466,10 @@ def export(
 
 
 def upload_export(directory: str, repository: str, steps: int) -> None:
-    """Upload ``<directory>/hf``, of a run of ``steps`` steps, to huggingface.co.
+    """Upload ``<directory>/hf``, the export after ``steps`` steps, to huggingface.co.
 
-    A failed upload is logged with the command that repeats it; the error is not raised. After the upload or its failure
-    the run counts as finished.
+    A failed upload is logged with the command that repeats it; the error is not raised. In both cases the upload is
+    then recorded, so that the run counts as finished.
     """
     folder = Path(directory) / EXPORT_FOLDER
     log.info("sending %s to %s", folder, repository)

@@ -1,4 +1,4 @@
-"""Build this rank's Megatron-Core model chunks and their optimizer, and apply an update in two parts: norm, then step.
+"""Build this rank's Megatron-Core model chunks and wrap them in DDP, and apply an update in two parts: norm, then step.
 
 The modules of any rank of any layout can also be built on the meta device, to compare their parameters with the
 conversion rules. That takes no memory and no other process: torch's fake process group simulates a world of any size.
@@ -45,18 +45,18 @@ from megatron_dppo.trainer.lora_modules import HeadAdapter
 from megatron_dppo.trainer.megatron_config import megatron_sizes, transformer_config
 from megatron_dppo.vocab_parallel.head import HeadFactor
 
-LayerSpec = Callable[[TransformerConfig, int | None], Any]
+LayerSpecFunction = Callable[[TransformerConfig, int | None], Any]
 """Function from ``(config, vp_stage)`` to the layer spec of one chunk."""
 
 
 def build_chunks(
     transformer: TransformerConfig,
     shape: ModelShape,
-    spec: LayerSpec | None = None,
+    spec: LayerSpecFunction | None = None,
 ) -> list[GPTModel]:
     """Build this rank's part of the model on its device: one unwrapped GPTModel for each virtual stage.
 
-    ``spec`` chooses the layers; None: the layer spec of the platform.
+    ``spec`` returns the layer spec of a chunk; None: the platform's function.
     """
     chunks = make_chunks(transformer, shape, spec)
     return [chunk.to(platform.current().device) for chunk in chunks]
@@ -65,13 +65,13 @@ def build_chunks(
 def make_chunks(
     transformer: TransformerConfig,
     shape: ModelShape,
-    spec: LayerSpec | None = None,
+    spec: LayerSpecFunction | None = None,
 ) -> list[GPTModel]:
     """Build the chunks of :func:`build_chunks` on torch's default device."""
     stage_count = transformer.virtual_pipeline_model_parallel_size
     stages = [None] if stage_count is None else list(range(stage_count))
-    layers = spec or platform.current().decoder_spec
-    return [_build_chunk(transformer, shape, stage, layers) for stage in stages]
+    spec = spec or platform.current().decoder_spec
+    return [_build_chunk(transformer, shape, stage, spec) for stage in stages]
 
 
 def leave_out_logits(chunks: Sequence[GPTModel]) -> None:
@@ -93,12 +93,14 @@ def _output_layer_input(
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
 ) -> tuple[Tensor, None]:
+    """Return the layer's input as every tensor-parallel rank needs it, and no bias. GPTModel passes all arguments."""
     if layer.sequence_parallel:
-        return gather_from_sequence_parallel_region(
+        whole_input = gather_from_sequence_parallel_region(
             input_,
             tensor_parallel_output_grad=True,
             group=layer.tp_group,
-        ), None
+        )
+        return whole_input, None
     return copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
 
 
@@ -112,8 +114,10 @@ def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
     weight = chunk.shared_embedding_or_output_weight() if is_tied else layer.weight
     factors = [HeadFactor(hidden, weight, _main_gradient(weight))]
     adapter = dict(layer.named_children()).get(CHILD)
-    if isinstance(adapter, HeadAdapter) and (factor := adapter.take_factor()):
-        factors.append(HeadFactor(*factor))
+    if isinstance(adapter, HeadAdapter):
+        adapter_factor = adapter.take_factor()
+        if adapter_factor:
+            factors.append(HeadFactor(*adapter_factor))
     return factors
 
 
@@ -125,9 +129,10 @@ def _main_gradient(weight: Parameter) -> Tensor | None:
     if not (torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")):
         return None
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # The .grad of a tied weight is the embedding's gradient, which DDP still adds. DDP requires a .grad of any other
-    # weight and then drops it, so set an expanded scalar, which takes no memory.
-    if not getattr(weight, "zero_out_wgrad", False):
+    # Megatron-Core sets zero_out_wgrad on a tied weight: its .grad is the embedding's gradient, which DDP still adds.
+    # Any other weight must have a .grad, which DDP then drops: an expanded scalar takes no memory.
+    is_tied = getattr(weight, "zero_out_wgrad", False)
+    if not is_tied:
         weight.grad = weight.new_zeros(()).expand(weight.shape)
     return weight.main_grad
 
@@ -139,7 +144,7 @@ def wrap_chunks(
     *,
     distributed_optimizer: bool,
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Float16Module (bfloat16 only) and in DDP with fp32 gradient buffers.
+    """Wrap each chunk in Float16Module (bfloat16 only) and in Megatron-Core's DDP, by default with fp32 gradients.
 
     ``options``: fields of DistributedDataParallelConfig, which override the defaults of this function.
     """
@@ -163,16 +168,19 @@ def wrap_chunks(
 
 
 def _in_bfloat16(chunk: GPTModel, transformer: TransformerConfig) -> Float16Module:
-    """Wrap ``chunk`` in Float16Module. Buffers that are part of the model's state, and parameters with
-    ``keeps_dtype``, keep their values and type: rounded to bfloat16, a router's bias would choose other experts."""
+    """Wrap ``chunk`` in Float16Module, which converts it to bfloat16.
+
+    Buffers that are part of the model's state, and parameters with ``keeps_dtype``, keep their values and type:
+    rounded to bfloat16, a router's bias would choose other experts.
+    """
     buffers = [
         (module, leaf, module.get_buffer(leaf)) for _, module, leaf in _stored_buffers(chunk)
     ]
-    kept = [(p, p.data) for p in chunk.parameters() if getattr(p, "keeps_dtype", False)]
+    parameters = [(p, p.data) for p in chunk.parameters() if getattr(p, "keeps_dtype", False)]
     wrapped = Float16Module(transformer, chunk)
     for module, leaf, values in buffers:
         module.register_buffer(leaf, values)
-    for parameter, data in kept:
+    for parameter, data in parameters:
         parameter.data = data
     return wrapped
 
@@ -181,14 +189,14 @@ def _build_chunk(
     transformer: TransformerConfig,
     shape: ModelShape,
     vp_stage: int | None,
-    spec: LayerSpec,
+    spec: LayerSpecFunction,
 ) -> GPTModel:
-    layers = spec(transformer, vp_stage)
+    layer_spec = spec(transformer, vp_stage)
     if shape.norms_all_heads:
-        norm_all_heads(layers, transformer)
+        norm_all_heads(layer_spec, transformer)
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=layers,
+        transformer_layer_spec=layer_spec,
         vocab_size=padded_vocab_size(shape.vocab_size, transformer.tensor_model_parallel_size),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -249,19 +257,20 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
     ranks = tuple(sorted({0, layout.world_size - 1}))
     transformer = transformer_config(config, shape, layout)
     faults: list[str] = []
-    count = elements = 0
+    parameters = 0
+    elements = 0
     for rank in ranks:
-        shapes = meta_parameters(transformer, shape, layout, rank)
+        module_shapes = meta_parameters(transformer, shape, layout, rank)
         rule_shapes = {(p.chunk, p.name): p.shape for p in local_parameters(shape, layout, rank)}
-        for text in differences(shapes, rule_shapes):
+        for text in differences(module_shapes, rule_shapes):
             faults.append(f"rank {rank} of {layout.describe()}: {text}")
-        count += len(shapes)
-        elements += sum(math.prod(dims) for dims in shapes.values())
-    return MetaComparison(layout.describe(), ranks, count, elements, tuple(faults))
+        parameters += len(module_shapes)
+        elements += sum(math.prod(dims) for dims in module_shapes.values())
+    return MetaComparison(layout.describe(), ranks, parameters, elements, tuple(faults))
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Tensor]:
-    """Return the parameters of this rank by (chunk, name), and the buffers that checkpoints hold."""
+    """Return this rank's parameters, and the buffers that checkpoints contain, by (chunk, name)."""
     parameters: dict[ParameterKey, Tensor] = {}
     for i, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
@@ -272,7 +281,7 @@ def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Tensor]:
 
 
 def _stored_buffers(chunk: Module) -> Iterator[tuple[str, Module, str]]:
-    """Yield the buffers that are part of the model's state: the name, the module, and the name in the module."""
+    """Yield the buffers that are part of the model's state: name in the chunk, module, name in the module."""
     for path, module in chunk.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
@@ -296,11 +305,15 @@ def meta_parameters(
 def differences(
     shapes: dict[tuple[int, str], tuple[int, ...]], expected: dict[tuple[int, str], tuple[int, ...]]
 ) -> Iterator[str]:
-    """Yield a line for each parameter whose shape is not the expected one, or that only one side has."""
+    """Yield a line for each parameter whose shape is not the expected one, or that only one side has.
+
+    ``shapes``: those of Megatron's modules; ``expected``: those of the conversion rules; both by (chunk, name).
+    """
     for key in sorted(shapes.keys() | expected.keys()):
         if shapes.get(key) != expected.get(key):
+            chunk, name = key
             yield (
-                f"chunk {key[0]}, {key[1]}: Megatron has {shapes.get(key, 'none')}, expected "
+                f"chunk {chunk}, {name}: Megatron has {shapes.get(key, 'none')}, expected "
                 f"{expected.get(key, 'none')} by the rules"
             )
 
@@ -341,17 +354,20 @@ def apply_step(
         parameters = []
         if not part.is_stub_optimizer:
             parameters = part.get_parameters()
-        # Clip by the norm that was checked: Megatron's own step would compute it again over all ranks.
-        if parameters and part.config.clip_grad > 0:
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
+        # Clip by ``grad_norm``, which the caller has checked: Megatron's own step would compute it anew over all ranks.
+        max_norm = part.config.clip_grad
+        if parameters and max_norm > 0:
+            use_decoupled_grad = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm, use_decoupled_grad)
     optimizer.step_with_ready_grads()
     return float(optimizer.param_groups[0]["lr"])
 
 
 def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gather the weights that other replicas updated now, where ``overlap_param_gather`` would defer the gather to the
-    next forward pass. Collective."""
+    """Gather the weights that other replicas have updated. Collective.
+
+    Without this call ``overlap_param_gather`` defers the gather to the next forward pass.
+    """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

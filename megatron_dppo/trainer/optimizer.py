@@ -41,7 +41,7 @@ def build_optimizer(
     if options.get("optimizer_cpu_offload"):
         # Megatron-Core's default offloads nothing.
         defaults["optimizer_offload_fraction"] = 1.0
-    # Without gradients Megatron-Core's slices of fp32 parameters are leaves, which an offloaded optimizer asks for.
+    # Without autograd Megatron-Core's slices of fp32 parameters are leaf tensors, as an offloaded optimizer requires.
     with torch.no_grad():
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(

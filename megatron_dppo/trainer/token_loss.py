@@ -1,6 +1,4 @@
-"""The loss of a packed micro-batch from its statistics: ``PackedBatch`` columns become
-``TokenInputs``.
-"""
+"""The loss of a packed micro-batch: its statistics and the columns of its ``PackedBatch`` become ``TokenInputs``."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ def make_token_loss(
 
     Args:
         algorithm: the algorithm.
-        aggregation: a name in ``algorithms.aggregation.AGGREGATIONS``. The sum has its factors of tokens; the caller
-            divides by its denominator.
+        aggregation: a name in ``algorithms.aggregation.AGGREGATIONS``. The returned function applies the aggregation's
+            factors of tokens; the caller divides by the aggregation's denominator.
         observers: called with each micro-batch and its loss.
         reference_kl: factor of the penalty on leaving the reference policy; 0: none. With a penalty, batches need the
             column of the reference policy's log-probabilities.
@@ -87,7 +85,9 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
             sampled=(stats.log_probs.detach(), batch.column("rollout_log_probs"), batch.target_ids),
         )
     branches = branch_ids(batch)
-    size = stats.vocab_size
+    tail_ids = None
+    if valid is not None and stats.vocab_size is not None:
+        tail_ids = stats.vocab_size - valid.sum(-1)
     return TokenInputs(
         log_probs=stats.log_probs,
         rollout_log_probs=batch.column("rollout_log_probs"),
@@ -102,14 +102,16 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
         branch_ids=branches,
         sum_squares=stats.sum_squares,
         step_bound=batch.columns.get("step_bound"),
-        tail_ids=None if valid is None or size is None else size - valid.sum(-1),
+        tail_ids=tail_ids,
     )
 
 
 def sequence_ids(batch: PackedBatch, branches: Tensor) -> Tensor:
     """Return for each token the number of its response in the pack, int64 [T]. ``branches``: see ``branch_ids``."""
-    responses = (batch.sequence_index.diff() != 0).long().cumsum(0)
-    return F.pad(responses, (1, 0))[branches]
+    # Branches of one response follow each other in the pack and have the same ``sequence_index``.
+    is_new_response = batch.sequence_index.diff() != 0
+    response_of_branch = F.pad(is_new_response.long().cumsum(0), (1, 0))
+    return response_of_branch[branches]
 
 
 def branch_ids(batch: PackedBatch) -> Tensor:

@@ -92,7 +92,9 @@ def start_digest(digest: str, start_from: str | None) -> str:
 
 
 _NONFINITE = "nonfinite_losses"
-_FAULTS = tuple(f"faults/{i}" for i in range(len(FAULTS)))
+"""Name under which the number of non-finite losses is reduced together with the metrics."""
+_FAULT_COUNTS = tuple(f"faults/{i}" for i in range(len(FAULTS)))
+"""Names under which the counts of ``FAULTS`` are reduced together with the metrics."""
 
 
 @dataclass(frozen=True)
@@ -355,17 +357,17 @@ class Trainer:
         return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
     def _check_faults(self, fault_counts: list[Tensor]) -> None:
-        """Raise on every rank if any rank's statistics have faults. Collective."""
-        counts = torch.zeros(len(FAULTS), device=self.device)
+        """Raise on every rank if any rank has counted a fault in a micro-batch. Collective."""
+        totals = torch.zeros(len(FAULTS), device=self.device)
         if fault_counts:
-            counts += torch.stack(fault_counts).sum(0)
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
-        *bad_ids, bad_rows = counts.cpu()
-        if fault := describe(bad_ids):
-            raise ValueError(fault)
+            totals += torch.stack(fault_counts).sum(0)
+        dist.all_reduce(totals, dist.ReduceOp.MAX)
+        *bad_ids, bad_rows = totals.cpu()
+        if message := describe(bad_ids):
+            raise ValueError(message)
         if bad_rows:
             raise step.NonFiniteLogProbsError(
-                f"{describe(counts.cpu())}; nothing was trained on them"
+                f"{describe(totals.cpu())}; nothing was trained on them"
             )
 
     @property
@@ -524,13 +526,14 @@ class Trainer:
         if metrics is not None:
             # Add the fault counts to the metrics: one reduction carries both, without another device synchronization.
             metrics = metrics.add(_NONFINITE, (~torch.stack(results.losses).isfinite()).sum())
-            for name, count in zip(_FAULTS, torch.stack(results.fault_counts).sum(0), strict=True):
+            totals = torch.stack(results.fault_counts).sum(0)
+            for name, count in zip(_FAULT_COUNTS, totals, strict=True):
                 metrics = metrics.add(name, count)
         reduced = step.reduce_metrics(metrics, self.topology)
         sums = dict(reduced.sums)
-        *bad_ids, bad_rows = (sums.pop(name) for name in _FAULTS)
-        if fault := describe(bad_ids):
-            raise ValueError(fault)
+        *bad_ids, bad_rows = (sums.pop(name) for name in _FAULT_COUNTS)
+        if message := describe(bad_ids):
+            raise ValueError(message)
         bad_losses = bool(sums.pop(_NONFINITE) + bad_rows > 0)
         return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses
 
@@ -540,7 +543,13 @@ class Trainer:
         nonfinite = []
         if topology.is_first_of_stage:
             nonfinite = results.nonfinite(batches)
-        entries = [
-            {"dp_rank": topology.dp_rank, "micro_batch": i, "sequences": s} for i, s in nonfinite
-        ]
-        return list(itertools.chain.from_iterable(all_gather_json(entries)))
+        culprits = []
+        for micro_batch, sequences in nonfinite:
+            culprits.append(
+                {
+                    "dp_rank": topology.dp_rank,
+                    "micro_batch": micro_batch,
+                    "sequences": sequences,
+                }
+            )
+        return list(itertools.chain.from_iterable(all_gather_json(culprits)))
