@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ def rounded_to_fp8(
 ) -> Iterator[None]:
     """Within the block, quantise and dequantise the matrices among this rank's ``values`` in place. Not collective.
 
-    The values are copied to the host and restored bit for bit at the end. A part of a matrix whose edges lie inside of
-    blocks is left as it is, because the scales of these blocks depend on other ranks.
+    The values are copied to the host and restored bit for bit at the end. If this rank's part of a matrix begins or
+    ends inside of a block, the part stays unchanged, because the scales of such blocks depend on other ranks.
     """
     originals: list[tuple[Tensor, Tensor]] = []
     try:
@@ -47,17 +48,19 @@ def rounded_to_fp8(
 
 
 def _whole_blocks(parameter: LocalParameter) -> list[list[Segment]]:
-    """Return the segments of each quantised matrix that together are whole blocks of it, in the matrix's order."""
+    """Return, for each quantised matrix of which this rank has only whole blocks, the matrix's segments in order."""
     by_matrix: dict[str, list[Segment]] = defaultdict(list)
     for segment in parameter.segments:
         if is_quantized(segment.hf_name):
             by_matrix[segment.hf_name].append(segment)
     parts: list[list[Segment]] = []
     for segments in by_matrix.values():
-        segments.sort(key=lambda segment: segment.hf_start)
-        ends = [segment.hf_start + segment.length for segment in segments]
+        segments.sort(key=attrgetter("hf_start"))
         starts = [segment.hf_start for segment in segments]
-        if starts[1:] == ends[:-1] and starts[0] % BLOCK == 0 and ends[-1] % BLOCK == 0:
+        ends = [segment.hf_start + segment.length for segment in segments]
+        is_contiguous = starts[1:] == ends[:-1]
+        has_whole_blocks = starts[0] % BLOCK == 0 and ends[-1] % BLOCK == 0
+        if is_contiguous and has_whole_blocks:
             parts.append(segments)
     return parts
 

@@ -1,16 +1,17 @@
 """Adapters of Megatron linears: they add ``scale * B A x`` to the linear's output, in its layout.
 
-T = tokens, R = rank, P = adapted Hugging Face matrices that are fused in the linear. In column-parallel linears
-(queries, gates, ups) B is cut by rows, and every rank holds all of A; in row-parallel ones (outputs, downs) A is cut by
-columns, and every rank holds all of B. Tensor-parallel ranks exchange only tensors of width R.
+T = tokens, R = rank of the adapters, P = adapted Hugging Face matrices that are fused in the linear. In column-parallel
+linears (q_proj, gate_proj, up_proj, ...) B is cut by rows, and every rank holds all of A; in row-parallel linears
+(o_proj, down_proj) A is cut by columns, and every rank holds all of B. Tensor-parallel ranks exchange only tensors of
+width R.
 
-In linears that every rank holds as a whole (those before the latents of attention) neither is cut, and a
+In linears that every rank holds as a whole (the projections to attention's latents) neither A nor B is cut, and a
 rank computes with its own tokens.
 
 Gradients of an A or B that is not cut are complete on every rank of a tensor-parallel group, with two exceptions. Under
-sequence parallelism each rank has the gradients of its tokens (attribute ``sequence_parallel``; Megatron-Core sums
-them). For experts each rank has the share of its rows or columns (attribute ``sum_over_expert_tensor``;
-``sum_expert_tensor_grads`` sums them).
+sequence parallelism each rank has only the gradients from its tokens: the attribute ``sequence_parallel`` lets
+Megatron-Core sum them. For experts each rank has only the gradients from its rows or columns: the attribute
+``sum_over_expert_tensor`` lets ``sum_expert_tensor_grads`` sum them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from torch.nn import Parameter
 
 from megatron_dppo.model.adapters import CHILD, LORA_A, LORA_B, AdaptedLinear, AdapterPart, Adapters
 
-_ALIGNMENT_BYTES = 16
+_GROUPED_ALIGNMENT_BYTES = 16
 _GROUPED_DTYPES = (torch.bfloat16, torch.float32)
+"""Alignment and types that ``F.grouped_mm`` requires."""
 SUM_OVER_EXPERT_TENSOR = "sum_over_expert_tensor"
-"""Attribute of a parameter of whose gradient each rank of an expert-tensor group has a share."""
+"""Attribute of a parameter whose gradient is the sum over the ranks of an expert-tensor group."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,15 @@ class LinearAdapter(torch.nn.Module):
             return output
         x, *sizes = inputs
         if hasattr(module, "layer_norm_weight"):
-            # The linear's fused norm does not return its result, so compute it again.
+            # The linear's fused norm does not return its result, so compute it again. Models whose norms add 1 to the
+            # weight have no adapters (config/lora.py).
             eps = module.config.layernorm_epsilon
             x = F.rms_norm(x, x.shape[-1:], module.layer_norm_weight, eps)
         result, bias = output
         return result + self.delta(x, *sizes), bias
 
     def weight_delta(self, expert: int | None = None) -> Tensor:
-        """Compute ``scale * B A`` for this rank's part of the weight of the linear or local expert, fp32."""
+        """Compute ``scale * B A`` for this rank's part of the linear's weight, or of the local ``expert``'s, fp32."""
         a, b = self._stacked()
         if expert is not None and self.linear.experts:
             a, b = a[expert], b[expert]
@@ -134,22 +137,26 @@ class LinearAdapter(torch.nn.Module):
         return self.matrices(part.name).pair
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
-        """Stack A [.., P R, in] and B [.., rows, P R] of the fused linear's matrices; B A is then the sum over them."""
+        """Stack A [.., P R, in] and B [.., rows, P R] of the fused linear's matrices, so that one product B A does.
+
+        The B of a matrix is zero in the linear's rows that belong to other matrices.
+        """
         parts = self.linear.parts
         pairs = [self._local(part) for part in parts]
         first_a, first_b = pairs[0]
         if self.linear.axis == 1:
+            # Row-parallel linears have one matrix.
             return first_a, first_b
         rank = self.options.adapters.rank
         a = torch.cat([pair[0] for pair in pairs], -2)
-        # The fused linear needs one product. B is zero in rows that belong to other matrices.
         b = first_b.new_zeros(*first_b.shape[:-2], self.linear.rows, len(parts) * rank)
-        for i, (part, (_, rows)) in enumerate(zip(parts, pairs, strict=True)):
+        for i, (part, (_, part_b)) in enumerate(zip(parts, pairs, strict=True)):
+            columns = slice(i * rank, (i + 1) * rank)
             row_start = 0
             for block in part.blocks:
-                target = slice(block.local_start, block.local_start + block.length)
+                rows = slice(block.local_start, block.local_start + block.length)
                 row_end = row_start + block.length
-                b[..., target, i * rank : (i + 1) * rank] = rows[..., row_start:row_end, :]
+                b[..., rows, columns] = part_b[..., row_start:row_end, :]
                 row_start = row_end
         return a, b
 
@@ -164,16 +171,18 @@ class DenseAdapter(LinearAdapter):
     """The adapters of a column-parallel, row-parallel or whole linear of the attention or a dense MLP."""
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
-        """x [T, .., in] -> [T, .., out]; both are cut like the linear's input and output."""
+        """x [T, .., in] -> [T, .., out], each divided among the ranks like the linear's input and output."""
         a, b = self._stacked()
         product = F.linear(self._dropped(x, self._generator()), a)
         return self.options.adapters.scale * F.linear(self._exchange(product), b)
 
     def _exchange(self, product: Tensor) -> Tensor:
-        """Exchange the products A x, of width R, between tensor-parallel ranks."""
+        """Exchange the products A x, of width P R, between tensor-parallel ranks, as the linear exchanges its input
+        (column-parallel) or output (row-parallel)."""
         if self.linear.is_whole:
             return product
-        if self.linear.axis == 0:
+        is_column_parallel = self.linear.axis == 0
+        if is_column_parallel:
             if self.options.sequence_parallel:
                 return gather_from_sequence_parallel_region(
                     product, tensor_parallel_output_grad=True
@@ -184,9 +193,9 @@ class DenseAdapter(LinearAdapter):
         return reduce_from_tensor_model_parallel_region(product)
 
     def _generator(self) -> AbstractContextManager:
-        """The random state for dropout. Ranks with equal inputs drop the same ones."""
-        is_whole = self.linear.axis == 0 and not self.options.sequence_parallel
-        if is_whole:
+        """Return the context of the random state for dropout. Ranks with equal inputs drop the same elements."""
+        has_equal_inputs = self.linear.axis == 0 and not self.options.sequence_parallel
+        if has_equal_inputs:
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 
@@ -201,13 +210,15 @@ class DenseAdapter(LinearAdapter):
 
 
 class HeadAdapter(DenseAdapter):
-    """The adapter of the output layer, which returns its input and computes no logits. ``head_factors`` takes the
-    adapter's factor directly after a forward pass."""
+    """The adapter of the output layer, which returns its input and computes no logits (``model.leave_out_logits``).
+
+    ``model.head_factors`` takes the adapter's factor directly after a forward pass.
+    """
 
     _product: Tensor | None = None
 
     def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
-        """Forward hook of the output layer."""
+        """Forward hook of the output layer: keep scale A x, and return the layer's ``output``."""
         if self.enabled:
             a, _ = self._stacked()
             product = F.linear(self._dropped(inputs[0], self._generator()), a)
@@ -215,8 +226,10 @@ class HeadAdapter(DenseAdapter):
         return output
 
     def take_factor(self) -> tuple[Tensor, Tensor] | None:
-        """Return scale A x [T, R] of the last forward pass, and B [C, R] of this rank's columns of the vocabulary; None
-        if the adapter was disabled. Call it once for each pass."""
+        """Return scale A x [T, R] of the last forward pass, and B [C, R] of this rank's C columns of the vocabulary.
+
+        The result is None if the adapter was disabled. Call this method once for each pass.
+        """
         # Drop the reference, which would keep the pass's graph in memory.
         product = self._product
         self._product = None
@@ -226,28 +239,31 @@ class HeadAdapter(DenseAdapter):
 
 
 def grouped_linear(x: Tensor, weights: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Apply each expert's matrix to its tokens, in one kernel where shapes and types allow it.
+    """Apply each expert's matrix to its tokens, in one kernel if shapes and types allow it.
 
     Args:
         x: [T, in], sorted by expert.
         weights: [experts, out, in].
         tokens: number of tokens of each expert.
     """
-    if not _takes_grouped_kernel(x, weights):
-        pieces = x.split(list(tokens))
-        return torch.cat(
-            [F.linear(piece, weight) for piece, weight in zip(pieces, weights, strict=True)]
-        )
+    if not _accepted_by_grouped_kernel(x, weights):
+        expert_inputs = x.split(list(tokens))
+        outputs = []
+        for expert_input, weight in zip(expert_inputs, weights, strict=True):
+            outputs.append(F.linear(expert_input, weight))
+        return torch.cat(outputs)
     ends = torch.tensor(list(accumulate(tokens)), dtype=torch.int32, device=x.device)
     return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
 
-def _takes_grouped_kernel(x: Tensor, weights: Tensor) -> bool:
-    """Whether ``F.grouped_mm`` takes them: inputs, outputs, matrices and their rows begin at multiples of 16 bytes."""
+def _accepted_by_grouped_kernel(x: Tensor, weights: Tensor) -> bool:
+    """Return whether ``F.grouped_mm`` accepts the tensors: the rows of inputs, matrices and outputs must begin at
+    multiples of 16 bytes."""
     row_sizes = (x.shape[-1] * x.itemsize, weights.shape[-2] * x.itemsize)
-    places = (*row_sizes, x.data_ptr(), weights.data_ptr())
-    is_aligned = all(place % _ALIGNMENT_BYTES == 0 for place in places)
-    return is_aligned and x.dtype in _GROUPED_DTYPES and x.dtype == weights.dtype and len(x) > 0
+    addresses = (x.data_ptr(), weights.data_ptr())
+    is_aligned = all(n % _GROUPED_ALIGNMENT_BYTES == 0 for n in (*row_sizes, *addresses))
+    has_dtype = x.dtype in _GROUPED_DTYPES and x.dtype == weights.dtype
+    return is_aligned and has_dtype and len(x) > 0
 
 
 class ExpertAdapter(LinearAdapter):
@@ -286,7 +302,8 @@ class SharedExpertAdapter(LinearAdapter):
     """The adapters of the linears of a rank's experts, with one A and B for all experts of the layer, not cut.
 
     Each rank uses its rows or columns for the tokens of its experts. The gradient is the sum over all ranks of the
-    stage: Megatron sums over tensor-parallel ranks as under sequence parallelism, and over the others as over replicas.
+    stage: over tensor-parallel ranks Megatron sums it because of the attribute ``sequence_parallel``, over all other
+    ranks because they are replicas.
     """
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
@@ -313,11 +330,10 @@ class SharedExpertAdapter(LinearAdapter):
 
 def adapter_of(linear: AdaptedLinear, options: AdapterOptions) -> LinearAdapter:
     """Build the adapters of one linear, with A and B zero."""
+    if linear.path == HEAD_PATH:
+        return HeadAdapter(linear, options)
     if not linear.of_experts:
-        kind = DenseAdapter
-        if linear.path == HEAD_PATH:
-            kind = HeadAdapter
-        return kind(linear, options)
+        return DenseAdapter(linear, options)
     if linear.experts:
         return ExpertAdapter(linear, options)
     return SharedExpertAdapter(linear, options)
@@ -328,7 +344,7 @@ ROUTER = "mlp.router.weight"
 
 
 def freeze(chunks: list[GPTModel], *, train_router: bool) -> None:
-    """Freeze every parameter, except the routers' with ``train_router``."""
+    """Freeze every parameter, but with ``train_router`` not the routers' weights."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(train_router and name.endswith(ROUTER))
@@ -341,8 +357,8 @@ def attach(
     linears: list[AdaptedLinear],
     options: AdapterOptions,
 ) -> list[LinearAdapter]:
-    """Attach adapters, which are zero, to each of ``linears``: a child module, and a forward hook that adds its
-    output.
+    """Attach adapters with zero A and B to each of ``linears``, as a child module and a forward hook that adds the
+    module's output.
     """
     adapters = []
     for linear in linears:
@@ -355,8 +371,8 @@ def attach(
 
 
 def sum_expert_tensor_grads(chunks: list[Any]) -> None:
-    """Sum the gradients of which the ranks of an expert-tensor group have shares. Call it after all other
-    reductions.
+    """Sum the gradients of parameters with ``sum_over_expert_tensor`` over the expert-tensor group. Call this function
+    after all other reductions.
     """
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
@@ -368,17 +384,22 @@ def sum_expert_tensor_grads(chunks: list[Any]) -> None:
 
 
 def _require_grad(module: Any, inputs: tuple, output: Tensor) -> Tensor:
-    """Forward hook of the embedding: make its output require a gradient. The embedding is frozen, and activation
-    recomputation returns no gradient for a layer whose input does not require one."""
+    """Forward hook of the embedding: make its output require a gradient.
+
+    The embedding is frozen, and activation recomputation computes no gradient of a layer whose input does not require
+    one.
+    """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
     return output
 
 
 Init = Callable[[tuple[int, ...], int, torch.Generator], Tensor]
+"""Function from (dims, rank, generator) to the initial A. The distributions are those of PEFT."""
 
 
 def _kaiming(dims: tuple[int, ...], rank: int, generator: torch.Generator) -> Tensor:
+    # This is PEFT's ``kaiming_uniform_(a=sqrt(5))``.
     bound = 1 / math.sqrt(dims[1])
     return torch.empty(dims).uniform_(-bound, bound, generator=generator)
 
@@ -391,8 +412,9 @@ INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian}
 
 
 def initial_tensor(name: str, dims: tuple[int, ...], rank: int, seed: int, init: str) -> Tensor:
-    """The initial A or B ``name`` [dims] of the whole model, fp32. It is the same in every layout."""
+    """Return the initial A or B ``name`` [dims] of the whole model, fp32. It is the same in every layout."""
     if not name.endswith(LORA_A):
+        # B is zero, so that adapters start without effect.
         return torch.zeros(dims)
     # Seed by name, not by order: the values do not depend on the layout, or on the other adapted matrices.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -46,7 +46,7 @@ from megatron_dppo.trainer.topology import Topology
 
 
 def adapter_values(adapters: list[lora_modules.LinearAdapter]) -> dict[ParameterKey, Tensor]:
-    """Views of this rank's A and B, by the names of ``adapter_parameters``."""
+    """Return views of this rank's A and B, by the names of ``adapter_parameters``."""
     values = {}
     for adapter in adapters:
         linear = adapter.linear
@@ -69,7 +69,10 @@ def fill(
     read: Callable[[str, tuple[int, ...]], Tensor],
     dims: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Set every A and B to its part of ``read(name, dims)``, the tensor of the whole model."""
+    """Set every A and B to its part of ``read(name, dims)``, the tensor of the whole model.
+
+    ``table``: this rank's A and B, as parts of these tensors. ``dims``: the dimensions of these tensors by name.
+    """
     values = adapter_values(adapters)
     for entry in table:
         (segment,) = entry.segments
@@ -82,20 +85,21 @@ def sharded_adapters(
     chunks: list[GPTModel],
     layout: Layout,
 ) -> dict[str, Any]:
-    """The adapters of this rank as sharded tensors, by ``model<chunk>`` and their name in the chunk.
+    """Return this rank's adapters as sharded tensors, by ``model<chunk>`` and the name in the chunk.
 
-    Keys are the adapters' names in the whole model, with ``*`` for the experts that a first axis counts. They do not
-    depend on the layout.
+    The sharded tensors' keys are the names in the whole model, with ``*`` for experts, which a tensor's first axis
+    counts. They do not depend on the layout.
     """
-    out: dict[str, Any] = {f"model{i}": {} for i in range(len(chunks))}
+    state: dict[str, Any] = {f"model{i}": {} for i in range(len(chunks))}
     for adapter in adapters:
         linear = adapter.linear
         for part in linear.parts:
             for which in (LORA_A, LORA_B):
                 name = f"{linear.path}.{CHILD}.{part.name}.{which}"
                 tensor = getattr(adapter.matrices(part.name), which)
-                out[f"model{linear.chunk}"][name] = _sharded(adapter, part, which, tensor, layout)
-    return out
+                sharded = _sharded(adapter, part, which, tensor, layout)
+                state[f"model{linear.chunk}"][name] = sharded
+    return state
 
 
 def sharded_routers(
@@ -104,24 +108,27 @@ def sharded_routers(
     layout: Layout,
     rank: int,
 ) -> dict[str, dict[str, ShardedTensor]]:
-    """The routers' weights as sharded tensors, with keys ``adapters.router.<layer>``. Every rank of a stage holds all
-    of them."""
+    """Return the routers' weights as sharded tensors, by ``model<chunk>`` and the name in the chunk.
+
+    The sharded tensors' keys are ``adapters.router.<layer>``. Every rank of a stage holds all routers of the stage.
+    """
     coordinates = layout.coordinates(rank)
-    out: dict[str, dict[str, ShardedTensor]] = {}
+    state: dict[str, dict[str, ShardedTensor]] = {}
     for i, chunk in enumerate(chunks):
         layers = local_layers(shape, layout, coordinates.pp, i)
         routers: dict[str, ShardedTensor] = {}
         for name, parameter in chunk.named_parameters():
             if not name.endswith(lora_modules.ROUTER):
                 continue
+            # The name is decoder.layers.<local layer>.mlp.router.weight.
             local_layer = int(name.split(".")[2])
             routers[name] = ShardedTensor.from_rank_offsets(
                 f"adapters.router.{layers[local_layer]}",
                 parameter,
                 replica_id=(0, coordinates.tp, coordinates.dp),
             )
-        out[f"model{i}"] = routers
-    return out
+        state[f"model{i}"] = routers
+    return state
 
 
 def _sharded(
@@ -134,7 +141,8 @@ def _sharded(
     linear = adapter.linear
     key = f"{CHECKPOINT_PREFIX}{part.module.format(expert=ANY_EXPERT)}.{which}"
     offsets = []
-    is_cut = part.is_cut(which) and not (linear.of_experts and not linear.experts)
+    is_shared_by_experts = linear.of_experts and not linear.experts
+    is_cut = part.is_cut(which) and not is_shared_by_experts
     if linear.experts:
         tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
         tensor_size = layout.expert_tensor
@@ -145,13 +153,17 @@ def _sharded(
         tensor_size = layout.tensor
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     if is_cut:
-        offsets.append((part.axis + len(offsets), tensor_rank, tensor_size))
+        # The matrix's axes come after the axis of experts, if there is one.
+        axis = part.axis + len(offsets)
+        offsets.append((axis, tensor_rank, tensor_size))
+    tensor_replica = 0 if is_cut else tensor_rank
     return ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, replica_id=(0, 0 if is_cut else tensor_rank, replica)
+        key, tensor, *offsets, replica_id=(0, tensor_replica, replica)
     )
 
 
 _BUCKET_BYTES = 64 * 2**20
+"""Size of a bucket of adapters that is gathered at once."""
 
 
 class AdaptedPolicy:
@@ -176,7 +188,7 @@ class AdaptedPolicy:
     ) -> None:
         """Freeze ``chunks``, whose weights are loaded, and attach the adapters of ``lora``. Collective.
 
-        ``hf_checkpoint`` is the checkpoint with the frozen weights. ``seed`` is that of the initial A. Raises
+        ``hf_checkpoint`` is the checkpoint with the frozen weights; ``seed`` is the seed of the initial A. Raises
         ValueError if ``lora`` does not fit the model or the layout, and CheckpointError if ``lora.start_from`` has
         other adapters.
         """
@@ -187,7 +199,9 @@ class AdaptedPolicy:
         if faults:
             raise ValueError("; ".join(faults))
         self.adapters: Adapters = adapters
-        self._shape, self._layout, self._rank = shape, layout, topology.rank
+        self._shape = shape
+        self._layout = layout
+        self._rank = topology.rank
         self._chunks = chunks
         self._train_router = lora.train_router
         lora_modules.freeze(chunks, train_router=lora.train_router)
@@ -212,8 +226,9 @@ class AdaptedPolicy:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Disable the adapters in this context. The model is then the policy before training, if adapters started at
-        zero."""
+        """Disable the adapters in this context. If they started without effect, the model is then the policy before
+        training.
+        """
         for adapter in self.modules:
             adapter.enabled = False
         try:
@@ -223,19 +238,23 @@ class AdaptedPolicy:
                 adapter.enabled = True
 
     def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Gather buckets of all A and B, by the names of ``adapter_tensors``, on global rank 0. Buckets are empty on
-        other ranks. Collective."""
+        """Gather buckets of all A and B, by the names of ``adapter_tensors``, on global rank 0. Collective.
+
+        Buckets are empty on other ranks.
+        """
         values = self.values()
-        item = next(iter(values.values())).element_size()
-        plan = adapter_buckets_plan(self.adapters, self._shape, self._layout, _BUCKET_BYTES, item)
+        element_bytes = next(iter(values.values())).element_size()
+        plan = adapter_buckets_plan(
+            self.adapters, self._shape, self._layout, _BUCKET_BYTES, element_bytes
+        )
         return (gathered.tensors for gathered in gather(plan, self._rank, values))
 
     def values(self) -> Mapping[ParameterKey, Tensor]:
-        """Views of this rank's A and B, by the names of ``adapter_parameters``."""
+        """Return views of this rank's A and B, by the names of ``adapter_parameters``."""
         return adapter_values(self.modules)
 
     def export(self, out_dir: str | Path, base: str) -> None:
-        """Write the present adapters as a folder in PEFT's format, atomically. Collective.
+        """Write the current adapters as a folder in PEFT's format, atomically. Collective.
 
         ``base`` is the checkpoint of the base model. Raises CheckpointError on every rank if rank 0 cannot write.
         """
@@ -249,24 +268,25 @@ class AdaptedPolicy:
                 write_peft(out_dir, self.adapters, self._shape, tensors, base=base, dtype=dtype)
             except (OSError, CheckpointError) as error:
                 failure = str(error)
-        # Receive the remaining buckets also after a failure of rank 0: the other ranks still send them, and would hang.
+        # Gather the remaining buckets: on other ranks all of them, and on rank 0 those after a failure. The collectives
+        # would hang if a rank left them out.
         for _ in buckets:
             pass
-        if (message := first_failure(failure)) is not None:
+        message = first_failure(failure)
+        if message is not None:
             raise CheckpointError(f"{out_dir}: the adapters were not written: {message}")
 
     def sharded(self) -> dict[str, Any]:
-        """The sharded tensors of a checkpoint: the adapters, and the routers if they are trained."""
+        """Return the sharded tensors of a checkpoint: the adapters, and the routers if they are trained."""
         state = sharded_adapters(self.modules, self._chunks, self._layout)
         if self._train_router:
-            for chunk, routers in sharded_routers(
-                self._chunks, self._shape, self._layout, self._rank
-            ).items():
+            router_state = sharded_routers(self._chunks, self._shape, self._layout, self._rank)
+            for chunk, routers in router_state.items():
                 state[chunk].update(routers)
         return state
 
     def facts(self) -> dict[str, Any]:
-        """The settings that a resumed run must not change."""
+        """Return the settings that a resumed run must not change."""
         return {
             "lora.rank": self.adapters.rank,
             "lora.alpha": self.adapters.alpha,
@@ -277,12 +297,13 @@ class AdaptedPolicy:
         }
 
     def _start(self, lora: LoraConfig, seed: int) -> None:
+        """Set the adapters to their initial values, or to those of ``lora.start_from``."""
         rank = self.adapters.rank
         dims = adapter_tensors(self.adapters, self._shape)
         table = adapter_parameters(self.adapters, self._shape, self._layout, self._rank)
         if lora.start_from is None:
-            start = partial(lora_modules.initial_tensor, rank=rank, seed=seed, init=lora.init)
-            fill(self.modules, table, start, dims)
+            initial = partial(lora_modules.initial_tensor, rank=rank, seed=seed, init=lora.init)
+            fill(self.modules, table, initial, dims)
             return
         with PeftReader(Path(lora.start_from), self.adapters, self._shape) as reader:
             fill(self.modules, table, reader.read, dims)

@@ -1,8 +1,9 @@
 """Detection of silent memory corruption in the trainer, from hashes of its tensors.
 
-The hashes of a moment are compared with those of a later moment in which nothing may have changed, and with those of
-the data-parallel replicas, which must be equal. A hash covers the time between optimiser steps and what differs between
-replicas afterwards. It cannot show a wrong activation or gradient that reached all replicas alike.
+Hashes taken after an optimiser step are compared with hashes taken before the next one, because nothing may change the
+tensors in between, and with the hashes of the data-parallel replicas, which must be equal. So the checks detect changes
+between optimiser steps, and steps with different results on replicas. They cannot detect a wrong activation or gradient
+that reached all replicas alike.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     parts_by_device: dict[device, list[Part]] = {}
     for name, tensor in tensors.items():
         parts_by_device.setdefault(tensor.device, []).append((hashes[name], tensor, 0))
-    for finish in [add_parts(parts) for parts in parts_by_device.values()]:
+    # Start the kernels of all devices before waiting for the first one.
+    pending_sums = [add_parts(parts) for parts in parts_by_device.values()]
+    for finish in pending_sums:
         finish()
     return {name: hashed.hexdigest() for name, hashed in hashes.items()}
 
@@ -55,24 +58,24 @@ def parameter_name(chunk: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class RankHashes:
-    """The hashes of this rank's tensors of one kind, by name.
+    """The hashes of this rank's weights, or of its optimizer state, by name.
 
-    ``experts``: the names whose replicas are the expert-data-parallel ranks; those of all others are the ranks of
-    equal place in tensor and pipeline parallelism.
+    ``experts``: the names of tensors of experts, whose replicas are on the expert-data-parallel ranks. The replicas of
+    all other tensors are on the data-parallel (and context-parallel) ranks.
     """
 
     by_name: Mapping[str, str]
     experts: frozenset[str]
 
     def summary(self) -> list[str]:
-        """Return the hash of all hashes, of the dense tensors' hashes and of the experts' hashes."""
+        """Return three hashes: of all tensors' hashes, of the dense tensors' hashes, and of the experts' hashes."""
         hashes = [[name, digest] for name, digest in self.by_name.items()]
         dense = [entry for entry in hashes if entry[0] not in self.experts]
         expert = [entry for entry in hashes if entry[0] in self.experts]
         return [text_digest(hashes), text_digest(dense), text_digest(expert)]
 
     def changed_since(self, earlier: RankHashes) -> list[list[str]]:
-        """Return (name, hash now, hash then) of each tensor whose hash differs from the ``earlier`` one."""
+        """Return [name, hash, earlier hash] of each tensor whose hash differs from the ``earlier`` one."""
         changes = []
         for name, digest in self.by_name.items():
             if digest != earlier.by_name[name]:
@@ -97,8 +100,9 @@ class MemoryChecks:
         Raises AlteredWeightsError where replicas hold different weights.
         """
         hashes, summaries, digest = self._hash_weights()
+        replica_summaries = [summary[1:] for summary in summaries]
         self._compare_replicas(
-            AlteredWeightsError, f"weights of step {step}", hashes, [s[1:] for s in summaries]
+            AlteredWeightsError, f"weights of step {step}", hashes, replica_summaries
         )
         self._weights = step, hashes, digest
         return digest
@@ -127,8 +131,9 @@ class MemoryChecks:
         hashes = self._hash_optimizer()
         if is_replicated(self._trainer.optimizer):
             summaries = all_gather_json(hashes.summary()[1:])
-            what = f"optimizer state of step {step}"
-            self._compare_replicas(AlteredOptimizerError, what, hashes, summaries)
+            self._compare_replicas(
+                AlteredOptimizerError, f"optimizer state of step {step}", hashes, summaries
+            )
         self._optimizer = step, hashes
 
     def check_optimizer(self) -> None:
@@ -153,8 +158,7 @@ class MemoryChecks:
     def _hash_weights(self) -> tuple[RankHashes, list[list[str]], str]:
         """Return this rank's hashes, the summaries of all ranks, and the hash of all ranks' weights."""
         trainer = self._trainer
-        experts = _expert_names(trainer)
-        hashes = RankHashes(trainer.parameter_hashes(), experts)
+        hashes = RankHashes(trainer.parameter_hashes(), _expert_names(trainer))
         summaries = all_gather_json(hashes.summary())
         return hashes, summaries, text_digest([summary[0] for summary in summaries])
 
@@ -167,34 +171,35 @@ class MemoryChecks:
         }
         tensors: dict[str, Tensor] = {}
         experts = set()
-        for part in state_slices(trainer.optimizer):
-            for kind, values in part.tensors.items():
-                name = f"{kind} of {names[id(part.parameter)]} from element {part.start}"
+        for state in state_slices(trainer.optimizer):
+            for state_name, values in state.tensors.items():
+                name = f"{state_name} of {names[id(state.parameter)]} from element {state.start}"
                 tensors[name] = values
-                if _is_expert(part.parameter):
+                if _is_expert(state.parameter):
                     experts.add(name)
         return RankHashes(tensor_hashes(tensors), frozenset(experts))
 
     def _compare_replicas(
         self,
         error: type[AlteredMemoryError],
-        what: str,
+        subject: str,
         hashes: RankHashes,
         summaries: Sequence[Sequence[str]],
     ) -> None:
-        """Raise ``error`` where the ranks of a replica group have different ``hashes``.
+        """Raise ``error`` on every rank if the ranks of a replica group have different ``hashes``.
 
-        ``summaries``: for each rank, the hash of its dense tensors' hashes and the hash of its experts' hashes.
+        ``subject``: the hashed tensors, for the message. ``summaries``: for each rank, the hash of its dense tensors'
+        hashes and the hash of its experts' hashes.
         """
         differing = differing_groups(self._trainer.layout, summaries)
         if not differing:
             return
         rank = self._trainer.topology.rank
-        involved = any(rank in ranks for _, ranks in differing)
-        # Only ranks whose group differs send their hashes, which may be thousands a rank.
-        gathered = all_gather_json(
-            [dict(hashes.by_name), sorted(hashes.experts)] if involved else [{}, []]
-        )
+        # Send the hashes, which may be thousands a rank, only from ranks whose group differs.
+        sent_hashes: list[Any] = [{}, []]
+        if any(rank in ranks for _, ranks in differing):
+            sent_hashes = [dict(hashes.by_name), sorted(hashes.experts)]
+        gathered = all_gather_json(sent_hashes)
         faults: list[str] = []
         for is_expert, ranks in differing:
             faults += replica_faults(is_expert, ranks, gathered)
@@ -202,13 +207,13 @@ class MemoryChecks:
         if len(faults) > SHOWN:
             more = f"; and {len(faults) - SHOWN} more"
         raise error(
-            f"the trainer's replicas have different {what}: {'; '.join(faults[:SHOWN])}{more}; "
+            f"the trainer's replicas have different {subject}: {'; '.join(faults[:SHOWN])}{more}; "
             f"{AlteredMemoryError.CONSEQUENCE}"
         )
 
 
 def replica_groups(layout: Layout) -> list[tuple[bool, list[int]]]:
-    """Return (whether of experts, ranks) of each group of ranks that hold the same tensors."""
+    """Return (is_expert, ranks) of each group of ranks that hold the same tensors, of experts or others."""
     groups: dict[Hashable, list[int]] = {}
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
@@ -233,9 +238,9 @@ def replica_faults(
     ranks: Sequence[int],
     gathered: Sequence[Sequence[Any]],
 ) -> list[str]:
-    """Return a text for each tensor of which the ``ranks`` have different hashes.
+    """Return a text for each tensor of which the ``ranks``, a replica group, have different hashes.
 
-    The text names the ranks whose hash is not that of the majority, or all ranks where no hash has a majority.
+    The text names the ranks whose hash is not that of the majority, or all ranks if no hash has a majority.
     ``gathered``: for each rank, its hashes by name, and the names of experts among them.
     """
     faults = []

@@ -1,8 +1,8 @@
 """Settings that depend on the machine; the only module that queries whether CUDA is available.
 
-With CUDA, training uses NCCL and Megatron-Core's Transformer Engine layers. If Transformer Engine is not installed, it
-uses slower layers of torch modules with the same parameter names. Without CUDA, training uses these layers, gloo, and a
-shim in place of torch.cuda.
+With CUDA, training uses NCCL and Megatron-Core's Transformer Engine layers; if Transformer Engine is not installed, it
+uses slower layers of torch modules with the same parameter names. Without CUDA, training uses the layers of torch
+modules, gloo, and a shim in place of torch.cuda.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Variable:
 
     name: str
     value: str
-    why: str
+    reason: str
 
 
 _AS_SGLANG = "SGLang sets it so for its own ranks, and both sides of a weight group must agree"
@@ -65,29 +65,28 @@ def complete(environment: MutableMapping[str, str]) -> list[str]:
             lines.append(f"{variable.name}={value}")
         else:
             lines.append(
-                f"{variable.name}={value}, as you set it; {variable.value} is usual: {variable.why}"
+                f"{variable.name}={value}, as you set it; {variable.value} is usual: {variable.reason}"
             )
     return lines
 
 
 log = logging.getLogger(__name__)
-_environment: list[str] = []
-_WGRAD: Mapping[str | None, str] = {
+_lines: list[str] = []
+"""The result of ``environment_lines``, which ``prepare`` writes."""
+_WGRAD_LINES: Mapping[str | None, str] = {
     "apex": "weight gradients: accumulated in fp32 by apex's kernel",
     "Transformer Engine": "weight gradients: accumulated in fp32 by Transformer Engine's layers",
     None: "weight gradients: rounded to the weights' type in each micro-batch; neither Transformer Engine nor apex's "
     "kernel is there (tools/environment/build_apex.sh)",
 }
-
-
-_TORCH_LAYERS = (
+_TORCH_LAYERS_LINE = (
     "layers: of torch modules, slower than Transformer Engine's, which is not installed "
     "(docs/environment.md)"
 )
 
 
 class UnusableGpuError(RunError):
-    """A GPU exists that torch can't use: training would silently run on CPUs."""
+    """The machine has a GPU that torch can't use: training would silently run on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,11 @@ class Platform:
         device: device of the model.
         distributed_backend: backend of torch.distributed.
         decoder_spec: ``(config, vp_stage)`` -> layer spec of one model chunk.
-        recomputed: whether a model is a mixture of experts -> the modules that selective recomputation
-            recomputes.
+        recomputed: function from ``is_moe`` to the modules that selective recomputation recomputes.
         transformer_options: fields of TransformerConfig that depend on the machine (fusions,
             initialisation, communication between pipeline stages).
-        layout_faults: sizes that fit the model -> faults of a layout that this machine's layers do not support.
+        layout_faults: function from sizes that fit a model, and the model's shape, to the errors of a layout that this
+            machine's layers do not support.
     """
 
     device: torch.device
@@ -114,7 +113,7 @@ class Platform:
 
 
 def has_cuda() -> bool:
-    """Whether training runs on GPUs."""
+    """Return whether training runs on GPUs."""
     return torch.cuda.is_available()
 
 
@@ -140,15 +139,15 @@ def prepare() -> None:
     leave_out_deep_ep()
     # Set the variables before the first CUDA call: CUDA reads some of them only once.
     if any(gpus.DEVICES.glob("nvidia[0-9]*")):
-        _environment.extend(complete(os.environ))
-        _environment.extend(toolkit.offer_tools(os.environ))
-        _environment.extend(toolkit.offer_cudnn(os.environ))
+        _lines.extend(complete(os.environ))
+        _lines.extend(toolkit.offer_tools(os.environ))
+        _lines.extend(toolkit.offer_cudnn(os.environ))
     if has_cuda():
-        _environment.append(_WGRAD[fused_weight_gradients()])
+        _lines.append(_WGRAD_LINES[fused_weight_gradients()])
         if not has_transformer_engine():
             from megatron_dppo.trainer.cpu import megatron_shim
 
-            _environment.append(_TORCH_LAYERS)
+            _lines.append(_TORCH_LAYERS_LINE)
             megatron_shim.patch_torch_layers()
     else:
         from megatron_dppo.trainer.cpu import megatron_shim
@@ -157,7 +156,7 @@ def prepare() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed."""
+    """Return whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -190,7 +189,7 @@ def _make_output_layer_without_apex() -> None:
 
 def environment_lines() -> list[str]:
     """Return a line about each setting of this process on GPUs: variables of CUDA and NCCL, compilers, kernels."""
-    return list(_environment)
+    return list(_lines)
 
 
 @cache
@@ -209,7 +208,7 @@ def current() -> Platform:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, torch and Megatron's parallel random streams; same seed on every rank.
+    """Seed Python, numpy, torch and Megatron's parallel random streams. Pass the same seed on every rank.
 
     Requires initialised model parallelism.
     """
@@ -259,10 +258,10 @@ def wait_for_copies() -> None:
 
 
 class HostMemory:
-    """Memory ``bytes``, uint8 [size], for parked tensors; pinned if there is a GPU.
+    """Host memory for parked tensors: ``bytes``, uint8 [size], pinned if there is a GPU.
 
-    Without a GPU, device memory is host memory, and a copy in memory would free nothing: the bytes are then those of a
-    file (``FileBuffer``). Raises OSError or RuntimeError where there is no room.
+    Without a GPU, device memory is host memory, and a copy in memory would free nothing: ``bytes`` are then the bytes
+    of a file (``FileBuffer``). Raises OSError or RuntimeError if there is not enough memory or disk.
     """
 
     def __init__(self, size: int) -> None:
@@ -270,7 +269,7 @@ class HostMemory:
         self.bytes = host_buffer(size) if self._file is None else torch.from_numpy(self._file.array)
 
     def settle(self) -> None:
-        """Release the memory of a file's buffer: the parked tensors are not needed for a while."""
+        """Release the memory that caches the file, because the parked tensors are not needed for a while."""
         if self._file is not None:
             self._file.let_go()
 
@@ -279,7 +278,9 @@ def return_unused_memory() -> None:
     """Return memory that tensors have freed to the GPU, or to the system, so that other processes can use it."""
     if has_cuda():
         torch.cuda.empty_cache()
-    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 
@@ -312,7 +313,10 @@ def gpu_memory_history(snapshot: Path) -> Iterator[None]:
 
 
 def _te_decoder_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return the decoder's specification with Transformer Engine's layers. With delta nets not yet run on a GPU."""
+    """Return the decoder's specification with Transformer Engine's layers.
+
+    A model with delta nets has not yet run on a GPU.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     if config.linear_attention_freq is not None:
@@ -321,7 +325,8 @@ def _te_decoder_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def _te_hybrid_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return Megatron-Core's specification of layers with attention and layers with delta nets, with our delta nets."""
+    """Return Megatron-Core's specification of attention and delta-net layers, with ``PackedDeltaNet`` in place of its
+    delta nets."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as hybrid
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 

