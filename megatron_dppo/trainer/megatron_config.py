@@ -41,15 +41,21 @@ def transformer_config(
     shape: ModelShape,
     layout: Layout,
 ) -> TransformerConfig:
-    """TransformerConfig of the run; the ``megatron`` table is merged last.
+    """Build the TransformerConfig of the run. Keys of the ``megatron`` table override all other options.
 
-    Raises ValueError for keys of that table which are no fields of TransformerConfig, or which
-    other sections own.
+    Raises ValueError for a key of that table that is no field of TransformerConfig, or that another section sets.
     """
     dtype = DTYPES[config.model.dtype]
+    moe_options = {}
+    if shape.is_moe:
+        moe_options = _moe_options(shape, replay=config.router_replay)
+    adapter_options = {}
+    if config.lora.rank:
+        # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
+        adapter_options = {"gradient_accumulation_fusion": False}
     options = {
         **_model_options(shape),
-        **(_moe_options(shape, replay=config.router_replay) if shape.is_moe else {}),
+        **moe_options,
         **family_of(shape).megatron,
         **_layout_options(layout, sequence_parallel=config.parallel.sizes.sequence_parallel(shape)),
         "params_dtype": dtype,
@@ -61,8 +67,7 @@ def transformer_config(
         **platform.current().transformer_options,
         **_latent_options(shape),
         **_delta_options(shape),
-        # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
-        **({"gradient_accumulation_fusion": False} if config.lora.rank else {}),
+        **adapter_options,
         **library_values(forwarded.MEGATRON, config.megatron),
     }
     config_class = TransformerConfig if shape.latent is None else MLATransformerConfig
@@ -95,15 +100,15 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Otherwise Megatron divides the loss by micro-batches, or tokens, of this rank; ours is divided already.
+        # The loss is divided before the backward pass. With False Megatron-Core would divide it by the micro-batches.
         "calculate_per_token_loss": True,
     }
 
 
 def _has_head_norms(shape: ModelShape) -> bool:
-    """Whether Megatron-Core's flag for norms of each head by itself, or of MLA's latents, is set."""
-    # The flag would make Megatron-Core sum the gradients of different ranks' weights of a norm of all heads.
+    """Return the value of Megatron-Core's ``qk_layernorm``: whether each head, or each of MLA's latents, has a norm."""
     if shape.norms_all_heads:
+        # With the flag Megatron-Core would sum the weight's gradient over ranks that hold different parts of it.
         return False
     if shape.latent is not None:
         return True
@@ -111,7 +116,7 @@ def _has_head_norms(shape: ModelShape) -> bool:
 
 
 def _delta_options(shape: ModelShape) -> dict[str, Any]:
-    """Fields of TransformerConfig for delta nets; none for a model without."""
+    """Return the fields of TransformerConfig for delta nets; empty for a model without delta nets."""
     delta = shape.delta
     if delta is None:
         return {}
@@ -129,7 +134,7 @@ def _delta_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def _latent_options(shape: ModelShape) -> dict[str, Any]:
-    """Fields of MLATransformerConfig; none for a model without latent attention."""
+    """Return the fields of MLATransformerConfig; empty for a model without latent attention."""
     latent = shape.latent
     if latent is None:
         return {}
@@ -141,7 +146,7 @@ def _latent_options(shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_size,
         "v_head_dim": latent.value_size,
         "rotary_base": shape.rope_theta,
-        # Megatron-Core scales attention by these three whatever the type is.
+        # Megatron-Core scales attention by the following three factors for every rope_type.
         "rope_type": "rope",
         "rotary_scaling_factor": 1.0,
         "mscale": 1.0,
@@ -175,7 +180,8 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
         "moe_shared_expert_gate": shape.gates_shared_expert,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # A softmax over the chosen logits equals the softmax over all, renormalised on the chosen.
+        # A softmax over the chosen experts' logits equals the softmax over all experts, divided by its sum over the
+        # chosen ones. So models that normalise the probabilities of the chosen experts need no softmax before.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
         **_router_options(shape.router),
@@ -185,7 +191,10 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
 
 
 def _moe_layer_freq(shape: ModelShape) -> int | list[int]:
-    """Return 1 if all layers route, else a list of 1 or 0. Megatron-Core stacks layers in checkpoints only for 1."""
+    """Return 1 if all layers have a router, else a list with 1 or 0 for each layer.
+
+    Megatron-Core stacks the layers in checkpoints only if the value is 1.
+    """
     if not shape.dense_layers:
         return 1
     return [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
@@ -207,7 +216,7 @@ def _router_options(router: Router) -> dict[str, Any]:
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:
-    """``layout`` by the names that Megatron-Core has for it, in its process groups and in its configuration."""
+    """Return the sizes of ``layout`` under the names of Megatron-Core's process groups and configuration."""
     return {
         "tensor_model_parallel_size": layout.tensor,
         "context_parallel_size": layout.context,
@@ -227,7 +236,7 @@ def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any
         # Packed micro-batches differ in length; under an interleaved schedule the trainer makes them equal.
         "variable_seq_lengths": layout.pipeline > 1 and layout.chunks == 1,
         "deallocate_pipeline_outputs": layout.pipeline > 1,
-        # The only dispatcher for tokens in unequal numbers; checked for dense models too.
+        # This is the only dispatcher for unequal numbers of tokens. Megatron-Core checks it for dense models too.
         "moe_token_dispatcher_type": "alltoall",
     }
 
@@ -240,7 +249,7 @@ _CLASSES: Mapping[str, type] = {
 
 
 class _Dtype(Enum):
-    """The types of a tensor by the names that a table has for them."""
+    """The dtypes of tensors by the names that users write in a table."""
 
     float32 = torch.float32
     bfloat16 = torch.bfloat16
@@ -248,19 +257,19 @@ class _Dtype(Enum):
 
 @functools.cache
 def library_fields(table: str) -> forwarded.LibraryFields:
-    """Every field that the constructor of Megatron-Core's class for ``table`` takes, inherited ones included."""
-    kind = _CLASSES[table]
-    hints = get_type_hints(kind)
-    types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    """Return every field of the Megatron-Core class that ``table`` configures, with its type; inherited ones too."""
+    library_class = _CLASSES[table]
+    hints = get_type_hints(library_class)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(library_class)}
     for name, annotation in types.items():
         if annotation is torch.dtype:
             types[name] = _Dtype
     version = importlib.metadata.version("megatron-core")
-    return forwarded.LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
+    return forwarded.LibraryFields(f"{library_class.__name__} (megatron-core {version})", types)
 
 
 def library_values(rules: forwarded.ForwardedTable, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of the table of ``rules``, each of its field's type; names of enumerations become members.
+    """Convert ``values``, a table with the ``rules``, to the types of the fields; names of enumerations become members.
 
     Raises ValueError with a line for each key that is no field, or that another section sets, and
     for each value that does not fit.

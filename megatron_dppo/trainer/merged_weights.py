@@ -17,7 +17,7 @@ _CACHE_SIZE = 4
 
 
 class MergedWeights(Mapping[ParameterKey, Tensor]):
-    """A rank's parameters, in which adapted weights are ``W + scale * B A`` with the present A and B, in W's type.
+    """A rank's parameters, in which adapted weights are ``W + scale * B A`` with the current A and B, in W's type.
 
     A weight is merged when it is read, in fp32 and from the frozen W, so that rounding errors do not accumulate over
     updates.
@@ -56,7 +56,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
 def _base_names(
     adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Tensor]
 ) -> list[tuple[int | None, str]]:
-    """(local expert, name) of the weights to which the adapter belongs."""
+    """Return (local expert, name) of the weights to which the adapter belongs; the expert is None in other linears."""
     linear = adapter.linear
     if not linear.of_experts:
         return [(None, f"{linear.path}.weight")]

@@ -11,14 +11,14 @@ bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them bac
 objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and shards stay valid.
 Frozen weights and reference copies never change, so they are copied to the host only once.
 
-Parking drops the FP8 copies of weights that Transformer Engine keeps: they are not copied.
-An offloaded optimizer's state is on the host already, so parking leaves it there.
+Parking drops the FP8 copies of weights that Transformer Engine keeps, without copying them. An offloaded optimizer's
+state is on the host already, so parking leaves it there.
 
-These stay on the device: modules' buffers (a rotary embedding's frequencies), Adam's step counts, NCCL's communicators.
+Modules' buffers (a rotary embedding's frequencies), Adam's step counts and NCCL's communicators stay on the device.
 
-bfloat16 weights are copied, although rounding the fp32 main parameters would save 2 of 14 bytes. With the distributed
-optimizer a rank has only a slice of the main parameters: restoring weights from them would take a collective, and an
-update of the engines could not restore the weights alone.
+bfloat16 weights are copied, although rounding the fp32 main parameters could restore them, which would save 2 of the 14
+bytes copied for a parameter. With the distributed optimizer a rank has only a slice of the main parameters: restoring
+weights from slices would take a collective, and an update of the engines could not restore the weights alone.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def held_tensors(
 
     Args:
         chunks: the GPTModels of this rank.
-        ddp_chunks: the same in Megatron's DDP wrappers, which own the gradient buffers.
-        optimizer: its state and main parameters are included.
+        ddp_chunks: these GPTModels in Megatron's DDP wrappers, which own the gradient buffers.
+        optimizer: the optimizer with its state and main parameters.
         reference: the copies of a reference policy.
     """
     weights: list[Tensor] = []
@@ -94,7 +94,7 @@ def held_tensors(
 def drop_quantised_weights(chunks: Iterable[Module]) -> None:
     """Free the FP8 copies of weights that Transformer Engine's modules keep between the micro-batches of a step.
 
-    The first micro-batch of a step quantises the weights again. Not yet run on a GPU.
+    The first micro-batch of a step quantises the weights again. This function has not yet run on a GPU.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -136,7 +136,7 @@ def _adams_on_device(adam: Optimizer) -> list[Optimizer]:
 class Parker:
     """Moves parts to the host and back; not collective.
 
-    ``tensors_by_part`` returns the trainer's present tensors; every ``park`` calls it. ``parked``: the parts that are
+    ``tensors_by_part`` returns the trainer's current tensors; every ``park`` calls it. ``parked``: the parts that are
     on the host.
     """
 
@@ -162,7 +162,7 @@ class Parker:
             )
 
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
-        """Copy ``parts`` to the host and free their bytes on the device. After an error no further part is parked.
+        """Copy ``parts`` to the host and free their bytes on the device. After an error none of ``parts`` is parked.
 
         Raises:
             ParkedError: one of ``parts`` is already parked.
@@ -179,21 +179,22 @@ class Parker:
         platform.wait_for_copies()
         for part_storages in storages.values():
             for storage in part_storages:
-                storage.bytes.resize_(0)
+                storage.untyped.resize_(0)
         self._parked_storages |= storages
         self._settle(storages)
         return _moved(storages, copied, start_time)
 
     def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:
-        """Move ``parts`` (None: all parked ones) back to the device; gradients become 0. On an error all stay parked.
+        """Move ``parts`` (None: all parked parts) back to the device; gradients become 0. After an error all ``parts``
+        are still parked.
 
         Raises:
             ParkedError: one of ``parts`` is not parked, or no part is.
             torch.OutOfMemoryError: the device has not enough memory.
         """
-        wanted_parts = self._parked_storages.keys() if parts is None else parts
-        resident_parts = [part for part in wanted_parts if part not in self._parked_storages]
-        if resident_parts or not wanted_parts:
+        requested_parts = self._parked_storages.keys() if parts is None else parts
+        resident_parts = [part for part in requested_parts if part not in self._parked_storages]
+        if resident_parts or not requested_parts:
             raise ParkedError(
                 f"can't unpark {', '.join(resident_parts) or 'a trainer'}: not parked"
             )
@@ -201,7 +202,7 @@ class Parker:
         storages: dict[TrainerPart, list[_Storage]] = {}
         all_storages: list[_Storage] = []
         for part in TRAINER_PARTS:
-            if part in wanted_parts:
+            if part in requested_parts:
                 storages[part] = self._parked_storages[part]
                 all_storages += storages[part]
         _allocate(all_storages)
@@ -228,15 +229,18 @@ class Parker:
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage of the trainer. ``size``: its bytes while it is not parked. ``constant``: its content never changes."""
+    """A storage of the trainer: torch's ``untyped`` storage, and its ``size`` in bytes while it is not parked.
 
-    bytes: UntypedStorage
+    ``constant``: whether its content never changes.
+    """
+
+    untyped: UntypedStorage
     size: int
     constant: bool
 
     def flat(self) -> Tensor:
         """Return a view of the whole storage, uint8 [size]."""
-        return torch.empty(0, dtype=torch.uint8, device=self.bytes.device).set_(self.bytes)
+        return torch.empty(0, dtype=torch.uint8, device=self.untyped.device).set_(self.untyped)
 
 
 class _ParkedCopy:
@@ -250,14 +254,14 @@ class _ParkedCopy:
     def take(self, storages: Sequence[_Storage]) -> int:
         """Copy ``storages`` to the host, constant ones only the first time. Return the copied bytes."""
         sizes = [s.size for s in storages]
-        is_first = self._memory is None or sizes != self._sizes
-        if is_first:
+        is_new_buffer = self._memory is None or sizes != self._sizes
+        if is_new_buffer:
             # Free the old buffer first: holding both would double the memory.
             self._memory = None
             self._starts, end = aligned(sizes)
             self._memory = platform.HostMemory(end)
             self._sizes = sizes
-        needs_copy = [is_first or not s.constant for s in storages]
+        needs_copy = [is_new_buffer or not s.constant for s in storages]
         return self._copy(storages, needs_copy, to_host=True)
 
     def restore(self, storages: Sequence[_Storage]) -> int:
@@ -280,10 +284,11 @@ class _ParkedCopy:
         copied = 0
         for storage, start, is_copied in zip(storages, self._starts, needs_copy, strict=True):
             if is_copied:
-                host = self._memory.bytes[start : start + storage.size]
-                device = storage.flat()
-                target, source = (host, device) if to_host else (device, host)
-                target.copy_(source, non_blocking=True)
+                host_bytes = self._memory.bytes[start : start + storage.size]
+                if to_host:
+                    host_bytes.copy_(storage.flat(), non_blocking=True)
+                else:
+                    storage.flat().copy_(host_bytes, non_blocking=True)
                 copied += storage.size
         return copied
 
@@ -295,13 +300,14 @@ def _key(tensor: Tensor) -> int:
 
 def _storages(part: TrainerPart, tensors: Sequence[Tensor]) -> list[_Storage]:
     """Return the storages of ``tensors``, each once."""
-    is_trained_part = part not in ("weights", "reference")
-    variable_keys = {_key(t) for t in tensors if t.requires_grad or is_trained_part}
+    # Gradients and optimizer state change; weights change unless they are frozen; reference copies are constant.
+    always_changes = part not in ("weights", "reference")
+    changing_keys = {_key(t) for t in tensors if t.requires_grad or always_changes}
     storage_by_key = {_key(t): t.untyped_storage() for t in tensors}
     storages = []
     for key, storage in storage_by_key.items():
-        storages.append(_Storage(storage, storage.nbytes(), constant=key not in variable_keys))
-    assert all(s.bytes.resizable() for s in storages), "a storage that is not torch's own"
+        storages.append(_Storage(storage, storage.nbytes(), constant=key not in changing_keys))
+    assert all(s.untyped.resizable() for s in storages), "a storage that is not torch's own"
     return storages
 
 
@@ -309,10 +315,10 @@ def _allocate(storages: Sequence[_Storage]) -> None:
     """Allocate the bytes of all ``storages``; if one allocation fails, free them all again and raise its error."""
     try:
         for storage in storages:
-            storage.bytes.resize_(storage.size)
+            storage.untyped.resize_(storage.size)
     except RuntimeError:
         for storage in storages:
-            storage.bytes.resize_(0)
+            storage.untyped.resize_(0)
         platform.return_unused_memory()
         raise
 

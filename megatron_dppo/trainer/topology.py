@@ -21,16 +21,18 @@ log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=LONGEST_WAIT_S)
 """torch's own limit, the last resort: the supervisor detects a dead rank, and the watchdog a hung one."""
-_CONNECT = timedelta(seconds=5)
+_CONNECT_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
 class Topology:
     """Coordinates and process groups of this rank.
 
+    Sizes and ranks: DP data-parallel, TP tensor-parallel, CP context-parallel, PP pipeline-parallel.
+
     Attributes:
         leaders: global rank of each replica's leader (TP 0, CP 0, PP 0), by data-parallel rank.
-        data_group: the ranks of all replicas at this rank's place, without other context-parallel ranks.
+        data_group: the ranks of all replicas with this rank's coordinates in TP, CP and PP.
     """
 
     rank: int
@@ -56,7 +58,7 @@ class Topology:
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Whether this rank is the first of its replica in its pipeline stage, whose ranks have equal statistics."""
+        """Whether this rank is the first of its replica's ranks in its pipeline stage. They have equal statistics."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -81,8 +83,9 @@ def init_distributed(
 
     Args:
         world_size: number of ranks.
-        interface: network interface of all sockets that listen. None: the rendezvous listens on MASTER_ADDR; gloo and
-            NCCL listen on loopback if MASTER_ADDR is loopback, and else choose an interface themselves.
+        interface: network interface of all sockets that listen. None: the rendezvous listens on MASTER_ADDR; gloo
+            listens on loopback if MASTER_ADDR is loopback and all ranks are on this machine, and else chooses an
+            interface itself, as NCCL always does.
         limit_s: a longer collective ends this process with a report.
 
     Raises:
@@ -111,7 +114,7 @@ def init_distributed(
         )
         if given_size > 1:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            Watchdog(rank, limit_s, client_of(*address, _CONNECT)).start()
+            Watchdog(rank, limit_s, client_of(*address, _CONNECT_TIMEOUT)).start()
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -124,7 +127,7 @@ def _name_interface(interface: str | None) -> None:
     elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
         loopback = network.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
-            # Set gloo's only: it would listen on the address of the machine's name, which others may reach.
+            # By default gloo would listen on the address of the machine's name, which other machines may reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
@@ -132,8 +135,8 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     """Connect to the rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if os.environ["RANK"] != "0" or hosted:
+    is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ["RANK"] != "0" or is_hosted_by_torchrun:
         return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
     address = host
     if interface is not None:
@@ -150,13 +153,13 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
 
 
 def ranks_per_node() -> int:
-    """Return the number of ranks on each machine, from the launcher's variables; ranks are numbered by machine."""
+    """Return the number of ranks on each machine, from the launcher's variables; a machine has consecutive ranks."""
     world = os.environ.get("WORLD_SIZE", "1")
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def _on_one_host() -> bool:
-    """Whether all ranks are on this machine, by the launcher's variables."""
+    """Return whether all ranks are on this machine, by the launcher's variables."""
     return ranks_per_node() == int(os.environ["WORLD_SIZE"])
 
 

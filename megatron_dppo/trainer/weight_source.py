@@ -26,8 +26,9 @@ class TrainerWeights:
 
     Args:
         trainer: the trainer.
-        ranks_per_sender: number of consecutive ranks of which one sends the tensors that they hold most of.
-        values: returns this rank's present tensors; default: the trainer's weights.
+        ranks_per_sender: consecutive ranks form groups of this size. A tensor is sent by one rank of the group that
+            holds most of the tensor.
+        values: returns this rank's current tensors; default: the trainer's weights.
     """
 
     def __init__(
@@ -69,31 +70,37 @@ class TrainerWeights:
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all weights in buckets.
 
-        With ``spread``, a bucket is gathered on the rank that holds most of it, or on its node's sender; otherwise on
-        rank 0.
+        With ``spread``, a bucket is gathered on one rank of the group of ``ranks_per_sender`` ranks that holds most of
+        it; otherwise on rank 0.
         """
-        t = self._trainer
-        sizes = {"bucket_bytes": bucket_bytes, "item_bytes": t.dtype.itemsize}
-        per_sender = self._ranks_per_sender
+        trainer = self._trainer
         return gather_plan.hf_buckets_plan(
-            t.shape, t.layout, **sizes, spread=spread, ranks_per_node=per_sender
+            trainer.shape,
+            trainer.layout,
+            bucket_bytes=bucket_bytes,
+            item_bytes=trainer.dtype.itemsize,
+            spread=spread,
+            ranks_per_node=self._ranks_per_sender,
         )
 
     def bytes_between_nodes(self, plan: Sequence[gather_plan.Bucket]) -> int:
         """Count the bytes that the plan's gathers send between nodes, over all ranks."""
-        nodes = ranks_per_node()
-        item = self._trainer.dtype.itemsize
-        return sum(gather_plan.elements_between_nodes(bucket, nodes) for bucket in plan) * item
+        node_ranks = ranks_per_node()
+        elements = 0
+        for bucket in plan:
+            elements += gather_plan.elements_between_nodes(bucket, node_ranks)
+        return elements * self._trainer.dtype.itemsize
 
     def gather_bound(self) -> int:
         """Return the fewest bytes that ranks must exchange so that every tensor is whole on some rank."""
-        t = self._trainer
-        return gather_plan.fewest_gathered_elements(t.shape, t.layout) * t.dtype.itemsize
+        trainer = self._trainer
+        elements = gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout)
+        return elements * trainer.dtype.itemsize
 
     def gather(self, plan: Sequence[gather_plan.Bucket]) -> Iterator[Gathered]:
-        """Yield the present weights in the plan's buckets. Collective.
+        """Yield the current weights in the plan's buckets. Collective.
 
-        A bucket stays unchanged until the second one after it.
+        A bucket stays unchanged while the next bucket is gathered, and is overwritten by the one after that.
         """
         self._trainer.check_resident("gather weights", "weights")
         return gather(plan, self.rank, self._values(), self._buffers)
@@ -115,15 +122,15 @@ class TrainerWeights:
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         batches = self._trainer.packed(samples)
-        with self._rounded() if quantized else nullcontext():
+        with self._rounded_weights(quantized):
             flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
-        trained = flat[batches[0].loss_mask].tolist()
-        rows = iter(trained)
-        return [list(islice(rows, len(prompt) - 1)) for prompt in prompts]
+        values = iter(flat[batches[0].loss_mask].tolist())
+        return [list(islice(values, len(prompt) - 1)) for prompt in prompts]
 
-    def _rounded(self) -> AbstractContextManager[None]:
+    def _rounded_weights(self, quantized: bool) -> AbstractContextManager[None]:
+        """Return the context in which the weights are rounded to block FP8, if they have to be."""
         trainer = self._trainer
-        if trainer.adapted is not None:
+        if not quantized or trainer.adapted is not None:
             return nullcontext()
         return rounded_to_fp8(trainer.weights(), trainer.shape, trainer.layout, self.rank)
 
@@ -131,8 +138,8 @@ class TrainerWeights:
 class AdapterWeights(TrainerWeights):
     """A trainer's adapters as a source of weights, under the names of ``model.adapters``.
 
-    ``base``: the frozen weights that they are added to. ``folder``: the description of the adapters in a PEFT folder.
-    Raises ValueError for a trainer without adapters.
+    ``base``: the frozen weights that the adapters are added to. ``folder``: the description of the adapters in a PEFT
+    folder. Raises ValueError for a trainer without adapters.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -146,10 +153,13 @@ class AdapterWeights(TrainerWeights):
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all A and B in buckets, which are gathered on rank 0."""
-        t = self._trainer
-        item = self._trainer.dtype.itemsize
+        trainer = self._trainer
         return gather_plan.adapter_buckets_plan(
-            self.folder.adapters, t.shape, t.layout, bucket_bytes, item
+            self.folder.adapters,
+            trainer.shape,
+            trainer.layout,
+            bucket_bytes,
+            trainer.dtype.itemsize,
         )
 
     def gather_bound(self) -> int:
@@ -163,6 +173,6 @@ class AdapterWeights(TrainerWeights):
 
 
 def ranks_per_sender(senders: str | None) -> int:
-    """Return the ranks for each sender by ``weight_sync.senders``: 1, or the ranks of a node."""
-    nodes = platform.has_cuda() if senders is None else senders == "nodes"
-    return ranks_per_node() if nodes else 1
+    """Return the ranks for each sender by ``weight_sync.senders``: 1, or the ranks of a node (None: on GPUs)."""
+    has_node_senders = platform.has_cuda() if senders is None else senders == "nodes"
+    return ranks_per_node() if has_node_senders else 1

@@ -8,19 +8,21 @@
                                            reads it, no start loads it, the next suspect one replaces it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
-a folder of the first form is complete even if the writer crashed. These functions are not collective:
-only global rank 0 calls them.
+a folder with a name like ``step_000020`` is complete even if the writer crashed later. These functions are not
+collective: only global rank 0 calls them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,10 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_COMPLETE = re.compile(r"step_(\d+)")
-_SUSPECT = ".suspect"
-_LEFTOVER = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
+_COMPLETE_NAME = re.compile(r"step_(\d+)")
+_SUSPECT_SUFFIX = ".suspect"
+_LEFTOVER_NAME = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
+"""The name of a folder that a crash left; its group is the save's serial."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class CheckpointDirectory:
         """List complete and unusable checkpoints. Only manifests and file sizes are read, not the files' content."""
         complete, unusable = [], []
         for path in self._folders():
-            if match := _COMPLETE.fullmatch(path.name):
+            if match := _COMPLETE_NAME.fullmatch(path.name):
                 step = int(match[1])
                 try:
                     manifest = read_manifest(path)
@@ -103,14 +106,15 @@ class CheckpointDirectory:
                     unusable.append(UnusableCheckpoint(path, step, str(error)))
                 else:
                     complete.append(StoredCheckpoint(path, step, manifest["serial"]))
-        complete.sort(key=lambda stored: stored.serial)
+        complete.sort(key=attrgetter("serial"))
         return CheckpointSurvey(tuple(complete), tuple(unusable))
 
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is neither loaded nor deleted. Return its new path."""
-        count = 1
-        while (target := path.with_name(f"{path.name}.damaged-{count}")).exists():
-            count += 1
+        for number in itertools.count(1):
+            target = path.with_name(f"{path.name}.damaged-{number}")
+            if not target.exists():
+                break
         return path.rename(target)
 
     def begin(self, step: int) -> StoredCheckpoint:
@@ -118,8 +122,8 @@ class CheckpointDirectory:
         self.directory.mkdir(parents=True, exist_ok=True)
         serial = 1 + max([stored.serial for stored in self.complete()], default=0)
         for path in self._folders():
-            if match := _LEFTOVER.fullmatch(path.name):
-                # A replaced folder may be newer than every complete one, so its serial counts too.
+            if match := _LEFTOVER_NAME.fullmatch(path.name):
+                # A leftover may have a larger serial than every complete checkpoint.
                 serial = max(serial, int(match[1]) + 1)
                 log.warning("removing what an interrupted save left: %s", path)
                 shutil.rmtree(path)
@@ -177,7 +181,7 @@ class CheckpointDirectory:
             os.rename(stored.path, self.directory / f"{stored.path.name}.replaced-{stored.serial}")
             failpoint("checkpoint/pruned")
         for path in self._folders():
-            if _LEFTOVER.fullmatch(path.name):
+            if _LEFTOVER_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def discard(self, partial: StoredCheckpoint) -> None:
@@ -193,16 +197,16 @@ class CheckpointDirectory:
 
 def suspect_folder(directory: Path, step: int) -> Path:
     """Return the folder for the checkpoint of ``step`` that is saved when a numerical fault ends the run."""
-    return directory / f"{_name(step)}{_SUSPECT}"
+    return directory / f"{_name(step)}{_SUSPECT_SUFFIX}"
 
 
 def suspect_folders(directory: Path) -> list[Path]:
     """List the checkpoints that were saved when a numerical fault ended a run, sorted by step."""
-    return sorted(directory.glob(f"step_??????{_SUSPECT}"))
+    return sorted(directory.glob(f"step_??????{_SUSPECT_SUFFIX}"))
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` with the format version and a checksum of itself."""
+    """Write ``content`` with the format version and a checksum of both."""
     # Encode and decode first, so that the checksum covers the values that a reader decodes.
     content = json.loads(json.dumps({"format": FORMAT, **content}))
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True)

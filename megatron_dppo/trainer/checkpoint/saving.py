@@ -42,17 +42,19 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 Fence = Callable[[ProcessGroup | None], None]
-"""Raises FencedError on every rank of the group (None: all ranks) if another start of the run took over, so that this
-one must not change the directory. Collective over the group."""
+"""Function that raises FencedError on every rank of the group (None: all ranks) if another start of the run took over.
+This start must not change the directory then. Collective over the group."""
 
 
 @dataclass
 class RankPart:
     """The part of a checkpoint that this rank writes.
 
-    ``blocks``: their tensors are on the CPU, or on the device where the trainer holds them. ``objects``: Megatron's
-    extra states, by key. ``generators``: states of the random generators, as JSON. ``written``: bytes of blocks
-    written so far.
+    Attributes:
+        blocks: the blocks with their values, in a host copy or in the trainer's own tensors.
+        objects: Megatron's extra states, by key.
+        generators: states of the random generators, as JSON.
+        written: bytes of blocks written so far.
     """
 
     blocks: Sequence[tuple[TensorBlock, Tensor]]
@@ -78,7 +80,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """The folder that a save writes to, and the disk space that it needs and that was free, in bytes."""
+    """The folder that a save writes to, and the disk space in bytes that the save needs and that was free before."""
 
     folders: CheckpointDirectory
     partial: StoredCheckpoint
@@ -116,7 +118,8 @@ class SaveTask:
             FencedError: another start of the run took over.
         """
         start_time = time.perf_counter()
-        partial, folders = self.target.partial, self.target.folders
+        partial = self.target.partial
+        folders = self.target.folders
         try:
             path, size = self._write_and_publish()
         except CheckpointError as error:
@@ -140,15 +143,15 @@ class SaveTask:
             lambda: self._write(folder), self.group, error=CheckpointError
         )
         failpoint("checkpoint/written")
-        parts = collectives.all_gather_json(records, self.group)
-        # Gather the items on rank 0 only, which writes the headers: their number grows with the number of ranks.
+        records_of_ranks = collectives.all_gather_json(records, self.group)
+        # Gather the items only on rank 0, which writes the headers: the number of items grows with that of the ranks.
         items_of_ranks = collectives.gather_json(items, self.group)
-        headers = collectives.on_rank_0(
+        header_records = collectives.on_rank_0(
             lambda: self._write_headers(folder, items_of_ranks), self.group, error=CheckpointError
         )
         files: dict[str, Any] = {}
-        for part in (*parts, headers):
-            files.update(part)
+        for file_records in (*records_of_ranks, header_records):
+            files.update(file_records)
         # Check the fence immediately before publishing: another start may have taken over during the minutes of
         # writing.
         self.fence(self.group)
@@ -158,6 +161,7 @@ class SaveTask:
         return Path(path), sum(record["bytes"] for record in files.values())
 
     def _write(self, folder: Path) -> tuple[dict[str, Any], list[StoredItem]]:
+        """Write this rank's files; return size and SHA-256 of each file by name, and the items for the headers."""
         rank = self.group.rank()
         path = folder / f"__{rank}_0.distcp"
         with HashedFile(path) as hashed:
@@ -169,8 +173,8 @@ class SaveTask:
                 self.part.written += block.bytes
             for key, value in self.part.objects.items():
                 file.add_object(key, value)
-        generators = write_hashed(folder / rng_file(rank), self.part.generators.encode())
-        return {path.name: hashed.record, rng_file(rank): generators}, file.items
+        rng_record = write_hashed(folder / rng_file(rank), self.part.generators.encode())
+        return {path.name: hashed.record, rng_file(rank): rng_record}, file.items
 
     def _write_headers(
         self,
@@ -182,8 +186,9 @@ class SaveTask:
         return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
-        partial, content = self.target.partial, {**self.manifest, "files": files}
-        path = self.target.folders.publish(partial, content, suspect=self.suspect)
+        partial = self.target.partial
+        manifest = {**self.manifest, "files": files}
+        path = self.target.folders.publish(partial, manifest, suspect=self.suspect)
         if not self.suspect:
             failpoint("checkpoint/remember")
             self.published(partial.step)
@@ -201,10 +206,11 @@ def rng_file(rank: int) -> str:
     return f"rng_{rank:05d}.json"
 
 
-_SHOWN_AFTER_S = 1.0
+_PROGRESS_AFTER_S = 1.0
+"""Time after which ``PendingSave.wait`` shows a progress bar."""
 _POLL_S = 0.5
-# Time that a rank waits for its own save to end after another rank's save failed.
 _END_S = 10.0
+"""Time that a rank waits for its own save to end after another rank's save failed."""
 
 
 class SaveThread:
@@ -254,7 +260,7 @@ class PendingSave:
             self._ended.set()
 
     def report(self) -> dict[str, Any] | None:
-        """Return this rank's result as JSON for the other ranks: None during the save, then its error, if any."""
+        """Return this rank's result as JSON for the other ranks: None during the save, then an entry with its error."""
         if self._error is not None:
             is_expected = isinstance(self._error, (CheckpointError, FencedError))
             prefix = "" if is_expected else f"{type(self._error).__name__}: "
@@ -286,10 +292,11 @@ class PendingSave:
 
         ``is_settled`` is called every half second, and as soon as this rank's save has ended.
         """
-        self._ended.wait(_SHOWN_AFTER_S)
+        self._ended.wait(_PROGRESS_AFTER_S)
         if is_settled():
             return
-        part, step = self._task.part, self._task.target.partial.step
+        part = self._task.part
+        step = self._task.target.partial.step
         with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
             while not is_settled():
                 self._ended.wait(_POLL_S)
@@ -315,7 +322,7 @@ class HostCopy:
     def take(
         self, blocks: Sequence[tuple[TensorBlock, Tensor]]
     ) -> list[tuple[TensorBlock, Tensor]]:
-        """Copy ``blocks`` into the buffer and return the copies. They overwrite those of an earlier call."""
+        """Copy ``blocks`` into the buffer and return the copies, which overwrite the copies of an earlier call."""
         starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
             # Free the old buffer first: holding both would double the memory.

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from pydantic import TypeAdapter
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks, TensorBlock
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
@@ -69,12 +69,13 @@ log = logging.getLogger(__name__)
 # Estimated size of the index files, the generators' states and the manifest.
 _SLACK_BYTES = saving.MIB
 _SEED_STRIDE = 1_000_003
+"""Distance between the seeds of consecutive step counts: large, so that runs with close ``run.seed`` share no seed."""
 _SURVEY = TypeAdapter(CheckpointSurvey)
 _STORED = TypeAdapter(StoredCheckpoint)
 
 
 class CheckpointStore:
-    """Saves and loads the checkpoints of a run in ``directory``, where the ``keep`` last written ones are kept.
+    """Saves and loads the checkpoints of a run in ``directory``, and deletes all but the ``keep`` last written ones.
 
     Every method except ``figures`` and ``close`` is collective; a failure on one rank raises CheckpointError on all.
 
@@ -116,11 +117,11 @@ class CheckpointStore:
         return self._folders.directory
 
     def survey(self) -> CheckpointSurvey:
-        """Survey the directory on global rank 0 and return its result on every rank."""
-        survey = collectives.on_rank_0(
+        """Survey the directory on global rank 0 and return the survey on every rank."""
+        survey_json = collectives.on_rank_0(
             lambda: _SURVEY.dump_python(self._folders.survey(), mode="json"), error=CheckpointError
         )
-        return _SURVEY.validate_python(survey)
+        return _SURVEY.validate_python(survey_json)
 
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither loaded nor deleted."""
@@ -140,7 +141,7 @@ class CheckpointStore:
         checkpoints unchanged, and leaves no incomplete folder that ``survey`` would list as complete.
 
         Args:
-            trainer: its weights, optimizer, schedule and generators are saved.
+            trainer: the trainer whose weights, optimizer, schedule and generators are saved.
             step: number of the step.
             state: state of the loop; plain JSON, the same on every rank.
             suspect: keep the checkpoint for the doctor, under a name that no start loads, and delete no older one.
@@ -156,11 +157,11 @@ class CheckpointStore:
         collectives.agree(state, "the run's state")
         collectives.on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
         self._fence(None)
-        save_plan = collectives.on_rank_0(
+        partial_json = collectives.on_rank_0(
             lambda: _STORED.dump_python(self._folders.begin(step), mode="json"),
             error=CheckpointError,
         )
-        partial = _STORED.validate_python(save_plan)
+        partial = _STORED.validate_python(partial_json)
         state_of_rank = rank_state(_model_state(trainer), trainer.optimizer)
         share_bytes = sum(block.bytes for block, _ in state_of_rank.share)
         target = saving.SaveTarget(
@@ -172,10 +173,12 @@ class CheckpointStore:
                 lambda: shutil.disk_usage(partial.path).free, error=CheckpointError
             ),
         )
+        # A save without enough disk space fails before it reads the blocks, so it needs no copy.
+        needs_copy = self._background and target.free >= target.needed
         self._pending = saving.PendingSave(
             saving.SaveTask(
                 target,
-                self._part(state_of_rank, copied=self._background and target.free >= target.needed),
+                self._part(state_of_rank, copied=needs_copy),
                 {**facts(trainer), "state": state},
                 self._group,
                 self._fence,
@@ -193,9 +196,11 @@ class CheckpointStore:
         Raises:
             CheckpointError, FencedError: as ``save``.
         """
-        if (pending := self._pending) is None:
+        pending = self._pending
+        if pending is None:
             return
         reports = collectives.all_gather_json(pending.report())
+        # Forget the save before ``settle``, which raises an error if the save has failed.
         self._pending = None
         saved = pending.settle(reports)
         if saved is None:
@@ -228,8 +233,8 @@ class CheckpointStore:
         if not checkpoints:
             return {}
         return {
-            names.CHECKPOINT_BYTES: sum(checkpoint.bytes for checkpoint in checkpoints),
-            names.CHECKPOINT_WRITTEN: sum(checkpoint.seconds for checkpoint in checkpoints),
+            metric_names.CHECKPOINT_BYTES: sum(saved.bytes for saved in checkpoints),
+            metric_names.CHECKPOINT_WRITTEN: sum(saved.seconds for saved in checkpoints),
         }
 
     def close(self) -> None:
@@ -332,12 +337,16 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 
 def rng_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's, torch's and the device's generators, and of Megatron's streams."""
-    version, state, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
+    format_number, numbers, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    twister_state = numpy_state["state"]
     streams = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
-        "python": [version, list(state), gauss],
-        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+        "python": [format_number, list(numbers), gauss],
+        "numpy": {
+            **numpy_state,
+            "state": {**twister_state, "key": twister_state["key"].tolist()},
+        },
         "torch": _text(torch.get_rng_state()),
         "device": _text(megatron_random._get_cuda_rng_state()),
         "streams": {name: _text(state) for name, state in streams.items()},
@@ -346,11 +355,12 @@ def rng_state() -> dict[str, Any]:
 
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Set every generator to ``state`` of :func:`rng_state`; each continues bit for bit."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    legacy = state["numpy"]
-    key = np.array(legacy["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**legacy, "state": {**legacy["state"], "key": key}})
+    format_number, numbers, gauss = state["python"]
+    random.setstate((format_number, tuple(numbers), gauss))
+    numpy_state = state["numpy"]
+    twister_state = numpy_state["state"]
+    key = np.array(twister_state["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**twister_state, "key": key}})
     # Set torch's generator after the device's: without CUDA both are torch's CPU generator.
     megatron_random._set_cuda_rng_state(_tensor(state["device"]))
     torch.set_rng_state(_tensor(state["torch"]))
@@ -392,7 +402,7 @@ def check_step_count(trainer: Trainer) -> None:
 
 def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
     """Raise CheckpointError if the model or the reference policy differs; log optimizer settings that differ."""
-    # A version before one that added a field of ModelShape trained models with the field's default only.
+    # A version without a field of ModelShape could only train models with the field's default value.
     saved_model = _default_facts() | manifest["model"]
     model_differences = _differences(saved_model, _model_facts(trainer))
     if model_differences:
@@ -416,8 +426,10 @@ def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Non
 
 
 def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    """Set this rank's random generators to the saved state; if the layout differs from the saved one, seed them
-    from the run's seed and the step count. Collective."""
+    """Set this rank's random generators to the saved state. Collective.
+
+    If the layout differs from the saved one, seed the generators from the run's seed and the step count.
+    """
     saved_layout = Layout(**manifest["layout"])
     topology = trainer.topology
     if saved_layout == trainer.layout:
@@ -441,7 +453,7 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
 
 
 def _default_facts() -> dict[str, Any]:
-    """The fields of ModelShape that have a default, as they are in a checkpoint."""
+    """Return the default values of ModelShape's fields, by name, in the form that a manifest has."""
     facts: dict[str, Any] = {}
     for field in fields(ModelShape):
         value = field.default
@@ -454,7 +466,7 @@ def _default_facts() -> dict[str, Any]:
 
 
 def _model_facts(trainer: Trainer) -> dict[str, Any]:
-    """Properties of the model that a resumed run must not change."""
+    """Return the properties of the model that a resumed run must not change."""
     shape = json.loads(json.dumps(asdict(trainer.shape)))
     adapters = {}
     if trainer.adapted is not None:
@@ -464,9 +476,10 @@ def _model_facts(trainer: Trainer) -> dict[str, Any]:
 
 def _differences(saved_settings: dict[str, Any], present_settings: dict[str, Any]) -> list[str]:
     """Describe each key whose value differs between the checkpoint's settings and this run's."""
-    names = sorted(saved_settings.keys() | present_settings.keys())
-    return [
-        f"{name} is {present_settings.get(name)!r} here and {saved_settings.get(name)!r} in the checkpoint"
-        for name in names
-        if saved_settings.get(name) != present_settings.get(name)
-    ]
+    differences = []
+    for name in sorted(saved_settings.keys() | present_settings.keys()):
+        saved_value = saved_settings.get(name)
+        value = present_settings.get(name)
+        if value != saved_value:
+            differences.append(f"{name} is {value!r} here and {saved_value!r} in the checkpoint")
+    return differences

@@ -182,9 +182,12 @@ def _exchange_tokens(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _HeadsForTokens(torch.autograd.Function):
+    """``_exchange_heads`` with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
+        ctx.rows = rows
+        ctx.group = group
         return _exchange_heads(x, rows, group)
 
     @staticmethod
@@ -193,9 +196,12 @@ class _HeadsForTokens(torch.autograd.Function):
 
 
 class _TokensForHeads(torch.autograd.Function):
+    """``_exchange_tokens`` with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
+        ctx.rows = rows
+        ctx.group = group
         return _exchange_tokens(x, rows, group)
 
     @staticmethod
@@ -204,8 +210,10 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if ``config`` says so; with SP the weight's gradient is
-    summed over TP."""
+    """x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) with ``layernorm_zero_centered_gamma``.
+
+    Under sequence parallelism Megatron sums the weight's gradient over the tensor-parallel ranks.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -220,7 +228,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None, *, adds_one: bool) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; with ``adds_one`` in fp32 and with 1 + weight."""
+    """Return x / sqrt(mean(x^2) + eps) * weight; with ``adds_one`` * (1 + weight), computed in fp32."""
     if not adds_one:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return F.rms_norm(x.float(), x.shape[-1:], 1 + weight.float(), eps).to(x.dtype)
@@ -247,8 +255,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class WholeLinear(torch.nn.Linear):
     """A linear without bias that is whole on every tensor-parallel rank; replaces TELinear in its mode "duplicated".
 
-    Under sequence parallelism its input has a rank's part of the tokens, and Megatron sums the weight's gradient over
-    the ranks.
+    Under sequence parallelism the input has only this rank's part of the tokens, and Megatron sums the weight's
+    gradient over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -303,11 +311,13 @@ class ColumnGroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """Map x [tokens, in], sorted by expert with ``m_splits`` tokens each, to ([tokens, out / ETP], None)."""
-        parts = x.split(m_splits)
+        """x [tokens, in] -> ([tokens, out / ETP], None).
+
+        The tokens are sorted by expert; ``m_splits`` has the number of tokens of each expert.
+        """
         outputs: list[Tensor] = []
-        for expert, part in enumerate(parts):
-            outputs.append(F.linear(part, getattr(self, f"weight{expert}")))
+        for expert, expert_input in enumerate(x.split(m_splits)):
+            outputs.append(F.linear(expert_input, getattr(self, f"weight{expert}")))
         return torch.cat(outputs), None
 
     def sharded_state_dict(
@@ -316,24 +326,26 @@ class ColumnGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """One sharded tensor for each expert along an expert axis, as in Transformer Engine."""
-        n = self.num_gemms
-        ep = self.groups.ep
-        out = {}
-        for i in range(n):
-            expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
+        """Return one sharded tensor for each expert along an expert axis, as Transformer Engine's linears do."""
+        local_experts = self.num_gemms
+        group = self.groups.ep
+        expert_count = group.size() * local_experts
+        expert_axis = len(sharded_offsets)
+        state = {}
+        for i in range(local_experts):
+            expert_offset = (expert_axis, group.rank() * local_experts + i, expert_count)
             sharded = make_sharded_tensors_for_checkpoint(
                 {"weight": getattr(self, f"weight{i}")},
                 prefix,
                 {"weight": self.partition_dim},
-                (*sharded_offsets, expert),
+                (*sharded_offsets, expert_offset),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=(metadata or {})["dp_cp_group"],
             )[f"{prefix}weight"]
-            # The helper counts the replicas of dense layers, which are on other ranks than those of experts.
+            # Megatron's helper sets the index of a dense layer's replica. Replicas of experts are on other ranks.
             sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
-            out[f"{prefix}weight{i}"] = sharded
-        return out
+            state[f"{prefix}weight{i}"] = sharded
+        return state
 
 
 class RowGroupedLinear(ColumnGroupedLinear):
@@ -373,23 +385,24 @@ class TorchSpecProvider(LocalSpecProvider):
 def decoder_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Layer specs of this rank's chunk; ``config.moe_layer_freq`` selects dense or MoE layers."""
+    """Return the layer specs of this rank's chunk.
+
+    ``config.moe_layer_freq`` selects dense or MoE layers, ``config.linear_attention_freq`` attention or delta nets.
+    """
     provider = TorchSpecProvider()
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        frequency = [int(i % frequency == 0) for i in range(config.num_layers)]
-    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    moe_layers = config.moe_layer_freq
+    if isinstance(moe_layers, int):
+        moe_layers = [int(i % config.moe_layer_freq == 0) for i in range(config.num_layers)]
+    first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    is_moe = [False] * count
-    if config.num_moe_experts is not None:
-        is_moe = list(map(bool, frequency[offset : offset + count]))
-    is_delta = [False] * count
-    if config.linear_attention_freq is not None:
-        is_delta = list(map(bool, config.linear_attention_freq[offset : offset + count]))
-    kinds = list(zip(is_moe, is_delta, strict=True))
-    specs = {kind: _layer_spec(provider, config, *kind) for kind in set(kinds)}
+    layer_specs = []
+    for layer in range(first_layer, first_layer + count):
+        is_moe = config.num_moe_experts is not None and bool(moe_layers[layer])
+        delta_layers = config.linear_attention_freq
+        is_delta = delta_layers is not None and bool(delta_layers[layer])
+        layer_specs.append(_layer_spec(provider, config, is_moe=is_moe, is_delta=is_delta))
     return TransformerBlockSubmodules(
-        layer_specs=[specs[kind] for kind in kinds],
+        layer_specs=layer_specs,
         layer_norm=provider.layer_norm(),
     )
 
@@ -429,31 +442,40 @@ def _delta_net(provider: TorchSpecProvider, config: TransformerConfig) -> Module
 
 
 def _layer_spec(
-    provider: TorchSpecProvider, config: TransformerConfig, moe: bool, delta: bool
+    provider: TorchSpecProvider, config: TransformerConfig, *, is_moe: bool, is_delta: bool
 ) -> ModuleSpec:
+    # Linears that follow a norm contain it (NormColumnParallelLinear). Only the routers and the whole linears before
+    # attention's latents need a norm of its own.
     norm = provider.layer_norm()
-    attention = _latent_attention if config.multi_latent_attention else _attention
-    if delta:
-        attention = _delta_net
-    dense_mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
-    )
-    moe_mlp = dense_mlp
-    if moe and config.num_moe_experts:
-        moe_mlp = get_moe_module_spec_for_backend(
+    if is_delta:
+        self_attention = _delta_net(provider, config)
+    elif config.multi_latent_attention:
+        self_attention = _latent_attention(provider, config)
+    else:
+        self_attention = _attention(provider, config)
+    if is_moe:
+        pre_mlp_norm = norm
+        mlp = get_moe_module_spec_for_backend(
             provider,
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=True,
+        )
+    else:
+        pre_mlp_norm = IdentityOp
+        mlp = ModuleSpec(
+            module=MLP,
+            submodules=MLPSubmodules(
+                linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear
+            ),
         )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm if config.multi_latent_attention else IdentityOp,
-            self_attention=attention(provider, config),
+            self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm if moe and config.num_moe_experts else IdentityOp,
-            mlp=moe_mlp if moe else dense_mlp,
+            pre_mlp_layernorm=pre_mlp_norm,
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

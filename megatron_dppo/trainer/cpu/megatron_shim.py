@@ -1,12 +1,12 @@
-"""Shim that runs Megatron-Core without CUDA: ``install()`` before the first ``import megatron.core``.
+"""Shim that runs Megatron-Core without CUDA: call ``install()`` before the first ``import megatron.core``.
 
 Megatron-Core selects its device by literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and by
 calls of ``torch.cuda``. The literals are replaced in the code objects of megatron's own modules at
 import, so torch is unchanged for other libraries. The torch.cuda functions, which could only raise
 on such a machine, get CPU implementations.
 
-Wrapping torch's factory functions would change the results of other libraries; a TorchFunctionMode
-is not active in other threads and inside backward.
+Two simpler ways do not work: wrapped factory functions of torch would change the results of other libraries, and a
+TorchFunctionMode is not active in other threads and in backward passes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _ShimLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            # The fuser calls torch.compile: minutes of C++ builds, no gain at these sizes.
+            # The fuser calls torch.compile, which builds C++ code for minutes and gains nothing for small models.
             module.disable_jit_fuser()
 
 
@@ -92,7 +92,7 @@ class _Stream:
 
 
 def install() -> None:
-    """Install the shim; repeated calls do nothing. RuntimeError if megatron.core is already loaded."""
+    """Install the shim; repeated calls do nothing. Raises RuntimeError if megatron.core is already loaded."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
@@ -115,7 +115,7 @@ def _silence_warnings() -> None:
 
 
 def _replace_torch_cuda() -> None:
-    """Give the torch.cuda functions that megatron.core calls a CPU implementation."""
+    """Replace the torch.cuda functions that megatron.core calls by CPU implementations."""
     stream = _Stream()
 
     def current_device() -> torch.device:
@@ -205,12 +205,12 @@ def _has_no_version(*args: Any, **kwargs: Any) -> bool:
 
 
 def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ...]:
-    """``HybridDeviceOptimizer._get_sub_optimizer_param_groups`` for a device whose memory is the host's.
+    """Replace ``HybridDeviceOptimizer._get_sub_optimizer_param_groups`` if device memory is host memory.
 
-    Every tensor counts as one of the device. As in the original, the first ones are copied, until the copies have
-    ``offload_fraction`` of all elements, and tensors that are not fp32 get fp32 masters.
+    Every tensor counts as a tensor of the device. As in the original, the first tensors are copied, until the copies
+    have ``offload_fraction`` of all elements, and tensors that are not fp32 get fp32 masters.
     """
-    # Gradients can't be copied to page-locked memory, either.
+    # Page-locked memory needs a device, so gradients are not copied to it either.
     optimizer.pin_cpu_grads = False
     groups = optimizer.param_groups
     threshold = offload_fraction * sum(p.numel() for group in groups for p in group["params"])
@@ -233,7 +233,9 @@ def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ..
                 masters[param] = stepped
             if is_offloaded:
                 host_copies[param] = stepped
-            (host_group if is_offloaded else device_group)["params"].append(stepped)
+                host_group["params"].append(stepped)
+            else:
+                device_group["params"].append(stepped)
         if host_group["params"]:
             host_groups.append(host_group)
         if device_group["params"]:
@@ -249,6 +251,7 @@ def _own_positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: ProcessGroup) 
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Replace ``token_dispatcher.maybe_move_tensor_to_cpu`` for tensors that are on the CPU already."""
     if as_numpy and torch.is_tensor(tensor):
         return tensor.numpy()
     return tensor
