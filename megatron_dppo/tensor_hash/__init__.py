@@ -5,12 +5,12 @@ platform plugin makes SGLang use the same hash instead of SHA-256, which takes t
 from parts. With the tensor's bytes as little-endian 32-bit words ``v_i`` (zero-padded at the end) and ``n`` their
 number::
 
-    h(tile, s) = fmix(4n ^ sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r)))       mod 2^32
-    checksum   = splitmix(sum_tile  h(tile, s1) 2^32 + h(tile, s2))                  mod 2^64
+    h(tile, lane) = fmix(4n ^ sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r)))    mod 2^32
+    checksum      = splitmix(sum_tile  h(tile, lane 1) 2^32 + h(tile, lane 2))       mod 2^64
 
-A tile is a run of 8192 words, ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. The hash
-detects accidents, not adversaries. The sums over tiles run in C++ on a CPU, in torch where there is no compiler, and in
-Triton on a GPU.
+A tile is a run of 8192 words. Each of the two lanes has its own multiplier P, seed s and rotation r (``LANES``).
+``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. The hash detects accidents, not adversaries.
+The sums over tiles run in C++ on a CPU, in torch where there is no compiler, and in Triton on a GPU.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ log = logging.getLogger(__name__)
 MASK32 = (1 << 32) - 1
 MASK64 = (1 << 64) - 1
 WORD = 4
+"""Bytes of a word."""
 TILE = 8192
+"""Words of a tile."""
 BLOCK_TILES = 2048
+"""Tiles that torch hashes at a time."""
 SEED_1 = 0x243F6A88
 SEED_2 = ((SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & MASK32
 LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
+"""Multiplier P, seed s and rotation r of the two lanes."""
 SOURCE = Path(__file__).parent / "tile_sums.cpp"
 
 Edge: TypeAlias = tuple[int, int, int]
-"""A tile that one part covers only partly, and the tile's two inner sums over that part."""
+"""The number of a tile that a part covers only partly, and the two lanes' inner sums over the part's words in it."""
 PartSums: TypeAlias = tuple[int, Sequence[Edge]]
-"""The sum over the tiles that a part covers whole, and its edges."""
+"""What the tiles that a part covers whole add to the checksum (``closed_sum``), and the part's edges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,11 @@ class WordRun:
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """The tiles that these words cover only partly, each with 0 if it is the first tile and 2 if it is the last."""
+        """The tiles that these words cover only partly, at most the first and the last one.
+
+        Each tile comes with the index of its sums in the four edge sums of a kernel: 0 for the first tile, 2 for the
+        last.
+        """
         end = self.first + self.words
         first = self.first // TILE
         last = end // TILE
@@ -122,29 +130,37 @@ def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
     if kernel is None:
         return [sums_by_torch(run) for run in runs]
     shapes = np.array([run.shape for run in runs], dtype=np.int64)
-    closed = np.zeros(len(runs), dtype=np.uint64)
-    sums = np.zeros((len(runs), 4), dtype=np.uint32)
-    kernel(len(runs), *(array.ctypes.data for array in (shapes, closed, sums)))
-    return collect([run.edges for run in runs], closed.tolist(), sums.tolist())
+    closed_sums = np.zeros(len(runs), dtype=np.uint64)
+    edge_sums = np.zeros((len(runs), 4), dtype=np.uint32)
+    kernel(len(runs), shapes.ctypes.data, closed_sums.ctypes.data, edge_sums.ctypes.data)
+    return collect([run.edges for run in runs], closed_sums.tolist(), edge_sums.tolist())
 
 
 def collect(
     edges: Sequence[Sequence[tuple[int, int]]],
-    closed: Sequence[int],
-    sums: Sequence[Sequence[int]],
+    closed_sums: Sequence[int],
+    edge_sums: Sequence[Sequence[int]],
 ) -> list[PartSums]:
-    """Combine a kernel's results by part. ``sums`` [parts, 4] has two words for the first tile and two for the last."""
+    """Combine a kernel's results by part.
+
+    Args:
+        edges: ``WordRun.edges`` of each part.
+        closed_sums: ``closed_sum`` of the tiles that each part covers whole.
+        edge_sums: [parts, 4], both lanes' inner sums of the first tile, then those of the last.
+    """
     parts: list[PartSums] = []
-    for part_edges, closed_part, inner in zip(edges, closed, sums, strict=True):
-        parts.append((closed_part, [(tile, inner[i], inner[i + 1]) for tile, i in part_edges]))
+    for part_edges, closed, sums in zip(edges, closed_sums, edge_sums, strict=True):
+        parts.append((closed, [(tile, sums[i], sums[i + 1]) for tile, i in part_edges]))
     return parts
 
 
 def sums_by_torch(run: WordRun) -> PartSums:
     """Compute the sums in torch on any device, in blocks of BLOCK_TILES tiles (memory: a few times 64 MiB)."""
     remaining_words = run.data.contiguous().reshape(-1).view(torch.int32)
-    blocks, first = [], run.first
+    blocks = []
+    first = run.first
     while remaining_words.numel():
+        # A block is the rest of a tile, or as many whole tiles as there are.
         size = TILE - first % TILE
         if size == TILE and remaining_words.numel() > TILE:
             size = min(remaining_words.numel() // TILE, BLOCK_TILES) * TILE
@@ -154,32 +170,38 @@ def sums_by_torch(run: WordRun) -> PartSums:
     sums = torch.cat(blocks, dim=1)
     first_tile = run.first // TILE
     edge_columns = {tile - first_tile for tile, _ in run.edges}
-    covered_columns = [i for i in range(sums.shape[1]) if i not in edge_columns]
+    closed_columns = [i for i in range(sums.shape[1]) if i not in edge_columns]
     edges = [(tile, *sums[:, tile - first_tile].tolist()) for tile, _ in run.edges]
-    return closed_sum(sums[:, covered_columns], run.total), edges
+    return closed_sum(sums[:, closed_columns], run.total), edges
 
 
 def closed_sum(sums: Tensor, total: int) -> int:
-    """Return what tiles with inner ``sums`` (int64 [2, tiles]) add to the checksum of a tensor of ``total`` words."""
-    high, low = _fmix((sums ^ (WORD * total & MASK32)).to(torch.int32)).to(torch.int64)
-    return ((int((high & MASK32).sum()) << 32) + int((low & MASK32).sum())) & MASK64
+    """Return what tiles add to the checksum of a tensor of ``total`` words: sum of h(lane 1) 2^32 + h(lane 2).
+
+    ``sums``: the lanes' inner sums over each whole tile, int64 [2, tiles].
+    """
+    size = WORD * total & MASK32
+    hashes = _fmix((sums ^ size).to(torch.int32)).to(torch.int64) & MASK32
+    high, low = hashes.sum(1).tolist()
+    return ((high << 32) + low) & MASK64
 
 
 def _rows(part: Tensor) -> Tensor | None:
     """View ``part`` as ``uint8`` rows of whole words; None if its memory layout needs a copy."""
-    # The last dimensions that are contiguous together make a row of ``inner`` elements.
-    inner, dim = 1, part.dim()
-    while dim and (part.shape[dim - 1] == 1 or part.stride(dim - 1) == inner):
+    # The last dimensions that are contiguous together make a row of ``width`` elements.
+    width = 1
+    dim = part.dim()
+    while dim and (part.shape[dim - 1] == 1 or part.stride(dim - 1) == width):
         dim -= 1
-        inner *= part.shape[dim]
+        width *= part.shape[dim]
     pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
-    outer = [(size, step) for size, step in pairs if size > 1]
+    outer_dims = [(size, stride) for size, stride in pairs if size > 1]
     # The rows must have a constant stride: each outer dimension continues the one after it.
-    for (_, above), (size, below) in itertools.pairwise(outer):
-        if above != size * below:
+    for (_, stride), (next_size, next_stride) in itertools.pairwise(outer_dims):
+        if stride != next_size * next_stride:
             return None
-    step = outer[-1][1] if outer else inner
-    rows = part.as_strided((part.numel() // inner, inner), (step, 1)).view(torch.uint8)
+    row_stride = outer_dims[-1][1] if outer_dims else width
+    rows = part.as_strided((part.numel() // width, width), (row_stride, 1)).view(torch.uint8)
     measures = (rows.data_ptr(), rows.shape[1], rows.stride(0))
     if any(measure % WORD for measure in measures):
         return None
@@ -187,12 +209,15 @@ def _rows(part: Tensor) -> Tensor | None:
 
 
 def _mix(data: Tensor, first: int) -> Tensor:
-    """Compute the inner sums of one tile, or of several whole ones. int32 overflows modulo 2^32 as the formula asks."""
+    """Compute both lanes' inner sums of one tile (or of a part of it), or of several whole tiles: int64 [2, tiles].
+
+    int32 overflows modulo 2^32, as the formula requires.
+    """
     count = data.numel()
     index = torch.arange(first, first + count, device=data.device).to(torch.int32)
     sums = []
-    for multiplier, seed, turn in LANES:
-        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, turn)
+    for multiplier, seed, rotation in LANES:
+        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, rotation)
         mixed = _fmix(data ^ position)
         tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
         # Sum in int64, where a tile cannot overflow, and reduce modulo 2^32 afterwards.
@@ -214,17 +239,18 @@ def _kernel() -> Any | None:
 
 
 def _signed(value: int) -> int:
+    """Return the int32 with the bits of the uint32 ``value``."""
     return value - (1 << 32) if value >> 31 else value
 
 
-def _shift_right(x: Tensor, by: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift int32 right logically."""
     # torch shifts arithmetically: mask off the copies of the sign bit.
-    return (x >> by) & ((1 << (32 - by)) - 1)
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
-def _rotate_left(x: Tensor, by: int) -> Tensor:
-    return (x << by) | _shift_right(x, 32 - by)
+def _rotate_left(x: Tensor, bits: int) -> Tensor:
+    return (x << bits) | _shift_right(x, 32 - bits)
 
 
 def _fmix(x: Tensor) -> Tensor:
@@ -247,16 +273,21 @@ def tiled_hash(tensor: Tensor) -> str:
 def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     """Start one kernel that hashes all of ``parts``. Returns a function that waits for it and adds the sums.
 
-    The caller may change the parts after that function has returned, and on a GPU once their stream has passed the
-    kernel. Raises ValueError as ``TiledHash.add`` does.
+    The caller may change the parts after that function has returned; on a GPU also before, by operations of the stream
+    in which the kernel runs. Raises ValueError as ``TiledHash.add`` does.
     """
-    runs = [(whole_hash, whole_hash.run(part, start)) for whole_hash, part, start in parts]
-    filled = [(whole_hash, run) for whole_hash, run in runs if run is not None]
-    sums = start_sums([run for _, run in filled])
+    hashes: list[TiledHash] = []
+    runs: list[WordRun] = []
+    for tensor_hash, part, start in parts:
+        run = tensor_hash.run(part, start)
+        if run is not None:
+            hashes.append(tensor_hash)
+            runs.append(run)
+    wait_for_sums = start_sums(runs)
 
     def finish() -> None:
-        for (whole_hash, _), part_sums in zip(filled, sums(), strict=True):
-            whole_hash.take(part_sums)
+        for tensor_hash, part_sums in zip(hashes, wait_for_sums(), strict=True):
+            tensor_hash.add_sums(part_sums)
 
     return finish
 
@@ -264,13 +295,14 @@ def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
 class TiledHash:
     """The checksum of a tensor of ``size`` bytes, computed from its parts in any order.
 
-    A tile that one part covers whole is added at once. A tile that several parts share stays open until the end.
+    A tile that one part covers whole is added to the checksum at once. For a tile that several parts share, the inner
+    sums of the parts are added up, and ``hexdigest`` adds the tile.
     """
 
     def __init__(self, size: int) -> None:
         self._words = -(-size // WORD)
         self._sum = 0
-        self._open: dict[int, tuple[int, int]] = {}
+        self._shared_tiles: dict[int, tuple[int, int]] = {}
 
     def add(self, part: Tensor, start: int) -> None:
         """Add the bytes of ``part`` (any shape and dtype, row-major order), which begin at byte ``start``.
@@ -294,27 +326,28 @@ class TiledHash:
             return run_of(part, first, self._words)
         return None
 
-    def take(self, sums: PartSums) -> None:
+    def add_sums(self, sums: PartSums) -> None:
         """Add the sums of one part."""
         closed, edges = sums
         self._sum = (self._sum + closed) & MASK64
-        for tile, high, low in edges:
-            open_high, open_low = self._open.get(tile, (0, 0))
-            self._open[tile] = ((open_high + high) & MASK32, (open_low + low) & MASK32)
+        for tile, sum_1, sum_2 in edges:
+            tile_1, tile_2 = self._shared_tiles.get(tile, (0, 0))
+            self._shared_tiles[tile] = ((tile_1 + sum_1) & MASK32, (tile_2 + sum_2) & MASK32)
 
     def state(self) -> list[Any]:
         """Return the sums so far as JSON values, the argument of ``merge``."""
-        return [self._sum, [[tile, *sums] for tile, sums in self._open.items()]]
+        return [self._sum, [[tile, *sums] for tile, sums in self._shared_tiles.items()]]
 
     def merge(self, state: list[Any]) -> None:
         """Add the ``state`` of another hash of the same tensor."""
-        self.take((state[0], state[1]))
+        self.add_sums((state[0], state[1]))
 
     def hexdigest(self) -> str:
         """Return the checksum of all added parts as 16 hexadecimal digits; zeros for an empty tensor."""
         total = self._sum
-        if self._open:
-            total += closed_sum(torch.tensor(list(self._open.values())).T, self._words)
+        if self._shared_tiles:
+            tile_sums = torch.tensor(list(self._shared_tiles.values()))
+            total += closed_sum(tile_sums.T, self._words)
         return f"{_splitmix(total & MASK64):016x}"
 
 

@@ -1,6 +1,6 @@
 // Tile sums of parts of tensors on a CPU, for SGLang's tiled checksum (tensor_hash/__init__.py has the formula).
 //
-// One pass over the words, both lanes in it; the loop over a run of words vectorises.
+// One pass over the words computes both lanes. The compiler vectorises the loop over a run of words.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,8 @@ constexpr int64_t kTile = 8192;
 constexpr uint32_t kPrime1 = 0x27D4EB2D, kSeed1 = 0x243F6A88;
 constexpr uint32_t kPrime2 = 0x165667B1, kSeed2 = (kSeed1 * 0x9E3779B1u) ^ 0xDEADBEEFu;
 
-// `words` little-endian words from `first` on of a tensor of `total`; in rows of `row`, `stride` apart.
+// A part of a tensor of `total` words: `words` little-endian words, from word `first` of the tensor on, in rows of `row`
+// words that are `stride` words apart.
 struct Part {
   const uint32_t* data;
   int64_t words, row, stride, first, total;
@@ -39,7 +40,7 @@ inline void add(const uint32_t* words, int32_t count, uint32_t start, uint32_t* 
   sums[1] += sum_2;
 }
 
-// The inner sums of `count` words of the part from its word `at` on, which lie in one tile.
+// Adds the inner sums of `count` words of the part, from its word `at` on. The words lie in one tile.
 inline void add_rows(const Part& part, int64_t at, int64_t count, uint32_t* sums) {
   for (int64_t done = 0; done < count;) {
     const int64_t row = (at + done) / part.row, column = (at + done) % part.row;
@@ -50,7 +51,7 @@ inline void add_rows(const Part& part, int64_t at, int64_t count, uint32_t* sums
   }
 }
 
-// Returns what the tiles that the part covers add to the checksum. The inner sums of a tile that it
+// Returns what the tiles that the part covers whole add to the checksum. The inner sums of a tile that the part
 // shares with other parts go to edges: two words for the first tile, two for the last.
 uint64_t sum_part(const Part& part, uint32_t* edges) {
   const uint32_t size = static_cast<uint32_t>(4 * part.total);
@@ -73,7 +74,7 @@ uint64_t sum_part(const Part& part, uint32_t* edges) {
 
 }  // namespace
 
-// shapes: six numbers for each of `count` parts, as in Part. closed: one sum for each; edges: four words.
+// shapes: six numbers for each of `count` parts, as in Part. Results for each part: one sum in closed, four words in edges.
 extern "C" void tile_sums(int64_t count, const int64_t* shapes, uint64_t* closed, uint32_t* edges) {
   for (int64_t i = 0; i < count; ++i, shapes += 6) {
     const Part part = {reinterpret_cast<const uint32_t*>(shapes[0]), shapes[1], shapes[2], shapes[3], shapes[4],

@@ -15,6 +15,7 @@ import triton.language as tl
 from megatron_dppo.tensor_hash import SEED_1, SEED_2, TILE, PartSums, WordRun, collect
 
 BLOCK = 1024
+"""Words that a program reads at a time."""
 
 
 def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
@@ -23,17 +24,19 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     All parts together need two copies to the device and one back.
     """
     device = runs[0].data.device
-    counts = [-(-(run.first % TILE + run.words) // TILE) for run in runs]
     shapes = torch.tensor([run.shape for run in runs], dtype=torch.int64).to(device)
-    ends = np.cumsum(counts)
-    parts = np.repeat(np.arange(len(runs)), counts)
-    programs = np.stack([parts, np.arange(ends[-1]) - np.repeat(ends - counts, counts)])
-    where = torch.from_numpy(programs.astype(np.int32)).to(device)
+    # One program sums one tile. ``parts`` and ``tiles`` are each program's part and the tile's number within the part.
+    tile_counts = [-(-(run.first % TILE + run.words) // TILE) for run in runs]
+    ends = np.cumsum(tile_counts)
+    parts = np.repeat(np.arange(len(runs)), tile_counts)
+    tiles = np.arange(ends[-1]) - np.repeat(ends - tile_counts, tile_counts)
+    programs = torch.from_numpy(np.stack([parts, tiles]).astype(np.int32)).to(device)
+    # For each part: the sum of the tiles that it covers whole, and the four edge sums.
     out = torch.zeros(len(runs), 5, dtype=torch.int64, device=device)
     tile_sums_kernel[(int(ends[-1]),)](
         shapes,
-        where,
-        where[1],
+        programs[0],
+        programs[1],
         out,
         SEED_1=SEED_1,
         SEED_2=SEED_2,
@@ -45,8 +48,8 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
 
     def finish() -> list[PartSums]:
         sums = out.cpu().numpy()
-        closed = np.ascontiguousarray(sums[:, 0]).view(np.uint64)
-        return collect(edges, closed.tolist(), sums[:, 1:].tolist())
+        closed_sums = np.ascontiguousarray(sums[:, 0]).view(np.uint64)
+        return collect(edges, closed_sums.tolist(), sums[:, 1:].tolist())
 
     return finish
 
@@ -70,26 +73,31 @@ def tile_sums_kernel(
     TILE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Sum one tile of one part: add it to the part's sum if the part covers it whole, else store it as an edge."""
+    """Sum the words of one part in one tile.
+
+    If the part covers the tile whole, add the tile to the part's closed sum, else store the lanes' inner sums as an
+    edge. ``parts`` and ``tiles``: the part of each program, and the number of its tile, counted from the part's first.
+    """
     program = tl.program_id(0)
     part = tl.load(parts + program).to(tl.int64)
     tile = tl.load(tiles + program).to(tl.int64)
     shape = shapes + part * 6
     data = tl.load(shape).to(tl.pointer_type(tl.uint32))
-    extent = tl.load(shape + 1)
-    row = tl.load(shape + 2)
+    words = tl.load(shape + 1)
+    width = tl.load(shape + 2)
     stride = tl.load(shape + 3)
     first = tl.load(shape + 4)
     total = tl.load(shape + 5)
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
-    high = tl.minimum(begin + TILE, first + extent)
-    # One 64-bit division for each tile. Words after the end of its first row are counted in 32 bits.
-    above = (low - first) // row
-    column = (low - first) - above * row
-    data += above * stride + column
-    to_end = tl.minimum(row - column, TILE).to(tl.int32)
-    length = tl.minimum(row, TILE).to(tl.int32)
+    high = tl.minimum(begin + TILE, first + words)
+    # The tile's first word of the part, ``low``, is in ``row`` at ``column``. Only this division is in 64 bits: words
+    # after the end of that row are counted in 32 bits.
+    row = (low - first) // width
+    column = (low - first) - row * width
+    data += row * stride + column
+    to_end = tl.minimum(width - column, TILE).to(tl.int32)
+    length = tl.minimum(width, TILE).to(tl.int32)
     to_next = stride - column
     shift = (low - begin).to(tl.int32)
     count = (high - low).to(tl.int32)
@@ -99,14 +107,16 @@ def tile_sums_kernel(
         lane = block + tl.arange(0, BLOCK)
         step = lane - shift
         inside = (step >= 0) & (step < count)
+        # ``beyond`` counts words from the start of the next row; it is negative in the first row.
         beyond = step - to_end
-        below = to_next + (beyond // length) * stride + beyond % length
-        word = tl.load(data + tl.where(beyond < 0, step, below), mask=inside, other=0)
+        offset_below = to_next + (beyond // length) * stride + beyond % length
+        offset = tl.where(beyond < 0, step, offset_below)
+        word = tl.load(data + offset, mask=inside, other=0)
         index = (begin + lane).to(tl.uint32)
-        turned_1 = (index << 15) | (index >> 17)
-        turned_2 = (index << 13) | (index >> 19)
-        mixed_1 = fmix(word ^ (index * 0x27D4EB2D + SEED_1) ^ turned_1)
-        mixed_2 = fmix(word ^ (index * 0x165667B1 + SEED_2) ^ turned_2)
+        rotated_1 = (index << 15) | (index >> 17)
+        rotated_2 = (index << 13) | (index >> 19)
+        mixed_1 = fmix(word ^ (index * 0x27D4EB2D + SEED_1) ^ rotated_1)
+        mixed_2 = fmix(word ^ (index * 0x165667B1 + SEED_2) ^ rotated_2)
         sum_1 += tl.sum(tl.where(inside, mixed_1, 0), axis=0).to(tl.uint32)
         sum_2 += tl.sum(tl.where(inside, mixed_2, 0), axis=0).to(tl.uint32)
     result = out + part * 5

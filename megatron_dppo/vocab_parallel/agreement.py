@@ -9,26 +9,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 FACTS = (
-    *("tokens", "shard columns", "Top-K ids", "entropy", "sum of squares"),
-    *("vocabulary", "checksum of ids"),
+    "tokens",
+    "shard columns",
+    "Top-K ids",
+    "entropy",
+    "sum of squares",
+    "vocabulary",
+    "checksum of ids",
 )
 
 
 class Agreement:
-    """A comparison of shapes and ids between ranks: an all-reduce of seven numbers per rank that overlaps the local
-    pass.
-
-    Only CPU groups make it.
+    """A comparison of shapes and ids between the ranks of a CPU group, by an all-reduce of eight numbers per rank (the
+    ``FACTS``, and whether the rank's input is invalid) that overlaps the local pass.
     """
 
     def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):
         """Start the all-reduce. ``facts`` are in the order of FACTS; None if this rank's input is invalid, for which
-        its caller raises an error.
+        the caller raises an error afterwards.
         """
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
-        # This rank raises next; the all-reduce must not lose a member in the middle.
+        # The caller raises an error next. First complete the all-reduce, in which the other ranks wait for this one.
         if facts is None:
             self._work.wait()
 
@@ -41,7 +44,7 @@ class Agreement:
 
 
 def _facts_row(facts: list[int] | None) -> list[int]:
-    """A rank's row of the table: its facts, then 1 if its input is invalid."""
+    """Return a rank's row of the table: its facts, then 1 if its input is invalid."""
     if facts is None:
         return [0] * len(FACTS) + [1]
     return [*facts, 0]
@@ -59,7 +62,9 @@ def disagreement(table: Sequence[Sequence[int]]) -> str | None:
 
 
 def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
-    """A sum of the ids that ranks compare. Target ids are weighted by their position, so that their order counts."""
+    """Return a sum of the ids, which ranks compare. Target ids are weighted by their position, so that their order
+    counts.
+    """
     order = torch.arange(1, len(target_ids) + 1)
     total = int(torch.dot(target_ids, order))
     if topk_ids is None:

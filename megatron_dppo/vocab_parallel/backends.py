@@ -122,6 +122,7 @@ class EagerBackend:
             top = torch.where(top == -math.inf, 0.0, top)
             z.sub_(top[:, None]).mul_(scale)
             weights = z.exp()
+            # p = weights / total, and log p = z - log(total).
             total = weights.sum(-1, dtype=torch.float64)
             lse[rows] = total.log() + top.double() * scale
             if squares is not None:
@@ -142,32 +143,29 @@ class EagerBackend:
         out: Tensor,
     ) -> None:
         """See ``Backend``."""
-        used = gradient.log_prob != 0
+        has_gradient = gradient.log_prob != 0
         if gradient.entropy is not None:
-            used = used | (gradient.entropy != 0)
+            has_gradient = has_gradient | (gradient.entropy != 0)
         out[:, real:] = 0
         # A shard that has only padding owns no target.
         if not real:
             return
         for rows in _blocks(logits):
             on_cpu = logits.device.type == "cpu"
-            if on_cpu and not used[rows].any():
+            if on_cpu and not has_gradient[rows].any():
                 out[rows, :real] = 0
                 continue
-            result = self._rows(logits[rows, :real], scale, gradient, rows)
-            out[rows, :real] = torch.where(used[rows, None], result, 0.0).to(out.dtype)
+            result = self._dlogits(logits[rows, :real], scale, gradient, rows)
+            out[rows, :real] = torch.where(has_gradient[rows, None], result, 0.0).to(out.dtype)
 
-    def _rows(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
+    def _dlogits(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
+        """Return dL/dz of ``rows``, whose logits are ``logits`` [rows, real]."""
         dtype = _compute_dtype(logits)
-        # Subtract lse in two parts, in units of the logits and the rounding error of that: exact also for a large lse.
+        # Subtract lse in two steps, so that a large lse loses no precision: first lse / scale, rounded, from the
+        # unscaled logits, then the rounding error.
         shift = (gradient.lse[rows] / scale).to(dtype)
-        rest_gradient = (shift.double() * scale - gradient.lse[rows]).to(dtype)
-        log_p = (
-            logits.to(dtype, copy=True)
-            .sub_(shift[:, None])
-            .mul_(scale)
-            .add_(rest_gradient[:, None])
-        )
+        rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
+        log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
         p = log_p.exp()
         g = gradient.log_prob[rows].to(dtype)
         factor = -g[:, None]
@@ -180,8 +178,8 @@ class EagerBackend:
             factor = factor - h[:, None] * (log_p + value[:, None])
         result = p.mul_(factor)
         targets = gradient.targets[rows]
-        owned = targets >= 0
-        result.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(owned, g, 0.0)[:, None])
+        target_gradient = torch.where(targets >= 0, g, 0.0)
+        result.scatter_add_(1, targets.clamp(min=0)[:, None], target_gradient[:, None])
         return result.mul_(scale)
 
 
@@ -198,12 +196,12 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Divide the rows into blocks: on a CPU of BLOCK_BYTES in float32, on other devices of a sixteenth of the rows."""
     rows, columns = logits.shape
-    step = (
-        max(1, BLOCK_BYTES // (4 * max(columns, 1)))
-        if logits.device.type == "cpu"
-        else max(1, rows // 16)
-    )
+    step = rows // 16
+    if logits.device.type == "cpu":
+        step = BLOCK_BYTES // (4 * max(columns, 1))
+    step = max(1, step)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -215,15 +213,17 @@ CPP_DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def load_kernels() -> ctypes.CDLL:
-    """The row kernels of this package. Raises as ``build_library``; the failure is not cached."""
-    return _declared(build_library(SOURCE))
+    """Return the library of the C++ row kernels. Raises as ``build_library``; the failure is not cached."""
+    library = build_library(SOURCE)
+    _declare_arguments(library)
+    return library
 
 
 class CppBackend:
-    """See ``Backend``."""
+    """The backend of CPUs, in C++; see ``Backend``."""
 
     def unavailable(self, logits: Tensor) -> str | None:
-        """Return why not: another device or dtype, or kernels that cannot be built on this machine (logged once)."""
+        """See ``Backend``. Reasons: another device or dtype, or kernels that do not build here (logged once)."""
         if logits.device.type != "cpu":
             return f"the C++ kernels run on the CPU, and the logits are on {logits.device}"
         if logits.dtype not in CPP_DTYPES:
@@ -275,9 +275,9 @@ class CppBackend:
         entropy = None
         if gradient.entropy is not None:
             entropy = gradient.entropy.float().contiguous()
-        value = None
+        entropy_value = None
         if entropy is not None:
-            value = gradient.entropy_value
+            entropy_value = gradient.entropy_value
         load_kernels().row_stats_backward(
             logits.dtype == torch.bfloat16,
             _pointer(logits),
@@ -289,7 +289,7 @@ class CppBackend:
             _pointer(targets),
             _pointer(log_prob),
             _pointer(entropy),
-            _pointer(value),
+            _pointer(entropy_value),
         )
 
 
@@ -310,7 +310,8 @@ def _build_failure() -> str | None:
     return None
 
 
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare_arguments(library: ctypes.CDLL) -> None:
+    """Declare the types of the kernels' arguments, in the order of their definitions in row_stats.cpp."""
     pointer = ctypes.c_void_p
     integer = ctypes.c_int64
     library.row_stats_forward.argtypes = [
@@ -341,13 +342,14 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         pointer,
         pointer,
     ]
-    library.row_stats_forward.restype = library.row_stats_backward.restype = None
-    return library
+    library.row_stats_forward.restype = None
+    library.row_stats_backward.restype = None
 
 
 LANES = 512
 """Lanes of a row in the forward kernel, which is fastest on an H100 with 512 (docs/evidence/gpu_first_day.md)."""
 VECTOR_BYTES = 16
+"""Bytes of a row that a lane reads at a time."""
 BLOCK = 4096
 """Columns of a program of the backward kernel."""
 WARPS = 8
@@ -363,13 +365,13 @@ class TritonBackend:
     """
 
     def unavailable(self, logits: Tensor) -> str | None:
-        """Return why not: no Triton, float64 logits, or a CPU without the interpreter."""
+        """See ``Backend``. Reasons: no Triton, float64 logits, or a CPU without the interpreter."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         if logits.dtype not in TRITON_DTYPES:
             return f"the Triton kernels take float32, bfloat16 and float16, not {logits.dtype}"
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if logits.device.type != "cuda" and not interpreted:
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if logits.device.type != "cuda" and not is_interpreted:
             return f"the logits are on {logits.device}, and TRITON_INTERPRET=1 is not set"
         return None
 
@@ -388,6 +390,7 @@ class TritonBackend:
         rows = len(logits)
         top = logits.new_empty(rows, dtype=torch.float32)
         total = logits.new_empty(rows, dtype=torch.float64)
+        # The kernel does not write a sum that is not requested, so any tensor can stand for it.
         weighted = total
         if with_entropy:
             weighted = torch.empty_like(total)
@@ -435,24 +438,28 @@ class TritonBackend:
         rows, columns = logits.shape
         if not rows:
             return
-        # Subtract lse in two parts, in units of the logits and the rounding error of that.
+        # Subtract lse in two steps: first lse / scale, rounded, from the unscaled logits, then the rounding error.
         shift = (gradient.lse / scale).float()
-        row_shift = (shift.double() * scale - gradient.lse).float()
+        rest = (shift.double() * scale - gradient.lse).float()
+        # The kernel computes dL/dz = p (a + b log p), plus g at the sampled token: a = -(g + h H) and b = -h, with
+        # ``scale`` in g and h. Without entropy it does not read b.
         g = (gradient.log_prob * scale).float().contiguous()
-        h, constant = g, -g
+        a = -g
+        b = a
         if gradient.entropy is not None:
             assert gradient.entropy_value is not None
             h = (gradient.entropy * scale).float()
-            constant = -(g + h * gradient.entropy_value.float())
+            a = -(g + h * gradient.entropy_value.float())
+            b = -h
         backward_kernel[(rows, (columns + BLOCK - 1) // BLOCK)](
             logits,
             out,
             gradient.targets.contiguous(),
             shift,
-            row_shift,
+            rest,
             g,
-            constant.contiguous(),
-            (-h).contiguous(),
+            a.contiguous(),
+            b.contiguous(),
             columns,
             real,
             scale,
@@ -472,9 +479,9 @@ PREFERENCE = {"cpu": ("cpp", "eager"), "cuda": ("triton", "eager")}
 
 
 def choose(logits: Tensor, name: str | None = None) -> Backend:
-    """The backend ``name``, or the first available one for the device of ``logits``.
+    """Return the backend ``name``, or if it is None the first available one for the device of ``logits``.
 
-    Raises ValueError for an unknown name, or where the named one cannot take ``logits``.
+    Raises ValueError for an unknown name, or if the backend ``name`` does not support ``logits``.
     """
     if name is not None:
         if name not in BACKENDS:

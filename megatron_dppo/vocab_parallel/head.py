@@ -1,4 +1,4 @@
-"""The statistics of ``policy_stats`` from the hidden states, without the logits: a chunk of tokens at a time.
+"""The statistics of ``policy_stats`` from the hidden states: logits are computed for one chunk of tokens at a time.
 
 Legend: T = tokens, N = number of tokens that count, c = tokens of a chunk, H = width of a hidden state, C = columns of
 this rank's shard, K = ids of TopK(mu).
@@ -6,8 +6,8 @@ this rank's shard, K = ids of TopK(mu).
 Cost: 2 N C H FLOPs forward, 4 M C H backward for the M tokens whose gradient is not zero, and 2 M C H more for the
 chunks whose logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
 nothing is computed twice if N <= c. Memory beyond hidden states and weight: one chunk of logits, and the buffers of the
-row kernels. Communication: one all-reduce of [N, 2 x ranks + 1 + K] (``ranks`` more columns for the entropy, and for
-the sum of squares), whatever the number of chunks.
+row kernels. Communication: one all-reduce of [N, 2 x ranks + 1 + K], with ``ranks`` more columns for the entropy and as
+many for the sum of squares, whatever the number of chunks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class HeadFactor:
     """A term of the logits: ``hidden`` [T, H] times the transpose of ``weight`` [C, H].
 
     An output layer has one factor; with an adapter it has two, each with its own H. If there is a ``main_gradient``
-    [C, H], the gradient of ``weight`` is added to it, in its dtype, and autograd gets none. Else the gradient is summed
-    in float32 and passed to ``weight``.
+    [C, H], the gradient of ``weight`` is added to this tensor, in its dtype, and autograd gets no gradient. Else the
+    gradient is summed in float32 and passed to autograd.
     """
 
     hidden: Tensor
@@ -52,7 +52,7 @@ class HeadOptions:
 
     Attributes:
         chunk_tokens: Number of tokens whose logits exist at a time.
-        dtype: Dtype of the logits; None: the weight's.
+        dtype: Dtype of the logits; None: the dtype of the weight.
         backend: A name in ``backends.BACKENDS``; None: the fastest available one.
         raise_on_faults: As for ``policy_stats``.
     """
@@ -80,9 +80,9 @@ def head_stats(
 
     ``counted`` is bool [T], the same on all ranks: tokens where it is False are not read, and their results are 0.
     None: all tokens count. The other arguments, errors and the meaning of shards are those of ``policy_stats``.
-    Gradients flow through all statistics to every factor's hidden states and weight. Under tensor parallelism the
-    gradient of the hidden states is this rank's part, which the caller sums over the group. ``dense_head_stats``
-    computes the same in plain torch.
+    Gradients flow through all statistics but the sum of squares to every factor's hidden states and weight. Under
+    tensor parallelism the gradient of the hidden states is this rank's part, which the caller sums over the group.
+    ``dense_head_stats`` computes these statistics in plain torch.
     """
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
@@ -99,7 +99,7 @@ def head_stats(
         count = len(rows)
     request = StatsRequest.checked(
         query,
-        # An empty tensor with the rows, device and dtype of the future logits.
+        # The request needs rows, device and dtype of the logits, which do not exist yet: pass [count, 0].
         weight.new_empty(0, dtype=options.dtype).expand(count, 0),
         len(weight),
         group,
@@ -124,7 +124,7 @@ def dense_head_stats(
     with_squares: bool = False,
     counted: Tensor | None = None,
 ) -> PolicyStats:
-    """Compute ``head_stats`` the readable way: from unsharded weights, in float64 throughout."""
+    """Compute ``head_stats`` in a way that is easy to read: from unsharded weights, in float64 throughout."""
     logits = sum(factor.hidden.double() @ factor.weight.double().T for factor in factors)
     assert isinstance(logits, Tensor)
     stats = dense_policy_stats(
@@ -157,7 +157,7 @@ def _faults(
     counted: Tensor | None,
     options: HeadOptions,
 ) -> Iterator[str]:
-    """Yield faults of hidden states, weights and ``counted``. Stop at the first."""
+    """Yield faults of hidden states, weights and ``counted``. Callers read only the first one."""
     tokens = len(factors[0].hidden)
     columns = len(factors[0].weight)
     for factor in factors:
@@ -212,12 +212,15 @@ class _Head:
     def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
         """Compute the logits of the rows ``chunk``, [c, C], in the first rows of ``buffer``."""
         positions = self.positions(chunk)
-        for i in range(0, len(tensors), 2):
-            hidden = tensors[i][positions]
-            buffer = _add_product(buffer[: len(hidden)], hidden, tensors[i + 1].T, beta=min(i, 1))
+        # The first product overwrites what the buffer contains, and the others are added.
+        beta = 0
+        for all_hidden, weight in zip(tensors[::2], tensors[1::2], strict=True):
+            hidden = all_hidden[positions]
+            buffer = _add_product(buffer[: len(hidden)], hidden, weight.T, beta=beta)
+            beta = 1
         return buffer
 
-    def spread(self, values: Tensor | None) -> Tensor | None:
+    def to_all_tokens(self, values: Tensor | None) -> Tensor | None:
         """Expand [N, ...] to [T, ...], with 0 at tokens that do not count."""
         if self.rows is None or values is None:
             return values
@@ -225,6 +228,8 @@ class _Head:
 
 
 class _HeadStats(torch.autograd.Function):
+    """The statistics of all tokens and their gradient. ``tensors``: hidden states and weight of each factor in turn."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -236,7 +241,6 @@ class _HeadStats(torch.autograd.Function):
         weight = tensors[1]
         columns = request.columns
         size = len(request.columns)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         lse = weight.new_empty(size, dtype=torch.float64)
         plogp = None
         if request.query.with_entropy:
@@ -244,7 +248,7 @@ class _HeadStats(torch.autograd.Function):
         squares = None
         if request.query.with_squares:
             squares = torch.empty_like(lse)
-        owned = weight.new_empty(columns.shape, dtype=wide)
+        owned = weight.new_empty(columns.shape, dtype=_sum_dtype(weight))
         buffer = head.buffer(size, weight)
         chunks = head.chunks(size)
         for chunk in chunks:
@@ -260,55 +264,62 @@ class _HeadStats(torch.autograd.Function):
             for out, values in zip((lse, plogp, squares, owned), rows, strict=True):
                 if out is not None and values is not None:
                     out[chunk] = values
-        stats = request.reduced(lse, plogp, squares, owned)
-        topk = head.spread(stats.topk_log_probs)
-        squares = head.spread(stats.sum_squares)
+        stats = request.combine(lse, plogp, squares, owned)
+        topk = head.to_all_tokens(stats.topk_log_probs)
+        squares = head.to_all_tokens(stats.sum_squares)
         if any(ctx.needs_input_grad):
             ctx.head = head
             ctx.main_gradients = main_gradients
             # The last chunk's logits are still in the buffer: keep them, so that the backward pass need not compute
             # them.
-            ctx.kept = (chunks[-1], buffer) if chunks else None
-            kept_tensors = request.kept(stats)
-            ctx.keeps_ids = bool(kept_tensors)
-            ctx.save_for_backward(stats.lse, stats.entropy_value, *kept_tensors, *tensors)
+            ctx.kept_chunk = (chunks[-1], buffer) if chunks else None
+            id_tensors = request.tensors_for_backward(stats)
+            ctx.has_id_tensors = bool(id_tensors)
+            ctx.save_for_backward(stats.lse, stats.entropy_value, *id_tensors, *tensors)
         without_gradient = [x for x in (squares, stats.bad_rows) if x is not None]
         ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
-        log_probs = head.spread(stats.log_probs)
+        log_probs = head.to_all_tokens(stats.log_probs)
         assert log_probs is not None
-        return log_probs, topk, head.spread(stats.entropy), squares, stats.bad_rows
+        return log_probs, topk, head.to_all_tokens(stats.entropy), squares, stats.bad_rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         lse, entropy, *tensors = ctx.saved_tensors
         log_p: list[Tensor] = []
-        if ctx.keeps_ids:
+        if ctx.has_id_tensors:
             log_p = tensors[:1]
             tensors = tensors[1:]
         head: _Head = ctx.head
         # This pass writes a gradient into the kept logits, so a second pass cannot use them.
-        kept_chunk, ctx.kept = ctx.kept, None
+        kept_chunk = ctx.kept_chunk
+        ctx.kept_chunk = None
         row_grads = list(grads[:3])
         if head.rows is not None:
             row_grads = [None if grad is None else grad[head.rows] for grad in row_grads]
+        grad_log_probs, grad_topk, grad_entropy = row_grads
         sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
-        of_ids = IdGradients.of(head.request.ids, log_p, *row_grads[:2])
-        gradient = _RowGradients(head.request, lse, entropy, row_grads[0], of_ids, row_grads[2])
+        id_gradients = IdGradients.of(head.request.ids, log_p, grad_log_probs, grad_topk)
+        gradient = _RowGradients(
+            head.request, lse, entropy, grad_log_probs, id_gradients, grad_entropy
+        )
         # A token that the mask blocked has no gradient: do not compute its logits again.
         remaining_rows = gradient.nonzero_rows()
         if kept_chunk is None:
             buffer = head.buffer(len(remaining_rows), tensors[1])
         else:
+            # The kept chunk is the last one, so the rows before its start are all other rows.
             chunk, buffer = kept_chunk
             count = len(remaining_rows)
             remaining_rows = remaining_rows[remaining_rows < chunk.start]
             if count > len(remaining_rows):
-                sums.add(gradient.write(buffer[: chunk.stop - chunk.start], chunk), chunk)
+                logits = buffer[: chunk.stop - chunk.start]
+                sums.add(gradient.write(logits, chunk), chunk)
         for chunk in head.chunks(len(remaining_rows)):
             rows = remaining_rows[chunk]
-            sums.add(gradient.write(head.logits(buffer, tensors, rows), rows), rows)
+            logits = head.logits(buffer, tensors, rows)
+            sums.add(gradient.write(logits, rows), rows)
         return None, None, *sums.results()
 
 
@@ -320,27 +331,26 @@ class _RowGradients:
     lse: Tensor
     entropy: Tensor | None
     grad_log_probs: Tensor | None
-    of_ids: IdGradients | None
+    id_gradients: IdGradients | None
     grad_entropy: Tensor | None
 
     def nonzero_rows(self) -> Tensor:
-        """int64: the rows with a gradient."""
+        """Return the indices of the rows whose gradient is not 0, int64."""
         is_nonzero = torch.zeros_like(self.lse, dtype=torch.bool)
         for grad in (self.grad_log_probs, self.grad_entropy):
             if grad is not None:
                 is_nonzero |= grad != 0
-        if self.of_ids is not None:
-            is_nonzero |= (self.of_ids.coefficients != 0).any(1)
+        if self.id_gradients is not None:
+            is_nonzero |= (self.id_gradients.coefficients != 0).any(1)
         return is_nonzero.nonzero().squeeze(1)
 
     def write(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
         """Write dL/dlogits of these rows into their ``logits``, and return them."""
         request = self.request
         entropy = self.entropy
-        of_ids = None
-        if self.of_ids is not None:
-            of_ids = self.of_ids.rows(rows)
-        total = self.grad_log_probs if self.of_ids is None else self.of_ids.total
+        total = self.grad_log_probs
+        if self.id_gradients is not None:
+            total = self.id_gradients.total
         gradient = row_gradient(
             request.columns[rows, 0],
             self.lse[rows],
@@ -351,13 +361,17 @@ class _RowGradients:
         real = request.shard.real
         scale = request.scale
         request.backend.backward(logits, real, scale, gradient, logits)
-        if of_ids is not None:
-            of_ids.write(logits, request.columns[rows], scale, gradient)
+        if self.id_gradients is not None:
+            id_gradients = self.id_gradients.rows(rows)
+            id_gradients.write(logits, request.columns[rows], scale, gradient)
         return logits
 
 
 class _Gradients:
-    """The gradients of hidden states and weights, summed over chunks; None for a tensor that needs no gradient."""
+    """The gradients of hidden states and weights, summed over chunks; None for a tensor that needs no gradient.
+
+    ``tensors`` and ``needed`` have an entry for the hidden states and one for the weight of each factor in turn.
+    """
 
     def __init__(
         self,
@@ -368,18 +382,18 @@ class _Gradients:
     ) -> None:
         self._head = head
         self._tensors = tensors
-        self._hidden = [
-            torch.zeros_like(x) if need else None
-            for x, need in zip(tensors[::2], needed[::2], strict=True)
-        ]
         self._main_gradients = main_gradients
-        self._weights = [
-            _weight_sum(*row)
-            for row in zip(tensors[1::2], needed[1::2], main_gradients, strict=True)
-        ]
+        self._hidden: list[Tensor | None] = []
+        for hidden, is_needed in zip(tensors[::2], needed[::2], strict=True):
+            self._hidden.append(torch.zeros_like(hidden) if is_needed else None)
+        self._weights: list[Tensor | None] = []
+        for weight, is_needed, main_gradient in zip(
+            tensors[1::2], needed[1::2], main_gradients, strict=True
+        ):
+            self._weights.append(_weight_sum(weight, main_gradient) if is_needed else None)
 
     def add(self, logits: Tensor, rows: slice | Tensor) -> None:
-        """Add the gradients of ``rows``, whose dL/dlogits is ``logits`` [c, C]."""
+        """Add the gradients of ``rows``. ``logits`` [c, C] contains dL/dlogits of these rows."""
         positions = self._head.positions(rows)
         gradient = logits.to(self._tensors[1].dtype)
         for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
@@ -390,7 +404,7 @@ class _Gradients:
                 _add_product(weight_sum, gradient.T, hidden[positions], beta=1)
 
     def results(self) -> Iterator[Tensor | None]:
-        """Yield the gradients in autograd's order: hidden states, then weights."""
+        """Yield the gradients in autograd's order: hidden states and weight of each factor in turn."""
         for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
             yield hidden_sum
             if weight_sum is None or self._main_gradients[i] is not None:
@@ -399,25 +413,31 @@ class _Gradients:
                 yield weight_sum.to(self._tensors[2 * i + 1].dtype)
 
 
-def _weight_sum(weight: Tensor, needed: bool, main_gradient: Tensor | None) -> Tensor | None:
+def _weight_sum(weight: Tensor, main_gradient: Tensor | None) -> Tensor:
     """Return the tensor in which the gradient of ``weight`` is summed."""
-    if not needed or main_gradient is not None:
-        return main_gradient if needed else None
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    if main_gradient is not None:
+        return main_gradient
     # A sum over chunks in bfloat16 would round away much of each chunk's contribution.
-    return torch.zeros_like(weight, dtype=wide)
+    return torch.zeros_like(weight, dtype=_sum_dtype(weight))
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    if weight.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
     """Set ``out`` to beta out + left right. The sum has the dtype of ``out``, which may be wider than the factors'."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right, beta=beta)
-    # The product of bf16 factors in fp32.
+    # From here on the sum is wider than the factors (fp32 and bfloat16).
     if out.is_cuda:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
+    # On a CPU torch has no product with a wider sum: convert the larger factor one block of rows at a time. If that is
+    # ``right``, compute the transposed product.
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T
-    # On a CPU torch has no such product: convert the larger factor one block at a time.
     right = right.to(out.dtype)
     step = max(1, BLOCK_BYTES // (out.itemsize * left.shape[1]))
     for start in range(0, len(out), step):

@@ -1,7 +1,7 @@
 """Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass. The gradient is
 written in place.
 
-Legend: T = tokens, C = columns of this rank's shard, V = true vocabulary, K = ids of TopK(mu).
+Legend: T = tokens, C = columns of this rank's shard, V = vocabulary without padding, K = ids of TopK(mu).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FAULTS = (
     "Top-K ids outside the vocabulary",
     "rows of logits that hold NaN or +inf, or nothing but -inf",
 )
-"""Faults that depend on values, counted on the device in this order."""
+"""The faults that depend on values. They are counted on the device, in this order."""
 
 
 def logits_faults(logits: Tensor) -> Iterator[str]:
-    """Yield faults of the logits, which must be [T, C], contiguous, of a floating dtype. Stop at the first."""
+    """Yield faults of the logits, which must be [T, C], contiguous, of a floating dtype. Read only the first."""
     if logits.ndim != 2 or not logits.is_floating_point():
         yield f"logits are {described(logits)}, expected floating point [T, C]"
     if not logits.is_contiguous():
@@ -37,8 +37,9 @@ def logits_faults(logits: Tensor) -> Iterator[str]:
 
 
 def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> Iterator[str]:
-    """Yield faults of shapes, dtypes and numbers, for logits [``rows``, ``columns``] a rank. Each check relies on
-    the checks above it: stop at the first.
+    """Yield faults of shapes, dtypes and numbers, for logits [``rows``, ``columns``] on each of ``ranks``.
+
+    Read only the first one: each check relies on the checks above it.
     """
     vocab_size = query.vocab_size
     temperature = query.temperature
@@ -62,16 +63,16 @@ def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> I
         yield f"topk_ids have shape {tuple(topk_ids.shape)}, expected ({rows}, K) with K >= 1"
 
 
-def id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> list[Tensor]:
+def count_id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> list[Tensor]:
     """Count the first two ``FAULTS``, float32. A Top-K id of -1 means "none" and is no error."""
-    zero = torch.zeros((), device=target_ids.device)
-    topk = zero
+    bad_topk_ids = torch.zeros((), device=target_ids.device)
     if topk_ids is not None:
-        topk = _outside(topk_ids, -1, vocab_size)
-    return [_outside(target_ids, 0, vocab_size), topk]
+        bad_topk_ids = _count_outside(topk_ids, -1, vocab_size)
+    return [_count_outside(target_ids, 0, vocab_size), bad_topk_ids]
 
 
-def _outside(ids: Tensor, low: int, high: int) -> Tensor:
+def _count_outside(ids: Tensor, low: int, high: int) -> Tensor:
+    """Count the ids below ``low``, or not below ``high``."""
     if ids.is_cpu and ids.numel():
         # Valid ids, the usual case, need only one pass.
         minimum, maximum = ids.aminmax()
@@ -80,19 +81,22 @@ def _outside(ids: Tensor, low: int, high: int) -> Tensor:
     return ((ids < low) | (ids >= high)).sum().float()
 
 
-def describe(faults: Sequence[Tensor] | Tensor) -> str | None:
-    """Write an error message for counts in the order of ``FAULTS``; None if all are 0. Reads them from the device."""
-    counts: list[str] = []
-    for number, fault in zip(faults, FAULTS, strict=False):
-        if number:
-            counts.append(f"{int(number)} {fault}")
-    if counts:
-        return f"policy_stats: {'; '.join(counts)}"
+def describe(counts: Sequence[Tensor] | Tensor) -> str | None:
+    """Write an error message for the counts of all, or of the first, ``FAULTS``; None if all counts are 0.
+
+    Reads the counts from the device.
+    """
+    texts: list[str] = []
+    for count, fault in zip(counts, FAULTS, strict=False):
+        if count:
+            texts.append(f"{int(count)} {fault}")
+    if texts:
+        return f"policy_stats: {'; '.join(texts)}"
     return None
 
 
 def described(x: Tensor) -> str:
-    """Dtype and shape, for messages."""
+    """Return dtype and shape of ``x``, for messages."""
     return f"{x.dtype} {tuple(x.shape)}"
 
 
@@ -108,7 +112,7 @@ class PolicyStats:
     also where pi is nearly 1: 1 - pi = -expm1(log pi) has the same relative error as pi.
     """
     topk_log_probs: Tensor | None
-    """[T, K]: log pi at the given ids, differentiable. Only the sampled id may occur twice in a row."""
+    """[T, K]: log pi at ``topk_ids``, differentiable. No other id than the target may occur twice for one token."""
     entropy: Tensor | None
     """[T], nats, differentiable."""
     fault_counts: Tensor
@@ -126,7 +130,7 @@ class PolicyStats:
 
 
 class OverwrittenLogitsError(RuntimeError):
-    """The tensor of logits holds a gradient, which the backward pass of an earlier ``policy_stats`` wrote into it."""
+    """The backward pass of an earlier ``policy_stats`` has overwritten the logits with a gradient."""
 
 
 def policy_stats(
@@ -204,7 +208,7 @@ class StatTensors:
 
 @dataclass(frozen=True)
 class StatsQuery:
-    """The unchecked arguments of ``policy_stats`` for T rows of logits."""
+    """The unchecked arguments of ``policy_stats``, except the logits and the group."""
 
     target_ids: Tensor
     topk_ids: Tensor | None
@@ -214,21 +218,21 @@ class StatsQuery:
     with_squares: bool = False
 
     def facts(self, rows: int, columns: int) -> list[int]:
-        """The numbers on which ranks must agree, in the order of ``agreement.FACTS``."""
-        width = 0
+        """Return the numbers on which ranks must agree, in the order of ``agreement.FACTS``."""
+        topk = 0
         if self.topk_ids is not None:
-            width = self.topk_ids.shape[1]
-        ids = agreement.checksum(self.target_ids, self.topk_ids)
+            topk = self.topk_ids.shape[1]
+        id_sum = agreement.checksum(self.target_ids, self.topk_ids)
         sums = int(self.with_entropy), int(self.with_squares)
-        return [rows, columns, width, *sums, self.vocab_size, ids]
+        return [rows, columns, topk, *sums, self.vocab_size, id_sum]
 
 
 @dataclass(frozen=True)
 class StatsRequest:
     """A query that all ranks have validated, for logits in equal shards.
 
-    ``id_faults`` are the counts of the first two ``FAULTS``. With ``checks_values``, these counts and that of bad rows
-    are read from the device, and raised.
+    ``id_fault_counts`` are the counts of the first two ``FAULTS``. With ``checks_values``, ``result`` reads them and
+    the count of bad rows from the device, and raises an error if any is not 0.
     """
 
     query: StatsQuery
@@ -238,7 +242,7 @@ class StatsRequest:
     backend: Backend
     agreement: Agreement | None
     checks_values: bool
-    id_faults: list[Tensor]
+    id_fault_counts: list[Tensor]
 
     @classmethod
     def checked(
@@ -266,19 +270,20 @@ class StatsRequest:
         message = None
         if fault is not None:
             message = f"policy_stats: {fault}"
-        faults: list[Tensor] = []
+        id_fault_counts: list[Tensor] = []
         if message is None:
-            faults = id_faults(query.target_ids, query.topk_ids, query.vocab_size)
+            id_fault_counts = count_id_faults(query.target_ids, query.topk_ids, query.vocab_size)
         on_cpu = like.device.type == "cpu"
-        raise_now = on_cpu if raise_on_faults is None else raise_on_faults
-        if raise_now:
-            message = message or describe(faults)
+        checks_values = on_cpu if raise_on_faults is None else raise_on_faults
+        if checks_values:
+            message = message or describe(id_fault_counts)
         agreement = None
         # gloo aborts the process if the payload's size differs between ranks, so compare the sizes first. On a GPU a
         # difference would hang NCCL, but the comparison costs a device sync, and the model's own collectives have
         # already used the same T.
         if on_cpu and group is not None:
-            agreement = Agreement(group, query.facts(rows, columns) if message is None else None)
+            facts = query.facts(rows, columns) if message is None else None
+            agreement = Agreement(group, facts)
         if message is not None:
             raise ValueError(message)
         return cls(
@@ -288,8 +293,8 @@ class StatsRequest:
             1.0 / query.temperature,
             choose(like, backend),
             agreement,
-            raise_now,
-            faults,
+            checks_values,
+            id_fault_counts,
         )
 
     @cached_property
@@ -306,25 +311,28 @@ class StatsRequest:
         """int64 [T, 1 + K]: the columns of ``ids`` in this shard, -1 where another rank owns the id."""
         return self.shard.local(self.ids)
 
-    def kept(self, stats: StatTensors) -> list[Tensor]:
-        """Return the tensors for the backward pass: log p [T, 1 + K] at ``ids``; none without TopK(mu)."""
+    def tensors_for_backward(self, stats: StatTensors) -> list[Tensor]:
+        """Return log p [T, 1 + K] at ``ids``, which ``IdGradients`` needs; no tensor without TopK(mu)."""
         if stats.topk_log_probs is None:
             return []
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
 
-    def reduced(
+    def combine(
         self,
         lse: Tensor,
         plogp: Tensor | None,
         squares: Tensor | None,
         owned: Tensor,
     ) -> StatTensors:
-        """Combine this shard's rows (``backends.Rows``) with the other shards'; one all-reduce."""
+        """Combine this shard's rows (``backends.Rows``) with the other shards' by one all-reduce.
+
+        ``owned``: the logits at ``columns``, 0 where another rank owns the id.
+        """
+        # With ``checks_values`` all ids are in the vocabulary. Without it an id that no rank owns adds nothing to the
+        # row's sums, and its result becomes NaN.
         unknown = None
         if not self.checks_values:
             unknown = self.shard.unknown(self.ids)
-        # An id that no rank owns adds nothing to the row's sums, and its result becomes NaN.
-        if unknown is not None:
             owned.masked_fill_(unknown, -torch.inf)
         if self.agreement is not None:
             self.agreement.check()
@@ -337,13 +345,13 @@ class StatsRequest:
         if topk_ids is not None:
             topk = log_p[:, 1:].masked_fill(topk_ids < 0, -torch.inf)
         return StatTensors(
-            log_p[:, 0].contiguous(),
-            topk,
-            None if reduced.entropy is None else reduced.entropy.to(owned.dtype),
-            None if reduced.squares is None else reduced.squares.to(owned.dtype),
-            (~reduced.lse.isfinite()).sum().float(),
-            reduced.lse,
-            reduced.entropy,
+            log_probs=log_p[:, 0].contiguous(),
+            topk_log_probs=topk,
+            entropy=None if reduced.entropy is None else reduced.entropy.to(owned.dtype),
+            sum_squares=None if reduced.squares is None else reduced.squares.to(owned.dtype),
+            bad_rows=(~reduced.lse.isfinite()).sum().float(),
+            lse=reduced.lse,
+            entropy_value=reduced.entropy,
         )
 
     def result(
@@ -355,14 +363,16 @@ class StatsRequest:
         bad_rows: Tensor,
     ) -> PolicyStats:
         """Build the result. Raises ValueError for invalid ids or rows if values are checked."""
-        faults = torch.stack([*self.id_faults, bad_rows])
-        stats = PolicyStats(log_probs, topk, entropy, faults, self.query.vocab_size, squares)
+        fault_counts = torch.stack([*self.id_fault_counts, bad_rows])
+        stats = PolicyStats(log_probs, topk, entropy, fault_counts, self.query.vocab_size, squares)
         if self.checks_values:
             stats.raise_on_faults()
         return stats
 
 
 class _PolicyStats(torch.autograd.Function):
+    """The statistics of ``StatTensors`` and their gradient, which the backward pass writes into the logits."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -379,11 +389,12 @@ class _PolicyStats(torch.autograd.Function):
             query.with_entropy,
             query.with_squares,
         )
-        stats = request.reduced(*rows)
+        stats = request.combine(*rows)
         topk = stats.topk_log_probs
         bad_rows = stats.bad_rows
         ctx.request = request
-        ctx.save_for_backward(logits, stats.lse, stats.entropy_value, *request.kept(stats))
+        id_tensors = request.tensors_for_backward(stats)
+        ctx.save_for_backward(logits, stats.lse, stats.entropy_value, *id_tensors)
         without_gradient = [x for x in (stats.sum_squares, bad_rows) if x is not None]
         ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
@@ -397,16 +408,18 @@ class _PolicyStats(torch.autograd.Function):
         if grad_log_probs is None and grad_topk is None and grad_entropy is None:
             return None, None
         request: StatsRequest = ctx.request
-        of_ids = IdGradients.of(request.ids, log_p, grad_log_probs, grad_topk)
+        id_gradients = IdGradients.of(request.ids, log_p, grad_log_probs, grad_topk)
         out = logits.detach()
+        # The row kernel writes the gradient that results if the gradients at all ids belonged to the sampled id.
+        # ``IdGradients.write`` then corrects the columns of the ids.
         total = grad_log_probs
-        if of_ids is not None:
-            total = of_ids.total
+        if id_gradients is not None:
+            total = id_gradients.total
         gradient = row_gradient(request.columns[:, 0], lse, entropy, total, grad_entropy)
         real = request.shard.real
         request.backend.backward(out, real, request.scale, gradient, out)
-        if of_ids is not None:
-            of_ids.write(out, request.columns, request.scale, gradient)
+        if id_gradients is not None:
+            id_gradients.write(out, request.columns, request.scale, gradient)
         torch.autograd.graph.increment_version(logits)
         logits._holds_gradient = True
         return out, None
@@ -436,7 +449,7 @@ class IdGradients:
     ) -> IdGradients | None:
         """Build the gradients; None without a gradient of TopK(mu).
 
-        ``ids`` int64 [T, 1 + K], -1: none; ``log_p``: from ``kept``.
+        ``ids`` int64 [T, 1 + K], -1: none; ``log_p``: the result of ``StatsRequest.tensors_for_backward``.
         """
         if grad_topk is None:
             return None
@@ -453,13 +466,15 @@ class IdGradients:
         return IdGradients(self.coefficients[index], self.log_p[index], self.total[index])
 
     def write(self, out: Tensor, columns: Tensor, scale: float, gradient: RowGradient) -> None:
-        """Write the gradient at all ids into ``out``: scale [ c - total p - h p (log p + H) ], c the id's coefficient.
+        """Write the gradient at all ids into ``out``: scale [ c - total p - h p (log p + H) ].
+
+        c and p are the id's coefficient and probability.
 
         Args:
-            out: [T, C]. It holds the gradient that results if all of ``total`` belonged to the sampled id.
+            out: [T, C], the gradient that results if all of ``total`` belonged to the sampled id.
             columns: int64 [T, 1 + K], columns of the ids in this shard; -1 where another rank owns the id.
             scale: 1 / temperature.
-            gradient: The gradient of the rows, with h and H.
+            gradient: The gradient of the rows, with h (``entropy``) and H (``entropy_value``).
         """
         log_p = self.log_p.double()
         total = self.total[:, None].double()
@@ -468,19 +483,20 @@ class IdGradients:
         if gradient.entropy is not None:
             assert gradient.entropy_value is not None
             p = log_p.exp()
-            spread = torch.where(p > 0, p * (log_p + gradient.entropy_value[:, None]), 0.0)
-            value = value - gradient.entropy[:, None] * spread
+            # The product of p = 0 and log p = -inf must be 0, not NaN.
+            entropy_term = torch.where(p > 0, p * (log_p + gradient.entropy_value[:, None]), 0.0)
+            value = value - gradient.entropy[:, None] * entropy_term
         value = (scale * value).to(out.dtype)
         # Every id writes, so that no device sync is needed to select ids. An id of another rank repeats the write of
         # the row's first owned id; in a row without one, it writes column 0 unchanged. So equal columns of a row always
         # get equal values.
         is_owned = columns >= 0
         first_owned = is_owned.to(torch.uint8).argmax(1, keepdim=True)
-        column = columns.gather(1, first_owned)
-        repeated = torch.where(column >= 0, value.gather(1, first_owned), out[:, :1])
-        index = torch.where(is_owned, columns, column.clamp(min=0))
+        repeated_column = columns.gather(1, first_owned)
+        repeated_value = torch.where(repeated_column >= 0, value.gather(1, first_owned), out[:, :1])
+        index = torch.where(is_owned, columns, repeated_column.clamp(min=0))
         index += out.shape[1] * torch.arange(len(out), device=out.device)[:, None]
-        new_values = torch.where(is_owned, value, repeated)
+        new_values = torch.where(is_owned, value, repeated_value)
         # On a CPU scatter_ copies its whole output first, which takes five times as long as all of this update.
         out.view(-1).index_copy_(0, index.flatten(), new_values.flatten())
 
@@ -495,8 +511,8 @@ def row_gradient(
     """Build the gradient of rows whose sampled ids are in ``columns`` int64 [T] of this shard; a None gradient is 0."""
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(lse, dtype=torch.float32)
-    value = None if grad_entropy is None else entropy
-    return RowGradient(lse, columns, grad_log_probs, grad_entropy, value)
+    entropy_value = None if grad_entropy is None else entropy
+    return RowGradient(lse, columns, grad_log_probs, grad_entropy, entropy_value)
 
 
 def dense_policy_stats(
@@ -509,10 +525,10 @@ def dense_policy_stats(
     with_entropy: bool = False,
     with_squares: bool = False,
 ) -> PolicyStats:
-    """Compute ``policy_stats`` the readable way: from unsharded ``logits`` [T, >= vocab_size], in float64
+    """Compute ``policy_stats`` in a way that is easy to read: from unsharded ``logits`` [T, >= vocab_size], in float64
     throughout.
 
-    Gradients flow to ``logits`` through all of them but the sum of squares.
+    Gradients flow to ``logits`` through all statistics but the sum of squares.
     """
     log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(-1)
     topk = None

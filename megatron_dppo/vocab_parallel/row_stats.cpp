@@ -1,7 +1,7 @@
 // Row kernels of policy_stats for CPUs: one read of the logits forward, one read and one write backward.
 //
-// Written so that the compiler vectorises the loops for whatever machine builds them. Rows are independent and shared
-// out to torch's own threads. Sums over a block are float32, over blocks float64.
+// The compiler vectorises the loops for the machine that builds them. Rows are independent and are divided among torch's
+// own threads. Sums over a block are float32, sums over blocks float64.
 
 #include <ATen/Parallel.h>
 
@@ -12,12 +12,12 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 2048;  // floats; the block and its exponentials stay in the first-level cache
+constexpr int64_t BLOCK = 2048;  // floats; a block stays in the first-level cache
 constexpr int64_t LINE = 64;     // bytes of a cache line
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2_HIGH = 0.693359375f;
 constexpr float LN2_LOW = -2.12194440e-4f;
-constexpr float SMALLEST = -87.0f;  // exp below this is 0 here; the subnormal range is not worth its cost
+constexpr float SMALLEST = -87.0f;  // exp of a smaller number is set to 0, because it is subnormal or nearly so
 
 struct BFloat16 {
   uint16_t bits;
@@ -38,9 +38,10 @@ inline void store(BFloat16* to, float x) {  // round to nearest even
   to->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
 
-// exp(d) for d <= 0, relative error below 1.2e-7; 0 below SMALLEST; NaN stays NaN.
+// Returns exp(d) for d <= 0 with a relative error below 1.2e-7; 0 below SMALLEST; NaN for NaN. With n = round(d / ln 2)
+// and r = d - n ln 2, exp(d) = 2^n exp(r), and a polynomial approximates exp(r).
 inline float exp_of_negative(float d) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+  const float magic = 12582912.0f;  // 1.5 * 2^23: a float near it has integer steps, so its low bits are the integer n
   const float shifted = d * LOG2E + magic;
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
@@ -59,8 +60,8 @@ inline float exp_of_negative(float d) {
   return d < SMALLEST ? 0.0f : p * power;
 }
 
-// A block's maximum; its elements go to buffer as float32. Not inlined: where forward_row writes one element of the buffer
-// after this loop, g++ 12 takes both loops a lane at a time, three times as long.
+// Copies a block to buffer as float32 and returns its maximum. The function is not inlined: forward_row writes one element
+// of the buffer after this loop, for which g++ 12 would not vectorise the loops, and would take three times as long.
 template <typename T>
 __attribute__((noinline)) float load_block(const T* x, float* buffer, int64_t count) {
   float top = -std::numeric_limits<float>::infinity();
@@ -77,7 +78,8 @@ struct BlockSums {
   float sum, weighted, squared;  // of e^d, of d e^d and of e^2d, d = scale (x - top)
 };
 
-// Not inlined, as load_block; and one float32 sum over a block, without lanes, errs by 2e-6.
+// The function is not inlined, for the reason at load_block. Without vector lanes, one float32 sum over a block would also
+// have an error of 2e-6.
 template <bool ENTROPY, bool SQUARES>
 __attribute__((noinline)) BlockSums block_sums(const float* buffer, int64_t count, float top, float scale) {
   float sum = 0, weighted = 0, squared = 0;
@@ -92,7 +94,7 @@ __attribute__((noinline)) BlockSums block_sums(const float* buffer, int64_t coun
   return {sum, weighted, squared};
 }
 
-// Column left_out (-1: none) counts in the maximum alone.
+// Computes the sums of a row without column left_out (-1: no column). The maximum that is subtracted includes the column.
 template <typename T, bool ENTROPY, bool SQUARES>
 void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* lse, double* plogp, double* squares) {
   const float factor_of_z = static_cast<float>(scale);
@@ -116,8 +118,8 @@ void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* 
       for (int64_t j = 0; j < count; ++j) sum += std::isnan(buffer[j]) ? buffer[j] : 0.0f;
       continue;
     }
-    // The exponentials below touch no memory: fetch the next block (or the next row's first) meanwhile. Blocks of two
-    // bytes an element arrive in time by themselves.
+    // The exponentials below only read the buffer: prefetch the next block (or the next row's first) meanwhile. Blocks of
+    // bfloat16, with half the bytes, arrive in time without prefetching.
     if (sizeof(T) == 4)
       for (int64_t j = 0; j < BLOCK; j += LINE / 4) __builtin_prefetch(x + start + BLOCK + j);
     const BlockSums block = block_sums<ENTROPY, SQUARES>(buffer, count, top, factor_of_z);
@@ -136,11 +138,12 @@ void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* 
   if (SQUARES) *squares = squared / (sum * sum);
 }
 
-// z may be out: dL/dz_j = p_j (a + b log p_j), plus the sampled token's part, which the caller adds.
+// Writes dL/dx_j = p_j (a + b log p_j) to out, which may be x. The caller adds the sampled token's part.
+// log p = scale (x - shift) + rest: shift is lse in units of the logits, rounded, and rest is its rounding error.
 template <typename T, bool ENTROPY>
 void backward_row(const T* x, T* out, int64_t n, double scale, double lse, float a, float b) {
-  const float shift = static_cast<float>(lse / scale);  // in units of the logits: the difference is exact where it matters
-  const float rest = static_cast<float>(static_cast<double>(shift) * scale - lse);  // what its rounding took away
+  const float shift = static_cast<float>(lse / scale);
+  const float rest = static_cast<float>(static_cast<double>(shift) * scale - lse);
   const float correction = std::exp(rest), factor_of_z = static_cast<float>(scale);
   const float scaled_a = (a + b * rest) * correction, scaled_b = b * correction;
 #pragma omp simd
@@ -189,7 +192,7 @@ void backward(const T* x, T* out, int64_t rows, int64_t columns, int64_t real, d
         backward_row<T, true>(x + i * columns, row, real, scale, lse[i], a, -h);
       else
         backward_row<T, false>(x + i * columns, row, real, scale, lse[i], a, 0.0f);
-      if (target >= 0) {  // in full precision, before the store rounds: 1 - p cancels where p is near 1
+      if (target >= 0) {  // in double, because g + p a cancels where p is near 1
         const double log_p = static_cast<double>(sampled) * scale - lse[i], p = std::exp(log_p);
         double value = p * a - (h != 0 && p > 0 ? p * h * log_p : 0.0);
         value += g;

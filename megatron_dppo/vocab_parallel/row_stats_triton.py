@@ -1,4 +1,4 @@
-"""Row kernels of policy_stats in Triton. Imported only where Triton runs: on a GPU, or in its
+"""Row kernels of policy_stats in Triton. This module is imported only where Triton runs: on a GPU, or in its
 interpreter (TRITON_INTERPRET=1).
 """
 
@@ -22,11 +22,12 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
     ENTROPY: tl.constexpr,  # noqa: N803
     SQUARES: tl.constexpr,  # noqa: N803
 ):
-    """Sums over one row of ``logits`` except its column ``left_out`` (int64; -1: no column).
+    """Compute sums over one row of ``logits`` except its column ``left_out`` (int64; -1: no column).
 
-    The sums are of e, of e d and of e^2, with d = z - maximum and e = 2^(scale_log2 d). Each lane sums its own columns
-    in float32 under a maximum of its own, so that no thread waits for another before the end of the row; the lanes'
-    sums are added in float64. A lane reads VECTOR neighbouring columns at a time: 128 bits.
+    The sums are of e (``total``), of e d (``weighted``) and of e^2 (``squared``), with d = z - maximum and
+    e = 2^(scale_log2 d). Each lane sums its own columns in float32 under a maximum of its own, so that no thread waits
+    for another before the end of the row; the lanes' sums are added in float64. A lane reads VECTOR neighbouring
+    columns at a time: 128 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -47,6 +48,7 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         d = z - shift[:, None]
         e = tl.exp2(d * scale_log2)
+        # Convert the lane's sums to the new maximum: d of every earlier column changes by ``drop`` <= 0.
         drop = tl.where(top == float("-inf"), 0.0, top - shift)
         factor = tl.exp2(drop * scale_log2)
         if ENTROPY:
@@ -57,6 +59,7 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
             squared = squared * factor * factor + tl.sum(e * e, axis=1)
         total = total * factor + tl.sum(e, axis=1)
         top = new_top
+    # Convert the lanes' sums to the row's maximum and add them.
     row_top = tl.max(top, axis=0)
     row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
     lane_drop = tl.where(top == float("-inf"), 0.0, top - row_shift)
@@ -89,20 +92,21 @@ def backward_kernel(  # noqa: PLR0913, PLR0917
     BLOCK: tl.constexpr,  # noqa: N803
     ENTROPY: tl.constexpr,  # noqa: N803
 ):
-    """One block of one row: p (a + b log p), plus the sampled token's gradient; 0 in padding.
+    """Write one block of one row of dL/dz: p (a + b log p), plus g at the sampled token; 0 in padding.
 
-    ``gradients`` scale g, ``constants`` a, ``entropy_gradients`` b; all float32. A row whose
-    gradients are 0 is written without being read. ``out`` may be ``logits``.
+    log p = scale (z - shift) + rest. ``shifts``, ``rests``, ``gradients`` (g), ``constants`` (a) and
+    ``entropy_gradients`` (b) are float32 and have one number for each row. A row with g = b = 0 is written without
+    being read. ``out`` may be ``logits``.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gradients + row)
-    used = g != 0.0
+    has_gradient = g != 0.0
     if ENTROPY:
         b = tl.load(entropy_gradients + row)
-        used = used | (b != 0.0)
+        has_gradient = has_gradient | (b != 0.0)
     value = tl.zeros((BLOCK,), tl.float32)
-    if used:
+    if has_gradient:
         z = tl.load(logits + row * columns + column, mask=column < real, other=float("-inf")).to(
             tl.float32
         )

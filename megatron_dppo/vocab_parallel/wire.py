@@ -1,13 +1,13 @@
-"""Communication of tensor-parallel ranks: one packed all-reduce, and on CPU groups a comparison of
-shapes before it.
+"""Communication of tensor-parallel ranks: one packed all-reduce.
 
 Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
 
     [ rank 0: lse high, lse low, (sum p log p), (sum p^2) | ... | rank N-1: ... | logit of the sampled
     token | logits at K ids ]
 
-Each rank writes its own slots and the ids that it owns, and zero elsewhere. So only one rank contributes to an
-element, and the sum is exact, independent of the order of reduction, and bit-identical on all ranks.
+The two sums are there if they are requested. Each rank writes its own slots and the logits of the ids that it owns, and
+zero elsewhere. So only one rank contributes to an element, and the sum is exact, independent of the order of reduction,
+and bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 class VocabShard:
     """This rank's part of a vocabulary of ``vocab_size`` ids.
 
-    Columns ``start .. start + columns``; the first ``real`` of them are true tokens.
+    The shard has the ids ``start .. start + columns``; the first ``real`` of them are tokens, the others padding.
     """
 
     start: int
@@ -36,18 +36,18 @@ class VocabShard:
 
     @staticmethod
     def part(rank: int, ranks: int, columns: int, vocab_size: int) -> VocabShard:
-        """Rank ``rank``'s shard; shards are equal, in rank order, with padding last."""
+        """Return the shard of ``rank``; shards are equal, in rank order, with padding last."""
         start = rank * columns
         real = min(max(vocab_size - start, 0), columns)
         return VocabShard(start, columns, real, vocab_size, rank, ranks)
 
     def local(self, ids: Tensor) -> Tensor:
-        """The ids' columns in this shard; -1 for ids that another rank owns."""
+        """Return the columns of ``ids`` in this shard; -1 for ids that another rank owns."""
         is_owned = (ids >= self.start) & (ids < self.start + self.real)
         return torch.where(is_owned, ids - self.start, -1)
 
     def unknown(self, ids: Tensor) -> Tensor:
-        """Bool: the ids outside the vocabulary, which no rank owns."""
+        """Return for each id whether it is outside the vocabulary, so that no rank owns it."""
         return (ids < 0) | (ids >= self.vocab_size)
 
 
@@ -79,7 +79,7 @@ def reduce_rows(
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Reduced:
-    """Combine the shards' rows (``backends.Rows``), and then add the sampled token, which they leave out.
+    """Combine the shards' rows (``backends.Rows``), and then add the sampled token, which the rows leave out.
 
     ``lse``, ``plogp`` and ``squares`` are float64 [T]. ``owned_logits`` is [T, 1 + K], 0 where another rank owns the
     id.
@@ -90,7 +90,7 @@ def reduce_rows(
     slots = 2 + len(sums)
     buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
     slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
-    # The log-sum-exp travels as two floats: its rounding alone would cost 1e-6 in every log-probability.
+    # Send the log-sum-exp as two floats: rounding it to one would cost 1e-6 in every log-probability.
     slot[:, 0] = lse
     # A shard without any probability has lse -inf: the difference would be NaN.
     slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
@@ -98,12 +98,12 @@ def reduce_rows(
         slot[:, column] = values
     buffer[:, shard.ranks * slots :] = owned_logits
     dist.all_reduce(buffer, group=group)
-    parts = buffer[:, : shard.ranks * slots].double().view(-1, shard.ranks, slots)
-    shard_lse = parts[..., 0] + parts[..., 1]
+    shards = buffer[:, : shard.ranks * slots].double().view(-1, shard.ranks, slots)
+    shard_lse = shards[..., 0] + shards[..., 1]
     merged = _merged(
         shard_lse,
-        None if plogp is None else parts[..., 2],
-        None if squares is None else parts[..., -1],
+        None if plogp is None else shards[..., 2],
+        None if squares is None else shards[..., -1],
     )
     return _with_sampled(*merged, buffer[:, shard.ranks * slots :], scale)
 
@@ -115,16 +115,18 @@ def _with_sampled(
     logits: Tensor,
     scale: float,
 ) -> Reduced:
-    lse = torch.stack([other_lse, logits[:, 0].double() * scale], -1)
-    # Within the part that is the sampled token alone, p is 1.
-    parts = None
+    """Merge the sums over all other tokens with the sampled token, ``logits[:, 0]``."""
+    # Merge two parts of the vocabulary. In the second one, which is the sampled token alone, p is 1.
+    lse_parts = torch.stack([other_lse, logits[:, 0].double() * scale], -1)
+    plogp_parts = None
     if plogp is not None:
-        parts = torch.stack([plogp, torch.zeros_like(plogp)], -1)
-    squared = None
+        plogp_parts = torch.stack([plogp, torch.zeros_like(plogp)], -1)
+    square_parts = None
     if squares is not None:
-        squared = torch.stack([squares, torch.ones_like(squares)], -1)
-    total, weighted, squared = _merged(lse, parts, squared)
-    return Reduced(total, other_lse, None if weighted is None else -weighted, squared, logits)
+        square_parts = torch.stack([squares, torch.ones_like(squares)], -1)
+    lse, whole_plogp, whole_squares = _merged(lse_parts, plogp_parts, square_parts)
+    entropy = None if whole_plogp is None else -whole_plogp
+    return Reduced(lse, other_lse, entropy, whole_squares, logits)
 
 
 def _merged(
@@ -139,18 +141,20 @@ def _merged(
     if plogp is not None:
         # The logarithm of a share of 0 is -inf, and 0 times -inf is NaN.
         plogp = (share * (plogp + torch.where(share > 0, log_share, 0.0))).sum(-1)
-    return total, plogp, None if squares is None else (share.square() * squares).sum(-1)
+    if squares is not None:
+        squares = (share.square() * squares).sum(-1)
+    return total, plogp, squares
 
 
 def log_softmax_at(reduced: Reduced, scale: float) -> Tensor:
-    """Compute log p at the sampled id and the K ids, float64 [T, 1 + K]; NaN in rows that are no distributions.
+    """Compute log p at the sampled id and the K ids, float64 [T, 1 + K]; NaN in rows whose log-sum-exp is not finite.
 
     For the sampled id it is -log(1 + e^(others - scale z)), whose relative error is small also where p is nearly 1;
     for the other ids it is scale z - lse.
     """
-    z = reduced.logits.double() * scale
+    scaled_z = reduced.logits.double() * scale
     lse = reduced.lse[:, None]
-    odds = reduced.others - z[:, 0]
-    sampled = -torch.logaddexp(odds, torch.zeros_like(odds))
-    value = torch.cat([sampled[:, None], z[:, 1:] - lse], 1)
+    log_odds = reduced.others - scaled_z[:, 0]
+    sampled = -torch.logaddexp(log_odds, torch.zeros_like(log_odds))
+    value = torch.cat([sampled[:, None], scaled_z[:, 1:] - lse], 1)
     return torch.where(lse.isfinite(), value, math.nan)
