@@ -67,21 +67,24 @@ def turn_relative(
     """Compute A_ik = G_ik - mean over the group's j of G_j,min(k, K_j).
 
     The k-th turn of a response is compared with the k-th turns of the other responses in its group; a response with
-    fewer turns counts with its last one. A_i1 equals ``group_relative`` of the total rewards. If only last turns have
-    rewards, every A_ik equals it.
+    fewer turns counts with its last turn. A_i1 equals ``group_relative`` of the total rewards. If only last turns have
+    rewards, every A_ik does.
 
     Args:
-        returns: For each response G_i1 .. G_iK: the sum of its rewards from that turn on. Responses are in the order
-            that ``group_relative`` takes.
+        returns: For each response G_i1 .. G_iK: G_ik is the sum of its rewards from turn k on. Responses are in the
+            order that ``group_relative`` takes.
         group_size: Number of responses to a prompt.
         advantage: As in ``group_relative``.
     """
     num_turns = max(map(len, returns), default=0)
     advantages: list[list[float]] = [[] for _ in returns]
     for k in range(num_turns):
-        turn_returns = [g[min(k, len(g) - 1)] for g in returns]
+        turn_returns = []
+        for response_returns in returns:
+            turn = min(k, len(response_returns) - 1)
+            turn_returns.append(response_returns[turn])
         values = group_relative(turn_returns, group_size, advantage).tolist()
-        for i, g in enumerate(returns):
-            if k < len(g):
+        for i, response_returns in enumerate(returns):
+            if k < len(response_returns):
                 advantages[i].append(values[i])
     return advantages

@@ -14,7 +14,7 @@ from megatron_dppo.algorithms.inputs import TokenInputs, trained_tokens
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How token losses become one loss.
+    """A rule that combines the losses of tokens into one loss.
 
     The denominator is a global count, and a token's factor depends on one response alone, which always lies in one
     micro-batch as a whole. So the gradient does not depend on packing or on the parallel layout.
@@ -36,12 +36,12 @@ def one_over_length(inputs: TokenInputs) -> Tensor:
 
 
 def _tokens(lengths: Sequence[int], constant: float) -> float:
-    """The number of tokens that train."""
+    """Return the number of tokens that train."""
     return float(sum(lengths))
 
 
 def _responses(lengths: Sequence[int], constant: float) -> float:
-    """The number of responses that train."""
+    """Return the number of responses that train."""
     return float(len(lengths))
 
 

@@ -22,7 +22,7 @@ class Algorithm(table.AlgorithmFacts):
     Attributes:
         mask: True where a token trains (M).
         weight: w in M min(w, C) A grad log pi.
-        step_bound: Computes the number that the mask reads of all tokens of an optimiser step. None for masks that
+        step_bound: Computes from all tokens of an optimiser step the number that the mask reads. None for masks that
             read no such number.
         penalties: Additive terms with their coefficients.
         correction: An additive term that belongs to this algorithm alone. None for most algorithms.
@@ -43,7 +43,7 @@ class Algorithm(table.AlgorithmFacts):
         """Compute D of each token, float64, as the mask does. None for masks that measure no divergence."""
         if self.preset.divergence is None:
             return None
-        return rules.measured(self.preset.divergence, inputs, self.anchor)
+        return rules.measure_divergence(self.preset.divergence, inputs, self.anchor)
 
 
 def build_algorithm(
@@ -67,6 +67,11 @@ def build_algorithm(
     step_bound = None
     if preset.step_bound is not None:
         step_bound = partial(getattr(rules, preset.step_bound), **_numbers_of(numbers, "step"))
+    penalties = []
+    for option, term in PENALTIES.items():
+        coefficient = numbers.get(option)
+        if coefficient:
+            penalties.append((coefficient, term))
     correction = None
     if preset.correction is not None:
         function = _function(modules, preset.correction)
@@ -78,17 +83,17 @@ def build_algorithm(
         mask=partial(mask, anchor=anchor, **preset.fixed, **_numbers_of(numbers, "mask", "both")),
         weight=partial(weight, anchor=anchor, **_numbers_of(numbers, "weight", "both")),
         step_bound=step_bound,
-        penalties=tuple((numbers[n], term) for n, term in PENALTIES.items() if numbers.get(n)),
+        penalties=tuple(penalties),
         correction=correction,
     )
 
 
 def _numbers_of(numbers: Mapping[str, float], *roles: str) -> dict[str, float]:
-    """The numbers whose option has one of ``roles``."""
+    """Return the numbers of options that have one of ``roles``."""
     return {n: value for n, value in numbers.items() if table.OPTIONS[n].role in roles}
 
 
 def _function(modules: Sequence[ModuleType], name: str) -> Callable[..., Any]:
-    """The function with that name in the first of ``modules`` that has one."""
+    """Return the function ``name`` of the first of ``modules`` that has one."""
     owner = next(module for module in modules if hasattr(module, name))
     return getattr(owner, name)

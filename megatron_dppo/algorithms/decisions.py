@@ -44,7 +44,7 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
 
 
 def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
-    """True at tokens where every log-probability that the algorithm reads is finite."""
+    """Return True at tokens where every log-probability that the algorithm reads is finite."""
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()
     for _, term in algorithm.penalties:

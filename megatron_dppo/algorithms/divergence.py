@@ -39,13 +39,13 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     A log pi of exactly 0 means that pi rounds to 1; the exact value of 1 - pi is unknown. 1 - pi is then set to half a
     unit of the dtype's rounding, the largest value that rounds to 0, and D is a lower bound.
     """
-    # One tensor holds both policies: that halves the number of small operations, which are the cost of a mask.
+    # Put both policies into one tensor: this halves the number of small operations, which are the cost of a mask.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     # expm1 keeps the relative precision. 1 - exp(log p) would have the absolute error of numbers near 1, and D could
     # become negative.
     complement = -torch.expm1(log_p)
-    half_unit = math.log(0.5 * torch.finfo(log_probs.dtype).eps)
-    log_complement = torch.where(log_p == 0, half_unit, complement.log())
+    log_half_unit = math.log(0.5 * torch.finfo(log_probs.dtype).eps)
+    log_complement = torch.where(log_p == 0, log_half_unit, complement.log())
     sampled_term = _kl_term(log_p[0].exp(), log_p[0], log_p[1])
     complement_term = _kl_term(complement[0], log_complement[0], log_complement[1])
     return (sampled_term + complement_term).clamp(min=0)
@@ -75,7 +75,7 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     -> ``[...]``.
 
     A' is TopK(mu) and the sampled token, without columns that are not ``valid``. "other" is one bucket with the rest
-    of each distribution.
+    of each distribution's mass.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi = torch.where(valid, topk_log_probs.detach().clamp(max=0).exp(), 0.0)
@@ -97,20 +97,17 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     resolution = 4 * torch.finfo(topk_log_probs.dtype).eps
-    pi = topk_log_probs.detach().clamp(max=0)
-    mu = rollout_topk_log_probs.detach().clamp(max=0)
-    p_mu = torch.where(valid, mu.exp(), 0.0)
-    p_pi = torch.where(valid, pi.exp(), 0.0)
-    listed_terms = _kl_term(p_mu, mu, pi).sum(-1, dtype=torch.float64)
-    other_mu = _rest(p_mu)
-    other_pi = _rest(p_pi).clamp(min=resolution)
-    other_term = torch.where(
-        other_mu <= resolution,
-        0.0,
-        other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),
-    )
+    log_pi = topk_log_probs.detach().clamp(max=0)
+    log_mu = rollout_topk_log_probs.detach().clamp(max=0)
+    pi = torch.where(valid, log_pi.exp(), 0.0)
+    mu = torch.where(valid, log_mu.exp(), 0.0)
+    listed_terms = _kl_term(mu, log_mu, log_pi).sum(-1, dtype=torch.float64)
+    other_mu = _rest(mu)
+    other_pi = _rest(pi).clamp(min=resolution)
+    log_quotient = other_mu.clamp(min=resolution).log() - other_pi.log()
+    other_term = torch.where(other_mu <= resolution, 0.0, other_mu * log_quotient)
     # binary_kl is a lower bound of the exact value, and its 1 - p is more precise than "other".
-    return torch.maximum(listed_terms + other_term, binary_kl(pi[..., -1], mu[..., -1]))
+    return torch.maximum(listed_terms + other_term, binary_kl(log_pi[..., -1], log_mu[..., -1]))
 
 
 @torch.no_grad()
@@ -125,34 +122,35 @@ def topk_kl_change(
     """Compute the derivative of KL(mu || pi) along the step e_k - pi of the logits, which is the gradient of log pi(k).
 
     k is the token of the last column. The derivative is (pi_k - mu_k) + sum over the vocabulary of pi_i (mu_i - pi_i);
-    ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A' (``topk_tv``), so the sum over these tokens
-    is estimated; with K = V there are none, and the value is exact. The sampled token's own column may be invalid
-    because TopK(mu) holds the token: k is read from it all the same.
+    ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A' (``topk_tv``), so the sum over the tokens
+    outside A' is estimated; with K = V there are none, and the value is exact. The last column may be invalid because
+    TopK(mu) has the token, too; pi_k and mu_k are read from the last column all the same.
 
     Args:
         topk_log_probs: log pi at A'.
         rollout_topk_log_probs: log mu at A'.
         valid: Columns that count.
-        tail_ids: ``[...]``, the number n of tokens outside A'. The estimate is then that of n equally likely tokens,
-            pi_r (mu_r - pi_r) / n, with r the sum over these tokens. Without it, they count as one token, n = 1.
-        sum_squares: ``[...]``, the sum of pi^2 over the whole vocabulary. The estimate then takes mu / pi to be the
-            same for all tokens outside A': (mu_r / pi_r - 1) times their sum of pi^2.
+        tail_ids: ``[...]``, the number n of tokens outside A'. The estimate is then pi_r (mu_r - pi_r) / n, as of n
+            equally likely tokens; pi_r and mu_r are the sums over the tokens outside A'. None: n = 1.
+        sum_squares: ``[...]``, the sum of pi^2 over the whole vocabulary. The estimate then assumes an equal mu / pi of
+            all tokens outside A': (mu_r / pi_r - 1) times their sum of pi^2.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi = topk_log_probs.detach().double().clamp(max=0).exp()
     mu = rollout_topk_log_probs.detach().double().clamp(max=0).exp()
-    p_pi = torch.where(valid, pi, 0.0)
-    p_mu = torch.where(valid, mu, 0.0)
-    rest_pi = _rest(p_pi)
-    rest_mu = _rest(p_mu)
+    listed_pi = torch.where(valid, pi, 0.0)
+    listed_mu = torch.where(valid, mu, 0.0)
+    rest_pi = _rest(listed_pi)
+    rest_mu = _rest(listed_mu)
     tail = rest_pi * (rest_mu - rest_pi)
     if tail_ids is not None:
         tail = tail / tail_ids.clamp(min=1)
     if sum_squares is not None:
-        squares = (sum_squares.double() - p_pi.square().sum(-1)).clamp(min=0)
-        # The sum of squares is at most rest_pi^2, which one token has; rounding may exceed it.
-        tail = tail * (squares / rest_pi.square().clamp(min=1e-300)).clamp(max=1)
-    return pi[..., -1] - mu[..., -1] + (p_pi * (p_mu - p_pi)).sum(-1) + tail
+        rest_squares = (sum_squares.double() - listed_pi.square().sum(-1)).clamp(min=0)
+        # The sum of squares is at most rest_pi^2, if one token has all of the rest; rounding may exceed this bound.
+        tail = tail * (rest_squares / rest_pi.square().clamp(min=1e-300)).clamp(max=1)
+    listed_sum = (listed_pi * (listed_mu - listed_pi)).sum(-1)
+    return pi[..., -1] - mu[..., -1] + listed_sum + tail
 
 
 @torch.no_grad()
@@ -178,12 +176,12 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
 
 
 def _kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p log(p / q). 0 where p = 0, whatever the logarithms are; NaN where p is NaN."""
+    """Compute p log(p / q): 0 where p = 0, whatever the logarithms are; NaN where p is NaN."""
     return torch.where(p == 0, 0.0, p * (log_p - log_q))
 
 
 def _clamped(log_p: Tensor) -> Tensor:
-    """``log_p`` as float64, cut to at most 0: computed as logit - lse, it can be a rounding step above 0."""
+    """Return ``log_p`` in float64, cut to at most 0: computed as logit - lse, it can be a rounding step above 0."""
     return log_p.detach().double().clamp(max=0)
 
 
@@ -192,5 +190,5 @@ def _probability(log_p: Tensor) -> Tensor:
 
 
 def _rest(p: Tensor) -> Tensor:
-    """1 - sum of ``p``, at least 0."""
+    """Compute 1 - sum of ``p``, at least 0."""
     return (1 - p.sum(-1, dtype=torch.float64)).clamp(min=0)

@@ -5,9 +5,9 @@ sampled token's.
 
 The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response;
 functions of prefixes and positions also need them in order, without another response's tokens between them. Results are
-float64, shaped as ``values``. A result depends on the response alone. On a CPU, and for prefixes on every device, the
-order of operations depends on the response's tokens alone too; on a GPU the order of a total's additions is not fixed,
-and the last bit of float64 may differ from rank to rank.
+float64, shaped as ``values``. A result depends on the response alone, not on the rest of the pack. On a CPU, and for
+prefixes on every device, this includes the order of operations; on a GPU the order of a total's additions is not
+fixed, and the last bit of float64 may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PER_TOKEN = (
     "sum_squares",
     "step_bound",
 )
+"""Names of the tensors of ``TokenInputs`` that have the shape of ``log_probs``."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ ANCHORS: dict[AnchorName, Anchor] = {"rollout": rollout, "recomputed": recompute
 
 
 def _sequence_ids(inputs: TokenInputs) -> Tensor:
-    """The sequence ids, flat, int64 [T]. Raises ValueError without them."""
+    """Return the sequence ids, flat, int64 [T]. Raises ValueError without them."""
     if inputs.sequence_ids is None:
         raise ValueError(
             "the algorithm works on whole sequences, but TokenInputs has no sequence_ids"
@@ -134,9 +135,12 @@ def _sequence_ids(inputs: TokenInputs) -> Tensor:
     return inputs.sequence_ids.flatten()
 
 
-def of_branches(inputs: TokenInputs) -> TokenInputs:
-    """``inputs`` whose sequences are branches: an earlier token of the response may belong to another branch, and may
-    have been sampled later."""
+def with_branches_as_sequences(inputs: TokenInputs) -> TokenInputs:
+    """Return ``inputs`` with each branch as a sequence of its own.
+
+    Functions of prefixes need this, because an earlier token of the response may belong to another branch, and may have
+    been sampled later.
+    """
     if inputs.branch_ids is None:
         return inputs
     return replace(inputs, sequence_ids=inputs.branch_ids)
@@ -158,14 +162,18 @@ def trained_tokens(inputs: TokenInputs) -> Tensor:
 
 
 def sequence_means(inputs: TokenInputs, values: Tensor) -> Tensor:
-    """Average ``values`` over each response; every token gets its response's mean. 0 for a response without tokens in
-    ``loss_mask``."""
+    """Average ``values`` over each response; every token gets its response's mean.
+
+    The mean is 0 for a response without tokens in ``loss_mask``.
+    """
     return sequence_totals(inputs, values) / trained_tokens(inputs)
 
 
 def sequence_maxima(inputs: TokenInputs, values: Tensor) -> Tensor:
-    """Find the maxima of ``values`` in each response; every token gets its response's. inf for a response with a NaN,
-    -inf for a response without tokens in ``loss_mask``."""
+    """Find the maximum of ``values`` in each response; every token gets its response's maximum.
+
+    The maximum is inf for a response with a NaN, and -inf for a response without tokens in ``loss_mask``.
+    """
     ids = _sequence_ids(inputs)
     values = torch.where(values.isnan(), torch.inf, values)
     counted = torch.where(inputs.loss_mask, values, -torch.inf).double().flatten()
@@ -174,7 +182,7 @@ def sequence_maxima(inputs: TokenInputs, values: Tensor) -> Tensor:
 
 
 def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tensor:
-    """Compute the ``share`` quantile of ``values`` in each response; every token gets its response's.
+    """Compute the ``share`` quantile of ``values`` in each response; every token gets its response's quantile.
 
     The quantile interpolates linearly between two values, as ``torch.quantile``. The result has no meaning for a
     response without tokens in ``loss_mask``.
@@ -188,13 +196,14 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     order = order[bins[order].argsort(stable=True)]
     sizes = bins.new_zeros(ids.numel() + 1).index_add_(0, bins, torch.ones_like(bins))
     start = (sizes.cumsum(0) - sizes)[ids]
+    # ``rank`` is the quantile's position among the sorted values of the token's response, between two of them.
     rank = share * (sizes[ids] - 1).clamp(min=0).double()
-    below = rank.floor()
-    index = (start + below.long()).clamp(max=ids.numel() - 1)
-    above = torch.minimum(index + 1, (start + sizes[ids] - 1).clamp(min=0))
-    low = flat_values[order[index]]
-    high = flat_values[order[above]]
-    return (low + (rank - below) * (high - low)).view_as(values)
+    lower_rank = rank.floor()
+    lower_index = (start + lower_rank.long()).clamp(max=ids.numel() - 1)
+    upper_index = torch.minimum(lower_index + 1, (start + sizes[ids] - 1).clamp(min=0))
+    low = flat_values[order[lower_index]]
+    high = flat_values[order[upper_index]]
+    return (low + (rank - lower_rank) * (high - low)).view_as(values)
 
 
 def prefix_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
@@ -207,7 +216,7 @@ def prefix_minima(inputs: TokenInputs, values: Tensor) -> Tensor:
     return _scan(inputs, values, torch.inf, torch.minimum)
 
 
-def before(inputs: TokenInputs, prefix: Tensor, start: float) -> Tensor:
+def shift_by_one(inputs: TokenInputs, prefix: Tensor, start: float) -> Tensor:
     """Shift ``prefix`` by one token: each token gets its predecessor's value, a response's first token gets
     ``start``.
     """
@@ -226,8 +235,8 @@ def _scan(
 ) -> Tensor:
     """Combine ``values`` over the response's tokens up to each token, with windows that double in length.
 
-    After k rounds a token holds the combination of the last 2^k tokens of its response. So the order of additions
-    depends on a token's position in its response alone, and not on the rest of the pack.
+    After k rounds a token has the combination of the last 2^k tokens of its response, itself included. So the order of
+    additions depends on a token's position in its response alone, and not on the rest of the pack.
     """
     ids = _sequence_ids(inputs)
     scanned = torch.where(inputs.loss_mask, values, neutral).double().flatten()
@@ -235,7 +244,7 @@ def _scan(
     while step < ids.numel():
         is_same_response = ids[step:] == ids[:-step]
         combined = combine(scanned[step:], scanned[:-step])
-        longer = torch.where(is_same_response, combined, scanned[step:])
-        scanned = torch.cat([scanned[:step], longer])
+        combined = torch.where(is_same_response, combined, scanned[step:])
+        scanned = torch.cat([scanned[:step], combined])
         step *= 2
     return scanned.view_as(values)

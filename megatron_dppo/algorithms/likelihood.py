@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms.policy_loss import LossSums
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 
 
@@ -20,8 +20,11 @@ def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
         loss_mask: Bool ``[T]``.
 
     Returns:
-        The loss. Its metrics are the same sum under ``loss/sum``, and the number of tokens under ``policy/tokens``.
+        The loss. Its metrics are the loss under ``loss/sum``, and the number of trained tokens under ``policy/tokens``.
     """
     loss = -torch.where(loss_mask, log_probs, 0.0).sum()
-    sums = {names.LOSS: loss.detach().double(), names.TRAINED_TOKENS: loss_mask.sum().double()}
+    sums = {
+        metric_names.LOSS: loss.detach().double(),
+        metric_names.TRAINED_TOKENS: loss_mask.sum().double(),
+    }
     return LossSums(loss, MetricSums(sums=sums))

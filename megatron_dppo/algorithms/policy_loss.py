@@ -16,7 +16,7 @@ from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.token_metrics import token_metrics
 from megatron_dppo.algorithms.topk_terms import projection_terms, score_centering
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 
 
@@ -63,10 +63,10 @@ def policy_loss(
             scale = token_scale.to(value.dtype)
             value = value * scale
             slope = slope * scale
-    used = torch.where(slope != 0, inputs.log_probs, 0.0)
-    # log pi - stop(log pi) has the value 0 and log pi's gradient: the loss reads as the surrogate,
-    # not as A log pi.
-    loss = (value + slope * (used - used.detach())).sum()
+    log_probs = torch.where(slope != 0, inputs.log_probs, 0.0)
+    # log pi - stop(log pi) has the value 0 and log pi's gradient, so that the loss has the value of the surrogate and
+    # not of A log pi.
+    loss = (value + slope * (log_probs - log_probs.detach())).sum()
     if algorithm.preset.centers:
         loss = loss + score_centering(algorithm, inputs, decisions, token_scale)
     if algorithm.preset.projects:
@@ -83,23 +83,27 @@ def _coefficients(
     inputs: TokenInputs,
     decisions: Decisions,
 ) -> tuple[Tensor, Tensor, MetricSums]:
-    """Each token's loss, the loss's derivative by log pi, and the sums of surrogate and penalties as metrics."""
+    """Return each token's loss, its derivative by log pi, and the sums of surrogate and penalties as metrics."""
     surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)
     # The mask would hide a NaN of the policy and training would go on without these tokens, so the loss becomes NaN.
     is_nan = inputs.loss_mask & (inputs.log_probs.isnan() | inputs.advantages.isnan())
     surrogate = torch.where(is_nan, torch.nan, surrogate)
-    sums = {names.LOSS: surrogate.sum(dtype=torch.float64)}
+    sums = {metric_names.LOSS: surrogate.sum(dtype=torch.float64)}
     if not algorithm.penalties and algorithm.correction is None:
         return surrogate, surrogate, MetricSums(sums=sums)
     counted = inputs.loss_mask & decisions.finite
     log_ratio = torch.where(counted, inputs.log_probs - inputs.rollout_log_probs, 0.0)
-    terms = [(c, *term(log_ratio)) for c, term in algorithm.penalties]
+    values = []
+    derivatives = []
+    for coefficient, term in algorithm.penalties:
+        value, derivative = term(log_ratio)
+        values.append(coefficient * value)
+        derivatives.append(coefficient * derivative)
     if algorithm.correction is not None:
         value, derivative = algorithm.correction(inputs)
-        value = torch.where(counted, value, 0.0).to(surrogate.dtype)
-        derivative = torch.where(counted, derivative, 0.0).to(surrogate.dtype)
-        terms.append((1.0, value, derivative))
-    penalty = torch.stack([c * value for c, value, _ in terms]).sum(0)
-    slope = torch.stack([c * derivative for c, _, derivative in terms]).sum(0)
-    sums[names.PENALTY] = penalty.sum(dtype=torch.float64)
+        values.append(torch.where(counted, value, 0.0).to(surrogate.dtype))
+        derivatives.append(torch.where(counted, derivative, 0.0).to(surrogate.dtype))
+    penalty = torch.stack(values).sum(0)
+    slope = torch.stack(derivatives).sum(0)
+    sums[metric_names.PENALTY] = penalty.sum(dtype=torch.float64)
     return surrogate + penalty, surrogate + slope, MetricSums(sums=sums)

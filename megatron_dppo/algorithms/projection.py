@@ -4,8 +4,8 @@ Legend: K = ids of TopK(mu); P = K + 2 points: TopK(mu), the sampled token where
 has the rest of each distribution. l = log pi and m = log mu at the points.
 
 The projection p minimises KL(p || pi) among the distributions with KL(p || mu) <= bound. If pi is within the bound,
-p = pi. Else p is proportional to pi^(1 - x) mu^x, and bisection finds x in (0, 1]. The derivative of p, which includes
-that of x by the constraint, is with d = m - l, and means and covariances under p:
+p = pi. Else p is proportional to pi^(1 - x) mu^x, and bisection finds x in (0, 1]. With d = m - l, and means and
+covariances under p, the derivative of log p, which includes how x changes to keep the constraint, is
 
     d log p(y) = (1 - x) [ dl(y) - E dl - (d(y) - E d) Cov(d, dl) / Var(d) ].
 """
@@ -31,16 +31,16 @@ class Projection:
     Attributes:
         log_ratio: log p(y) - log mu(y).
         distance: KL(pi || p); 0 where pi is within the bound.
-        of_sampled: The explicit part 1 - x of d log p(y) / d log pi(y).
-        of_columns: ``[..., K + 1]``, the remaining derivative of log p(y), by log pi at TopK(mu) and at y. The last
+        explicit_slope: The explicit part 1 - x of d log p(y) / d log pi(y).
+        column_slopes: ``[..., K + 1]``, the remaining derivative of log p(y), by log pi at TopK(mu) and at y. The last
             column is 0 where TopK(mu) holds y.
-        distance_slopes: ``[..., K + 1]``, the derivative of KL(pi || p) by the same log pi, with p fixed.
+        distance_slopes: ``[..., K + 1]``, the derivative of KL(pi || p), with p fixed, by log pi at TopK(mu) and at y.
     """
 
     log_ratio: Tensor
     distance: Tensor
-    of_sampled: Tensor
-    of_columns: Tensor
+    explicit_slope: Tensor
+    column_slopes: Tensor
     distance_slopes: Tensor
 
 
@@ -57,31 +57,34 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     columns = topk_of(inputs, rollout)
     log_pi, log_mu = _points(*columns)
     x = _interpolation(log_pi, log_mu, kl_bound)
-    p = _mix(log_pi, log_mu, x).exp()
-    keeps = x == 0
-    spread = torch.where(p > 0, log_mu - log_pi, 0.0)
-    centred = spread - (p * spread).sum(-1, keepdim=True)
+    log_p = _mix(log_pi, log_mu, x)
+    p = log_p.exp()
+    is_unchanged = x == 0
+    # d at the points, and d - E d at the points and at y.
+    difference = torch.where(p > 0, log_mu - log_pi, 0.0)
+    mean_difference = (p * difference).sum(-1, keepdim=True)
+    centred = difference - mean_difference
     variance = (p * centred.square()).sum(-1, keepdim=True).clamp(min=1e-300)
-    sampled_pi, sampled_mu = (c[..., -1:].detach().double() for c in columns[:2])
-    sampled_centred = sampled_mu - sampled_pi - (p * spread).sum(-1, keepdim=True)
+    sampled_log_pi = columns[0][..., -1:].detach().double()
+    sampled_log_mu = columns[1][..., -1:].detach().double()
+    sampled_centred = sampled_log_mu - sampled_log_pi - mean_difference
     scale = (1 - x)[..., None]
     # Differentiate by the points as if they were independent, then replace "other", whose probability is 1 minus the
     # sum of the others.
-    of_points = -scale * p * (1 + sampled_centred * centred / variance)
-    log_p = _mix(log_pi, log_mu, x)
+    point_slopes = -scale * p * (1 + sampled_centred * centred / variance)
     gaps = torch.where(p > 0, log_pi - log_p, 0.0)
     pi = log_pi.exp()
-    of_columns = of_points[..., :-1] - of_points[..., -1:] * pi[..., :-1] / pi[..., -1:]
+    column_slopes = point_slopes[..., :-1] - point_slopes[..., -1:] * pi[..., :-1] / pi[..., -1:]
     distance_slopes = pi[..., :-1] * (gaps[..., :-1] - gaps[..., -1:])
-    log_p_sampled = (
-        (1 - x) * sampled_pi[..., 0] + x * sampled_mu[..., 0] - _normaliser(log_pi, log_mu, x)
-    )
+    sampled_mix = (1 - x) * sampled_log_pi[..., 0] + x * sampled_log_mu[..., 0]
+    sampled_log_p = sampled_mix - _normaliser(log_pi, log_mu, x)
+    sampled_log_p = torch.where(is_unchanged, sampled_log_pi[..., 0], sampled_log_p)
     return Projection(
-        log_ratio=torch.where(keeps, sampled_pi[..., 0], log_p_sampled) - sampled_mu[..., 0],
-        distance=torch.where(keeps, 0.0, (pi * gaps).sum(-1)),
-        of_sampled=1 - x,
-        of_columns=torch.where(keeps[..., None], 0.0, of_columns),
-        distance_slopes=torch.where(keeps[..., None], 0.0, distance_slopes),
+        log_ratio=sampled_log_p - sampled_log_mu[..., 0],
+        distance=torch.where(is_unchanged, 0.0, (pi * gaps).sum(-1)),
+        explicit_slope=1 - x,
+        column_slopes=torch.where(is_unchanged[..., None], 0.0, column_slopes),
+        distance_slopes=torch.where(is_unchanged[..., None], 0.0, distance_slopes),
     )
 
 
@@ -92,7 +95,7 @@ def projected_ratio(inputs: TokenInputs, anchor: Anchor, *, kl_bound: float) -> 
 
 
 def _points(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi and log mu at the P points, [..., P] float64, normalised; -inf in columns that are not valid."""
+    """Return log pi and log mu at the P points, [..., P] float64, normalised; -inf in columns that are not valid."""
     resolution = 4 * torch.finfo(topk.dtype).eps
     points = []
     for log_probs in (topk, rollout_topk):
@@ -123,19 +126,20 @@ def _normaliser(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
 
 
 def _mix(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
-    """log of the distribution proportional to pi^(1 - x) mu^x."""
+    """Return the logarithm of the distribution proportional to pi^(1 - x) mu^x."""
     return _unnormalised(log_pi, log_mu, x).log_softmax(-1)
 
 
 def _unnormalised(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
-    weight = x[..., None]
-    absent = log_mu == -torch.inf
-    mixed = (1 - weight) * log_pi + weight * torch.where(absent, 0.0, log_mu)
-    return torch.where(absent, -torch.inf, mixed)
+    """Return (1 - x) log pi + x log mu; -inf where both are -inf."""
+    x = x[..., None]
+    is_absent = log_mu == -torch.inf
+    mixed = (1 - x) * log_pi + x * torch.where(is_absent, 0.0, log_mu)
+    return torch.where(is_absent, -torch.inf, mixed)
 
 
 def _kl(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
-    """KL(mixture || mu), nats."""
+    """Compute KL(p || mu), nats, of p proportional to pi^(1 - x) mu^x."""
     log_p = _mix(log_pi, log_mu, x)
     is_present = log_p > -torch.inf
     return torch.where(is_present, log_p.exp() * (log_p - log_mu), 0.0).sum(-1)

@@ -17,7 +17,7 @@ from megatron_dppo.algorithms import table
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 
 ReferencePenalty = Callable[[LossSums, TokenInputs, Tensor, Tensor | None], LossSums]
@@ -29,8 +29,8 @@ Estimator = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def k1_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate KL(pi || reference) by -s, with the gradient of the KL. (The derivative of -s, 1, has a mean gradient
-    of 0.)
+    """Estimate KL(pi || reference) by -s, with the gradient of the KL. (The derivative of -s by log pi is 1: its mean
+    gradient would be 0.)
     """
     return -s, -s
 
@@ -112,14 +112,15 @@ def reference_penalty(
                 value = weight * value
                 slope = weight * slope
             metrics = {
-                names.REFERENCE_KL: value.sum(),
-                names.REFERENCE_CLAMPED: (s > LARGEST_LOG_RATIO).sum(dtype=torch.float64),
+                metric_names.REFERENCE_KL: value.sum(),
+                metric_names.REFERENCE_CLAMPED: (s > LARGEST_LOG_RATIO).sum(dtype=torch.float64),
             }
             factor = coefficient if scale is None else coefficient * scale.double()
             value = (factor * value).to(dtype)
             slope = (factor * slope).to(dtype)
-        used = torch.where(slope != 0, inputs.log_probs, 0.0)
-        penalty = (value + slope * (used - used.detach())).sum()
+        log_probs = torch.where(slope != 0, inputs.log_probs, 0.0)
+        # log pi - stop(log pi) has the value 0 and log pi's gradient.
+        penalty = (value + slope * (log_probs - log_probs.detach())).sum()
         return replace(
             sums,
             loss=sums.loss + penalty,
@@ -130,7 +131,7 @@ def reference_penalty(
 
 
 def _weight(inputs: TokenInputs, cap: float) -> Tensor:
-    """min(pi / mu, cap), float64."""
+    """Compute min(pi / mu, cap), float64."""
     largest = min(LARGEST_LOG_RATIO, math.log(cap))
     log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
     return log_ratio.clamp(max=largest).exp()

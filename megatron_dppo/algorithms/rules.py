@@ -122,15 +122,15 @@ def relaxed_clip(
     relax_low: bool,
     relax_high: bool,
 ) -> Tensor:
-    """Relax-high, -low, -both: ``ratio_clip``, but without the upper / lower bound where anchor(a)
-    < ``rare_below``.
+    """Relax-high, -low, -both: ``ratio_clip`` without its upper bound (``relax_high``), or its lower bound
+    (``relax_low``), where anchor(a) < ``rare_below``.
     """
     ratio = _ratio(inputs, anchor)
-    rare = anchor(inputs).exp() < rare_below
+    is_rare = anchor(inputs).exp() < rare_below
     return inside(
         inputs,
-        (ratio >= 1 - clip_low) | (rare & relax_low),
-        (ratio <= 1 + clip_high) | (rare & relax_high),
+        (ratio >= 1 - clip_low) | (is_rare & relax_low),
+        (ratio <= 1 + clip_high) | (is_rare & relax_high),
     )
 
 
@@ -159,8 +159,8 @@ def icepop(
 def symmetric_binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
     """Block tokens with |anchor - pi| > ``tv_threshold``, whatever the sign of A and the direction of the update.
 
-    The mask of prime-rl's IPO loss, read in that project's description of it (pull requests 1930 and 3586 of
-    PrimeIntellect-ai/prime-rl), not in its code.
+    This is the mask of prime-rl's IPO loss. Source: that project's description of the loss (pull requests 1930 and 3586
+    of PrimeIntellect-ai/prime-rl); its code was not read.
     """
     return divergence.binary_tv(inputs.log_probs, anchor(inputs)) <= tv_threshold
 
@@ -207,14 +207,15 @@ def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail)
             estimators), or in proportion to pi (this project's estimator). With K = V all three are equal and exact.
 
     Raises:
-        ValueError: ``inputs`` lacks the number of those tokens, or the sum of pi^2, and ``tail`` needs it.
+        ValueError: ``tail`` needs the number of tokens outside TopK(mu), or the sum of pi^2, and ``inputs`` lacks it.
     """
     column = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
-    tail_inputs = {}
+    tail_inputs: dict[str, Tensor] = {}
     if column is not None:
-        tail_inputs = {column: getattr(inputs, column)}
-    if None in tail_inputs.values():
-        raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {column}")
+        values = getattr(inputs, column)
+        if values is None:
+            raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {column}")
+        tail_inputs[column] = values
     topk = topk_of(inputs, anchor)
     distance = divergence.topk_kl(*topk)
     change = divergence.topk_kl_change(*topk, **tail_inputs)
@@ -227,7 +228,7 @@ def _ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 
 def inside(inputs: TokenInputs, above_low: Tensor, below_high: Tensor) -> Tensor:
-    """True unless the update would move a token that is outside its bounds further out."""
+    """Return True unless the token is outside a bound and the update would move it further out."""
     return ((inputs.advantages <= 0) | below_high) & ((inputs.advantages >= 0) | above_low)
 
 
@@ -238,22 +239,27 @@ def near(
     threshold: float,
     threshold_negative: float | None = None,
 ) -> Tensor:
-    """True where ``distance`` is within the threshold, or the update moves pi back towards the anchor."""
-    close = distance <= threshold
+    """Return True where ``distance`` is within the threshold, or the update moves pi back towards the anchor.
+
+    ``threshold_negative``: the threshold where A < 0; None: the same.
+    """
+    is_near = distance <= threshold
     if threshold_negative is not None:
-        close = torch.where(inputs.advantages < 0, distance <= threshold_negative, close)
-    return (close | inward(inputs, anchor)) & distance.isfinite()
+        is_near = torch.where(inputs.advantages < 0, distance <= threshold_negative, is_near)
+    return (is_near | inward(inputs, anchor)) & distance.isfinite()
 
 
 def inward(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """True where the update moves pi back towards the anchor."""
+    """Return True where the update moves pi back towards the anchor."""
     # The update moves pi further away if A > 0 and r > 1, or A < 0 and r < 1.
     return inputs.advantages.sign() * (inputs.log_probs.detach() - anchor(inputs)) <= 0
 
 
 def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi, log of ``anchor`` and validity, at the anchor's TopK and at the sampled token. Raises ValueError without
-    Top-K tensors."""
+    """Return log pi, log of ``anchor`` and validity, at the anchor's TopK and at the sampled token.
+
+    Raises ValueError without Top-K tensors.
+    """
     if inputs.topk_log_probs is None:
         raise ValueError("the mask needs Top-K log-probabilities, but TokenInputs has none")
     # TokenInputs has all three Top-K tensors or none.
@@ -261,7 +267,7 @@ def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor
     assert inputs.topk_valid is not None
     anchor_topk = inputs.rollout_topk_log_probs
     if anchor is not rollout:
-        # The Top-K columns are the anchor's, but the last column is mu of the sampled token: replace it.
+        # The Top-K columns are the anchor's already, but the last column has mu of the sampled token.
         sampled = anchor(inputs)[..., None].to(anchor_topk.dtype)
         anchor_topk = torch.cat([anchor_topk[..., :-1], sampled], -1)
     return inputs.topk_log_probs, anchor_topk, inputs.topk_valid
@@ -278,8 +284,8 @@ without gradient before the step computes the number from these tokens; the mask
 """
 
 
-def of_step(inputs: TokenInputs) -> Tensor:
-    """The ``step_bound`` of ``inputs``. Raises ValueError if it is missing."""
+def step_bound_of(inputs: TokenInputs) -> Tensor:
+    """Return the ``step_bound`` of ``inputs``. Raises ValueError if it is missing."""
     if inputs.step_bound is None:
         raise ValueError(
             "the mask looks at the whole optimiser step, but TokenInputs has no step_bound"
@@ -300,20 +306,18 @@ def outward_moment_cut(
     The mean is over the tokens that the update moves further from the anchor. c is inf if the mean of their (log r)^2
     is not above ``second_moment``. Bisection finds c with 32 sums of one number over the replicas.
     """
-    values = log_ratio.float().square().nan_to_num(nan=torch.inf)
-    values = values[advantages.sign() * log_ratio > 0]
-    number = float(
-        total(torch.tensor(float(values.numel()), dtype=torch.float64).to(values.device))
-    )
+    squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
+    squares = squares[advantages.sign() * log_ratio > 0]
+    own_count = torch.tensor(float(squares.numel()), dtype=torch.float64, device=squares.device)
+    count = float(total(own_count))
 
-    def holds(cut: float) -> bool:
-        return (
-            float(total(values.clamp(max=cut).sum(dtype=torch.float64))) <= second_moment * number
-        )
+    def is_within(cut: float) -> bool:
+        own_sum = squares.clamp(max=cut).sum(dtype=torch.float64)
+        return float(total(own_sum)) <= second_moment * count
 
-    if holds(torch.inf):
+    if is_within(torch.inf):
         return torch.inf
-    return _largest_float32(holds)
+    return _largest_float32(is_within)
 
 
 @torch.no_grad()
@@ -330,43 +334,51 @@ def second_moment_cut(
     The result is inf if all tokens may train. Tokens with equal values all train, or none does. Bisection finds the
     cut with 62 sums of two numbers over the replicas.
     """
-    values = log_ratio.float().square().nan_to_num(nan=torch.inf)
+    squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
     def sum_and_count(cut: float) -> tuple[float, float]:
-        """(sum, number) of the values up to ``cut``."""
-        is_below = values <= cut
-        sums = torch.where(is_below, values, 0.0).sum(dtype=torch.float64), is_below.sum().double()
-        totals = total(torch.stack(sums)).tolist()
+        """Return (sum, number) of all tokens' values up to ``cut``."""
+        is_below = squares <= cut
+        own_sum = torch.where(is_below, squares, 0.0).sum(dtype=torch.float64)
+        totals = total(torch.stack([own_sum, is_below.sum().double()])).tolist()
         return totals[0], totals[1]
 
     def is_within(cut: float) -> bool:
-        moment, number = sum_and_count(cut)
-        return moment <= second_moment * number
-
-    def blocks_more(cut: float) -> bool:
-        return sum_and_count(cut)[1] < count
+        moment, count = sum_and_count(cut)
+        return moment <= second_moment * count
 
     highest = _largest_float32(is_within)
-    count = sum_and_count(highest)[1]
-    num_values = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
-    if count == total(num_values):
+    _, trained_count = sum_and_count(highest)
+    own_count = torch.tensor(float(squares.numel()), dtype=torch.float64, device=squares.device)
+    if trained_count == total(own_count):
         return torch.inf
+
+    def blocks_more(cut: float) -> bool:
+        _, count = sum_and_count(cut)
+        return count < trained_count
+
     # The cut lies halfway between two tokens' values, because the pass with a gradient may round a value otherwise.
     return 0.5 * (highest + _largest_float32(blocks_more))
 
 
 def _largest_float32(holds: Callable[[float], bool]) -> float:
-    """Find the largest finite float32 at which ``holds`` is True. It must be True at 0 and at every smaller number."""
+    """Find by bisection the largest finite float32 x at which ``holds(x)`` is True.
+
+    ``holds`` must be True at 0, and at every number below one at which it is True.
+    """
     low = 0
     high = int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(_of_bits(middle)) else (low, middle - 1)
-    return _of_bits(low)
+        if holds(_float32_of_bits(middle)):
+            low = middle
+        else:
+            high = middle - 1
+    return _float32_of_bits(low)
 
 
-def _of_bits(bits: int) -> float:
-    """The float32 with the bits of this int32. From 0 to the largest float32, both have the same order."""
+def _float32_of_bits(bits: int) -> float:
+    """Return the float32 with the bits of this int32. From 0 to the largest float32, both have the same order."""
     return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
 
 
@@ -383,7 +395,7 @@ def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     itself; both block the same tokens unless a value equals the level. The paper's text was not read.
     """
     squares = (inputs.log_probs.detach() - anchor(inputs)).double().square()
-    return inward(inputs, anchor) | (squares <= of_step(inputs))
+    return inward(inputs, anchor) | (squares <= step_bound_of(inputs))
 
 
 @torch.no_grad()
@@ -396,12 +408,14 @@ def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     Sources: description and code of AReaL, where the mean is over a rank's part of the step, and r is pi' / mu.
     ``outward_moment`` is the rule that the paper's authors released.
     """
-    return (inputs.log_probs.detach() - anchor(inputs)).double().square() <= of_step(inputs)
+    squares = (inputs.log_probs.detach() - anchor(inputs)).double().square()
+    return squares <= step_bound_of(inputs)
 
 
-def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """Compute the divergence of ``divergence.py`` with that name at each token, float64. It reads the Top-K tensors if
-    its name begins with "topk", else pi and the anchor at the sampled token.
+def measure_divergence(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """Compute the function ``name`` of ``divergence.py`` at each token, float64.
+
+    Functions whose names begin with "topk" read the Top-K tensors, the others pi and the anchor at the sampled token.
     """
     measure: Callable[..., Tensor] = getattr(divergence, name)
     if name.startswith("topk"):
@@ -415,7 +429,7 @@ Weight = Callable[[TokenInputs], Tensor]
 
 @torch.no_grad()
 def importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """r = pi / mu. The denominator is always the rollout policy, whatever the anchor of the mask."""
+    """Compute r = pi / mu. The denominator is always the rollout policy, whatever the anchor of the mask."""
     return (inputs.log_probs - inputs.rollout_log_probs).exp()
 
 
@@ -479,8 +493,8 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
     is then 0 if mu is proportional to pi outside TopK(mu). At pi = mu every c is 0. c is 0 in columns that are not
     valid. The sums exclude the sampled token's own column, because they must not depend on the sampled token.
 
-    Sources: the abstract, and the derivation and terms of two public implementations (vime, SkyRL's kind), which
-    agree. The paper's experiments were not read.
+    Sources: the abstract, and the derivation and terms of two public implementations (vime, and one in SkyRL's style),
+    which agree. The paper's experiments were not read.
     """
     topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs, rollout))
     pi = torch.where(valid, topk.detach().double().clamp(max=0).exp(), 0.0)

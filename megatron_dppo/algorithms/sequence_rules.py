@@ -1,9 +1,10 @@
 """Masks and weights that read a whole response, with the signatures of ``rules.py``: sums and maxima over a response,
 or over the tokens before a token. A NaN at one token makes the mean or maximum of its response NaN or infinite.
 
-The tensors must hold all tokens of a response, and the tokens of a branch in order. They do: context parallelism
-gathers the ranks' results before the loss, and packing cuts no response. Rules that read the tokens before a token
-treat each branch as a response of its own, because only the tokens of one branch were sampled one after another.
+The tensors must have all tokens of a response, and the tokens of a branch in order. The trainer's tensors do: context
+parallelism gathers the ranks' results before the loss, and packing does not cut responses. Rules that read the tokens
+before a token treat each branch as a response of its own, because only the tokens of one branch were sampled one after
+another.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from torch import Tensor
 from megatron_dppo.algorithms.inputs import (
     Anchor,
     TokenInputs,
-    before,
-    of_branches,
     prefix_minima,
     prefix_totals,
     recomputed,
     sequence_maxima,
     sequence_means,
     sequence_quantile,
+    shift_by_one,
     trained_tokens,
+    with_branches_as_sequences,
 )
-from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, measured, ratio_clip
+from megatron_dppo.algorithms.rules import (
+    importance_ratio,
+    inside,
+    inward,
+    measure_divergence,
+    ratio_clip,
+)
 
 
 @torch.no_grad()
@@ -114,10 +121,10 @@ def mean_shift(
 def drifted_sequence(inputs: TokenInputs, anchor: Anchor, *, drift_threshold: float) -> Tensor:
     """Block a whole response if A < 0 and its mean of log(anchor / pi) exceeds ``drift_threshold`` nats.
 
-    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), which does not publish its threshold. Sources: the
-    descriptions of two implementations (agentscope-ai/Trinity-RFT, pull request 420; modelscope/ms-swift, 6978). They
-    combine the mask with PPO's clip; this function is the mask alone. The report's section on scaling GRPO, which has
-    the mask's equation, was not read.
+    This is the off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), whose report has no threshold. Sources:
+    the descriptions of two implementations (agentscope-ai/Trinity-RFT, pull request 420; modelscope/ms-swift, 6978).
+    They combine the mask with PPO's clip; this function is the mask alone. The report's section on scaling GRPO, which
+    has the mask's equation, was not read.
     """
     drift = sequence_means(inputs, (anchor(inputs) - inputs.log_probs).double())
     return (inputs.advantages >= 0) | (drift <= drift_threshold)
@@ -158,7 +165,7 @@ def log_ratio_clip(inputs: TokenInputs, anchor: Anchor, *, log_clip: float) -> T
 
 @torch.no_grad()
 def clipped_geometric_mean(inputs: TokenInputs, anchor: Anchor, *, log_clip: float) -> Tensor:
-    """w = exp(mean over the response of log r), with log r cut where ``log_ratio_clip`` blocks: the weight of GMPO
+    """w = exp(mean over the response of log r), with log r cut at the bounds of ``log_ratio_clip``: the weight of GMPO
     (arXiv 2507.20673) at each token of the response. GMPO's loss per response is -A w.
 
     Its derivative by log pi of a token that is not cut is -w A / |y|: GMPO's own objective is the aggregation
@@ -168,8 +175,8 @@ def clipped_geometric_mean(inputs: TokenInputs, anchor: Anchor, *, log_clip: flo
     log_ratio = (inputs.log_probs - anchor(inputs)).double()
     high = torch.where(inputs.advantages > 0, log_clip, torch.inf)
     low = torch.where(inputs.advantages < 0, -log_clip, -torch.inf)
-    cut = torch.minimum(torch.maximum(log_ratio, low), high)
-    return sequence_means(inputs, cut).exp().to(inputs.log_probs.dtype)
+    cut_log_ratio = torch.minimum(torch.maximum(log_ratio, low), high)
+    return sequence_means(inputs, cut_log_ratio).exp().to(inputs.log_probs.dtype)
 
 
 @torch.no_grad()
@@ -180,9 +187,9 @@ def minimum_prefix_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     Source: the abstract, "a non-cumulative surrogate based on the minimum token-level ratio observed in the preceding
     prefix". The paper's objective was not read, so this project chose the cap, and to have no mask.
     """
-    inputs = of_branches(inputs)
+    inputs = with_branches_as_sequences(inputs)
     ratio = importance_ratio(inputs, anchor)
-    minimum = before(inputs, prefix_minima(inputs, ratio), torch.inf)
+    minimum = shift_by_one(inputs, prefix_minima(inputs, ratio), torch.inf)
     return (ratio * torch.where(minimum == torch.inf, 1.0, minimum)).to(ratio.dtype)
 
 
@@ -230,12 +237,13 @@ def prefix_budget(
         threshold: d, exactly one of ``tv_threshold`` and ``kl_threshold``.
     """
     (largest_distance,) = threshold.values()
-    inputs = of_branches(inputs)
-    distance = measured(measure, inputs, anchor)
+    inputs = with_branches_as_sequences(inputs)
+    distance = measure_divergence(measure, inputs, anchor)
+    # w_t, W_(t-1), Z_t, b and S_(t-1) of the docstring.
     weight, weights_before = position_weights(inputs, weight_min=weight_min)
     spent = weight * distance
     budget = sequence_quantile(inputs, distance, 0.9).clamp(budget_low, budget_high)
-    spent_before = before(inputs, prefix_totals(inputs, spent), 0.0)
+    spent_before = shift_by_one(inputs, prefix_totals(inputs, spent), 0.0)
     remaining = largest_distance + budget * weights_before - spent_before
     is_allowed = spent <= remaining.clamp(max=largest_distance)
     return (inward(inputs, anchor) | is_allowed) & distance.isfinite()

@@ -1,6 +1,6 @@
-"""The table of algorithms: those of arXiv 2602.04879 and its common comparators. Imports no torch.
+"""The table of algorithms: those of arXiv 2602.04879 and its common comparators. This module does not import torch.
 
-A row has an algorithm's numbers, the names of its functions, and its needs of engine and trainer. The loss, the
+A row has an algorithm's numbers, the names of its functions, and what it needs from engine and trainer. The loss, the
 configuration's checks, the planner and the records of a step all read it; ``build_algorithm`` finds its functions.
 docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
 """
@@ -26,8 +26,8 @@ AggregationName = Literal[
     "sequence-mean-token-mean",
 ]
 Tail = Literal["one", "uniform", "proportional"]
-"""How PDM treats the ids outside of TopK(mu): as one token; as equally likely tokens; as tokens that all have the mu /
-pi of their total, which needs the sum of pi^2 over the vocabulary."""
+"""How PDM treats the ids outside of TopK(mu). ``one``: as one token. ``uniform``: as equally likely tokens.
+``proportional``: as tokens with equal mu / pi, which needs the sum of pi^2 over the vocabulary."""
 AdvantageName = Literal["group-mean", "leave-one-out", "group-standardized"]
 """The baseline of a response's reward: ``advantages.group_relative``."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
@@ -61,7 +61,9 @@ class Option:
             return f"expected a number, got {value!r}"
         if self.whole and not isinstance(value, int):
             return f"expected a whole number, got {value!r}"
-        if not (self.low < value <= self.high or (self.includes_low and value == self.low)):
+        is_allowed_low = self.includes_low and value == self.low
+        is_within = self.low < value <= self.high
+        if not (is_allowed_low or is_within):
             bracket = "[" if self.includes_low else "("
             return f"{value!r} is outside its range, {bracket}{self.low:g}, {self.high:g}]"
         return None
@@ -69,9 +71,14 @@ class Option:
 
 OPTIONS: dict[str, Option] = {
     "tv_threshold": Option(
-        "largest total variation at which a diverging token still trains", "mask", 0, 1, True
+        "largest total variation at which a diverging token still trains",
+        "mask",
+        high=1,
+        includes_low=True,
     ),
-    "tv_threshold_negative": Option("tv_threshold where A < 0, if given", "mask", 0, 1, True),
+    "tv_threshold_negative": Option(
+        "tv_threshold where A < 0, if given", "mask", high=1, includes_low=True
+    ),
     "kl_threshold": Option(
         "largest KL(mu || pi), nats, at which a diverging token still trains",
         "mask",
@@ -80,12 +87,16 @@ OPTIONS: dict[str, Option] = {
     "kl_threshold_negative": Option(
         "kl_threshold where A < 0, if given", "mask", includes_low=True
     ),
-    "clip_low": Option("r below 1 - this is blocked where A < 0", "mask", 0, 1, True),
+    "clip_low": Option(
+        "r below 1 - this is blocked where A < 0", "mask", high=1, includes_low=True
+    ),
     "clip_high": Option("r above 1 + this is blocked where A > 0", "mask", includes_low=True),
     "max_drop": Option(
-        "drop of probability from which a token with A < 0 is blocked", "mask", 0, 1
+        "drop of probability from which a token with A < 0 is blocked", "mask", high=1
     ),
-    "rare_below": Option("rollout probability below which the clip is relaxed", "mask", 0, 1, True),
+    "rare_below": Option(
+        "rollout probability below which the clip is relaxed", "mask", high=1, includes_low=True
+    ),
     "mismatch_low": Option("smallest pi' / mu that trains", "mask", includes_low=True),
     "mismatch_high": Option("largest pi' / mu that trains", "mask"),
     "penalty_threshold": Option("delta of DRPO's quadratic penalty, in probability", "weight"),
@@ -94,9 +105,12 @@ OPTIONS: dict[str, Option] = {
     "tau_negative": Option("temperature of the soft gate elsewhere", "weight"),
     "log_clip": Option("largest |log r| that counts in the sequence's ratio", "both"),
     "sequence_low": Option(
-        "smallest geometric mean of pi' / mu of a response that trains", "mask", 0, 1, True
+        "smallest geometric mean of pi' / mu of a response that trains",
+        "mask",
+        high=1,
+        includes_low=True,
     ),
-    "sequence_high": Option("largest such mean", "mask", 1, includes_low=True),
+    "sequence_high": Option("largest such mean", "mask", low=1, includes_low=True),
     "drift_threshold": Option(
         "largest mean of log(mu / pi), nats, at which a response with A < 0 trains", "mask"
     ),
@@ -115,9 +129,11 @@ OPTIONS: dict[str, Option] = {
     "repair": Option("coefficient of the repair term", "correction", includes_low=True),
     "kl_bound": Option("largest KL(p || mu), nats, of the projected policy p", "weight"),
     "regression": Option("coefficient of KL(pi || p)", "correction", includes_low=True),
-    "weight_min": Option("w_min: what a response's last token counts", "mask", 0, 1),
-    "budget_low": Option("least mean divergence of a prefix that is allowed", "mask", 0, 1, True),
-    "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", 0, 1),
+    "weight_min": Option("w_min: what a response's last token counts", "mask", high=1),
+    "budget_low": Option(
+        "least mean divergence of a prefix that is allowed", "mask", high=1, includes_low=True
+    ),
+    "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", high=1),
     "ratio_cap": Option("C: the weight of a token is cut to this", "cap"),
     "topk": Option("K: ids of TopK(mu) that the engine returns for each token", "topk", whole=True),
     "kl_coefficient": Option(
@@ -147,17 +163,17 @@ class Preset:
         mask: Name of the mask, a function in ``rules.py``; if ``sequences``, first looked for in ``sequence_rules.py``
             and ``triage.py``.
         stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
-        scaling: The numbers that differ from these in the scaling runs.
+        scaling: The numbers of the scaling runs that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
-        weight: Name of the weight, a function in the same modules.
+        weight: Name of the weight, a function in one of these modules.
         fixed: Arguments of the mask that are no options.
         divergence: The divergence that the mask compares with its threshold, for records of a step. None if the mask
-            measures none.
+            measures no divergence.
         whole_vocabulary: Whether the divergence is over the anchor's whole distribution instead of TopK(mu).
         sequences: Whether mask or weight read whole responses.
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
         projects: Whether the loss projects pi (``projection.py``), also with a gradient through TopK(mu).
-        correction: Name of a function in ``triage.py``, an additive term that belongs to this row alone.
+        correction: Name of a function in ``triage.py``, an additive term of the loss that only this row has.
         step_bound: Name of a function in ``rules.py`` that computes a number from all tokens of an optimiser step. The
             mask reads it. It costs a pass without gradient.
     """
@@ -177,7 +193,7 @@ class Preset:
     step_bound: str | None = None
 
     def numbers(self, settings: Settings) -> dict[str, float]:
-        """The preset's numbers in a setting. Each is the value of an option."""
+        """Return the preset's numbers in a setting, by option."""
         overrides = self.scaling if settings == "scaling" else {}
         return {"ratio_cap": math.inf, **self.stability, **overrides}
 
@@ -198,8 +214,8 @@ GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 BPO = {**CLIP_HIGHER, "smoothing": 0.1, "ratio_cap": 3.0}
 CPPO = {**TV, "weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04}
 CPPO_KL = {**KL, "weight_min": 0.8, "budget_low": 0.0008, "budget_high": 0.0032}
-"""The paper has no numbers for its KL forms. These are DPPO's threshold, and Pinsker's bound 2 TV^2 at the budgets of
-TV."""
+"""The paper has no numbers for its KL forms. The numbers here are DPPO's threshold, and Pinsker's bound 2 TV^2 at the
+budgets of ``CPPO``."""
 PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
@@ -209,8 +225,10 @@ def _bounded(
     *,
     whole_vocabulary: bool = False,
 ) -> Preset:
-    """DPPO's form: a mask that bounds ``divergence`` and has the same name."""
-    stability, scaling = (TV, TV_SCALING) if divergence.endswith("tv") else (KL, CAP)
+    """Return a row of DPPO's form: a mask that bounds ``divergence`` and has its name."""
+    stability, scaling = KL, CAP
+    if divergence.endswith("tv"):
+        stability, scaling = TV, TV_SCALING
     if divergence.startswith("topk") and not whole_vocabulary:
         stability = {**stability, **TOPK}
     return Preset(
@@ -224,9 +242,12 @@ def _bounded(
 
 
 def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
-    stability, scaling = (
-        (CPPO, {"tv_threshold": 0.2}) if divergence.endswith("tv") else (CPPO_KL, {})
-    )
+    """Return a row of CPPO, whose mask bounds the sums of ``divergence`` over prefixes."""
+    stability: Mapping[str, float] = CPPO_KL
+    scaling: Mapping[str, float] = {}
+    if divergence.endswith("tv"):
+        stability = CPPO
+        scaling = {"tv_threshold": 0.2}
     return Preset(
         "prefix_budget",
         {**stability, **numbers},
@@ -238,6 +259,7 @@ def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
 
 
 def _predictive(tail: Tail, *, whole_vocabulary: bool = False) -> Preset:
+    """Return a row of the predictive divergence mask (PDM)."""
     return Preset(
         "pdm",
         PDM if whole_vocabulary else {**PDM, **TOPK},
@@ -252,6 +274,7 @@ def _of_sequences(
     numbers: Mapping[str, float],
     weight: str = "importance_ratio",
 ) -> Preset:
+    """Return a row whose mask or weight reads whole responses."""
     return Preset(mask, numbers, weight=weight, sequences=True)
 
 
@@ -259,6 +282,7 @@ _clip_higher = partial(Preset, "ratio_clip", scaling=CLIP_HIGHER_SCALING)
 
 
 def _relaxed(low: bool, high: bool) -> Preset:
+    """Return a row of PPO's clip without its lower or upper bound at rare tokens."""
     fixed = {"relax_low": low, "relax_high": high}
     return Preset("relaxed_clip", RELAXED, CLIP_HIGHER_SCALING, fixed=fixed)
 
@@ -411,11 +435,12 @@ def algorithm_facts(
     options: Mapping[str, Any] | None = None,
     settings: Settings = "stability",
 ) -> AlgorithmFacts:
-    """The preset ``name`` in ``settings``, with its numbers overridden by ``options``.
+    """Return the preset ``name`` in ``settings``, with its numbers overridden by ``options``.
 
     Raises:
         ValueError: An unknown name, setting or option, a value of the wrong type (a bool is not a number; ``topk`` is
-            whole) or outside its range, or bounds that exclude each other. The message lists the accepted values.
+            a whole number) or outside its range, or bounds that exclude each other. The message lists the accepted
+            values.
     """
     if name not in PRESETS:
         rows = [row for row in PRESETS if name and row.startswith(name)]
@@ -429,20 +454,21 @@ def algorithm_facts(
     preset = PRESETS[name]
     # Only masks that compare a divergence token by token have a separate threshold for A < 0.
     takes_negative = preset.mask == preset.divergence
-    numbers = _replaced(name, preset.numbers(settings), options or {}, takes_negative)
+    numbers = _override(name, preset.numbers(settings), options or {}, takes_negative)
     return AlgorithmFacts(name, preset, numbers)
 
 
-def _replaced(
+def _override(
     name: str,
     numbers: Mapping[str, float],
     options: Mapping[str, Any],
     takes_negative: bool,
 ) -> dict[str, float]:
-    negative = []
+    """Return ``numbers`` with the values of ``options``. Raises ValueError as ``algorithm_facts``."""
+    negative_thresholds = []
     if takes_negative:
-        negative = [NEGATIVE[n] for n in numbers if n in NEGATIVE]
-    accepted = sorted([*numbers, *negative, *COEFFICIENTS])
+        negative_thresholds = [NEGATIVE[option] for option in numbers if option in NEGATIVE]
+    accepted = sorted([*numbers, *negative_thresholds, *COEFFICIENTS])
     result = dict(numbers)
     for option, value in options.items():
         if option not in accepted:
@@ -472,7 +498,7 @@ entry, at every token of a response.
 
 
 def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
-    """K of TopK(mu) that the engine must return for each token; 0: none.
+    """Return K of the TopK(mu) that the engine must return for each token; 0: none.
 
     Args:
         algorithm: The algorithm.

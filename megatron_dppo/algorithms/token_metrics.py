@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.decisions import Decisions
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums
 
 BAD_UPDATE_DROP = 0.5
@@ -24,8 +24,8 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     """Compute the metrics of ``metrics.table`` over the tokens in ``loss_mask``.
 
     The set of metrics depends only on which optional tensors ``inputs`` has. Values are float64 scalars on
-    the inputs' device; computing them does not wait for the device. A token whose log r is not finite adds nothing to
-    the sums of probabilities and of r.
+    the inputs' device; computing them does not wait for the device. Tokens whose log r is not finite are left out of
+    the sums and extrema of probabilities and of r.
     """
     counted = inputs.loss_mask
     advantages = inputs.advantages
@@ -38,46 +38,46 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     blocked = counted & ~decisions.trains
     clipped = counted & ~rules.ratio_clip(inputs, rollout, **PPO_CLIP)
     sums = {
-        names.TRAINED_TOKENS: _count(counted),
-        names.GAP: _sum(finite, gap.abs()),
-        names.SIGNED_GAP: _sum(finite, gap),
-        names.KL: _sum(finite, torch.expm1(log_ratio) - log_ratio),
-        names.BAD_UPDATE: _count(negative & (-gap >= BAD_UPDATE_DROP)),
-        names.POSITIVE: _count(positive),
-        names.NEGATIVE: _count(negative),
-        names.MASKED: _count(blocked),
-        names.MASKED_POSITIVE: _count(blocked & positive),
-        names.MASKED_NEGATIVE: _count(blocked & negative),
-        names.CAP_HIT: _count(counted & (decisions.weight > ratio_cap)),
-        names.NONFINITE: _count(counted & ~decisions.finite),
-        names.ROLLOUT_PROB_OF_MASKED: _sum(blocked & finite, mu),
-        names.PPO_ONLY: _count(clipped & ~blocked),
-        names.DPPO_ONLY: _count(blocked & ~clipped),
+        metric_names.TRAINED_TOKENS: _count(counted),
+        metric_names.GAP: _sum(finite, gap.abs()),
+        metric_names.SIGNED_GAP: _sum(finite, gap),
+        metric_names.KL: _sum(finite, torch.expm1(log_ratio) - log_ratio),
+        metric_names.BAD_UPDATE: _count(negative & (-gap >= BAD_UPDATE_DROP)),
+        metric_names.POSITIVE: _count(positive),
+        metric_names.NEGATIVE: _count(negative),
+        metric_names.MASKED: _count(blocked),
+        metric_names.MASKED_POSITIVE: _count(blocked & positive),
+        metric_names.MASKED_NEGATIVE: _count(blocked & negative),
+        metric_names.CAP_HIT: _count(counted & (decisions.weight > ratio_cap)),
+        metric_names.NONFINITE: _count(counted & ~decisions.finite),
+        metric_names.ROLLOUT_PROB_OF_MASKED: _sum(blocked & finite, mu),
+        metric_names.PPO_ONLY: _count(clipped & ~blocked),
+        metric_names.DPPO_ONLY: _count(blocked & ~clipped),
         **_entropy(inputs, blocked),
         **_surprise(inputs),
         **_topk_mass(inputs),
     }
     maxima = {
-        names.GAP_MAX: _largest(finite, gap),
-        names.RATIO_MAX: _largest(finite, log_ratio.exp()),
+        metric_names.GAP_MAX: _largest(finite, gap),
+        metric_names.RATIO_MAX: _largest(finite, log_ratio.exp()),
     }
-    minima = {names.GAP_MIN: -_largest(finite, -gap)}
+    minima = {metric_names.GAP_MIN: -_largest(finite, -gap)}
     return MetricSums(sums, maxima, minima)
 
 
 def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
-    """Sums of pi's entropy, nats. Empty without ``inputs.entropy``."""
+    """Return the sums of pi's entropy, nats. Empty without ``inputs.entropy``."""
     if inputs.entropy is None:
         return {}
     entropy = inputs.entropy.double()
     return {
-        names.ENTROPY: _sum(inputs.loss_mask, entropy),
-        names.ENTROPY_OF_MASKED: _sum(blocked, entropy),
+        metric_names.ENTROPY: _sum(inputs.loss_mask, entropy),
+        metric_names.ENTROPY_OF_MASKED: _sum(blocked, entropy),
     }
 
 
 LONGEST_SURPRISE = 20.0
-"""Nats. A surprise further below the mean is cut to this distance (``_surprise``)."""
+"""Nats. A surprise that is further below 0 is cut to this distance (``_surprise``)."""
 CUT_MEAN = 2e-4
 """Nats. The cut adds at most this much to a mean: the sum of p (-log p - 20) over p < e^-20 is below V e^-21, with a
 vocabulary of V = 260,000."""
@@ -102,6 +102,7 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
     log_mu = inputs.rollout_log_probs.double()
     log_ratio = log_pi - log_mu
     finite = inputs.loss_mask & log_ratio.isfinite()
+    # This is g, the part of the surprise that the gap between pi and mu explains.
     explained = torch.expm1(log_ratio).abs() * log_pi.abs() + log_ratio.abs() + CUT_MEAN
     surprise = -log_mu - inputs.entropy.double()
     high = (surprise - explained).clamp(min=-LONGEST_SURPRISE)
@@ -117,7 +118,7 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     valid = inputs.topk_valid[..., :-1]
     log_mu = inputs.rollout_topk_log_probs[..., :-1]
     mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
-    return {names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
+    return {metric_names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
 
 
 def _sum(selection: Tensor, value: Tensor) -> Tensor:

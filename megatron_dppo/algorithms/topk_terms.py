@@ -9,7 +9,7 @@ from megatron_dppo.algorithms import projection, rules
 from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.decisions import Decisions
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import MetricSums
 
 
@@ -19,7 +19,9 @@ def score_centering(
     decisions: Decisions,
     token_scale: Tensor | None,
 ) -> Tensor:
-    """The term of score centering: its value is 0, its gradient the sum of A c_v grad log pi_v over trained tokens."""
+    """Return the term of score centering, of value 0. Its gradient is the sum of A c_v grad log pi_v over trained
+    tokens, c_v as in ``rules.centering``.
+    """
     assert inputs.topk_log_probs is not None
     with torch.no_grad():
         slope = rules.centering(inputs, algorithm.ratio_cap)
@@ -34,7 +36,7 @@ def projection_terms(
     decisions: Decisions,
     token_scale: Tensor | None,
 ) -> tuple[Tensor, MetricSums]:
-    """TROLL's terms of the loss, and their metrics.
+    """Return TROLL's terms of the loss, and their metrics.
 
     The terms are the regression KL(pi || p) of trained tokens, and a term of value 0 whose gradient is the difference
     that the projection makes to the surrogate's gradient.
@@ -47,10 +49,11 @@ def projection_terms(
         surrogate = -torch.where(trains, decisions.capped * inputs.advantages, 0.0).double()
         distance = numbers["regression"] * torch.where(trains, projected.distance, 0.0)
         slopes = numbers["regression"] * projected.distance_slopes
-        slopes = slopes + surrogate[..., None] * projected.of_columns
+        slopes = slopes + surrogate[..., None] * projected.column_slopes
         slopes = torch.where(trains[..., None], slopes, 0.0)
-        sampled_slope = surrogate * (projected.of_sampled - 1) + slopes[..., -1]
-        metrics = MetricSums(sums={names.PENALTY: distance.sum()})
+        # The surrogate's own gradient by log pi(y) is in ``policy_loss``: subtract it.
+        sampled_slope = surrogate * (projected.explicit_slope - 1) + slopes[..., -1]
+        metrics = MetricSums(sums={metric_names.PENALTY: distance.sum()})
         if token_scale is not None:
             scale = token_scale.double()
             distance = scale * distance
@@ -62,6 +65,6 @@ def projection_terms(
 
 
 def _with_slope(log_probs: Tensor, slope: Tensor) -> Tensor:
-    """A scalar of value 0 whose gradient by ``log_probs`` is ``slope``; exactly 0 where ``slope`` is 0."""
-    used = torch.where(slope != 0, log_probs, 0.0)
-    return (slope.to(log_probs.dtype) * (used - used.detach())).sum()
+    """Return a scalar of value 0 whose gradient by ``log_probs`` is ``slope``; exactly 0 where ``slope`` is 0."""
+    log_probs = torch.where(slope != 0, log_probs, 0.0)
+    return (slope.to(log_probs.dtype) * (log_probs - log_probs.detach())).sum()

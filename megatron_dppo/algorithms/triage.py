@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_dppo.algorithms.inputs import (
     Anchor,
     TokenInputs,
-    of_branches,
     prefix_totals,
     sequence_means,
     sequence_totals,
+    with_branches_as_sequences,
 )
 from megatron_dppo.algorithms.rules import importance_ratio
 
@@ -27,15 +27,16 @@ GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
 TAIL_GAP = -6.0
 """log pi' - log mu below which a token is in the tail. With two such tokens, a segment gets the smallest weight."""
 REPAIR_TARGET = -0.03
+"""Mean of log pi - log mu below which a segment is repaired."""
 REPAIR_SCALE = math.sqrt(0.0005)
-"""Mean of log pi - log mu below which a segment is repaired; and beta, the largest slope of the penalty."""
+"""beta, the largest slope of the repair term before its coefficient."""
 
 
 def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
-    """``inputs`` whose sequences are segments of ``size`` trained tokens of a branch; the last segment may be
-    shorter.
+    """Return ``inputs`` with segments as sequences: runs of ``size`` trained tokens of a branch, of which the last one
+    may be shorter.
     """
-    inputs = of_branches(inputs)
+    inputs = with_branches_as_sequences(inputs)
     assert inputs.sequence_ids is not None
     position = prefix_totals(inputs, torch.ones_like(inputs.log_probs)) - 1
     number = (position.clamp(min=0) / size).floor().flatten()
@@ -64,10 +65,10 @@ def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> 
     mean = sequence_means(segments, gap)
     advantage = sequence_means(segments, inputs.advantages)
     gate = torch.ones_like(gap)
-    for below, weight in GATE_TIERS:
-        gate = torch.where(mean < below, weight, gate)
-    tail = sequence_totals(segments, (gap < TAIL_GAP).double())
-    gate = torch.minimum(gate, 1 - 0.9 * (tail / 2).clamp(max=1))
+    for bound, weight in GATE_TIERS:
+        gate = torch.where(mean < bound, weight, gate)
+    tail_tokens = sequence_totals(segments, (gap < TAIL_GAP).double())
+    gate = torch.minimum(gate, 1 - 0.9 * (tail_tokens / 2).clamp(max=1))
     gate = torch.where((advantage < 0) & (gap < 0), gate, 1.0)
     return importance_ratio(inputs, anchor) * gate.to(inputs.log_probs.dtype)
 
