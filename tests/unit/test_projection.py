@@ -77,8 +77,8 @@ def test_a_policy_within_the_bound_is_left_as_it_is():
     inside = projection.projected(x, distance * (1 + 1e-9))
     assert torch.equal(inside.log_ratio, x.log_probs - x.rollout_log_probs)
     assert (inside.distance == 0).all()
-    assert (inside.of_columns == 0).all()
-    assert (projection.projected(x, distance * (1 - 1e-6)).of_sampled < 1).all()
+    assert (inside.column_slopes == 0).all()
+    assert (projection.projected(x, distance * (1 - 1e-6)).explicit_slope < 1).all()
     # The loss is PG-IS's then, gradient and all.
     troll = build_algorithm("troll", {"kl_bound": distance * 1.001, "topk": 7})
     leaf = logits.clone().requires_grad_()
