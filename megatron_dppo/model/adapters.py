@@ -1,9 +1,9 @@
 """LoRA: the matrices of a model that have an adapter, and each rank's part of every adapter.
 
 An adapter of a Hugging Face matrix W [out, in] is a pair A [rank, in], B [out, rank]; the model computes with
-``W + scale * B A``. The families' tables define a rank's part: if the rank holds some rows of W, it holds the same rows
-of B and all of A; if it holds some columns of W, the same columns of A and all of B. So a rank computes its part of the
-merged matrix without communication.
+``W + scale * B A``. The families' tables define a rank's part of W. A rank with some rows of W has these rows of B and
+all of A; a rank with some columns of W has these columns of A and all of B. So a rank computes its part of the merged
+matrix without communication.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Adapters:
 
 
 def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Group -> the last names of its matrices in the family's checkpoints, without groups that the model lacks."""
+    """Return the last names of each group's matrices in the family's checkpoints, by group, without empty groups."""
     family = family_of(shape)
     groups: dict[str, list[Rule]] = {ATTENTION: [], MLP: [], EXPERTS: [], HEAD: []}
     for rule in _rules_in_layers(shape):
@@ -131,7 +131,8 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
-    """Yield the errors in ``adapters``: a rank above a matrix's dimensions, or TP ranks with unequal parts of one."""
+    """Yield the errors in ``adapters``: a rank above a matrix's dimensions, or a matrix of which tensor-parallel ranks
+    have unequal parts."""
     family = family_of(shape)
     sizes = shape.sizes()
     expert_rules = family.expert if shape.is_moe else ()
@@ -174,21 +175,22 @@ class AdapterPart:
     is_whole: bool = False
 
     def whole(self, which: str, rank: int) -> Dims:
-        """Dimensions of A or B in the whole model."""
+        """Return the dimensions of A or B in the whole model. ``which``: LORA_A or LORA_B."""
         if which == LORA_A:
             return (rank, self.dims[1])
         return (self.dims[0], rank)
 
     def local(self, which: str, rank: int) -> Dims:
-        """Dimensions of A or B on this rank."""
+        """Return the dimensions of A or B on this rank."""
         dims = list(self.whole(which, rank))
         if self.is_cut(which):
             dims[self.axis] = self.length
         return tuple(dims)
 
     def is_cut(self, which: str) -> bool:
-        """Whether tensor-parallel ranks hold different parts of A (its columns) or B (its rows), cut along ``axis``."""
-        return not self.is_whole and (self.axis == 0) == (which == LORA_B)
+        """Return whether tensor-parallel ranks hold different columns of A, or different rows of B."""
+        cut_matrix = LORA_B if self.axis == 0 else LORA_A
+        return not self.is_whole and which == cut_matrix
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def adapted_linears(
     layout: Layout,
     rank: int,
 ) -> list[AdaptedLinear]:
-    """All linears with adapters of global ``rank``, in model order."""
+    """Return all linears with adapters of global ``rank``, in model order."""
     coordinates = layout.coordinates(rank)
     family = family_of(shape)
     linears = []
@@ -251,7 +253,10 @@ def adapted_linears(
 
 
 def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
-    """Every A and B of the whole model by name, such as ``model.layers.0.self_attn.q_proj.lora_A``, in model order."""
+    """Return the dimensions of every A and B of the whole model, in model order.
+
+    Names are such as ``model.layers.0.self_attn.q_proj.lora_A``.
+    """
     tensors: dict[str, Dims] = {}
     for linear in adapted_linears(adapters, shape, Layout(), 0):
         for expert in linear.experts or (None,):
@@ -263,8 +268,8 @@ def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
 
 
 def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: bool) -> int:
-    """Number of elements that a run trains and saves: the whole model's, or those of ``adapters`` and, with
-    ``routers``, of the routers."""
+    """Return the number of elements that a run trains and saves: those of the whole model, or those of ``adapters`` and
+    with ``routers`` of the routers."""
     if adapters is None:
         return mapping.parameters(shape)
     elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
@@ -274,8 +279,11 @@ def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: b
 
 
 def checkpoint_key(name: str) -> tuple[str, int | None]:
-    """The key in a training checkpoint of the tensor ``name`` of ``adapter_tensors``. For an expert's tensor also its
-    index in the first axis, because the experts of a layer are stacked; else None."""
+    """Return the key in a training checkpoint of the tensor ``name`` of ``adapter_tensors``, and an expert's index.
+
+    The experts of a layer are stacked along the first axis, and the index is the expert's in this axis; None for a
+    tensor of no expert.
+    """
     expert = _EXPERT_NUMBER.search(name)
     if expert is None:
         return f"{CHECKPOINT_PREFIX}{name}", None
@@ -291,7 +299,7 @@ def adapter_parameters(
 ) -> Iterator[mapping.LocalParameter]:
     """Yield the part of ``rank`` of every A and B of ``adapter_tensors``.
 
-    Names are those of Megatron's modules. An expert's A and B are slices of a stacked tensor: ``...lora_A.3``.
+    The names are paths of Megatron's modules. An expert's A and B are slices of a stacked tensor: ``...lora_A.3``.
     """
     coordinates = layout.coordinates(rank)
     for linear in adapted_linears(adapters, shape, layout, rank):
@@ -314,8 +322,14 @@ def _parameter(
     # Every rank of the stage holds a shared adapter of experts as a whole, and uses its own rows or columns of it.
     is_shared = linear.of_experts and not linear.experts
     is_cut = part.is_cut(which) and not is_shared
-    dims = part.local(which, adapters.rank) if is_cut else part.whole(which, adapters.rank)
-    axis, start = (part.axis, part.start) if is_cut else (0, 0)
+    if is_cut:
+        dims = part.local(which, adapters.rank)
+        axis = part.axis
+        start = part.start
+    else:
+        dims = part.whole(which, adapters.rank)
+        axis = 0
+        start = 0
     if linear.experts:
         is_first_copy = coordinates.edp == 0
         tensor_rank = coordinates.etp
@@ -341,10 +355,10 @@ def _linear(
 ) -> AdaptedLinear:
     chunk, local_layer, layer = numbers
     of_experts = rule in family_of(shape).expert
-    rank, size = (
-        (coordinates.etp, layout.expert_tensor) if of_experts else (coordinates.tp, layout.tensor)
-    )
-    shard = mapping.shard_of(rule.split, rule.sources, shape, rank, size)
+    rank, ranks = coordinates.tp, layout.tensor
+    if of_experts:
+        rank, ranks = coordinates.etp, layout.expert_tensor
+    shard = mapping.shard_of(rule.split, rule.sources, shape, rank, ranks)
     sizes = shape.sizes()
     parts = []
     for index, source in _adapted_sources(adapters, rule):
@@ -361,7 +375,9 @@ def _linear(
                 is_whole=rule.split is replicated,
             )
         )
-    has_each = of_experts and not adapters.share_experts
+    experts: tuple[int, ...] = ()
+    if of_experts and not adapters.share_experts:
+        experts = tuple(mapping.experts_of(shape, coordinates.ep, layout.expert))
     return AdaptedLinear(
         chunk=chunk,
         path=rule.megatron.format(layer=local_layer, expert="").rpartition(".")[0],
@@ -369,12 +385,12 @@ def _linear(
         parts=tuple(parts),
         rows=shard.shape[0],
         of_experts=of_experts,
-        experts=tuple(mapping.experts_of(shape, coordinates.ep, layout.expert)) if has_each else (),
+        experts=experts,
     )
 
 
 def _outputs(shape: ModelShape) -> tuple[Rule, ...]:
-    """The output layer, unless it is tied to the embedding."""
+    """Return the rule of the output layer, unless it is tied to the embedding."""
     if shape.tied_embeddings:
         return ()
     return (family_of(shape).output,)
@@ -385,14 +401,16 @@ def _module(part: AdapterPart, expert: int | None) -> str:
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Whether adapters exist for the rule's matrices. A router and a shared expert's gate, which every rank holds as a
-    whole, are no linears of Megatron's."""
+    """Return whether adapters exist for the rule's matrices.
+
+    A router and a shared expert's gate have none: they are replicated, and are not modules of Megatron's linears.
+    """
     is_in_linear = rule.split is not replicated or ".linear_" in rule.megatron
     return is_in_linear and all(len(s.dims) == 2 for s in rule.sources)
 
 
 def _adapted_sources(adapters: Adapters, rule: Rule) -> list[tuple[int, Source]]:
-    """The rule's sources with adapters, with their numbers in the rule."""
+    """Return the rule's sources that have adapters, with their numbers in the rule."""
     if not _is_linear(rule):
         return []
     return [(i, s) for i, s in enumerate(rule.sources) if _last_name(s) in adapters.modules]

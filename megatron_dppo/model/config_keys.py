@@ -82,7 +82,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "text_config": (),
     "vision_config": (),
 }
-"""Key that changes tensors or arithmetic in some model or engine -> the values beside null that change nothing."""
+"""The keys that change tensors or arithmetic in some model or engine. Each has the values that change nothing; null is
+always such a value."""
 
 HARMLESS = frozenset(
     (
@@ -108,7 +109,7 @@ HARMLESS = frozenset(
         "resid_pdrop",
         "router_aux_loss_coef",
         "router_jitter_noise",
-        # How a library computes the same values, and what it returns.
+        # A library's way to compute the same values, and the choice of values that it returns.
         "chunk_size_feed_forward",
         "cross_attention_hidden_size",
         "is_decoder",

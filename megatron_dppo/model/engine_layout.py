@@ -13,17 +13,17 @@ from megatron_dppo.model.shape import ModelShape
 def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return SGLang's options, ``table``, with the number of attention replicas as ``attn_dp_size``.
 
-    SGLang's file of options does not take the older name, ``enable_dp_attention`` with ``dp_size``.
+    SGLang's older form of this option, ``enable_dp_attention`` with ``dp_size``, is not accepted in a file of options.
     """
     options = dict(table)
-    is_older = options.pop("enable_dp_attention", None)
-    if is_older and options.get("attn_dp_size") in (None, 0, 1):
+    has_older_form = options.pop("enable_dp_attention", None)
+    if has_older_form and options.get("attn_dp_size") in (None, 0, 1):
         options["attn_dp_size"] = options.pop("dp_size", None)
     return options
 
 
 def attention_replicas(options: Mapping[str, Any]) -> int:
-    """Return the number of attention replicas in SGLang's ``options``, by their present or their older name."""
+    """Return the number of attention replicas in SGLang's ``options``, in its current or its older form."""
     return int(current_names(options).get("attn_dp_size") or 1)
 
 
@@ -31,12 +31,12 @@ def attention_replicas(options: Mapping[str, Any]) -> int:
 class EngineLayout:
     """Sizes of an SGLang server: ``--tp-size``, ``--ep-size`` and ``--attn-dp-size``.
 
-    Experts' tensor parallelism is tensor / expert. Each of ``attention_replicas`` groups of neighbouring ranks computes
-    attention for requests of its own: the group divides the attention's weights and the embedding among its ranks.
-    Other weights are divided among all ranks.
+    The experts' tensor parallelism is tensor / expert. An attention replica is a group of neighbouring ranks that
+    computes attention for requests of its own: the group divides the attention's weights and the embedding among its
+    ranks. Other weights are divided among all ranks.
 
-    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as attention's
-    weights (``--enable-dp-lm-head``); otherwise all ranks divide it.
+    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as it does
+    attention's weights (``--enable-dp-lm-head``); otherwise all ranks divide the output matrix.
     """
 
     tensor: int = 1
@@ -77,7 +77,7 @@ class EngineLayout:
         return self.tensor // self.attention_replicas
 
     def describe(self) -> str:
-        """Short text, as ``TP8 EP4``, or ``TP8 EP4 attention DP2``."""
+        """Return a short text, such as ``TP8 EP4``, or ``TP8 EP4 attention DP2``."""
         text = f"TP{self.tensor} EP{self.expert}"
         if self.attention_replicas > 1:
             text += f" attention DP{self.attention_replicas}"
@@ -86,7 +86,9 @@ class EngineLayout:
 
 def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
     """Raise LayoutError if the sizes of ``engine`` do not divide those of ``shape``."""
-    heads, groups, tensor = shape.num_attention_heads, shape.num_query_groups, engine.tensor
+    heads = shape.num_attention_heads
+    groups = shape.num_query_groups
+    tensor = engine.tensor
     attention = engine.attention_tensor
     subject = "attention tensor" if engine.attention_replicas > 1 else "tensor"
     checks = [
@@ -102,7 +104,8 @@ def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
             )
         )
     if shape.is_moe:
-        experts, width = shape.num_experts, shape.moe_ffn_hidden_size
+        experts = shape.num_experts
+        width = shape.moe_ffn_hidden_size
         checks += [
             (experts % engine.expert == 0, f"{experts} experts into expert {engine.expert}"),
             (width % engine.expert_tensor == 0, f"expert width {width} into {engine.expert_tensor} ranks"),
@@ -116,6 +119,8 @@ def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
     if len(shape.moe_layers) < shape.num_layers:
         width = shape.ffn_hidden_size
         checks.append((width % tensor == 0, f"MLP width {width} into tensor {tensor}"))
-    uneven = [text for divides, text in checks if not divides]
-    if uneven:
-        raise LayoutError(f"the engine's layout does not divide the model: {'; '.join(uneven)}")
+    failed_checks = [text for is_even, text in checks if not is_even]
+    if failed_checks:
+        raise LayoutError(
+            f"the engine's layout does not divide the model: {'; '.join(failed_checks)}"
+        )

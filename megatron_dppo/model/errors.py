@@ -1,4 +1,4 @@
-"""Errors of a model, its layout, or the files of its checkpoints. A message has the value found and the value
+"""Errors in a model, its layout, or the files of its checkpoints. A message has the value found and the value
 expected."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LayoutError(ModelError):
 
 
 class ProofError(ModelError):
-    """An element is produced or placed twice or never. The message has the tensor and the position."""
+    """A resharding would provide or place an element twice or never. The message has the tensor and the position."""
 
 
 class CheckpointError(ModelError):
@@ -37,4 +37,4 @@ class CheckpointError(ModelError):
 
 
 class MismatchError(CheckpointError):
-    """Bytes differ from the converted ones. The message has the tensor, the rank and the offset."""
+    """Bytes of a converted checkpoint differ from the source's. The message has the tensor, the rank and the offset."""

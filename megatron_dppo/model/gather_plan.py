@@ -46,19 +46,19 @@ class Piece:
 
     @property
     def key(self) -> ParameterKey:
-        """Identifies the parameter on its rank."""
+        """The key of the parameter on its rank."""
         return self.chunk, self.name
 
     @property
     def shape(self) -> Dims:
-        """Shape of the block."""
+        """Shape of the piece."""
         dims = list(self.local_shape)
         dims[self.segment.dim] = self.segment.length
         return tuple(dims)
 
     @property
     def elements(self) -> int:
-        """Elements of the block."""
+        """Number of elements of the piece."""
         return math.prod(self.shape)
 
 
@@ -66,7 +66,7 @@ class Piece:
 class TensorSources:
     """A Hugging Face tensor and the pieces that tile it, in the order of their positions.
 
-    ``dtype`` is its type if that is not the model's.
+    ``dtype`` is the tensor's type if it differs from the model's; else None.
     """
 
     name: str
@@ -76,7 +76,7 @@ class TensorSources:
 
     @property
     def elements(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
@@ -94,17 +94,17 @@ class Bucket:
 
     @property
     def dtype(self) -> str | None:
-        """The type of its tensors if that is not the model's."""
+        """The type of the tensors if it differs from the model's; else None."""
         return self.tensors[0].dtype
 
     @property
     def elements(self) -> int:
-        """Elements of all its tensors."""
+        """Number of elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @cached_property
     def elements_by_rank(self) -> Counter[int]:
-        """Sending rank -> number of elements that it provides, without ranks that provide none."""
+        """The number of elements that each rank provides, by rank, without ranks that provide none."""
         elements = Counter[int]()
         for tensor in self.tensors:
             elements.update(elements_held(tensor))
@@ -112,7 +112,7 @@ class Bucket:
 
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
-    """The sources of every Hugging Face tensor, in model order."""
+    """Return the sources of every Hugging Face tensor, in model order."""
     tensors = hf_tensors(shape)
     return _plan(tensors, layout, partial(primary_parameters, shape, layout), own_dtypes(shape))
 
@@ -124,12 +124,12 @@ def adapter_buckets_plan(
     bucket_bytes: int,
     item_bytes: int,
 ) -> list[Bucket]:
-    """The plan for every A and B of ``adapter_tensors``: gathered on rank 0, in buckets as in ``hf_buckets_plan``."""
+    """Plan the gather of every A and B of ``adapter_tensors`` on rank 0, in buckets of at most ``bucket_bytes``."""
 
-    def parameters(rank: int) -> list[LocalParameter]:
+    def primary_of(rank: int) -> list[LocalParameter]:
         return [p for p in adapter_parameters(adapters, shape, layout, rank) if p.is_primary]
 
-    plan = _plan(adapter_tensors(adapters, shape), layout, parameters)
+    plan = _plan(adapter_tensors(adapters, shape), layout, primary_of)
     groups = _groups(_units(plan), bucket_bytes, item_bytes)
     return [Bucket(tuple(group)) for group in groups]
 
@@ -140,11 +140,14 @@ def _plan(
     primary_of: Callable[[int], list[LocalParameter]],
     dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TensorSources]:
+    """Find the pieces of ``tensors`` in the parameters of which each rank is the primary holder (``primary_of``)."""
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
-        c = layout.coordinates(rank)
-        # Skip ranks that are replicas of both the dense part and the experts: they are the primary holder of nothing.
-        if c.edp and (c.dp or c.cp):
+        coordinates = layout.coordinates(rank)
+        # Skip ranks that are the primary holder of nothing: later replicas of both the dense part and the experts.
+        is_first_of_dense = coordinates.dp == coordinates.cp == 0
+        is_first_of_experts = coordinates.edp == 0
+        if not (is_first_of_dense or is_first_of_experts):
             continue
         for p in primary_of(rank):
             for segment in p.segments:
@@ -167,17 +170,17 @@ def hf_buckets_plan(
 ) -> list[Bucket]:
     """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor gets a bucket of its own.
 
-    Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the place of the
-    first. Tensors with a type of their own have buckets of their own, after a receiver's others.
+    Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, in the position of the
+    first of them. Tensors with a type of their own have buckets of their own, after the receiver's other buckets.
 
     Args:
         shape: The model.
         layout: The trainer's layout.
         bucket_bytes: Largest size of a bucket.
         item_bytes: Bytes of an element when it is sent.
-        spread: Gather each tensor on its ``best_receiver``. Buckets alternate between receivers, so that one sends
-            while others gather. Else gather all on rank 0, in model order.
-        ranks_per_node: Above 1: one receiver in each group of that many ranks (``node_receivers``).
+        spread: True: gather each tensor on its ``best_receiver``, and alternate between receivers, so that one sends
+            its bucket while others gather theirs. False: gather all tensors on rank 0, in model order.
+        ranks_per_node: Above 1, ``spread`` has one receiver on each node of that many ranks (``node_receivers``).
     """
     units = _units(gather_plan(shape, layout), tensors_sent_together(shape))
     receivers = [0] * len(units)
@@ -200,25 +203,33 @@ def buckets_in_turn(
 
 
 Unit = tuple[TensorSources, ...]
-"""Tensors of one bucket."""
+"""Tensors that must be in the same bucket."""
 
 
 def _units(
     tensors: Sequence[TensorSources], together: Sequence[tuple[str, ...]] = ()
 ) -> list[Unit]:
-    """Join the tensors of each group of names in ``together``, at the place of the first; the others are alone."""
-    group_of = {name: group for group in together for name in group}
+    """Make a unit of the tensors of each group of names in ``together``, and of each other tensor.
+
+    A unit has the position of its first tensor.
+    """
+    first_names: dict[str, str] = {}
+    for group in together:
+        first_names.update(dict.fromkeys(group, group[0]))
     units: dict[str, list[TensorSources]] = {}
     for tensor in tensors:
-        first_name = group_of.get(tensor.name, (tensor.name,))[0]
+        first_name = first_names.get(tensor.name, tensor.name)
         units.setdefault(first_name, []).append(tensor)
     return [tuple(unit) for unit in units.values()]
 
 
 def _joined(unit: Unit) -> TensorSources:
-    """The pieces of all tensors of ``unit``, to choose a receiver."""
-    pieces = tuple(piece for tensor in unit for piece in tensor.pieces)
-    return TensorSources(unit[0].name, (sum(tensor.elements for tensor in unit),), pieces)
+    """Return one tensor with the pieces of all tensors of ``unit``, to choose a receiver."""
+    pieces: list[Piece] = []
+    for tensor in unit:
+        pieces += tensor.pieces
+    elements = sum(tensor.elements for tensor in unit)
+    return TensorSources(unit[0].name, (elements,), tuple(pieces))
 
 
 def _buckets_in_turn(
@@ -231,19 +242,23 @@ def _buckets_in_turn(
         groups = _groups(share, bucket_bytes, item_bytes)
         buckets_by_receiver.append([Bucket(tuple(group), receiver) for group in groups])
     buckets: list[Bucket] = []
-    for row in zip_longest(*buckets_by_receiver):
-        buckets += [bucket for bucket in row if bucket is not None]
+    for turn in zip_longest(*buckets_by_receiver):
+        buckets += [bucket for bucket in turn if bucket is not None]
     return buckets
 
 
 def best_receiver(tensor: TensorSources, ranks_per_node: int = 1) -> int:
-    """The rank, or the node of ``ranks_per_node`` ranks, that holds most of ``tensor``; the lowest of several."""
+    """Return the rank, or the node of ``ranks_per_node`` ranks, that holds most of ``tensor``; the lowest one of
+    several."""
     return _largest_holder(elements_held(tensor, ranks_per_node))
 
 
 def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
-    """A receiver for each tensor. It is on the node that holds most of the tensor; a node has one receiver, the rank
-    that holds most of all its tensors. Nodes are runs of ``ranks_per_node`` ranks."""
+    """Return a receiver for each tensor, on the node that holds most of the tensor.
+
+    All tensors of a node have the same receiver: its rank that holds most of them. Nodes are runs of
+    ``ranks_per_node`` ranks.
+    """
     nodes = [best_receiver(tensor, ranks_per_node) for tensor in tensors]
     elements_by_node: dict[int, Counter[int]] = defaultdict(Counter)
     for tensor, node in zip(tensors, nodes, strict=True):
@@ -255,20 +270,20 @@ def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> lis
 
 
 def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
-    """Number of elements that ranks of other nodes send to the bucket's receiver."""
+    """Return the number of elements that ranks of other nodes send to the bucket's receiver."""
     node = bucket.receiver // ranks_per_node
     counts = bucket.elements_by_rank.items()
     return sum(count for rank, count in counts if rank // ranks_per_node != node)
 
 
 def gathered_elements(tensor: TensorSources, receiver: int) -> int:
-    """Number of elements of ``tensor`` that other ranks send to ``receiver``."""
+    """Return the number of elements of ``tensor`` that other ranks send to ``receiver``."""
     return tensor.elements - elements_held(tensor).get(receiver, 0)
 
 
 def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
-    """Lower bound of the elements that a gather of full tensors moves, for any choice of receivers: the sum over all
-    tensors of the elements that the largest holder lacks.
+    """Return the lower bound of the elements that a gather of whole tensors moves, for any choice of receivers: the sum
+    over all tensors of the elements that the tensor's largest holder lacks.
     """
     elements = 0
     for tensor in gather_plan(shape, layout):
@@ -277,7 +292,7 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
 
 
 def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int]:
-    """Number of elements that each rank, or each node of ``ranks_per_node`` ranks, provides."""
+    """Count the elements that each rank, or each node of ``ranks_per_node`` ranks, provides."""
     elements = Counter[int]()
     for piece in tensor.pieces:
         elements[piece.rank // ranks_per_node] += piece.elements
@@ -294,29 +309,30 @@ def _groups(
     bucket_bytes: int,
     item_bytes: int,
 ) -> Iterator[list[TensorSources]]:
-    by_dtype: dict[str | None, list[Unit]] = {None: []}
+    """Yield the tensors of each bucket: first the buckets of the model's type, then those of each other type."""
+    units_by_dtype: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
-        by_dtype.setdefault(unit[0].dtype, []).append(unit)
-    for dtype, units_of_dtype in by_dtype.items():
-        yield from _filled(
-            units_of_dtype, bucket_bytes, item_bytes if dtype is None else ITEM_BYTES[dtype]
-        )
+        units_by_dtype.setdefault(unit[0].dtype, []).append(unit)
+    for dtype, units_of_dtype in units_by_dtype.items():
+        dtype_bytes = item_bytes if dtype is None else ITEM_BYTES[dtype]
+        yield from _fill_groups(units_of_dtype, bucket_bytes, dtype_bytes)
 
 
-def _filled(
+def _fill_groups(
     units: Sequence[Unit],
     bucket_bytes: int,
     item_bytes: int,
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
-    filled = 0
+    group_bytes = 0
     # Keep the order, although a better packing could save a bucket: all ranks then compute the same plan.
     for unit in units:
-        size = sum(tensor.elements for tensor in unit) * item_bytes
-        if group and filled + size > bucket_bytes:
+        unit_bytes = sum(tensor.elements for tensor in unit) * item_bytes
+        if group and group_bytes + unit_bytes > bucket_bytes:
             yield group
-            group, filled = [], 0
+            group = []
+            group_bytes = 0
         group += unit
-        filled += size
+        group_bytes += unit_bytes
     if group:
         yield group

@@ -1,9 +1,9 @@
 """The SHA-256 that huggingface.co recorded for the files of a downloaded model, from huggingface_hub's metadata.
 
-``hf download`` keeps a file's ETag: for a file in the hub's large-file storage (weights, tokenizer.json) it is the
-SHA-256 of the content. In the shared cache it is the name of the blob that ``snapshots/<commit>/<file>`` links to; with
-``--local-dir`` it is the second line of ``.cache/huggingface/download/<file>.metadata``. Smaller files have a git hash,
-which is not read.
+``hf download`` keeps a file's ETag. The ETag of a file in the hub's large-file storage (weights, tokenizer.json) is the
+SHA-256 of the content. In the shared cache the ETag is the name of the blob that ``snapshots/<commit>/<file>`` links
+to; with ``--local-dir`` it is the second line of ``.cache/huggingface/download/<file>.metadata``. The ETag of smaller
+files is a git hash, which is not read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from megatron_dppo.system.files import sha256_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TOLERANCE_S = 1.0
-"""A file that is newer than its metadata by more was changed on purpose; huggingface_hub allows the same."""
+"""A file that is newer than its metadata by more than this was changed after the download. huggingface_hub has the same
+tolerance."""
 
 
 def hub_hash(path: Path) -> str | None:
-    """Return the SHA-256 (hex) that the hub has for a downloaded file; None if that is unknown.
+    """Return the SHA-256 (hex) that the hub has for a downloaded file.
 
-    It is unknown too if the file was changed after it was downloaded.
+    The result is None if the hash is unknown, or if the file was changed after it was downloaded.
     """
     if path.is_symlink():
         blob = path.resolve()
@@ -41,13 +42,13 @@ def hub_hash(path: Path) -> str | None:
 
 
 def check_download(hashes: Mapping[Path, str]) -> None:
-    """Compare the SHA-256 of files with those of the hub, where they are known.
+    """Compare the SHA-256 of files with the hub's, if these are known.
 
     Args:
-        hashes: SHA-256 (hex) of each file's present content.
+        hashes: SHA-256 (hex) of each file's current content.
 
     Raises:
-        CheckpointError: names every file that differs.
+        CheckpointError: some files differ. The message names all of them.
     """
     faults = []
     for path, digest in hashes.items():
@@ -61,6 +62,9 @@ def check_download(hashes: Mapping[Path, str]) -> None:
 
 
 def check_downloaded_files(paths: Iterable[Path]) -> None:
-    """Hash those of the files for which the hub's SHA-256 is known, and compare. Raises CheckpointError."""
-    known = [path for path in paths if hub_hash(path) is not None]
-    check_download({path: sha256_of(path) for path in known})
+    """Hash each of the files whose SHA-256 on the hub is known, and compare the hashes. Raises CheckpointError."""
+    hashes: dict[Path, str] = {}
+    for path in paths:
+        if hub_hash(path) is not None:
+            hashes[path] = sha256_of(path)
+    check_download(hashes)

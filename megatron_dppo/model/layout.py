@@ -1,12 +1,7 @@
-"""Parallel layouts of trainer and engine, their validation, and the splits of parameters among tensor-parallel ranks.
+"""The parallel layout of the trainer, and its validation.
 
-Ranks are in Megatron-Core's default order tp-cp-ep-dp-pp. The validation covers the layouts that Megatron-Core 0.16 can
-hold and train, and those that SGLang can hold. The trainer's checks yield faults instead of raising, so that an error
-lists all of them.
-
-A split is a function ``(sources, shape, rank, size) -> Shard``: the part of a parameter on one of ``size``
-tensor-parallel ranks, as block copies from the source tensors. Families name splits in their tables; no other module
-knows that queries are interleaved or that gates and ups are stacked.
+Ranks are in Megatron-Core's default order tp-cp-ep-dp-pp. The validation accepts the layouts that Megatron-Core 0.16
+can hold and train. The checks yield faults instead of raising errors, so that one error lists all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ class LayoutSizes:
         sequence: Whether to use sequence parallelism. None: if it is needed.
         context: Ranks that share the tokens of each sequence.
         first_stage_layers: Layers of the first pipeline stage, all its chunks together. None: an equal share.
-        last_stage_layers: The same of the last pipeline stage.
+        last_stage_layers: Layers of the last pipeline stage, all its chunks together. None: an equal share.
     """
 
     world_size: int = 1
@@ -66,7 +61,7 @@ class LayoutSizes:
         return self.tensor if self.expert == 1 else 1
 
     def sequence_parallel(self, shape: ModelShape) -> bool:
-        """``sequence``, or its default: True for a mixture of experts under tensor parallelism."""
+        """Return ``sequence``, or its default: True for a mixture of experts under tensor parallelism."""
         if self.sequence is None:
             return self.tensor > 1 and shape.is_moe
         return self.sequence
@@ -74,7 +69,8 @@ class LayoutSizes:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A global rank's position. Attention sees (tp, cp, dp, pp); experts see (etp, ep, edp, pp)."""
+    """A global rank's position: (tp, cp, dp, pp) for the parameters outside of experts, (etp, ep, edp, pp) for those of
+    experts."""
 
     rank: int
     tp: int
@@ -134,10 +130,10 @@ class Layout:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Layout:
-        """The layout with the fewest ranks: the least data parallelism that the experts need."""
+        """Return the layout with the fewest ranks: the least data parallelism that the experts need."""
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
         expert_ranks = expert * sizes.expert_tensor_size
-        # The constructor raises an error for sizes below 1.
+        # Sizes below 1 give no quotient; the constructor raises an error for them.
         data = 1
         if min(tensor, expert_ranks) > 0:
             data = math.lcm(tensor, expert_ranks) // tensor
@@ -145,7 +141,7 @@ class Layout:
 
     @property
     def sizes(self) -> LayoutSizes:
-        """The sizes of the layout, for its checks."""
+        """The sizes of the layout, in the form that the checks read."""
         return LayoutSizes(
             self.world_size,
             self.tensor,
@@ -181,7 +177,7 @@ class Layout:
         return self.stage_ranks // (self.expert * self.expert_tensor)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """The coordinates of global ``rank``. Raises LayoutError for a rank outside the world."""
+        """Return the coordinates of global ``rank``. Raises LayoutError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size}")
         pp, stage_rank = divmod(rank, self.stage_ranks)
@@ -192,7 +188,7 @@ class Layout:
         return RankCoordinates(rank, tp, cp, dp, pp, etp, ep, edp)
 
     def stage_layers(self, num_layers: int, stage: int) -> int:
-        """Number of layers on pipeline stage ``stage`` of a model with ``num_layers`` layers."""
+        """Return the number of layers on pipeline stage ``stage`` of a model with ``num_layers`` layers."""
         if stage == 0 and self.first_stage_layers is not None:
             return self.first_stage_layers
         if stage == self.pipeline - 1 and self.last_stage_layers is not None:
@@ -201,11 +197,11 @@ class Layout:
         return (num_layers - sum(given_stages)) // (self.pipeline - len(given_stages))
 
     def most_stage_layers(self, num_layers: int) -> int:
-        """Number of layers on the largest pipeline stage of a model with ``num_layers`` layers."""
+        """Return the number of layers on the largest pipeline stage of a model with ``num_layers`` layers."""
         return max(self.stage_layers(num_layers, stage) for stage in range(self.pipeline))
 
     def describe(self) -> str:
-        """Short text: the sizes that are not 1, or "single"."""
+        """Return a short text: the sizes that are not 1, or "single"."""
         sizes = {
             "TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.chunks, "EP": self.expert,
             "ETP": self.expert_tensor, "DP": self.data,
@@ -214,17 +210,19 @@ class Layout:
 
 
 def local_layers(shape: ModelShape, layout: Layout, pp_rank: int, chunk: int) -> range:
-    """Global numbers of the layers in model chunk ``chunk`` of a stage: chunk-major, then stage, then contiguous."""
-    chunk_sizes = [
-        layout.stage_layers(shape.num_layers, stage) // layout.chunks
-        for stage in range(layout.pipeline)
-    ]
+    """Return the global numbers of the layers in model chunk ``chunk`` of stage ``pp_rank``.
+
+    The layers are divided among the first chunks of all stages in turn, then among the second chunks, and so on.
+    """
+    chunk_sizes = []
+    for stage in range(layout.pipeline):
+        chunk_sizes.append(layout.stage_layers(shape.num_layers, stage) // layout.chunks)
     start = chunk * sum(chunk_sizes) + sum(chunk_sizes[:pp_rank])
     return range(start, start + chunk_sizes[pp_rank])
 
 
 def layers_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[int]:
-    """Global numbers of the layers in all model chunks of pipeline stage ``stage``."""
+    """Return the global numbers of the layers in all model chunks of pipeline stage ``stage``."""
     layers: list[int] = []
     for chunk in range(layout.chunks):
         layers += local_layers(shape, layout, stage, chunk)
@@ -240,17 +238,17 @@ class LayoutFault:
     expected: str
 
     def text(self, prefix: str) -> str:
-        """The fault in a line. ``prefix`` is written before the key, such as ``parallel.``."""
+        """Return the fault in a line. ``prefix`` is written before the key, such as ``parallel.``."""
         return f"{prefix}{self.key}: got {self.value}, expected {self.expected}"
 
 
 def size_faults(sizes: LayoutSizes) -> list[LayoutFault]:
-    """The faults of the sizes for any model."""
+    """Return the faults of the sizes for any model."""
     return list(_too_small(sizes)) or list(_world_faults(sizes))
 
 
 def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
-    """The faults of sizes by which a model's parameters cannot be divided. The sizes must fit each other."""
+    """Return the faults of sizes by which a model's parameters cannot be divided. The sizes must fit each other."""
     faults = list(_attention_faults(sizes, shape))
     if len(shape.moe_layers) < shape.num_layers:
         faults += _dense_faults(sizes, shape)
@@ -260,7 +258,7 @@ def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
 
 
 def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
-    """The faults of sizes with which Megatron-Core cannot train a model correctly. The sizes need not fit each
+    """Return the faults of sizes with which Megatron-Core cannot train a model correctly. The sizes need not fit each
     other.
     """
     if any(_too_small(sizes)):
@@ -269,8 +267,8 @@ def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
 
 
 def most_all_to_all(tensor: int, shape: ModelShape) -> int:
-    """The largest ``context`` whose ranks can exchange heads for tokens: the greatest common divisor of the query and
-    the key-value heads of a rank. Its divisors are possible too."""
+    """Return the largest ``context`` whose ranks can exchange heads for tokens: the greatest common divisor of the
+    query heads and the key-value heads of a rank. Divisors of the result are possible too."""
     return math.gcd(shape.num_attention_heads // tensor, max(1, shape.num_query_groups // tensor))
 
 
@@ -280,7 +278,7 @@ def check_layout(sizes: LayoutSizes, shape: ModelShape, prefix: str = "layout.")
 
 
 def raise_faults(faults: Iterable[LayoutFault], prefix: str = "layout.") -> None:
-    """Raise LayoutError if there is a fault. The message has a line for each."""
+    """Raise LayoutError if there are ``faults``. The message has a line for each."""
     lines = [fault.text(prefix) for fault in faults]
     if lines:
         raise LayoutError("\n".join(lines))
@@ -305,17 +303,23 @@ def _too_small(sizes: LayoutSizes) -> Iterator[LayoutFault]:
 
 
 def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
-    world, tensor, pipeline = sizes.world_size, sizes.tensor, sizes.pipeline
+    world = sizes.world_size
+    tensor = sizes.tensor
+    pipeline = sizes.pipeline
     factors = {"tensor": tensor, "context": sizes.context, "pipeline": pipeline}
     if sizes.context == 1:
         del factors["context"]
-    model = math.prod(factors.values())
-    if world % model:
-        product = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))} = {model}"
-        yield LayoutFault("world_size", world, f"a multiple of {product}")
-    experts = sizes.expert_tensor_size * sizes.expert * pipeline
-    if world % experts:
-        product = f"{sizes.expert_tensor_size} x {sizes.expert} x {pipeline} = {experts}"
+    replica_ranks = math.prod(factors.values())
+    if world % replica_ranks:
+        names = " x ".join(factors)
+        values = " x ".join(map(str, factors.values()))
+        expectation = f"a multiple of {names} = {values} = {replica_ranks}"
+        yield LayoutFault("world_size", world, expectation)
+    expert_replica_ranks = sizes.expert_tensor_size * sizes.expert * pipeline
+    if world % expert_replica_ranks:
+        product = (
+            f"{sizes.expert_tensor_size} x {sizes.expert} x {pipeline} = {expert_replica_ranks}"
+        )
         expectation = f"a multiple of expert_tensor x expert x pipeline = {product}"
         yield LayoutFault("world_size", world, expectation)
     if sizes.virtual_pipeline not in (None, 1) and pipeline == 1:
@@ -332,7 +336,9 @@ def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
 
 def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
     yield from _stage_faults(sizes, shape.num_layers)
-    tensor, heads, groups = sizes.tensor, shape.num_attention_heads, shape.num_query_groups
+    tensor = sizes.tensor
+    heads = shape.num_attention_heads
+    groups = shape.num_query_groups
     if heads % tensor:
         yield _divisor("tensor", tensor, f"{heads} attention heads")
     # With fewer key-value heads than ranks, each rank holds a part of a head, and Megatron-Core gathers the parts in
@@ -341,10 +347,10 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
         expectation = f"a divisor or a multiple of the model's {groups} key-value heads"
         yield LayoutFault("tensor", tensor, expectation)
     if shape.norms_all_heads and groups % tensor:
-        # A rank would have to norm a part of a head that Megatron-Core gathers only later.
+        # A rank would have to norm a part of a head, because Megatron-Core gathers the parts only later.
         yield _divisor("tensor", tensor, f"{groups} key-value heads, which are normed together")
     if shape.gates_attention and groups % tensor:
-        # Megatron-Core gathers the parts of a head, and does not cut the gate again.
+        # After gathering the parts of a head, Megatron-Core does not divide the gate among the ranks again.
         yield _divisor("tensor", tensor, f"{groups} key-value heads, as its attention has a gate")
     if shape.delta is not None and shape.delta.key_heads % tensor:
         yield _divisor("tensor", tensor, f"{shape.delta.key_heads} key heads of delta nets")
@@ -372,8 +378,9 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
         return
     stages = sizes.pipeline - len(given_stages)
     layers = num_layers - sum(given_stages)
-    # The key of the fault is the last one that is set: the other may be right.
-    key = _STAGE_KEYS[sizes.last_stage_layers is not None]
+    # If both keys are set, report the last one: the first may be right.
+    first_key, last_key = _STAGE_KEYS
+    key = first_key if sizes.last_stage_layers is None else last_key
     if stages == 0 and layers != 0:
         expectation = f"{num_layers - given_stages[0]}, the rest of the model's {num_layers} layers"
         yield LayoutFault(key, given_stages[-1], expectation)
@@ -433,6 +440,3 @@ def _training_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFa
 
 def _divisor(key: str, value: object, dividend: str) -> LayoutFault:
     return LayoutFault(key, value, f"a divisor of the model's {dividend}")
-
-
-# --- one parameter of Megatron, or of SGLang, on one tensor-parallel rank

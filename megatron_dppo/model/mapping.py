@@ -28,10 +28,10 @@ from megatron_dppo.model.splits import Dims, Shard, Split, replicated
 
 
 class Narrowable(Protocol):
-    """A tensor of any library, of which a segment is a view."""
+    """A tensor of any library that can return views of its parts."""
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
-        """The view of ``length`` indices from ``start`` on along ``dim``."""
+        """Return the view of ``length`` indices from ``start`` on along ``dim``."""
 
 
 ATTENTION_MODULES = (".self_attn.", ".linear_attn.")
@@ -55,12 +55,12 @@ class Segment:
     length: int
 
     def of_local(self, tensor: T) -> T:
-        """The view of the local parameter."""
+        """Return the segment's view of the local parameter ``tensor``."""
         view: T = tensor.narrow(self.dim, self.local_start, self.length)
         return view
 
     def of_hf(self, tensor: T) -> T:
-        """The view of the Hugging Face tensor."""
+        """Return the segment's view of the Hugging Face tensor ``tensor``."""
         view: T = tensor.narrow(self.dim, self.hf_start, self.length)
         return view
 
@@ -73,7 +73,8 @@ class LocalParameter:
         chunk: Number of the model chunk on its pipeline stage.
         name: Name in that chunk's ``GPTModel.named_parameters()``.
         shape: Local shape.
-        segments: Blocks of Hugging Face tensors that fill it. Elements outside are zero padding of the vocabulary.
+        segments: Blocks of Hugging Face tensors that fill the parameter. Elements outside of segments are zero padding
+            of the vocabulary.
         is_primary: True on exactly one of the ranks that hold the same values, and never for the copy of a tied
             embedding on the last stage.
     """
@@ -90,8 +91,8 @@ class EngineParameter(LocalParameter):
     """A tensor of one rank of the engine.
 
     Attributes:
-        dtype: Its type whatever the model's is; None: the model's.
-        adds_one: Whether it holds 1 + its source.
+        dtype: The tensor's own type; None: the model's type.
+        adds_one: Whether the tensor holds 1 + its source.
     """
 
     dtype: str | None = None
@@ -99,9 +100,15 @@ class EngineParameter(LocalParameter):
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
-    """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
+    """Return the shape of every tensor of the Hugging Face checkpoint, in model order.
+
+    A model with tied embeddings has no ``lm_head.weight``.
+    """
     sizes = shape.sizes()
-    return {name: tuple(sizes[dim] for dim in source.dims) for name, source in _hf_sources(shape)}
+    tensors: dict[str, Dims] = {}
+    for name, source in _hf_sources(shape):
+        tensors[name] = tuple(sizes[dim] for dim in source.dims)
+    return tensors
 
 
 def _hf_sources(shape: ModelShape) -> Iterator[tuple[str, Source]]:
@@ -112,7 +119,7 @@ def _hf_sources(shape: ModelShape) -> Iterator[tuple[str, Source]]:
 
 
 def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return, sorted, the ``names`` of tensors outside of the model that its checkpoints carry along."""
+    """Return those of ``names`` that are tensors outside of the model, which its checkpoints carry along; sorted."""
     model_tensors = hf_tensors(shape)
     carries = family_of(shape).carries
     return sorted(name for name in names if name not in model_tensors and carries(shape, name))
@@ -120,13 +127,13 @@ def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 @cache
 def own_dtypes(shape: ModelShape) -> dict[str, str]:
-    """The type of each Hugging Face tensor that the trainer keeps and sends in a type of its own."""
+    """Return the type of each Hugging Face tensor that the trainer keeps and sends in a type of its own."""
     return {name: source.dtype for name, source in _hf_sources(shape) if source.dtype is not None}
 
 
 @cache
 def file_dtypes(shape: ModelShape) -> dict[str, str]:
-    """The type that checkpoint files may have, beside the model's, of each Hugging Face tensor that has such a type."""
+    """Return a second type that some Hugging Face tensors may have in checkpoint files, besides the model's type."""
     dtypes: dict[str, str] = {}
     for name, source in _hf_sources(shape):
         if source.file_dtype is not None:
@@ -149,17 +156,17 @@ def packed_names(shape: ModelShape) -> dict[str, str]:
 
 @cache
 def parameters(shape: ModelShape) -> int:
-    """Number of elements of the whole model. Tied embeddings count once."""
+    """Return the number of elements of the whole model. Tied embeddings count once."""
     return sum(math.prod(dims) for dims in hf_tensors(shape).values())
 
 
 def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
-    """All parameters of global ``rank``, chunk by chunk. Raises LayoutError if the layout does not fit."""
+    """Return all parameters of global ``rank``, chunk by chunk. Raises LayoutError if the layout does not fit."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=False))
 
 
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
-    """The parameters of ``local_parameters`` with ``is_primary``, without building the others."""
+    """Return the parameters of ``local_parameters`` with ``is_primary``, without building the others."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=True))
 
 
@@ -185,7 +192,7 @@ def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
 
 
 def dividing_ranks(shape: ModelShape, engine: EngineLayout, row: EngineRow) -> int:
-    """Return the number of ranks among which the engine divides the tensor of ``row``, which is no expert's."""
+    """Return the number of ranks among which the engine divides the tensor of ``row``, a row outside of experts."""
     embedding, output = family_of(shape).vocabulary_tensors
     if row.name == output:
         is_per_replica = engine.output_per_replica
@@ -195,7 +202,7 @@ def dividing_ranks(shape: ModelShape, engine: EngineLayout, row: EngineRow) -> i
 
 
 def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[EngineParameter]:
-    """All tensors of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
+    """Return all tensors of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
 
     ``is_primary`` marks the first copy of a tensor that several ranks hold. Raises LayoutError.
     """
@@ -203,31 +210,31 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
     ep_rank, etp_rank = divmod(rank, engine.expert_tensor)
     parameters = []
     for row in _engine_rows(shape, engine, ep_rank):
-        target = row.rule
-        is_first_copy = target.split is not replicated or rank == 0
+        rule = row.rule
+        is_first_copy = rule.split is not replicated or rank == 0
         if row.is_expert:
             part = (etp_rank, engine.expert_tensor)
         else:
-            ranks = dividing_ranks(shape, engine, target)
+            ranks = dividing_ranks(shape, engine, rule)
             part = (rank % ranks, ranks)
             is_first_copy = is_first_copy and rank < ranks
-        shard = shard_of(target.split, target.sources, shape, *part)
+        shard = shard_of(rule.split, rule.sources, shape, *part)
         parameters.append(
             EngineParameter(
                 chunk=0,
-                name=target.name.format(layer=row.layer, expert=row.local_expert),
+                name=rule.name.format(layer=row.layer, expert=row.local_expert),
                 shape=shard.shape,
                 segments=_segments(shard, row),
                 is_primary=is_first_copy,
-                dtype=target.dtype_in(shape),
-                adds_one=target.adds_one,
+                dtype=rule.dtype_in(shape),
+                adds_one=rule.adds_one,
             )
         )
     return parameters
 
 
 def keeps_untied_output(shape: ModelShape) -> bool:
-    """Whether the engine holds a tied model's embedding a second time, as its output matrix."""
+    """Return whether the engine holds a tied model's embedding a second time, as its output matrix."""
     return shape.tied_embeddings and family_of(shape).engine_keeps_output
 
 
@@ -241,9 +248,11 @@ def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
 
 
 def tensors_sent_together(shape: ModelShape) -> list[tuple[str, ...]]:
-    """Groups of Hugging Face tensors that the engine must receive in one bucket: the sources of an engine tensor that
-    its family names in ``Family.engine``. SGLang builds such a tensor from the tensors of one call, and silently drops
-    a source that comes alone."""
+    """Return groups of Hugging Face tensors that the engine must receive in one bucket.
+
+    A group has the sources of one tensor in ``Family.engine``. SGLang builds such a tensor from the tensors of one
+    call, and silently drops a source that it receives alone.
+    """
     groups = []
     for layer in range(shape.num_layers):
         for row in family_of(shape).engine:
@@ -253,7 +262,7 @@ def tensors_sent_together(shape: ModelShape) -> list[tuple[str, ...]]:
 
 
 def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
-    """Numbers of the experts that expert-parallel ``rank`` of ``ranks`` holds."""
+    """Return the numbers of the experts that expert-parallel ``rank`` of ``ranks`` holds."""
     count = shape.num_experts // ranks
     return range(rank * count, (rank + 1) * count)
 
@@ -266,14 +275,15 @@ def shard_of(
     rank: int,
     size: int,
 ) -> Shard:
-    """The part of a table row on tensor-parallel ``rank`` of ``size``. It is the same for every layer and expert."""
+    """Return the part of a table row on tensor-parallel ``rank`` of ``size``. It is the same for every layer and
+    expert."""
     sizes = shape.sizes()
     dims = [tuple(sizes[d] for d in source.dims) for source in sources]
     return split(dims, shape, rank, size)
 
 
 class _MappingRow(NamedTuple, Generic[RowT]):
-    """A table row for one layer and expert. These numbers are 0 for rows outside of layers or experts."""
+    """A table row for one layer and expert. The numbers of layer and expert are 0 for rows outside of them."""
 
     rule: RowT
     is_expert: bool = False
@@ -346,7 +356,14 @@ def _engine_rows(
         expert_rows = family.engine_expert_rows_of(shape, layer)
         for local_expert, expert in enumerate(experts):
             for row in expert_rows:
-                yield _MappingRow(row, True, False, layer, layer, expert, local_expert)
+                yield _MappingRow(
+                    row,
+                    is_expert=True,
+                    layer=layer,
+                    local_layer=layer,
+                    expert=expert,
+                    local_expert=local_expert,
+                )
     yield from map(_MappingRow, family.final_norm.in_engine)
     if not shape.tied_embeddings:
         yield from map(_MappingRow, family.output.in_engine)
@@ -363,17 +380,17 @@ def _trainer_parameters(
     primary_only: bool,
 ) -> Iterator[LocalParameter]:
     raise_faults(holding_faults(layout.sizes, shape))
-    c = layout.coordinates(rank)
-    # Experts are replicated over edp, everything else over dp and cp; the first replica is the primary holder.
+    coordinates = layout.coordinates(rank)
+    # Experts are replicated over edp, all other parameters over dp and cp; the first replica is the primary holder.
     for chunk in range(layout.chunks):
-        for row in _chunk_rows(shape, layout, c, chunk):
+        for row in _chunk_rows(shape, layout, coordinates, chunk):
             rule = row.rule
             if row.is_expert:
-                is_first_copy = c.edp == 0
-                part = (c.etp, layout.expert_tensor)
+                is_first_copy = coordinates.edp == 0
+                part = (coordinates.etp, layout.expert_tensor)
             else:
-                is_first_copy = c.dp == 0 and c.cp == 0
-                part = (c.tp, layout.tensor)
+                is_first_copy = coordinates.dp == 0 and coordinates.cp == 0
+                part = (coordinates.tp, layout.tensor)
             is_primary = is_first_copy and (rule.tensor_parallel or part[0] == 0)
             is_primary = is_primary and not row.is_tied_copy
             if is_primary or not primary_only:

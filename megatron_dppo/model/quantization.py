@@ -1,4 +1,4 @@
-"""The tensors of a model that an engine with block-FP8 weights holds quantised, and the places of their scales.
+"""The tensors of a model that an engine with block-FP8 weights holds quantised, and the names and shapes of the scales.
 
 SGLang quantises the linear layers and the experts. Embeddings, norms, biases, the output matrix, routers and the gates
 of shared experts keep the dtype of the model.
@@ -17,7 +17,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
 BLOCK = 128
-"""Rows and columns of a block of a weight, which has one scale, and the columns of a block of activations."""
+"""Rows and columns of a block of a weight; a block has one scale. Blocks of activations have as many columns."""
 SCALE_BYTES = 4
 SCALE_SUFFIX = "_scale_inv"
 """Ending of the name of a weight's scales, in checkpoints and in engines."""
@@ -29,23 +29,23 @@ SCHEME: dict[str, Any] = {
 }
 """``quantization_config`` of a config.json."""
 FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families whose models SGLang serves with quantised layers of these names."""
+"""Families whose models SGLang serves with exactly the tensors of ``is_quantized`` in FP8."""
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""
 
 
 def is_quantized(hf_name: str) -> bool:
-    """Whether an engine with block-FP8 weights holds the Hugging Face tensor ``hf_name`` in FP8."""
+    """Return whether an engine with block-FP8 weights holds the Hugging Face tensor ``hf_name`` in FP8."""
     return hf_name.endswith(_MATRICES)
 
 
 def scale_dims(dims: Dims) -> Dims:
-    """The shape of the scales of a matrix of the shape ``dims``."""
+    """Return the shape of the scales of a matrix of the shape ``dims``."""
     return tuple(-(-size // BLOCK) for size in dims)
 
 
 def stored_bytes(hf_name: str, dims: Dims, item_bytes: int, *, quantized: bool) -> int:
-    """The bytes in which an engine receives a tensor, with its scales where the engine is ``quantized``."""
+    """Return the bytes that an engine receives for a tensor; if the engine is ``quantized``, with the scales."""
     elements = math.prod(dims)
     if quantized and is_quantized(hf_name):
         return elements + SCALE_BYTES * math.prod(scale_dims(dims))
@@ -53,7 +53,8 @@ def stored_bytes(hf_name: str, dims: Dims, item_bytes: int, *, quantized: bool) 
 
 
 def stored_tensors(tensors: dict[str, Dims]) -> dict[str, Dims]:
-    """The tensors of a block-FP8 checkpoint: ``tensors`` in their order, each quantised one followed by its scales."""
+    """Return the tensors of a block-FP8 checkpoint: ``tensors`` in their order, each quantised tensor followed by its
+    scales."""
     stored: dict[str, Dims] = {}
     for name, dims in tensors.items():
         stored[name] = dims
@@ -63,12 +64,13 @@ def stored_tensors(tensors: dict[str, Dims]) -> dict[str, Dims]:
 
 
 def holds_quantized(parameter: LocalParameter) -> bool:
-    """Whether an engine holds ``parameter`` in FP8."""
+    """Return whether an engine with block-FP8 weights holds ``parameter`` in FP8."""
     return any(is_quantized(segment.hf_name) for segment in parameter.segments)
 
 
 def scale_parameter(parameter: EngineParameter) -> EngineParameter:
-    """The engine's parameter of the scales of ``parameter``, whose blocks do not straddle its segments."""
+    """Return the engine's parameter with the scales of ``parameter``. A block must not be in two segments."""
+    # An expert's name ends with its number: ``tensor[3]``.
     tensor, bracket, expert = parameter.name.partition("[")
     segments: list[Segment] = []
     for segment in parameter.segments:
@@ -90,9 +92,9 @@ def scale_parameter(parameter: EngineParameter) -> EngineParameter:
 
 
 def check_block_widths(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError if a rank's share of a quantised matrix has a width that is no multiple of 128.
+    """Raise LayoutError if a rank's share of a quantised matrix has a dimension that is no multiple of 128.
 
-    SGLang's kernels read activations in groups of 128 columns, and its fused matrices have whole blocks of each part.
+    SGLang's kernels read activations in groups of 128 columns, and each part of a fused matrix must have whole blocks.
     """
     for parameter in engine_parameters(shape, engine, 0):
         if not holds_quantized(parameter):

@@ -1,9 +1,9 @@
 """The proof that a weight update from any trainer layout into any engine layout moves every element exactly once.
 
 The proof needs only shapes: the trainer's primary shards tile every Hugging Face tensor, and the blocks on the engine's
-ranks tile every tensor as often as it is replicated there. The report has the bytes that move, and the least possible
-number. A tensor's pieces are blocks along one dimension, so they tile it if their sorted intervals cover 0 to its
-length without gap or overlap.
+ranks tile every tensor as often as it is replicated there. The report has the number of bytes that move, and its lower
+bound. A tensor's pieces are blocks along one dimension, so they tile the tensor if their sorted intervals cover 0 to
+its length without gap or overlap.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ def check_filled(
 
     Only parameters of ``vocabulary`` tensors, or without segments, may end in padding.
     """
-    is_vocabulary = (
-        any(s.hf_name in vocabulary for s in parameter.segments) or not parameter.segments
-    )
+    may_have_padding = True
     dim = 0
     if parameter.segments:
+        may_have_padding = any(s.hf_name in vocabulary for s in parameter.segments)
         dim = parameter.segments[0].dim
     for s in parameter.segments:
         source = tensors[s.hf_name]
@@ -77,7 +76,7 @@ def check_filled(
     end = _run(location, intervals)
     if any(s.dim != dim for s in parameter.segments):
         raise ProofError(f"{location}: segments along different dimensions")
-    if end != parameter.shape[dim] and not is_vocabulary:
+    if end != parameter.shape[dim] and not may_have_padding:
         raise ProofError(
             f"{location}: filled up to {end} of {parameter.shape[dim]} along dim {dim}"
         )
@@ -96,7 +95,8 @@ def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> 
 
 
 def _run(location: str, intervals: list[tuple[int, int]]) -> int:
-    """End of the gapless run of ``(start, length)`` from 0."""
+    """Return the end of the intervals ``(start, length)``. Raises ProofError unless they begin at 0, without gap or
+    overlap."""
     end = 0
     for start, length in intervals:
         if start != end or length < 1:
@@ -107,7 +107,7 @@ def _run(location: str, intervals: list[tuple[int, int]]) -> int:
 
 
 _Landing = tuple[int, str, mapping.Segment]
-"""Engine rank, its parameter's name, the block that lands there."""
+"""An engine rank, the name of one of its parameters, and a block that the parameter receives."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class ReshardingReport:
 
     Attributes:
         model_bytes: Bytes of the model.
-        holds: For each trainer rank, the weights of which it is the primary holder. It must send each once, so their
-            sum, the model, is the lower bound of the bytes that the trainer sends.
+        holds: For each trainer rank, the bytes of the weights of which it is the primary holder. It must send each of
+            them once, so the sum over ranks, ``model_bytes``, is the lower bound of the bytes that the trainer sends.
         direct: For each trainer rank, the bytes that it would send if every engine rank received only its own blocks.
         engine: For each engine rank, the bytes that it holds: the lower bound of the bytes that it receives.
     """
@@ -129,8 +129,8 @@ class ReshardingReport:
 
     @property
     def gathered(self) -> int:
-        """Bytes that trainer rank 0 receives when it gathers the model. It then broadcasts whole tensors, so every
-        engine rank receives the model."""
+        """Bytes that trainer rank 0 receives when it gathers the model, before it broadcasts whole tensors to all
+        engine ranks."""
         return self.model_bytes - self.holds[0]
 
 
@@ -144,12 +144,12 @@ def prove_resharding(
     plan = gather_plan(shape, layout)
     for tensor in plan:
         check_sources(tensor)
-    landed = _engine_segments(shape, engine)
+    landings_by_tensor = _engine_segments(shape, engine)
     holds = Counter[int]()
     direct = Counter[int]()
     received = Counter[int]()
     for tensor in plan:
-        landings = landed[tensor.name]
+        landings = landings_by_tensor[tensor.name]
         _check_copies(tensor, landings)
         for piece in tensor.pieces:
             holds[piece.rank] += piece.elements
@@ -173,19 +173,19 @@ def prove_resharding(
     )
 
 
-# Cached, because callers prove many trainer layouts against the same engine.
+# Callers prove many trainer layouts against the same engine, so cache the engine's part.
 @lru_cache(maxsize=1)
 def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
-    """The blocks of each Hugging Face tensor on engine ranks. Also proves that every rank is filled."""
+    """Return the blocks of each Hugging Face tensor on engine ranks, and prove that every rank is filled."""
     tensors = mapping.hf_tensors(shape)
     vocabulary = family_of(shape).vocabulary_tensors
-    landed: dict[str, list[_Landing]] = defaultdict(list)
+    landings: dict[str, list[_Landing]] = defaultdict(list)
     for rank in range(engine.tensor):
         for parameter in mapping.engine_parameters(shape, engine, rank):
             check_filled(f"engine rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
             for segment in parameter.segments:
-                landed[segment.hf_name].append((rank, parameter.name, segment))
-    return landed
+                landings[segment.hf_name].append((rank, parameter.name, segment))
+    return landings
 
 
 def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
@@ -250,10 +250,11 @@ def _trainer_table(
     title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"
     table = figures_table(title, "stage", "ranks", "layers", *amounts)
     for stage in range(layout.pipeline):
-        start = stage * layout.stage_ranks
-        ranks = range(start, start + layout.stage_ranks)
-        prove_rank_filled(shape, layout, start)
-        parameters = mapping.local_parameters(shape, layout, start)
+        # All ranks of a stage hold parameters of the same size, so the first one stands for them.
+        first_rank = stage * layout.stage_ranks
+        ranks = range(first_rank, first_rank + layout.stage_ranks)
+        prove_rank_filled(shape, layout, first_rank)
+        parameters = mapping.local_parameters(shape, layout, first_rank)
         resident = sum(math.prod(p.shape) for p in parameters) * item_bytes
         chunks = (local_layers(shape, layout, stage, c) for c in range(layout.chunks))
         table.add_row(

@@ -22,7 +22,7 @@ COPIED_PARTS: frozenset[TrainerPart] = frozenset(("weights", "reference", "optim
 
 
 def checkpoint_bytes(trained: int, dtype: str) -> int:
-    """Bytes of a checkpoint of ``trained`` elements: weights and optimizer state."""
+    """Return the bytes of a checkpoint of ``trained`` elements: weights and optimizer state."""
     return trained * (ITEM_BYTES[dtype] + OPTIMIZER_BYTES[dtype])
 
 
@@ -54,11 +54,11 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True)
 class Router:
-    """How a layer chooses experts, and weighs their outputs.
+    """The choice of a token's experts, and the weights of their outputs.
 
     ``score`` is the function of the logits. With ``has_bias`` a constant of each expert is added to the scores for the
-    choice alone. The experts are chosen among ``chosen_groups`` of ``groups`` equal runs of experts. The weights of the
-    chosen experts are multiplied by ``scale``.
+    choice, but not for the weights. The experts are divided into ``groups`` equal runs, and a token's experts are
+    chosen among those of ``chosen_groups`` of the runs. The weights of the chosen experts are multiplied by ``scale``.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -73,9 +73,9 @@ class LatentAttention:
     """Multi-head latent attention: keys and values of all heads are computed from one latent vector of a token.
 
     ``query_rank`` is the width of the latent of queries; None: queries are computed from the hidden state.
-    ``key_value_rank`` is that of keys and values. A head's query and key have a part without rotation, ``plain_size``,
-    and one with, ``rotary_size``; the rotated part of the key is the same for all heads. ``value_size`` is the width of
-    a head's value.
+    ``key_value_rank`` is the width of the latent of keys and values. A head's query and key have a part of width
+    ``plain_size`` without rotation, and a rotated part of width ``rotary_size``; the rotated part of the key is shared
+    by all heads. ``value_size`` is the width of a head's value.
     """
 
     query_rank: int | None
@@ -102,9 +102,9 @@ RopeScaling = Llama3RopeScaling | YarnRopeScaling
 class DeltaNet:
     """Gated delta nets: linear attention whose state is one matrix a head, in place of keys and values of all tokens.
 
-    Every ``attention_interval``-th layer has attention, the others have a delta net. A group of ``value_heads`` /
-    ``key_heads`` heads of values has one head of queries and one of keys. Queries, keys and values pass a causal
-    convolution of ``kernel_size`` tokens.
+    Every ``attention_interval``-th layer has attention, the other layers have a delta net. Each group of
+    ``value_heads`` / ``key_heads`` value heads shares one head of queries and one of keys. Queries, keys and values
+    pass a causal convolution over ``kernel_size`` tokens.
     """
 
     attention_interval: int
@@ -116,12 +116,12 @@ class DeltaNet:
 
     @property
     def key_width(self) -> int:
-        """Elements of the keys of all heads, and of the queries."""
+        """Elements of the keys of all heads. The queries have as many."""
         return self.key_heads * self.key_size
 
     @property
     def value_width(self) -> int:
-        """Elements of the values of all heads, and of their gates."""
+        """Elements of the values of all heads. Their gates have as many."""
         return self.value_heads * self.value_size
 
     @property
@@ -131,11 +131,12 @@ class DeltaNet:
 
     @property
     def weights_per_input(self) -> int:
-        """Rows of the matrix of the inputs: queries, keys, values, their gates, and two numbers of each value head."""
+        """Rows of the input matrix: queries, keys, values, the values' gates, and two numbers of each value head."""
         return self.convolved_width + self.value_width + 2 * self.value_heads
 
     def state_elements(self) -> tuple[int, int]:
-        """Elements that an engine keeps of a sequence in a layer: the state matrices, and the last convolved tokens."""
+        """Return the elements that an engine keeps of a sequence in a layer: those of the state matrices, and those of
+        the last convolved tokens."""
         matrices = self.value_heads * self.key_size * self.value_size
         return matrices, self.convolved_width * (self.kernel_size - 1)
 
@@ -213,15 +214,14 @@ class ModelShape:
         return self.num_layers - len(self.delta_layers)
 
     def cached_elements(self, tensor: int = 1) -> int:
-        """Elements that one of ``tensor`` ranks of an engine keeps of a token in the KV cache of a layer with
-        attention."""
+        """Return the elements of a token in the KV cache of an attention layer, on one of ``tensor`` engine ranks."""
         if self.latent is not None:
             # Every rank has the whole latents.
             return self.latent.cached_size
         return 2 * max(1, self.num_query_groups // tensor) * self.head_dim
 
     def sizes(self) -> dict[str, int]:
-        """The size of each symbolic dimension in a family's table."""
+        """Return the size of each symbolic dimension in a family's table."""
         sizes = {
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
@@ -244,15 +244,15 @@ class ModelShape:
 
 
 def shape_of_json(values: Mapping[str, Any]) -> ModelShape:
-    """Rebuild the shape of which ``values`` is the JSON. Fields that a shape of an older version lacks have their
-    default."""
+    """Rebuild a shape from its JSON ``values``. Fields that the JSON of an older version lacks get their default."""
     fields = dict(values)
     # JSON has no tuples and no classes.
     fields["dense_layers"] = tuple(fields.get("dense_layers", ()))
     scaling = fields["rope_scaling"]
     if scaling is not None:
         is_llama3 = "low_freq_factor" in scaling
-        fields["rope_scaling"] = (Llama3RopeScaling if is_llama3 else YarnRopeScaling)(**scaling)
+        scaling_class = Llama3RopeScaling if is_llama3 else YarnRopeScaling
+        fields["rope_scaling"] = scaling_class(**scaling)
     if "router" in fields:
         fields["router"] = Router(**fields["router"])
     if fields.get("latent") is not None:
@@ -286,24 +286,26 @@ def _delta_sizes(delta: DeltaNet) -> dict[str, int]:
 
 
 BACKWARD_FORWARDS = 2
-"""Matrix products of a backward pass for each product of the forward pass: by the inputs and by the weights."""
+"""Matrix products of a backward pass for each product of the forward pass: one for the gradient of the inputs, one for
+the gradient of the weights."""
 FROZEN_BACKWARD_FORWARDS = 1
-"""The same for frozen weights, which have no gradient. The adapters' own products are not counted."""
+"""Matrix products of a backward pass for each product with frozen weights, which have no gradient. The products of
+adapters are not counted."""
 
 
 @dataclass(frozen=True)
 class SequenceCost:
     """The cost of a sequence of S tokens: ``linear * S + quadratic * S^2``.
 
-    ``linear`` is the cost of matrix products, the same for every token. ``quadratic`` is that of causal attention, in
-    which a token attends to all tokens before it.
+    ``linear`` is the cost of matrix products, the same for every token. ``quadratic`` is the cost of causal attention,
+    in which a token attends to all tokens before it.
     """
 
     linear: float
     quadratic: float
 
     def __call__(self, tokens: int) -> float:
-        """The cost of one sequence of ``tokens`` tokens."""
+        """Return the cost of one sequence of ``tokens`` tokens."""
         return (self.linear + self.quadratic * tokens) * tokens
 
 
@@ -312,30 +314,31 @@ TOKENS = SequenceCost(1.0, 0.0)
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Number of weights that multiply one token. With h the hidden size, a the weights of a layer's attention, f the
-    width of an MLP, L the layers, M those of them that route, and V the vocabulary
+    """Return the number of weights that multiply one token:
 
-        L * a + (L - M) * 3hf + M * (3hf * (experts a token) + h * experts + 3hs + hg) + hV
+        L * a + (L - M) * 3hf + M * (3he * (experts of a token) + h * experts + 3hs + hg) + hV
 
-    s is the width of the shared expert, and g is 1 where its output is gated. Layers with a delta net have its weights
-    in place of a.
+    h is the hidden size, a the weights of a layer's attention, f the width of an MLP, e the width of an expert, s the
+    width of the shared expert, L the layers, M the layers with a router, and V the vocabulary. g is 1 if the output of
+    the shared expert is gated. Layers with a delta net have its weights in place of a.
     """
     hidden = shape.hidden_size
     routed_layers = len(shape.moe_layers)
     dense_layers = shape.num_layers - routed_layers
-    attention = _attention_parameters(shape)
-    routed_mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
-    routed_mlp += hidden * shape.num_experts
-    routed_mlp += 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
+    experts = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
+    router = hidden * shape.num_experts
+    shared_expert = 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
     dense_mlp = 3 * hidden * shape.ffn_hidden_size
-    layers = shape.attention_layers * attention + routed_layers * routed_mlp
-    layers += dense_layers * dense_mlp + len(shape.delta_layers) * _delta_parameters(shape)
+    weights = shape.attention_layers * _attention_parameters(shape)
+    weights += len(shape.delta_layers) * _delta_parameters(shape)
+    weights += routed_layers * (experts + router + shared_expert)
+    weights += dense_layers * dense_mlp
     # Count the output layer, but not the embedding, which is looked up.
-    return layers + hidden * shape.vocab_size
+    return weights + hidden * shape.vocab_size
 
 
 def _attention_parameters(shape: ModelShape) -> int:
-    """Number of weights in the matrices of a layer's attention."""
+    """Return the number of weights in the matrices of a layer's attention."""
     sizes = shape.sizes()
     hidden = shape.hidden_size
     if shape.latent is None:
@@ -349,7 +352,7 @@ def _attention_parameters(shape: ModelShape) -> int:
 
 
 def _delta_parameters(shape: ModelShape) -> int:
-    """Number of weights in the matrices of a layer's delta net, and in its convolution."""
+    """Return the number of weights in the matrices of a layer's delta net, and in its convolution."""
     if shape.delta is None:
         return 0
     delta = shape.delta
@@ -358,7 +361,7 @@ def _delta_parameters(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape) -> SequenceCost:
-    """FLOPs of one forward pass of the whole model. A multiplication and an addition count as two.
+    """Return the FLOPs of one forward pass of the whole model. A multiplication and an addition count as two.
 
     A token takes 2 x ``active_parameters``. In addition, S tokens take 2q + 2v for each of the S^2/2 pairs of causal
     attention (Q K^T and its product with V) in every layer, with q and v the widths of all heads' queries and values:

@@ -1,4 +1,9 @@
-"""Splits of parameters among tensor-parallel ranks: the rows or columns of the full tensor that each rank has."""
+"""Splits of parameters among tensor-parallel ranks: the rows or columns of the full tensor that each rank has.
+
+A split is a function ``(sources, shape, rank, size) -> Shard``: the part of a parameter on one of ``size``
+tensor-parallel ranks, as block copies from the source tensors. Families name splits in their tables; no other module
+knows that queries are interleaved with keys and values, or that gate and up projections are stacked.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,8 @@ from megatron_dppo.model.shape import DeltaNet, ModelShape
 
 Dims = tuple[int, ...]
 ENGINE_VOCABULARY_MULTIPLE = 64
-"""SGLang pads the vocabulary to a multiple of this, or of this times TP where TP does not divide the result."""
+"""SGLang pads the vocabulary to a multiple of this number; if TP does not divide the result, to a multiple of this
+number times TP."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Shard:
 
 
 Split = Callable[[Sequence[Dims], ModelShape, int, int], Shard]
+"""Function from (dimensions of the source tensors, shape, rank, number of ranks) to the rank's part."""
 
 
 def replicated(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
@@ -51,49 +58,56 @@ def row_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
 
 
 def vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Rows padded with zeros to a multiple of ``size``, then cut (Megatron)."""
+    """Pad the rows with zeros to a multiple of ``size``, then cut (Megatron)."""
     (dims,) = sources
     return _cut_rows(dims, rank, padded_vocab_size(dims[0], size) // size)
 
 
 def engine_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Rows padded as ENGINE_VOCABULARY_MULTIPLE says, then cut (SGLang)."""
+    """Pad the rows as ENGINE_VOCABULARY_MULTIPLE says, then cut (SGLang)."""
     (dims,) = sources
-    multiple = ENGINE_VOCABULARY_MULTIPLE
-    if -(-dims[0] // multiple) * multiple % size:
-        multiple *= size
-    return _cut_rows(dims, rank, -(-dims[0] // multiple) * multiple // size)
+    padded_rows = _round_up(dims[0], ENGINE_VOCABULARY_MULTIPLE)
+    if padded_rows % size:
+        padded_rows = _round_up(dims[0], ENGINE_VOCABULARY_MULTIPLE * size)
+    return _cut_rows(dims, rank, padded_rows // size)
 
 
 def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Q, K, V interleaved by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0 (Megatron)."""
-    query, key, value = (dims[0] // shape.num_query_groups for dims in sources)
-    starts = (0, query, query + key, query + key + value)
-    per_group = starts[-1]
-    rows = _share(per_group * shape.num_query_groups, size, "rows of linear_qkv")
-    low, high = rank * rows, (rank + 1) * rows
+    """Interleave Q, K, V by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0 (Megatron)."""
+    widths = [dims[0] // shape.num_query_groups for dims in sources]
+    group_rows = sum(widths)
+    rows = _share(group_rows * shape.num_query_groups, size, "rows of linear_qkv")
+    low = rank * rows
+    high = low + rows
     blocks = []
-    # If there are more ranks than groups, a rank holds part of a group: Megatron-Core cuts at the end of a rank's rows.
-    for group in range(low // per_group, -(-high // per_group)):
-        for source, width in enumerate((query, key, value)):
-            start = group * per_group + starts[source]
+    # The rank's rows may begin or end inside of a group, if there are more ranks than groups.
+    for group in range(low // group_rows, -(-high // group_rows)):
+        start = group * group_rows
+        for source, width in enumerate(widths):
+            # Source ``source`` fills the rows start .. start + width, of which the rank has block_start .. block_end.
             block_start = max(start, low)
             block_end = min(start + width, high)
             if block_start < block_end:
                 source_start = group * width + block_start - start
                 length = block_end - block_start
                 blocks.append(Block(source, 0, source_start, block_start - low, length))
+            start += width
     return Shard((rows, *sources[0][1:]), tuple(blocks))
 
 
 def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """``[q_r; k_r; v_r]`` by heads (SGLang)."""
+    """Stack each rank's heads, ``[q_r; k_r; v_r]`` (SGLang)."""
     # If there are fewer K/V heads than ranks, neighbouring ranks hold copies of the same head.
     copies = max(1, size // shape.num_query_groups)
-    kv_size, kv_rank = size // copies, rank // copies
-    blocks, rows = [], 0
+    blocks = []
+    rows = 0
     for index, dims in enumerate(sources):
-        parts, part = (size, rank) if index == 0 else (kv_size, kv_rank)
+        parts = size
+        part = rank
+        is_query = index == 0
+        if not is_query:
+            parts = size // copies
+            part = rank // copies
         length = dims[0] // parts
         blocks.append(Block(index, 0, part * length, rows, length))
         rows += length
@@ -101,9 +115,9 @@ def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: i
 
 
 def gated_query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Queries and their gates, K and V by query group, ``[q.. gate.. k v]..``, then cut along dim 0 (Megatron).
+    """Interleave queries, their gates, K and V by query group, ``[q.. gate.. k v]..``, then cut along dim 0 (Megatron).
 
-    The source of queries has the gate of each head behind the head's query.
+    The source of queries has the gate of each head after the head's query.
     """
     head = shape.head_dim
     groups = _share(shape.num_query_groups, size, "key-value heads")
@@ -111,7 +125,8 @@ def gated_query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, si
     blocks: list[Block] = []
     row = 0
     for group in range(rank * groups, (rank + 1) * groups):
-        for part in range(2):
+        # Part 0 of a head in the source is its query, part 1 its gate.
+        for part in (0, 1):
             for number in range(group * heads, (group + 1) * heads):
                 blocks.append(Block(0, 0, (2 * number + part) * head, row, head))
                 row += head
@@ -122,24 +137,28 @@ def gated_query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, si
 
 
 def delta_sections(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Delta nets: ``[q_r; k_r; v_r; ..]`` of a source ``[q; k; v]``, and of further sources, cut along dim 0."""
+    """Cut each section along dim 0 and stack the parts, ``[q_r; k_r; v_r; ..]`` (delta nets).
+
+    The sections are q, k and v of the first source ``[q; k; v]``, and each further source as a whole.
+    """
     delta = _delta_of(shape)
+    sections = [(0, delta.key_width), (0, delta.key_width), (0, delta.value_width)]
+    for number in range(1, len(sources)):
+        sections.append((number, sources[number][0]))
     blocks: list[Block] = []
     row = 0
-    sections = [(0, delta.key_width), (0, delta.key_width), (0, delta.value_width)]
-    sections += [(number, dims[0]) for number, dims in enumerate(sources) if number]
-    starts = [0] * len(sources)
+    section_starts = [0] * len(sources)
     for source, width in sections:
         length = _share(width, size, "rows of a delta net")
-        blocks.append(Block(source, 0, starts[source] + rank * length, row, length))
+        blocks.append(Block(source, 0, section_starts[source] + rank * length, row, length))
         row += length
-        starts[source] += width
+        section_starts[source] += width
     return Shard((row, *sources[0][1:]), tuple(blocks))
 
 
 def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Delta nets: ``[q_r; k_r; v_r; z_r; b_r; a_r]`` of two sources by key head, ``[q k v.. z..]..`` and
-    ``[b.. a..]..`` (Megatron)."""
+    """Take a rank's key heads from two sources by key head, ``[q k v.. z..]..`` and ``[b.. a..]..``, and stack
+    ``[q_r; k_r; v_r; z_r; b_r; a_r]`` (delta nets, Megatron)."""
     delta = _delta_of(shape)
     heads = _share(delta.key_heads, size, "key heads of a delta net")
     values = delta.value_heads // delta.key_heads
@@ -151,7 +170,10 @@ def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, 
         (1, values),
         (1, values),
     )
-    rows_per_head = [sum(width for source, width in widths if source == s) for s in (0, 1)]
+    rows_per_head = [0, 0]
+    for source, width in widths:
+        rows_per_head[source] += width
+    # Rows of the sections so far, within a head of each source.
     offsets = [0, 0]
     blocks: list[Block] = []
     row = 0
@@ -170,12 +192,16 @@ def _delta_of(shape: ModelShape) -> DeltaNet:
     return shape.delta
 
 
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """The vocabulary rounded up to a multiple of the tensor-parallel size: Megatron's rows over all its ranks.
+    """Return the rows of Megatron's embedding over all ranks: the vocabulary, rounded up to a multiple of TP.
 
     The rows beyond ``vocab_size`` belong to no token: statistics and checkpoints exclude them.
     """
-    return -(-vocab_size // tensor_parallel) * tensor_parallel
+    return _round_up(vocab_size, tensor_parallel)
 
 
 def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:
@@ -187,7 +213,8 @@ def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:
 
 
 def _cut_and_stack(sources: Sequence[Dims], dim: int, rank: int, size: int) -> Shard:
-    blocks, width = [], 0
+    blocks = []
+    width = 0
     for index, dims in enumerate(sources):
         length = _share(dims[dim], size, f"dim {dim} of {dims}")
         blocks.append(Block(index, dim, rank * length, width, length))

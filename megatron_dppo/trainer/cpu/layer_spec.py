@@ -311,13 +311,11 @@ class ColumnGroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """x [tokens, in] -> ([tokens, out / ETP], None).
-
-        The tokens are sorted by expert; ``m_splits`` has the number of tokens of each expert.
-        """
+        """Map x [tokens, in], sorted by expert with ``m_splits`` tokens each, to ([tokens, out / ETP], None)."""
+        parts = x.split(m_splits)
         outputs: list[Tensor] = []
-        for expert, expert_input in enumerate(x.split(m_splits)):
-            outputs.append(F.linear(expert_input, getattr(self, f"weight{expert}")))
+        for expert, part in enumerate(parts):
+            outputs.append(F.linear(part, getattr(self, f"weight{expert}")))
         return torch.cat(outputs), None
 
     def sharded_state_dict(
@@ -326,26 +324,24 @@ class ColumnGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """Return one sharded tensor for each expert along an expert axis, as Transformer Engine's linears do."""
-        local_experts = self.num_gemms
-        group = self.groups.ep
-        expert_count = group.size() * local_experts
-        expert_axis = len(sharded_offsets)
-        state = {}
-        for i in range(local_experts):
-            expert_offset = (expert_axis, group.rank() * local_experts + i, expert_count)
+        """One sharded tensor for each expert along an expert axis, as in Transformer Engine."""
+        n = self.num_gemms
+        ep = self.groups.ep
+        out = {}
+        for i in range(n):
+            expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
             sharded = make_sharded_tensors_for_checkpoint(
                 {"weight": getattr(self, f"weight{i}")},
                 prefix,
                 {"weight": self.partition_dim},
-                (*sharded_offsets, expert_offset),
+                (*sharded_offsets, expert),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=(metadata or {})["dp_cp_group"],
             )[f"{prefix}weight"]
-            # Megatron's helper sets the index of a dense layer's replica. Replicas of experts are on other ranks.
+            # The helper counts the replicas of dense layers, which are on other ranks than those of experts.
             sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
-            state[f"{prefix}weight{i}"] = sharded
-        return state
+            out[f"{prefix}weight{i}"] = sharded
+        return out
 
 
 class RowGroupedLinear(ColumnGroupedLinear):
