@@ -3,10 +3,10 @@
 A family has a function that reads its config.json, and a table of its parameters. To add a family, add a function at
 the end.
 
-Names in a row are templates: ``{layer}`` is the layer's number (global on the Hugging Face side, local to its pipeline
-chunk on Megatron's) and ``{expert}`` the expert's (global, and local to its expert-parallel rank). Megatron's names are
-those of Megatron-Core 0.16's GPTModel with the Transformer Engine layer spec; SGLang's are those of release 0.5.23,
-unquantised, with the canonical (Triton or native) layout of experts.
+Names in a row are templates. ``{layer}`` is the layer's number: global in Hugging Face names, local to the pipeline
+chunk in Megatron's names. ``{expert}`` is the expert's number: global, or local to the expert-parallel rank. Megatron's
+names are those of Megatron-Core 0.16's GPTModel with the Transformer Engine layer spec; SGLang's names are those of
+release 0.5.23, unquantised, with the canonical (Triton or native) layout of experts.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class ConfigFacts:
         self.read: set[str] = set()
 
     def of_table(self, values: Mapping[str, Any]) -> ConfigFacts:
-        """Return the facts of another table of the file, whose faults and read keys are added to these facts'."""
+        """Return the facts of another table of the file. Its faults and read keys are added to those of ``self``."""
         table = ConfigFacts(values, self.where)
-        table.faults, table.read = self.faults, self.read
+        table.faults = self.faults
+        table.read = self.read
         return table
 
     def positive(self, *keys: str, default: int | None = None) -> int:
@@ -64,21 +65,21 @@ class ConfigFacts:
         return value
 
     def count(self, key: str, default: int = 0) -> int:
-        """A whole number, which may be 0."""
+        """Read a whole number, which may be 0."""
         value = self._first((key,), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             return self._wrong((key,), value, "0 or a positive integer", default)
         return value
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers; empty without the key."""
+        """Read a list of whole numbers; empty without the key."""
         value = self._first((key,), [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             return self._wrong((key,), value, "a list of integers", ())
         return tuple(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive real number. Python's JSON reader also accepts NaN and Infinity, which are errors here."""
+        """Read a positive real number. Python's JSON reader also accepts NaN and Infinity, which are errors here."""
         value = self._first((key,), default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
@@ -86,14 +87,14 @@ class ConfigFacts:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A truth value."""
+        """Read a truth value."""
         value = self._first((key,), default)
         if not isinstance(value, bool):
             return self._wrong((key,), value, "true or false", default)
         return value
 
     def require(self, key: str, expected: Any, default: Any) -> None:
-        """Refuse a model whose ``key`` is not ``expected``: no table describes it."""
+        """Refuse a model whose ``key`` is not ``expected``, because no table describes it."""
         value = self._first((key,), default)
         if value != expected:
             self.fault(f"{key} is {value!r}; only {expected!r} is supported for this family")
@@ -107,7 +108,7 @@ class ConfigFacts:
                 return
 
     def dtype(self) -> str:
-        """The weights' type."""
+        """Read the type of the weights."""
         # transformers writes ``dtype`` since version 5 and ``torch_dtype`` before.
         value = str(self._first(("dtype", "torch_dtype"), "float32")).removeprefix("torch.")
         if value not in ITEM_BYTES:
@@ -117,7 +118,7 @@ class ConfigFacts:
     def rope(
         self, rotary_fraction: float = 1, *, accepts_yarn: bool = False
     ) -> tuple[float, RopeScaling | None]:
-        """``(theta, scaling)``. ``rotary_fraction`` is the only value of partial_rotary_factor that is accepted."""
+        """Read ``(theta, scaling)``. Only ``rotary_fraction`` is accepted as partial_rotary_factor."""
         # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
         # of earlier versions, transformers and SGLang take that table alone.
         self.read |= {"rope_scaling", "rope_parameters"}
@@ -131,7 +132,7 @@ class ConfigFacts:
         by_layer_type = [name for name, value in nested.items() if isinstance(value, Mapping)]
         if by_layer_type:
             self.fault(f"{key}.{by_layer_type[0]} is a table, expected one for all layers")
-        # The engine reads the outer factor, transformers the one in the table.
+        # The engine reads partial_rotary_factor outside of the table, transformers in the table.
         for table in (self.values, nested):
             self.of_table(table).require("partial_rotary_factor", rotary_fraction, rotary_fraction)
         facts = self.of_table({**self.values, **nested})
@@ -159,12 +160,12 @@ class ConfigFacts:
         return theta, scaling
 
     def yarn(self) -> YarnRopeScaling:
-        """The table of YaRN's scaling; without ``mscale`` and ``mscale_all_dim`` attention is not scaled."""
+        """Read YaRN's scaling; without ``mscale`` and ``mscale_all_dim`` attention is not scaled."""
         self.require("attention_factor", None, None)
         self.require("truncate", True, True)
         coefficients = 1.0, 0.0
         if self._first(("mscale", "mscale_all_dim"), None) is not None:
-            # transformers, Megatron-Core and SGLang read a single one of the two differently.
+            # Both must be set: with one of them transformers, Megatron-Core and SGLang compute different factors.
             coefficients = self.number("mscale"), self.number("mscale_all_dim")
         return YarnRopeScaling(
             self.number("factor"),
@@ -189,7 +190,7 @@ class ConfigFacts:
                 )
 
     def unknown(self) -> dict[str, Any]:
-        """The unknown keys, with their values: no reader has read them and no list has them."""
+        """Return the keys that no reader has read and that are in no list, with their values."""
         known = self.read | NEUTRAL.keys() | HARMLESS
         found = {key: value for key, value in self.values.items() if key not in known}
         for table in ("rope_scaling", "rope_parameters"):
@@ -200,7 +201,7 @@ class ConfigFacts:
         return found
 
     def fault(self, text: str) -> None:
-        """Note what is wrong with the file."""
+        """Add ``text`` to the faults of the file."""
         self.faults.append(f"{self.where}: {text}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> Any:
@@ -210,12 +211,13 @@ class ConfigFacts:
                 return self.values[key]
         return default
 
-    def _wrong(self, keys: tuple[str, ...], value: Any, expected: str, stand_in: Any) -> Any:
+    def _wrong(self, keys: tuple[str, ...], value: Any, expected: str, placeholder: Any) -> Any:
+        """Add a fault about ``value`` of ``keys``, and return the placeholder."""
         if value is None:
             self.fault(f"{' or '.join(keys)} is missing, expected {expected}")
         else:
             self.fault(f"{keys[0]} is {value!r}, expected {expected}")
-        return stand_in
+        return placeholder
 
 
 def read_decoder_shape(
@@ -270,8 +272,9 @@ def read_decoder_shape(
 def read_dense_layers(facts: ConfigFacts) -> tuple[int, ...]:
     """Read which layers of a mixture of experts have a dense MLP.
 
-    They are the first ``first_k_dense_replace`` layers, those of ``mlp_only_layers``, and those whose number, from 1
-    on, is no multiple of ``decoder_sparse_step``. A family calls this function if SGLang's model reads the same keys.
+    These are the first ``first_k_dense_replace`` layers, the layers in ``mlp_only_layers``, and the layers whose
+    number, counted from 1, is no multiple of ``decoder_sparse_step``. A family calls this function if SGLang's model
+    reads the same keys.
     """
     first_layers = facts.count("first_k_dense_replace")
     listed_layers = facts.numbers("mlp_only_layers")
@@ -288,27 +291,27 @@ LayerSet = Callable[[ModelShape, int], bool]
 
 
 def every_layer(shape: ModelShape, layer: int) -> bool:
-    """All layers."""
+    """The set of all layers."""
     return True
 
 
 def routed_layers(shape: ModelShape, layer: int) -> bool:
-    """The layers whose MLP is a mixture of experts."""
+    """The set of the layers whose MLP is a mixture of experts."""
     return shape.is_moe and layer not in shape.dense_layers
 
 
 def dense_layers(shape: ModelShape, layer: int) -> bool:
-    """The layers whose MLP is dense."""
+    """The set of the layers whose MLP is dense."""
     return not routed_layers(shape, layer)
 
 
 def delta_layers(shape: ModelShape, layer: int) -> bool:
-    """The layers with a delta net in place of attention."""
+    """The set of the layers with a delta net in place of attention."""
     return shape.delta is not None and (layer + 1) % shape.delta.attention_interval != 0
 
 
 def attention_layers(shape: ModelShape, layer: int) -> bool:
-    """The layers with attention."""
+    """The set of the layers with attention."""
     return not delta_layers(shape, layer)
 
 
@@ -318,18 +321,18 @@ tensor is hashed and copied from checkpoint to checkpoint, and neither trained n
 
 
 def no_tensor(shape: ModelShape, name: str) -> bool:
-    """No tensor: a checkpoint with another tensor than those of the table is refused."""
+    """Carry no tensor: a checkpoint with a tensor that is not in the table is refused."""
     return False
 
 
 def later_layers(shape: ModelShape, name: str) -> bool:
-    """The tensors of layers after the model's last, which predict further tokens."""
+    """Carry the tensors of layers after the model's last one, which predict further tokens."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= shape.num_layers
 
 
 def with_prefix(*prefixes: str) -> CarriedTensors:
-    """The tensors whose names begin with one of ``prefixes``, such as a vision tower's."""
+    """Return a function that carries the tensors whose names begin with one of ``prefixes``."""
 
     def is_carried(shape: ModelShape, name: str) -> bool:
         return name.startswith(prefixes)
@@ -341,8 +344,8 @@ def with_prefix(*prefixes: str) -> CarriedTensors:
 class Source:
     """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``).
 
-    ``dtype`` is the type in which the trainer keeps and sends the tensor whatever the model's is; None: the model's.
-    ``file_dtype`` is the type that checkpoint files may have it in, beside the model's.
+    ``dtype`` is the tensor's own type, in which the trainer keeps and sends it; None: the model's type. ``file_dtype``
+    is a type, besides the model's, that the tensor may have in checkpoint files.
     """
 
     name: str
@@ -359,8 +362,8 @@ CONFIG_DTYPE = "config"
 class EngineRow:
     """The row of an SGLang tensor: the Hugging Face tensors that it consists of, cut by ``split``.
 
-    ``dtype`` is the tensor's type whatever the model's is, or CONFIG_DTYPE; None: the model's. With ``adds_one`` the
-    tensor holds 1 + its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
+    ``dtype`` is the tensor's own type, or CONFIG_DTYPE; None: the model's type. With ``adds_one`` the tensor holds
+    1 + its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
     """
 
     name: str
@@ -371,7 +374,7 @@ class EngineRow:
     layers: LayerSet = every_layer
 
     def dtype_in(self, shape: ModelShape) -> str | None:
-        """The tensor's type in an engine of ``shape``; None: that of the engine's weights."""
+        """Return the tensor's type in an engine of ``shape``; None: the type of the engine's weights."""
         if self.dtype == CONFIG_DTYPE:
             return shape.dtype
         return self.dtype
@@ -458,7 +461,7 @@ def engine_row(
 
 
 def in_layers(layers: LayerSet, *rules: Rule) -> tuple[Rule, ...]:
-    """The ``rules``, in ``layers`` only."""
+    """Return the ``rules``, limited to ``layers``."""
     return tuple(replace(rule, layers=layers) for rule in rules)
 
 
@@ -515,8 +518,9 @@ def moe_router(
 def router_bias(name: str = "mlp.gate.e_score_correction_bias") -> Rule:
     """Return the rule of the bias that is added to a router's scores for the choice of experts only.
 
-    ``name`` is its name in the family's checkpoints.
-    It is a buffer of Megatron-Core's, in float32 on both sides, and is not trained."""
+    ``name`` is the bias's name in the family's checkpoints. The bias is a buffer in Megatron-Core, is float32 in
+    trainer and engine, and is not trained.
+    """
     return layer_rule(
         "mlp.router.expert_bias",
         splits.replicated,
@@ -552,8 +556,7 @@ def expert_mlp(
 
 
 def packed_experts_of(experts: Iterable[Rule], *names: str) -> tuple[PackedExperts, ...]:
-    """Return the packed tensors of the rows ``experts``. ``names`` has one for each row, without the experts'
-    prefix."""
+    """Return the packed tensors of the rows ``experts``. ``names`` has their names without the experts' prefix."""
     packed = []
     for rule, name in zip(experts, names, strict=True):
         matrices = tuple(source.name for source in rule.sources)
@@ -666,15 +669,16 @@ class Family:
         engine_keeps_output: whether SGLang's model has a separate output matrix, whatever ``tie_word_embeddings`` says.
         most_engine_ranks: the most tensor-parallel ranks on which SGLang's model computes the right values; None: no
             limit.
-        attention_replicas: whether SGLang's model divides attention among the ranks of an attention replica; other
+        attention_replicas: whether SGLang's model can divide attention among the ranks of an attention replica; other
             models divide it among all ranks, and have no replicas.
-        output_per_replica: whether it can divide the output matrix in the same way (``enable_dp_lm_head``).
+        output_per_replica: whether SGLang's model can divide the output matrix among the ranks of an attention replica
+            (``enable_dp_lm_head``).
         engine_keys: keys that SGLang's model reads without a default; files that transformers 5 has saved lack some.
         packed: the tensors in which files have all experts of a layer. Checkpoints are written with them; files with a
             tensor for each matrix are read too.
-        text_table: the table of config.json that has the entries of the language model, of a model with further parts.
-        outer_engine_keys: such keys outside of this table, without a default or with another value than files have.
-        engine_options: options of SGLang's servers.
+        text_table: in a model with further parts, the table of config.json that has the language model's entries.
+        outer_engine_keys: keys outside of ``text_table`` that SGLang's model needs and that files lack.
+        engine_options: options that SGLang's servers need for this family.
     """
 
     model_type: str
@@ -699,25 +703,30 @@ class Family:
     output: Rule = OUTPUT
 
     def rules_of(self, shape: ModelShape, layer: int) -> list[Rule]:
-        """The rows of ``layer`` before its experts."""
+        """Return the rows of ``layer`` before its experts."""
         return [rule for rule in self.layer if rule.layers(shape, layer)]
 
     def engine_rows_of(self, shape: ModelShape, layer: int) -> list[EngineRow]:
-        """SGLang's tensors in ``layer``, without its experts."""
+        """Return SGLang's tensors in ``layer``, without its experts."""
         rows = [row for row in self.engine if row.layers(shape, layer)]
-        named_sources = {source for row in rows for source in row.sources}
+        sources_in_rows: set[Source] = set()
+        for row in rows:
+            sources_in_rows.update(row.sources)
         implied_rows: list[EngineRow] = []
         for rule in self.rules_of(shape, layer):
-            if not named_sources.issuperset(rule.sources):
+            if not sources_in_rows.issuperset(rule.sources):
                 implied_rows += rule.in_engine
         return implied_rows + rows
 
     def engine_expert_rows_of(self, shape: ModelShape, layer: int) -> list[EngineRow]:
-        """SGLang's tensors of each expert of ``layer``; none if it is dense."""
-        return [row for rule in self.expert_rules_of(shape, layer) for row in rule.in_engine]
+        """Return SGLang's tensors of each expert of ``layer``; none if the layer is dense."""
+        rows: list[EngineRow] = []
+        for rule in self.expert_rules_of(shape, layer):
+            rows += rule.in_engine
+        return rows
 
     def expert_rules_of(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
-        """The rows of each expert of ``layer``; none if it is dense."""
+        """Return the rows of each expert of ``layer``; none if the layer is dense."""
         if routed_layers(shape, layer):
             return self.expert
         return ()
@@ -733,27 +742,32 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The table that describes ``shape``."""
+    """Return the family of ``shape``."""
     return FAMILIES[shape.family]
 
 
 def has_layer_parameter(shape: ModelShape, name: str) -> bool:
-    """Whether a layer of the model has Megatron's parameter ``name``, such as ``self_attention.linear_qkv.bias``."""
+    """Return whether a layer of the model has Megatron's parameter ``name``, such as
+    ``self_attention.linear_qkv.bias``."""
     rules = [rule for rule in family_of(shape).layer if rule.megatron == MEGATRON_LAYER + name]
-    return any(rule.layers(shape, layer) for rule in rules for layer in range(shape.num_layers))
+    return any(_count_layers(rule, shape) for rule in rules)
+
+
+def _count_layers(rule: Rule, shape: ModelShape) -> int:
+    """Count the layers that have the row ``rule``."""
+    return sum(rule.layers(shape, layer) for layer in range(shape.num_layers))
 
 
 @cache
 def layers_are_alike(shape: ModelShape) -> bool:
-    """Whether all layers of the model have the same parameters, so that a checkpoint can stack them."""
+    """Return whether all layers of the model have the same parameters, so that a checkpoint can stack them."""
     family = family_of(shape)
     rules = (*family.layer, *in_layers(routed_layers, *family.expert))
-    counts = {sum(rule.layers(shape, layer) for layer in range(shape.num_layers)) for rule in rules}
-    return counts <= {0, shape.num_layers}
+    return all(_count_layers(rule, shape) in (0, shape.num_layers) for rule in rules)
 
 
 def engine_layer_counts(shape: ModelShape) -> list[tuple[EngineRow, int]]:
-    """Each of SGLang's tensors in layers, without experts, with the number of layers that have it."""
+    """Return each of SGLang's tensors in layers, without experts, with the number of layers that have it."""
     counts = Counter[EngineRow]()
     for layer in range(shape.num_layers):
         counts.update(family_of(shape).engine_rows_of(shape, layer))
@@ -761,7 +775,7 @@ def engine_layer_counts(shape: ModelShape) -> list[tuple[EngineRow, int]]:
 
 
 def layer_counts(shape: ModelShape, layers: Iterable[int]) -> list[tuple[Rule, int]]:
-    """Each row of ``layers`` before their experts, with the number of these layers that have it."""
+    """Return each row of ``layers`` before their experts, with the number of these layers that have it."""
     counts = Counter[Rule]()
     for layer in layers:
         counts.update(family_of(shape).rules_of(shape, layer))
@@ -799,9 +813,9 @@ def unknown_key_warnings(hf_dir: str | Path) -> list[str]:
 
 
 def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
-    """The keys, with the model's values, that SGLang's model reads and that ``hf_dir/config.json`` lacks.
+    """Return the keys that SGLang's model reads and that ``hf_dir/config.json`` lacks, with the model's values.
 
-    transformers 5 does not save keys of which its own model has only one value. Raises as ``load_model_shape``.
+    transformers 5 does not save keys that have only one value in its own model. Raises as ``load_model_shape``.
     """
     facts, shape = _read(hf_dir)
     family = family_of(shape)
@@ -815,18 +829,23 @@ def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def packed_experts(hf_dir: Path) -> tuple[PackedExperts, ...]:
-    """The tensors in which a folder's family packs experts; none if its config.json is missing, or of no family."""
+    """Return the tensors in which a folder's family packs experts; none without a config.json of a known family."""
     try:
         values = _read_json(hf_dir / "config.json")
     except ModelConfigError:
         return ()
-    family = FAMILIES.get(str(values.get("model_type"))) if isinstance(values, dict) else None
-    return () if family is None else family.packed
+    if not isinstance(values, dict):
+        return ()
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None:
+        return ()
+    return family.packed
 
 
 def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:
     path = Path(hf_dir)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     values = _read_json(path)
     model_type = None
     if isinstance(values, dict):
@@ -850,44 +869,50 @@ def _check_text_table(facts: ConfigFacts, family: Family, table: Any) -> None:
     if not isinstance(table, Mapping):
         facts.fault(f"{family.text_table} is {table!r}, expected a table")
         return
-    kind = f"{family.model_type}_text"
-    if table.get("model_type", kind) != kind:
-        facts.fault(f"{family.text_table}.model_type is {table['model_type']!r}, expected {kind!r}")
+    expected = f"{family.model_type}_text"
+    if table.get("model_type", expected) != expected:
+        facts.fault(
+            f"{family.text_table}.model_type is {table['model_type']!r}, expected {expected!r}"
+        )
 
 
 _OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
-"""Keys of a model with a table for its language model that are read outside of it."""
+"""Keys that are read outside of the table of a language model, if a model has such a table."""
 
 
 def language_model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries of a config.json with those of its language model, where they have a table of their own, in
-    the place of the table."""
+    """Return the entries of a config.json. If the language model's entries are in a table, they replace the table."""
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None or family.text_table is None:
         return values
     table = values.get(family.text_table)
     if not isinstance(table, Mapping):
         return values
-    outer = {key: value for key, value in values.items() if key != family.text_table}
-    named_outside = {key: values[key] for key in _OUTER_KEYS if key in values}
-    return {**outer, **table, **named_outside}
+    outer_values = {key: value for key, value in values.items() if key != family.text_table}
+    values_of_outer_keys = {key: values[key] for key in _OUTER_KEYS if key in values}
+    return {**outer_values, **table, **values_of_outer_keys}
 
 
 def with_language_model_values(
     values: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a config.json with ``changes`` to the entries of its language model, wherever they are."""
+    """Return a config.json with ``changes`` to the entries of its language model, in its table or outside of it."""
     family = FAMILIES.get(str(values.get("model_type")))
-    table = None if family is None or family.text_table is None else values.get(family.text_table)
-    if family is None or family.text_table is None or not isinstance(table, Mapping):
+    if family is None or family.text_table is None:
         return {**values, **changes}
-    result = dict(values)
-    inner = dict(table)
+    table = values.get(family.text_table)
+    if not isinstance(table, Mapping):
+        return {**values, **changes}
+    outer_values = dict(values)
+    table_values = dict(table)
     for key, value in changes.items():
-        # A value outside of the table would contradict the one in it.
-        target = result if key in _OUTER_KEYS or (key not in inner and key in result) else inner
-        target[key] = value
-    return {**result, family.text_table: inner}
+        # Change each entry in the one place that has it, so that two values cannot contradict each other.
+        is_only_outside = key in outer_values and key not in table_values
+        if key in _OUTER_KEYS or is_only_outside:
+            outer_values[key] = value
+        else:
+            table_values[key] = value
+    return {**outer_values, family.text_table: table_values}
 
 
 def _refuse_quantization(facts: ConfigFacts, *, reads_fp8: bool) -> None:
@@ -923,7 +948,8 @@ def _read_json(path: Path) -> Any:
         raise ModelConfigError(f"{path}: not a readable JSON file ({error})") from error
 
 
-_MOST_LAYERS, _MOST_EXPERTS = 4096, 4096
+_MOST_LAYERS = 4096
+_MOST_EXPERTS = 4096
 """Limits of a plausible model: the table has rows for each layer and expert, and too many would fill the memory."""
 
 
@@ -949,7 +975,10 @@ def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
 
 
 def declares(model_type: str, architecture: str, **tables: Any) -> Callable[[ReadShape], ReadShape]:
-    """Put a family into FAMILIES, with the decorated function as its ``read``; arguments are Family's fields."""
+    """Return a decorator that puts a family into FAMILIES, with the decorated function as its ``read``.
+
+    ``tables``: the other fields of Family.
+    """
 
     def add(read: ReadShape) -> ReadShape:
         FAMILIES[model_type] = Family(model_type, architecture, read, **tables)
@@ -1080,7 +1109,7 @@ def _has_no_query_latent(shape: ModelShape, layer: int) -> bool:
 
 
 def dense_then_moe(engine_dtype: str | None = None) -> tuple[Rule, ...]:
-    """An MLP in some layers; a sigmoid router with a bias, and shared experts, in the others.
+    """Return the rules of layers with an MLP, and of layers with a sigmoid router that has a bias, and shared experts.
 
     ``engine_dtype`` is the type of SGLang's router if it is not the model's.
     """
@@ -1173,7 +1202,7 @@ def read_glm4_moe(facts: ConfigFacts) -> ModelShape:
 
 
 def latent_rule(megatron: str, split: splits.Split, hf: str, *dims: str) -> Rule:
-    """A row of latent attention, with names without the prefix of the layer's attention."""
+    """Return a row of latent attention, from names without the prefix of the layer's attention."""
     return layer_rule(f"self_attention.{megatron}", split, (f"self_attn.{hf}", dims))
 
 
@@ -1203,7 +1232,7 @@ LATENTS_IN_ENGINE = engine_row(
     ("self_attn.kv_a_proj_with_mqa.weight", ("kv_latent", "hidden")),
     layers=_has_query_latent,
 )
-"""SGLang computes both latents by one matrix."""
+"""SGLang's matrix that computes both latents at once."""
 
 
 def read_latent_moe(
@@ -1361,9 +1390,10 @@ def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
 
 
 def _rotary_size(facts: ConfigFacts, head_dim: int, default: float = 1) -> int:
-    """The rotated part of a head by ``partial_rotary_factor``, of the file or of its table of rotary parameters.
+    """Return the size of a head's rotated part, by ``partial_rotary_factor`` of the file or of its table of rotary
+    parameters.
 
-    ``default`` is the factor that transformers assumes where neither has it.
+    ``default`` is the factor that transformers assumes if neither has the key.
     """
     tables = (facts.values, facts.values.get("rope_parameters"), facts.values.get("rope_scaling"))
     for table in tables:
@@ -1381,7 +1411,7 @@ def _delta_rule(
     dtype: str | None = None,
     engine_dtype: str | None = None,
 ) -> Rule:
-    """A row of a delta net with one source, with names without the prefix of the layer's part."""
+    """Return a row of a delta net with one source, from names without the prefix of the layer's part."""
     return layer_rule(
         f"self_attention.{megatron}",
         split,
@@ -1392,17 +1422,16 @@ def _delta_rule(
 
 
 def _in_files(dtype: str, rule: Rule) -> Rule:
-    """Let files have the rule's sources also in ``dtype``."""
-    return replace(
-        rule, sources=tuple(replace(source, file_dtype=dtype) for source in rule.sources)
-    )
+    """Return the rule, whose sources may have the type ``dtype`` in files."""
+    sources = tuple(replace(source, file_dtype=dtype) for source in rule.sources)
+    return replace(rule, sources=sources)
 
 
 DELTA_NET = (
     gemma_norm("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
     _delta_rule("conv1d.weight", splits.delta_sections, "conv1d.weight", "delta_qkv", "one", "delta_kernel"),
     _delta_rule("dt_bias", splits.column_parallel, "dt_bias", "delta_heads"),
-    # Some checkpoints have this one and the next in fp32, and the others in bfloat16.
+    # Some checkpoints have A_log and the output norm in fp32, and all other tensors in bfloat16.
     _in_files(
         "float32", _delta_rule("A_log", splits.column_parallel, "A_log", "delta_heads", engine_dtype="float32")
     ),
@@ -1411,7 +1440,7 @@ DELTA_NET = (
     ),
     _delta_rule("out_proj.weight", splits.row_parallel, "out_proj.weight", "hidden", "delta_values"),
 )  # fmt: skip
-"""A delta net without its input matrices, which families divide differently."""
+"""The rules of a delta net without its input matrices, which families divide differently."""
 
 
 def _gated_attention(engine_block: str) -> tuple[Rule, ...]:
@@ -1459,7 +1488,7 @@ HYBRID_MOE = (
     *shared_expert(),
     SHARED_EXPERT_GATE,
 )
-"""A router of softmax and a gated shared expert, behind a norm that multiplies by 1 + its weight."""
+"""The rules of a softmax router and a gated shared expert, after a norm that multiplies by 1 + its weight."""
 GEMMA_FINAL_NORM = replace(
     FINAL_NORM,
     engine=(
@@ -1470,7 +1499,8 @@ GEMMA_FINAL_NORM = replace(
 
 
 def read_hybrid_moe(facts: ConfigFacts, family: str, **extra: Any) -> ModelShape:
-    """Read a model with delta nets, gated attention in every n-th layer and experts with a gated shared one in all."""
+    """Read a model with delta nets, gated attention in every n-th layer, and experts and a gated shared expert in all
+    layers."""
     facts.require("attention_bias", False, False)
     facts.require("attn_output_gate", True, True)
     facts.require("output_gate_type", "swish", "swish")
@@ -1516,7 +1546,8 @@ def read_hybrid_moe(facts: ConfigFacts, family: str, **extra: Any) -> ModelShape
 
 
 def _attention_interval(facts: ConfigFacts) -> int:
-    """The interval of the layers with attention: transformers 5 saves the kind of each layer alone."""
+    """Return the interval of the layers with attention, from the list of layer types: transformers 5 saves only this
+    list."""
     kinds = facts.values.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
         return kinds.index("full_attention") + 1
@@ -1597,14 +1628,11 @@ def read_hy_v3(facts: ConfigFacts) -> ModelShape:
     )
 
 
-_INPUTS = tuple(
-    (f"linear_attn.in_proj_{name}.weight", (dim, "hidden"))
-    for name, dim in (
-        ("qkv", "delta_qkv"),
-        ("z", "delta_values"),
-        ("b", "delta_heads"),
-        ("a", "delta_heads"),
-    )
+_INPUTS = (
+    ("linear_attn.in_proj_qkv.weight", ("delta_qkv", "hidden")),
+    ("linear_attn.in_proj_z.weight", ("delta_values", "hidden")),
+    ("linear_attn.in_proj_b.weight", ("delta_heads", "hidden")),
+    ("linear_attn.in_proj_a.weight", ("delta_heads", "hidden")),
 )
 DELTA_INPUTS = replace(
     layer_rule("self_attention.in_proj.weight", splits.delta_sections, *_INPUTS),
@@ -1613,15 +1641,17 @@ DELTA_INPUTS = replace(
         engine_row("linear_attn.in_proj_ba.weight", splits.column_parallel, *_INPUTS[2:]),
     ),
 )
-"""The input matrices of a delta net, which checkpoints and SGLang divide by their meaning."""
+"""The input matrices of a delta net, which checkpoints and SGLang divide into queries, keys and values, the values'
+gates, and the two numbers of each value head."""
 
 
 def _of_server_type(rule: Rule) -> Rule:
-    """Let SGLang's tensor have the type of the server's weights where a family's has that of config.json."""
-    rows = tuple(
-        replace(row, dtype=None) if row.dtype == CONFIG_DTYPE else row for row in rule.in_engine
-    )
-    return replace(rule, engine=rows)
+    """Return the rule, in which SGLang's tensors of CONFIG_DTYPE have the type of the server's weights instead."""
+    rows = []
+    for row in rule.in_engine:
+        is_of_config = row.dtype == CONFIG_DTYPE
+        rows.append(replace(row, dtype=None) if is_of_config else row)
+    return replace(rule, engine=tuple(rows))
 
 
 _HYBRID_LAYER = (
@@ -1633,7 +1663,7 @@ _HYBRID_LAYER = (
 
 def _hybrid_text_keys(shape: ModelShape) -> Mapping[str, Any]:
     keys = dict(_hybrid_engine_keys(shape))
-    # SGLang reads it in the table of rotary parameters.
+    # SGLang reads rope_theta in the table of rotary parameters.
     del keys["rope_theta"]
     return keys
 
@@ -1664,19 +1694,26 @@ def _read_qwen3_5(facts: ConfigFacts, family: str) -> ModelShape:
 
 
 def in_language_model(*rules: Rule) -> tuple[Rule, ...]:
-    """Return ``rules`` whose sources are in the language model of a model with further parts. SGLang's names stay."""
+    """Return ``rules`` with the source names of a language model that is a part of a larger model.
 
-    def renamed(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-        return tuple(
-            replace(source, name=re.sub(r"^model\.", "model.language_model.", source.name))
-            for source in sources
-        )
-
-    result = []
+    SGLang's names stay as they are.
+    """
+    renamed_rules = []
     for rule in rules:
-        rows = tuple(replace(row, sources=renamed(row.sources)) for row in rule.in_engine)
-        result.append(replace(rule, sources=renamed(rule.sources), engine=rows))
-    return tuple(result)
+        rows = []
+        for row in rule.in_engine:
+            rows.append(replace(row, sources=_in_language_model(row.sources)))
+        sources = _in_language_model(rule.sources)
+        renamed_rules.append(replace(rule, sources=sources, engine=tuple(rows)))
+    return tuple(renamed_rules)
+
+
+def _in_language_model(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    renamed_sources = []
+    for source in sources:
+        name = re.sub(r"^model\.", "model.language_model.", source.name)
+        renamed_sources.append(replace(source, name=name))
+    return tuple(renamed_sources)
 
 
 _LANGUAGE_MODEL_EXPERT = in_language_model(*expert_mlp())
