@@ -12,7 +12,7 @@ import torch
 
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.decisions import decide
-from megatron_dppo.algorithms.inputs import of_branches, sequence_totals
+from megatron_dppo.algorithms.inputs import sequence_totals, with_branches_as_sequences
 from megatron_dppo.algorithms.sequence_rules import position_weights
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_file import load_batch, save_batch
@@ -131,7 +131,7 @@ def test_rules_of_a_prefix_see_the_tokens_before_in_their_own_branch():
     # r_t times the smallest ratio before: 1, .1 x 1, and 1, as nothing stands before it in its branch.
     weights = decide(build_algorithm("minpro"), x).capped[batch.loss_mask]
     assert weights.tolist() == pytest.approx([1.0, 0.1, 1.0], rel=1e-5)
-    weight, before = position_weights(of_branches(x), weight_min=0.2)
+    weight, before = position_weights(with_branches_as_sequences(x), weight_min=0.2)
     assert weight[batch.loss_mask].tolist() == pytest.approx([1.0, 0.2, 1.0])
     assert before[batch.loss_mask].tolist() == pytest.approx([0.0, 1.0, 0.0])
     # D = 0, .4, .1 with A > 0 and d = .15: the second is beyond it, and no debt of the third.

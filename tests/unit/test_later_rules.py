@@ -61,12 +61,12 @@ def test_a_recomputed_policy_is_compared_with_itself_whatever_mu_says():
     )
     for name in ("recomputed-exact-kl", "recomputed-exact-tv"):
         algorithm = build_algorithm(name)
-        decided = rules.measured(algorithm.preset.divergence, x, algorithm.anchor)
+        decided = rules.measure_divergence(algorithm.preset.divergence, x, algorithm.anchor)
         assert decided.tolist() == pytest.approx([0.0], abs=1e-6)
         moved = replace(x, log_probs=torch.tensor([0.901]).log())
         assert trained(name, moved) == [True]
     # The same columns against the rollout: mu is what it says.
-    assert float(rules.measured("topk_kl", x, rollout)) > 0.5
+    assert float(rules.measure_divergence("topk_kl", x, rollout)) > 0.5
 
 
 def test_bellman_weight_and_clip_by_hand():
