@@ -458,7 +458,7 @@ def test_reductions_leave_out_what_does_not_train_and_stop_at_responses():
     assert reductions.sequence_maxima(x, values).tolist() == [3, 3, 3, 5, 5, 5]
     prefix = reductions.prefix_totals(x, values)
     assert prefix.tolist() == [0, 3, 4, 2, 2, 7]
-    assert reductions.before(x, prefix, 0.0).tolist() == [0, 0, 3, 0, 2, 2]
+    assert reductions.shift_by_one(x, prefix, 0.0).tolist() == [0, 0, 3, 0, 2, 2]
     assert reductions.prefix_minima(x, values).tolist() == [math.inf, 3, 1, 2, 2, 2]
     assert reductions.sequence_quantile(x, values, 0.5).tolist() == [2, 2, 2, 3.5, 3.5, 3.5]
     assert reductions.sequence_quantile(x, values, 0.9)[1] == pytest.approx(2.8)

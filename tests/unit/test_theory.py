@@ -15,7 +15,7 @@ from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.algorithms.inputs import TokenInputs, prefix_totals, rollout
 from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.rules import measured
+from megatron_dppo.algorithms.rules import measure_divergence
 
 V, T = 3, 4
 LONG = 6
@@ -146,7 +146,7 @@ def region(w: World):
     """The smallest (d, d_b) with w_t D_t <= d and S_t <= d_b W_t at every prefix, by CPPO's own weights and sums."""
     x = as_tokens(w, torch.ones_like(w.mu))
     weight, weights_before = sequence_rules.position_weights(x, weight_min=WEIGHT_MIN)
-    distance = measured("topk_tv", x, rollout)
+    distance = measure_divergence("topk_tv", x, rollout)
     torch.testing.assert_close(distance, w.divergence)
     spent = weight * distance
     budget = prefix_totals(x, spent) / (weights_before + weight)
