@@ -143,19 +143,25 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model. ``num_experts`` is 0 for a dense model.
+    """The properties of one model.
 
-    ``dtype`` is the type of the weights in config.json: "float32", "bfloat16" or "float16". With ``norm_topk_prob`` the
-    router's top-k probabilities are renormalised to sum to 1. With ``norms_all_heads`` the norms of queries and of keys
-    span all heads together, instead of each head. ``shared_ffn_hidden_size`` is the width of the MLP that every token
-    passes beside its experts, 0 for none. With ``gates_shared_expert`` its output is multiplied by the sigmoid of a
-    product of the token's hidden state and a weight. ``dense_layers`` are the layers of a mixture of experts, from 0,
-    whose MLP is dense all the same. ``rotary_fraction`` is the part of each head that is rotated. With ``norms_heads``,
-    which is of families whose models may be without, queries and keys are normed by head. With ``latent`` attention
-    ``head_dim`` and ``num_query_groups`` are those of the heads that are computed from the latents. With ``delta`` most
-    layers have a delta net in place of attention. With ``gates_attention`` the output of attention is multiplied by the
-    sigmoid of a gate, which is computed along with the queries. With ``norms_add_one`` a norm multiplies by 1 + its
-    weight.
+    Attributes:
+        dtype: the type of the weights in config.json: "float32", "bfloat16" or "float16".
+        num_experts: experts in a layer; 0 for a dense model.
+        norm_topk_prob: whether the probabilities of a token's experts are divided by their sum.
+        norms_all_heads: whether the norm of queries, and that of keys, span all heads together.
+        shared_ffn_hidden_size: the width of the shared expert, an MLP for every token; 0: none.
+        gates_shared_expert: whether the shared expert's output is multiplied by the sigmoid of a product of the token's
+            hidden state and a weight.
+        dense_layers: the layers of a mixture of experts, from 0, whose MLP is dense all the same.
+        rotary_fraction: the part of each head that is rotated.
+        norms_heads: whether queries and keys have a norm of each head, in families that have models with and without.
+        latent: multi-head latent attention. ``head_dim`` and ``num_query_groups`` then describe the heads that are
+            computed from the latents.
+        delta: delta nets, which most layers then have in place of attention.
+        gates_attention: whether the output of attention is multiplied by the sigmoid of a gate, which is computed along
+            with the queries.
+        norms_add_one: whether a norm multiplies by 1 + its weight.
     """
 
     family: str
