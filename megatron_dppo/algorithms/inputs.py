@@ -55,7 +55,7 @@ class TokenInputs:
     topk_log_probs: Tensor | None = None
     """``[..., K + 1]``: log pi at TopK(mu) and, last, at the sampled token."""
     rollout_topk_log_probs: Tensor | None = None
-    """``[..., K + 1]``: log mu at the same ids."""
+    """``[..., K + 1]``: log mu at the ids of ``topk_log_probs``."""
     topk_valid: Tensor | None = None
     """Bool ``[..., K + 1]``: False for padding, and for a sampled token that TopK(mu) holds."""
     entropy: Tensor | None = None

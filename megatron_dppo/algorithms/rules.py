@@ -241,7 +241,7 @@ def near(
 ) -> Tensor:
     """Return True where ``distance`` is within the threshold, or the update moves pi back towards the anchor.
 
-    ``threshold_negative``: the threshold where A < 0; None: the same.
+    ``threshold_negative``: the threshold where A < 0; None: ``threshold``.
     """
     is_near = distance <= threshold
     if threshold_negative is not None:
