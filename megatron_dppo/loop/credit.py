@@ -34,17 +34,15 @@ def with_rewards(
     if not trajectories:
         return []
     zeroes_truncated = algorithm.truncated_responses == "zero-reward"
-    # Values are rewards before penalties.
-    values: list[float] = []
+    rewards_before_penalties: list[float] = []
     rewards: list[float] = []
     for t, score in zip(trajectories, scores, strict=True):
-        value = math.fsum([*t.turn_rewards, score.value])
-        values.append(value)
-        penalty = length_penalties(t.sampled, most_tokens, algorithm)
+        reward = math.fsum([*t.turn_rewards, score.value])
+        rewards_before_penalties.append(reward)
         if zeroes_truncated and t.truncated:
-            # A truncated response earns at most 0: where rewards may be negative, exactly 0 would be a prize.
-            value = min(0.0, value)
-        rewards.append(value - penalty)
+            # A truncated response earns at most 0. Exactly 0 would improve a negative reward.
+            reward = min(0.0, reward)
+        rewards.append(reward - length_penalties(t.sampled, most_tokens, algorithm))
     advantages = group_relative(rewards, group_size, algorithm.advantage).tolist()
     scored: list[Trajectory] = []
     rows = zip(trajectories, rewards, advantages, scores, strict=True)
@@ -53,10 +51,11 @@ def with_rewards(
     if credit == "trajectory":
         return scored
     returns: list[list[float]] = []
-    for t, score, value in zip(scored, scores, values, strict=True):
-        returns.append(returns_by_turn(t, score.value, t.reward - value))
-    by_turn = turn_relative(returns, group_size, algorithm.advantage)
-    return [t.credited(g, a) for t, g, a in zip(scored, returns, by_turn, strict=True)]
+    for t, score, reward in zip(scored, scores, rewards_before_penalties, strict=True):
+        penalty = t.reward - reward
+        returns.append(returns_by_turn(t, score.value, penalty))
+    turn_advantages = turn_relative(returns, group_size, algorithm.advantage)
+    return [t.credited(g, a) for t, g, a in zip(scored, returns, turn_advantages, strict=True)]
 
 
 def length_penalties(tokens: int, most_tokens: int, algorithm: AlgorithmConfig) -> float:
@@ -67,24 +66,30 @@ def length_penalties(tokens: int, most_tokens: int, algorithm: AlgorithmConfig) 
     """
     overlong = 0.0
     if algorithm.overlong_tokens:
-        begins = most_tokens - algorithm.overlong_tokens
-        overlong = min(max(tokens - begins, 0) / algorithm.overlong_tokens, 1.0)
+        first_penalised = most_tokens - algorithm.overlong_tokens
+        overlong = min(max(tokens - first_penalised, 0) / algorithm.overlong_tokens, 1.0)
     return overlong + algorithm.length_penalty * tokens / most_tokens
 
 
-def returns_by_turn(t: Trajectory, score: float, lost: float) -> list[float]:
-    """Return the return of each turn of ``t``, in the order of its turns: the rewards from that turn on.
+def returns_by_turn(t: Trajectory, score: float, penalty: float) -> list[float]:
+    """Return the return of each turn of ``t``, in the order of the tokens.
 
-    The return of the first turn is the whole reward. The turn that was sampled last also has the ``score`` of the run's
-    rewards and ``lost`` (at most 0), the part of the reward that a truncated response lost.
+    The return of a turn is the sum of the environment's rewards of this turn and of all turns that were sampled after
+    it, the ``score`` of the run's rewards, and the ``penalty``. The last two belong to the end of the episode, so every
+    turn has them. The return of the first turn is the whole reward.
+
+    Args:
+        t: the scored trajectory.
+        score: value of the run's rewards for the whole response.
+        penalty: at most 0: the reward after penalties (length, truncation) minus the reward before them.
     """
     rewards = t.turn_rewards
-    times = t.turn_times or range(len(rewards))
+    sampling_order = t.turn_times or range(len(rewards))
     returns = [t.reward]
-    for start_time in times[1:]:
-        terms = [score, lost]
-        for reward, time in zip(rewards, times, strict=True):
-            if time >= start_time:
+    for turn_place in sampling_order[1:]:
+        terms = [score, penalty]
+        for reward, place in zip(rewards, sampling_order, strict=True):
+            if place >= turn_place:
                 terms.append(reward)
         # fsum rounds once, so that equal returns are exactly equal and give no advantage.
         returns.append(math.fsum(terms))

@@ -28,9 +28,9 @@ class RunStoppedError(Exception):
 
 
 class StopFlag:
-    """The flag of a clean stop. SIGTERM, or the file that the environment names, sets it; a call returns it.
+    """Whether a clean stop was requested: by SIGTERM, or by the file whose path is in ``STOP_FILE_VARIABLE``.
 
-    The loop reads the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM; under Slurm, where ranks
+    The loop calls the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM; under Slurm, where ranks
     run on other hosts, it writes the file. The signal or the file reaches ranks at different times, so they must agree
     before they stop.
     """
@@ -41,7 +41,7 @@ class StopFlag:
         self._file = None if path is None else StopFile(Path(path))
 
     def install(self) -> StopFlag:
-        """Handle SIGTERM and ignore SIGINT, which a terminal sends to all processes of the run."""
+        """Handle SIGTERM, and ignore SIGINT: a terminal sends it to all processes, and the supervisor handles it."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return self
@@ -59,7 +59,7 @@ class RunFence:
     Args:
         directory: the run's folder.
         nonce: nonce of this start's lease; None on ranks that receive it later, in ``join``.
-        start: number of the ranks' start under that lease; None if no supervisor starts the ranks.
+        start: how often the supervisor has started the ranks under this lease, from 1; None without a supervisor.
     """
 
     def __init__(self, directory: str, nonce: str | None, start: int | None = None) -> None:
@@ -96,10 +96,10 @@ class RunFence:
 
 @contextmanager
 def run_fence(directory: str) -> Iterator[RunFence]:
-    """The fence of the run in ``directory``, under the lease of the supervisor that started this rank.
+    """Yield the fence of the run in ``directory``, under the lease of the supervisor that started this rank.
 
-    Without a supervisor (torchrun) rank 0 takes the lease itself, until the block ends; the other
-    ranks learn it in ``RunFence.join``. Raises LeaseError on rank 0 where another start holds it.
+    Without a supervisor (torchrun) rank 0 takes the lease itself, until the block ends; the other ranks receive the
+    lease's nonce in ``RunFence.join``. Raises LeaseError on rank 0 if another start holds the lease.
     """
     nonce = os.environ.get(NONCE_VARIABLE)
     if nonce is not None or os.environ.get("RANK", "0") != "0":

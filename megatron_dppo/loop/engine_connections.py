@@ -33,7 +33,7 @@ class EngineConnections:
         sections: configuration sections that the servers depend on.
         record: client of the server registry.
         endpoint: HTTP endpoint of the registry where this rank runs it; closed with the connections.
-        stop: returns whether generations shall end.
+        stop: returns whether a clean stop was requested, so that generations end.
         registers: whether this rank registers the servers with the router.
     """
 
@@ -66,7 +66,7 @@ class EngineConnections:
         self._resume(generation)
 
     def resume_lost(self) -> None:
-        """Request again the missing responses of the generations whose servers were lost."""
+        """Request the missing responses of the generations that lost their servers."""
         for generation in self._generations:
             if generation.is_lost:
                 generation.end()
@@ -76,7 +76,7 @@ class EngineConnections:
         return generation.wait(self._stop)
 
     def drop(self, generation: Generation) -> None:
-        """Forget a generation that is done or not needed, and cancel its remaining requests."""
+        """Remove a generation that is done or not needed, and cancel its remaining requests."""
         if generation in self._generations:
             self._generations.remove(generation)
             generation.cancel()
@@ -85,11 +85,11 @@ class EngineConnections:
         generation.resume(self.runner, self.client, self._limits, self._stop, self.slots)
 
     def break_off(self) -> None:
-        """End this rank's calls; their responses are requested again."""
+        """End this rank's calls. The generations request their responses again."""
         self.runner.run(self.client.break_off())
 
     def hold(self) -> None:
-        """Stop sending calls until ``serve``, since the servers are about to be paused. Collective."""
+        """Send no calls until ``serve`` is called, because the servers are about to be paused. Collective."""
         self.runner.run(self._hold())
         if self._aborts:
             # No rank may have a call in flight when the servers are paused.
@@ -113,6 +113,7 @@ class EngineConnections:
         return all(g.running is None or g.running.done() for g in self._generations)
 
     def question_suspects(self) -> Suspect | None:
+        """Return the prompt that kills servers, if one is found (``fleet.suspects``)."""
         return self.runner.run(self.client.question_suspects(self._stop))
 
     def close(self) -> None:
@@ -137,16 +138,18 @@ def open_record(
     """
     keys = Keys.handed_down()
     url = os.environ.get(ENDPOINT_VARIABLE)
-    endpoint: FleetEndpoint | None = None
     if url is not None:
+        # The supervisor runs the registry.
         return RecordClient(url, keys, start_of_ranks()), None
+    endpoint: FleetEndpoint | None = None
+    key = None
     if rank == 0:
         record = FleetRecord(run_directory)
         key = admin_key()
+        # Servers of an earlier supervisor ended with it.
         record.withdraw_started()
         endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
         endpoint.start()
         url = endpoint.url
-        keys = Keys(admin=key)
-    url, admin = collectives.broadcast_json([url, keys.admin], src=0)
-    return RecordClient(url, Keys(admin=admin)), endpoint
+    url, key = collectives.broadcast_json([url, key], src=0)
+    return RecordClient(url, Keys(admin=key)), endpoint

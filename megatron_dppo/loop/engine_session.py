@@ -3,7 +3,7 @@
 Every public method except ``start`` and ``drop`` is collective over all trainer ranks. Servers serve with committed
 weights only: at each weight update the ranks agree on the members (``fleet.membership``), and the update reaches all
 members or fails. When the last server is lost during generation, the ranks agree on the loss, wait for another server,
-restore the current weights there, verify them, and request only the missing responses.
+send it the current weights, verify them, and request only the missing responses.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightsLostError(RunError):
-    """No server or rank has the weights of this generation."""
+    """No server and no rank holds the weight version that must sample the missing responses of a generation."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class EngineSession:
         trainer: source of the weights.
         stop: returns whether a clean stop was requested.
         fence: collective; raises on every rank once another start of the run has taken over.
-        place_of: returns where a prompt (given by its tokens) is in the data, in words; None where that is unknown.
+        place_of: returns file and line of the problem with a prompt (given by its tokens); None if there is none.
     """
 
     def __init__(
@@ -143,7 +143,10 @@ class EngineSession:
         )
 
     def _check_fences(self) -> None:
-        """Raise FencedError on every rank once another start, of the run or of its ranks, took over. Collective."""
+        """Raise FencedError on every rank once a newer start of the run, or a restart of its ranks, has taken over.
+
+        Collective.
+        """
         fault = None
         if self._rank == 0:
             try:
@@ -163,7 +166,7 @@ class EngineSession:
         self._connections.close()
 
     def connect(self) -> None:
-        """Wait for the servers and attach to them; ranks that are started again take the servers over first.
+        """Wait for the servers and attach to them. Restarted ranks first take over the servers of the earlier ranks.
 
         Raises RunStoppedError, EngineUnavailableError.
         """
@@ -172,8 +175,9 @@ class EngineSession:
         self._admit()
 
     def _recover(self) -> None:
-        """Have the servers forget the ranks before these. Collective where the ranks are started again."""
-        if (start_of_ranks() or 1) == 1:
+        """Have the servers forget the earlier ranks. Collective if the ranks were restarted; otherwise do nothing."""
+        is_first_start = start_of_ranks() in (None, 1)
+        if is_first_start:
             return
         fault = None
         if self._membership is not None:
@@ -196,16 +200,16 @@ class EngineSession:
             self._make_room()
             self._admit()
             connections = self._connections
-            # Hold the calls before the first server is paused: its silence must not be taken for a hang.
+            # Hold the calls before the first server is paused: a paused server's silence must not count as a hang.
             connections.hold()
             if version == self.updates.version:
-                # Break off the calls: a version span could not tell tokens sampled before this update from tokens
-                # sampled while the servers were scored.
+                # The same version is sent again. Responses that continued across this update would have one version
+                # span, which hides the update. So end the calls.
                 connections.break_off()
             try:
                 if self._devices.is_shared:
-                    # Servers released these tags in the trainer's turn. New servers, the first update and an update
-                    # after a failed one have not.
+                    # Most servers released these tags in the trainer's turn already. New servers, and all servers
+                    # before the first update or after a failed one, still hold them.
                     tags = [tag for tag in self._devices.released if tag != "weights"]
                     self._updater.release_memory(tags)
                     self._clear_devices(tags)
@@ -221,7 +225,7 @@ class EngineSession:
             return report
 
     def _commit(self, version: int, report: UpdateReport) -> None:
-        # Restoring the same version is no progress: the same loss may happen again.
+        # Sending the same version again is no progress: the fleet may be lost again for the same reason.
         if version != self.updates.version:
             self._failures.forget_losses()
         self._failures.forget_refusals()
@@ -239,32 +243,33 @@ class EngineSession:
         self._connections.resume_lost()
 
     def _question_suspects(self) -> None:
-        """Find the prompt that kills servers, where several losses had a prompt in common. Collective, rank by rank.
+        """Find the prompt that kills servers, if a prompt was in flight at several losses of servers. Collective.
 
-        Skip the search while a generation is running: its requests could also be what ends a server. Raises
-        FatalPromptError.
+        The ranks send their suspected prompts one rank after another. The search is skipped while a generation is
+        running, because one of its requests could be what ends a server. Raises FatalPromptError.
         """
         connections = self._connections
         states = collectives.all_gather_json([connections.client.suspects, connections.is_quiet])
         if not all(is_quiet for _, is_quiet in states):
             return
-        for rank, (count, _) in enumerate(states):
-            if not count:
+        for rank, (suspect_count, _) in enumerate(states):
+            if not suspect_count:
                 continue
             suspect = None
             if rank == self._rank:
                 suspect = connections.question_suspects()
-            fault = collectives.first_failure(None if suspect is None else self._accuse(suspect))
+            fault = collectives.first_failure(None if suspect is None else self._fault_of(suspect))
             if fault is not None:
                 raise membership.FatalPromptError(fault)
 
-    def _accuse(self, suspect: Suspect) -> str:
+    def _fault_of(self, suspect: Suspect) -> str:
+        """Return the error message for a prompt that ends servers."""
         prompt = suspect.request.prompt_ids
         place = self._place_of(prompt) or f"problem {suspect.request.problem_id}"
-        ends = "; ".join(f"{s.name}: {self._last_exception(s)}" for s in suspect.servers)
+        exceptions = "; ".join(f"{s.name}: {self._last_exception(s)}" for s in suspect.servers)
         return (
-            f"{place}: servers end when they are asked for one token after this prompt of {len(prompt)} tokens alone, "
-            f"expected a prompt that they answer; those that were lost with it: {ends}"
+            f"{place}: servers end when one token is requested after this prompt of {len(prompt)} tokens alone, "
+            f"expected a prompt that they answer; the servers that were lost with it: {exceptions}"
         )
 
     def _last_exception(self, server: Server) -> str:
@@ -301,12 +306,15 @@ class EngineSession:
             raise membership.EngineUnavailableError(fault)
 
     def _make_room(self) -> None:
-        """Park the trainer's parts. The weights stay where servers wait for an update, which reads them."""
+        """Park the trainer's parts on shared devices, so that servers can start there.
+
+        If servers wait for an update already, the trainer's weights stay on the devices: the update reads them.
+        """
         if self._devices.is_shared:
             has_servers = self._membership is not None and self._membership.has_servers()
-            is_next = self._attached and collectives.any_rank(has_servers)
-            stays: list[TrainerPart] = ["weights"] if is_next else []
-            self._devices.leave(*stays)
+            has_update_next = self._attached and collectives.any_rank(has_servers)
+            kept_parts: list[TrainerPart] = ["weights"] if has_update_next else []
+            self._devices.leave(*kept_parts)
 
     def start(
         self,
@@ -316,10 +324,10 @@ class EngineSession:
         order: int = 0,
         done: Mapping[Hashable, Trajectory] | None = None,
     ) -> Generation:
-        """Request the responses of ``job`` and return at once; they arrive while this rank does other work. Not
-        collective.
+        """Request the responses of ``job`` and return at once; they arrive while this rank does other work.
 
-        A weight update in the meantime waits for the responses or interrupts them (``rollout.interrupt``).
+        Not collective. A weight update in the meantime waits for the responses or interrupts them
+        (``rollout.interrupt``).
 
         Args:
             job: this rank's own problems; empty on ranks that lead no replica.
@@ -346,12 +354,12 @@ class EngineSession:
     ) -> list[Trajectory]:
         """Return all responses of a generation that ``start`` began, and show progress while waiting. Collective.
 
-        Where the whole fleet was lost, the next server receives the trainer's weights and generates the missing
-        responses. Where the servers still run but a response failed, it is requested again.
+        If the whole fleet was lost, the next server receives the trainer's weights and generates the missing responses.
+        If the servers still run but a response failed, the response is requested again.
 
         Args:
             generation: the handle that ``start`` returned.
-            trainer_version: version of the trainer's weights; None where it is the version of the fleet.
+            trainer_version: version of the trainer's weights; None if it is the version of the fleet.
             mixes: whether the missing responses may come from another weight version than the fleet had.
 
         Raises on every rank:
@@ -361,30 +369,32 @@ class EngineSession:
         """
         while True:
             done_before = len(generation.done)
-            outcome, reason = self._connections.wait(generation)
-            is_served = self._connections.client.has_servers
-            answers = collectives.all_gather_json(
-                [int(outcome), reason, len(generation.done) > done_before, is_served]
+            end, reason = self._connections.wait(generation)
+            has_new_responses = len(generation.done) > done_before
+            has_servers = self._connections.client.has_servers
+            ends_by_rank = collectives.all_gather_json(
+                [int(end), reason, has_new_responses, has_servers]
             )
-            worst_end = max(GenerationEnd(answer[0]) for answer in answers)
-            if worst_end is GenerationEnd.FAILED:
-                reason = next(reason for end, reason, *_ in answers if end == worst_end)
-                raise membership.EngineUnavailableError(reason)
+            worst_end = max(GenerationEnd(rank_end) for rank_end, *_ in ends_by_rank)
             if worst_end is GenerationEnd.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst_end is GenerationEnd.DONE:
                 self._failures.forget_losses()
                 self._connections.drop(generation)
                 return generation.job.trajectories(generation.done)
-            if any(answer[2] for answer in answers):
+            # Only ranks with the worst end, a loss or a failure, decide how the generation goes on.
+            worst_rows = [row for row in ends_by_rank if row[0] == worst_end]
+            reason = worst_rows[0][1]
+            if worst_end is GenerationEnd.FAILED:
+                raise membership.EngineUnavailableError(reason)
+            if any(is_progress for _, _, is_progress, _ in ends_by_rank):
                 self._failures.forget_losses()
-            lost_answers = [answer for answer in answers if answer[0] == GenerationEnd.LOST]
-            reason = lost_answers[0][1]
-            is_served = all(answer[3] for answer in lost_answers)
-            if not (is_served or mixes or trainer_version in (None, self.updates.version)):
+            servers_run = all(has_servers for *_, has_servers in worst_rows)
+            is_same_version = trainer_version in (None, self.updates.version)
+            if not (servers_run or mixes or is_same_version):
                 raise WeightsLostError(f"weight version {self.updates.version} is lost: {reason}")
             self._failures.count_loss(reason)
-            if is_served:
+            if servers_run:
                 # The servers still run, but a response failed repeatedly.
                 self._question_suspects()
                 self._connections.resume_lost()
@@ -396,7 +406,10 @@ class EngineSession:
         self._connections.drop(generation)
 
     def _restore(self, trainer_version: int | None) -> None:
-        """Get a healthy fleet with the trainer's weights, under ``trainer_version`` or the fleet's last version."""
+        """Wait for healthy servers, and send them the trainer's weights as ``trainer_version``.
+
+        None: the weights are those of the fleet's last version.
+        """
         version = self.updates.version if trainer_version is None else trainer_version
         self._attached = False
         self._admit()
@@ -405,8 +418,9 @@ class EngineSession:
             log.info("engine restored at weight version %d", version)
 
     def _admit(self) -> None:
-        """Attach to the servers that may serve, if the members changed or were lost. Their weights count as unknown
-        then.
+        """Agree on the members, and attach the updater to them if they changed or were lost.
+
+        After an attachment, the weights of the members count as unknown.
         """
         while True:
             members = self._agree_on_members()
@@ -429,7 +443,6 @@ class EngineSession:
         if self._membership is not None:
             try:
                 members = self._membership.choose(self._members, suspended)
-                members_json = None
                 if members is not None:
                     members_json = membership.MEMBERS.dump_python(members)
             except (membership.EngineUnavailableError, EngineError) as error:
@@ -442,14 +455,15 @@ class EngineSession:
         return membership.MEMBERS.validate_python(members_json)
 
     def _blame(self, error: WeightUpdateError) -> None:
-        """Record which servers failed an update or could not be attached, so that the next attempt goes without them.
+        """Record the servers that failed an update or could not be attached, so that the next attempt excludes them.
 
-        All members stay where all of them failed. Raises EngineUnavailableError where another attempt would fail the
-        same way.
+        If all members failed, none is excluded, and the failure is counted. Raises EngineUnavailableError if another
+        attempt would fail the same way.
         """
         self._attached = False
         reason = str(error)
-        if 0 < len(error.engines) < len(self._members):
+        some_failed = 0 < len(error.engines) < len(self._members)
+        if some_failed:
             log.warning("%s", reason)
         else:
             self._failures.count_refusal(reason, error.attempts)
@@ -458,7 +472,7 @@ class EngineSession:
             self._membership.blame(self._members, error.engines, reason, attempts=error.attempts)
 
     async def _open_engine(self, url: str) -> EngineWeights:
-        """Open the weight control of a member; called on rank 0 and on every rank that sends weights."""
+        """Open the connection that updates a member's weights. Rank 0 and every rank that sends weights call it."""
         member = next(m for m in self._members if m.server.url == url)
         return await self._access.open_weights(member)
 

@@ -18,10 +18,10 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.ownership import own_positions
 from megatron_dppo.loop.recorder import Recorder
-from megatron_dppo.loop.sample_maker import SampleMaker, chosen
+from megatron_dppo.loop.sample_maker import SampleMaker, sample_positions
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.system.errors import RunError
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class MixedVersionsError(RunError):
-    """An evaluation has tokens of other weights than those that it measures."""
+    """Some tokens of an evaluation were sampled by other weights than the evaluated ones."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def evaluation_job(
     """Return the job that generates ``settings.samples_per_prompt`` responses to each of ``problems``.
 
     Args:
-        template: a job of the training; its stop conditions and seeds hold for the evaluation too.
+        template: a training job; its stop conditions, the run's seed and the episodes apply to the evaluation too.
         settings: k and the sampling.
         problems: problems of one held-out set.
-        purpose: purpose of the seeds.
+        purpose: purpose of the seeds, a text that makes them differ from those of other jobs.
         positions: positions of ``problems`` in the set.
     """
     sampling = replace(
@@ -69,9 +69,8 @@ def evaluation_job(
     seeds = template.seeds
     if seeds is not None:
         seeds = replace(seeds, purpose=purpose, positions=positions)
-    samples = settings.samples_per_prompt
-    play = template.play
-    return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
+    group_size = settings.samples_per_prompt
+    return GenerationJob(problems, group_size, sampling, seeds=seeds, play=template.play)
 
 
 def without_length_penalties(algorithm: AlgorithmConfig) -> AlgorithmConfig:
@@ -86,7 +85,7 @@ class Evaluator:
     Attributes:
         sets: name -> problems.
         settings: k and the sampling (the paper's: temperature 0.7, top_p 0.95).
-        template: a job of the training; its stop conditions and seeds hold for the evaluation too.
+        template: a training job, see ``evaluation_job``.
         algorithm: decides what a truncated response earns.
         topology: position of this rank; each leader evaluates its share of the problems.
         engine: servers that generate; None if there are no sets.
@@ -104,9 +103,10 @@ class Evaluator:
     samples: SampleMaker
 
     def begin(self, step: int) -> Evaluation:
-        """Start to generate the responses in the background, before those of any batch (order 0). Not collective.
+        """Start to generate the responses in the background. Not collective.
 
-        ``step``: the number of trained steps; the engine has the weights of this step.
+        The servers prefer them to the responses of every batch, because their order is 0. ``step``: the number of
+        trained steps; the engine has the weights of this step.
         """
         generations = {}
         for name in self.sets:
@@ -132,7 +132,9 @@ class Evaluator:
             WeightsLostError: the whole fleet was lost, and the trainer holds newer weights.
             RunStoppedError: the run is being stopped.
             EngineUnavailableError: no server is available.
-            MixedVersionsError: a fault of the program. Every rank raises each of these errors.
+            MixedVersionsError: tokens of other weights are among the responses, a fault of the program.
+
+        Every rank raises each of these errors.
         """
         try:
             return self._figures(evaluation, trainer_version)
@@ -156,9 +158,9 @@ class Evaluator:
             accuracy, set_samples, set_versions = self._score(
                 evaluation.step, name, generation, trainer_version
             )
-            accuracies[names.accuracy(name)] = accuracy
+            accuracies[metric_names.accuracy(name)] = accuracy
             accuracies |= generation.components.means(name)
-            samples += [set_samples[i] for i in chosen(set_samples, evaluation.step)]
+            samples += [set_samples[i] for i in sample_positions(set_samples, evaluation.step)]
             versions |= set_versions
         if versions - {evaluation.step}:
             raise MixedVersionsError(
@@ -242,7 +244,7 @@ class Evaluations:
     def after_update(self, step: int) -> dict[str, float]:
         """Evaluate the weights of ``step``, which the engine has received, if an evaluation is due.
 
-        Returns the figures; an empty dict if none is due, or if the evaluation runs in the background.
+        Returns the figures; an empty dict if no evaluation is due, or if it runs in the background.
         """
         if not self.evaluator.sets or not (self._missed or self.last_due(step) == step):
             return {}
@@ -253,7 +255,7 @@ class Evaluations:
         return {}
 
     def before_update(self, step: int) -> None:
-        """Finish the running evaluation before the engine receives the trainer's weights, those of ``step``.
+        """Finish the running evaluation before the engine receives the trainer's weights, which are those of ``step``.
 
         If the whole fleet was lost meanwhile, no process has the evaluated weights, and ``after_update`` evaluates the
         new weights instead.
@@ -269,7 +271,7 @@ class Evaluations:
             log.warning("%s; step %d is evaluated instead of step %d", error, step, evaluation.step)
             self._missed = True
             return
-        figures[names.EVALUATION_WAITED] = time.monotonic() - start_time
+        figures[metric_names.EVALUATION_WAITED] = time.monotonic() - start_time
         self.recorder.complete(evaluation.step, figures)
 
     def _wait(self, evaluation: Evaluation, trainer_version: int) -> dict[str, float]:

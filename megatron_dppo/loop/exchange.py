@@ -6,7 +6,7 @@ every host of its replica, into memory that the replica's ranks on that host sha
 array's hash with the owner's.
 
 The unit of transfer is a ``ColumnPart``: one array of one trajectory. Recorded routing has one part for each pipeline
-stage, because a stage needs no other layers. Other columns go to the stages that read them (``data/columns.py``).
+stage, because a stage needs only its own layers. Other columns go to the stages that read them (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -84,26 +84,28 @@ class Stages:
         return is_read and (not self.cuts(part.name) or part.stage == stage)
 
     def form(self, part: ColumnPart, forms: Mapping[str, Form]) -> Form:
-        """Return the dtype and the trailing shape of the part's array."""
+        """Return the dtype and the trailing shape of the part's array. ``forms``: of the unsplit columns, by name."""
         form = TOKENS.get(part.name) or forms[part.name]
         if not self.cuts(part.name):
             return form
         return form._replace(trailing=(len(self.layers[part.stage]), *form.trailing[1:]))
 
     def split(self, position: int, trajectory: Trajectory) -> dict[ColumnPart, np.ndarray]:
+        """Return the arrays of the trajectory at ``position``, by part."""
         arrays: dict[ColumnPart, np.ndarray] = {
             ColumnPart(position, "token_ids"): trajectory.token_ids,
             ColumnPart(position, "loss_mask"): trajectory.loss_mask,
         }
         for name, array in trajectory.columns.items():
             for part in self.parts(position, name):
-                cut = array
+                part_array = array
                 if self.cuts(name):
-                    cut = array[:, list(self.layers[part.stage])]
-                arrays[part] = np.ascontiguousarray(cut)
+                    part_array = array[:, list(self.layers[part.stage])]
+                arrays[part] = np.ascontiguousarray(part_array)
         return arrays
 
     def trajectory(self, outline: Outline, arrays: Mapping[ColumnPart, np.ndarray]) -> Trajectory:
+        """Return the trajectory with the given arrays: the inverse of ``split``, if all parts are there."""
         arrays_by_stage: dict[str, dict[int, np.ndarray]] = {}
         for part, array in arrays.items():
             arrays_by_stage.setdefault(part.name, {})[part.stage] = array
@@ -140,14 +142,18 @@ class Stages:
 class Share:
     """The layout of the buffer that one host group receives.
 
-    ``spans``: for each part, its first byte and the byte after its last. ``size``: bytes of the buffer.
+    ``spans``: for each part, its first byte in the buffer and the byte after its last one. ``size``: bytes of the
+    buffer.
     """
 
     spans: Mapping[ColumnPart, tuple[int, int]]
     size: int
 
     def pieces(self, parts: Iterable[ColumnPart], limit: int) -> Iterator[list[ColumnPart]]:
-        """Yield ``parts``, which are adjacent in the buffer, in pieces of at most ``limit`` bytes or of one part."""
+        """Split ``parts``, which are adjacent in the buffer, into pieces of at most ``limit`` bytes.
+
+        A larger part is a piece of its own.
+        """
         piece: list[ColumnPart] = []
         for part in parts:
             if piece and self.spans[part][1] - self.spans[piece[0]][0] > limit:
@@ -158,7 +164,7 @@ class Share:
             yield piece
 
     def extent(self, piece: Sequence[ColumnPart]) -> tuple[int, int]:
-        """Return the first byte of a piece and the byte after its last."""
+        """Return the first byte of a piece and the byte after its last one."""
         return self.spans[piece[0]][0], self.spans[piece[-1]][1]
 
 
@@ -200,21 +206,25 @@ class PartDirectory:
         Raises:
             ExchangeError: on all ranks, if arrays do not match ``sizes`` or each other.
         """
-        columns: dict[tuple[str, Form], list[int]] = {}
+        # Group positions by column and form, and hashes by column and stage: the text that every rank receives is then
+        # short.
+        own_positions: dict[tuple[str, Form], list[int]] = {}
         for position, t in trajectories.items():
             for name, array in t.columns.items():
-                columns.setdefault((name, Form.of(array)), []).append(position)
-        hashes: dict[tuple[str, int], list[tuple[int, str]]] = {}
+                own_positions.setdefault((name, Form.of(array)), []).append(position)
+        own_hashes: dict[tuple[str, int], list[tuple[int, str]]] = {}
         for part, array in arrays.items():
-            hashes.setdefault((part.name, part.stage), []).append((part.position, digest(array)))
-        rows_by_rank = all_gather_json([list(columns.items()), list(hashes.items())])
-        forms = dict[str, Form]()
-        faults = list[str]()
+            position_and_hash = (part.position, digest(array))
+            own_hashes.setdefault((part.name, part.stage), []).append(position_and_hash)
+        rows_by_rank = all_gather_json([list(own_positions.items()), list(own_hashes.items())])
+        forms: dict[str, Form] = {}
+        faults: list[str] = []
         positions_of: dict[str, set[int]] = {}
         for leader in topology.leaders:
-            for (name, row), positions in rows_by_rank[leader][0]:
-                form = Form(row[0], tuple(row[1]))
-                fault = _misfit(name, form, forms.setdefault(name, form), sizes)
+            for (name, (dtype, trailing)), positions in rows_by_rank[leader][0]:
+                form = Form(dtype, tuple(trailing))
+                first_form = forms.setdefault(name, form)
+                fault = _misfit(name, form, first_form, sizes)
                 if fault:
                     faults += [f"{_name_of(position, outlines)}: {fault}" for position in positions]
                 positions_of.setdefault(name, set()).update(positions)
@@ -225,8 +235,9 @@ class PartDirectory:
         holders: dict[ColumnPart, dict[int, str]] = {}
         for leader in topology.leaders:
             for (name, stage), entries in rows_by_rank[leader][1]:
-                for position, hashed in entries:
-                    holders.setdefault(ColumnPart(position, name, stage), {})[leader] = hashed
+                for position, array_hash in entries:
+                    part_holders = holders.setdefault(ColumnPart(position, name, stage), {})
+                    part_holders[leader] = array_hash
         return cls(outlines, stages, dict(sorted(forms.items())), positions_of, holders)
 
     def source(self, part: ColumnPart, target: int) -> int:
@@ -269,17 +280,17 @@ class PartDirectory:
 
     def altered(self, received: Mapping[ColumnPart, np.ndarray], rank: int) -> list[str]:
         """Return one fault for each received array whose hash differs from the hashes of all its holders."""
-        lines = []
+        faults = []
         for part, array in received.items():
             holders = self.holders[part]
-            hashed = digest(array)
-            if hashed not in holders.values():
+            received_hash = digest(array)
+            if received_hash not in holders.values():
                 source = min(holders)
-                lines.append(
+                faults.append(
                     f"{_name_of(part.position, self.outlines)}: the {part.name} that rank {rank} received "
-                    f"has the hash {hashed}, expected {holders[source]}, which rank {source} holds"
+                    f"has the hash {received_hash}, expected {holders[source]}, which rank {source} holds"
                 )
-        return lines
+        return faults
 
 
 def _name_of(position: int, outlines: Sequence[Outline]) -> str:
@@ -288,14 +299,14 @@ def _name_of(position: int, outlines: Sequence[Outline]) -> str:
 
 def _incomplete(
     forms: Mapping[str, Form],
-    present: Mapping[str, set[int]],
-    trajectories: int,
+    positions_of: Mapping[str, set[int]],
+    trajectory_count: int,
 ) -> list[str]:
     """Return why the columns cannot form a batch of that many trajectories; empty if they can."""
     try:
         sizes_of(forms)
-        for name, positions in present.items():
-            check_complete(declared_column(name), len(positions), trajectories)
+        for name, positions in positions_of.items():
+            check_complete(declared_column(name), len(positions), trajectory_count)
     except ValueError as error:
         return [str(error)]
     return []
@@ -307,14 +318,14 @@ def _form_text(form: Form) -> str:
     return f"{form.dtype} [rows, {trailing}]"
 
 
-def _misfit(name: str, form: Form, first: Form, sizes: Mapping[str, int]) -> str | None:
-    """Return how ``form`` differs from ``sizes`` or from the column's ``first`` form; None if it fits both."""
+def _misfit(name: str, form: Form, first_form: Form, sizes: Mapping[str, int]) -> str | None:
+    """Return how ``form`` differs from ``sizes`` or from the ``first_form`` of the column; None if it fits both."""
     for size, value in zip(declared_column(name).trailing, form.trailing, strict=True):
         if value != sizes.get(size, value):
             return f"{name} has {size} {value}, expected {sizes[size]}"
-    if form != first:
+    if form != first_form:
         form_text = _form_text(form)
-        first_text = _form_text(first)
+        first_text = _form_text(first_form)
         return f"{name} is {form_text}, that of others {first_text}"
     return None
 
@@ -323,8 +334,8 @@ def _misfit(name: str, form: Form, first: Form, sizes: Mapping[str, int]) -> str
 class HostGroup:
     """The ranks of one replica that share a host's memory; the lowest rank, ``head``, receives for all of them.
 
-    ``stages``: the pipeline stages of these ranks. ``memory``: the name of the shared memory. ``free``: the bytes of
-    it that may be allocated.
+    ``stages``: the pipeline stages of these ranks. ``memory``: the name of the host's shared memory. ``free``: the
+    bytes that may still be allocated there.
     """
 
     replica: int
@@ -357,15 +368,16 @@ def with_room(
     sizes: Mapping[int, int],
     stage_of: Sequence[int],
 ) -> list[HostGroup]:
-    """Return the groups whose shared memory has room; split the other groups into single ranks.
+    """Return the groups, ordered by head; a group whose shared memory has no room is split into single ranks.
 
-    A single rank receives into memory of its own.
+    A single rank needs no shared memory: it receives into memory of its own.
 
     Args:
         groups: the host groups of all replicas.
         sizes: for each head, the bytes that its group receives.
         stage_of: for each rank, its pipeline stage.
     """
+    # Groups of several replicas may allocate in the shared memory of one host.
     needed_bytes: dict[str, int] = {}
     for group in groups:
         if len(group.ranks) > 1:
@@ -387,8 +399,8 @@ class Delivery:
 
     ``trajectories``: by position, the trajectories that this rank needs, with the columns that its pipeline stage reads
     and the recorded routing of the stage's layers. ``forms``: the forms of all columns of the batch before they are
-    split, the same on every rank. ``positions``: for each column, the positions of the trajectories that have it, on
-    whichever rank.
+    split by stage. ``positions``: for each column, the positions of all trajectories that have it. ``outlines``,
+    ``forms`` and ``positions`` are the same on every rank.
     """
 
     outlines: Sequence[Outline]
@@ -401,8 +413,8 @@ class Delivery:
 class ColumnExchange:
     """Moves trajectories between the replicas of ``topology``.
 
-    ``sizes``: the required trailing sizes of columns, by their declared names; sizes without an entry are free.
-    ``stages``: the pipeline stages, and the layers of a recording that each replays.
+    ``sizes``: the required trailing sizes of columns, by the sizes' declared names; a size without an entry may have
+    any value. ``stages``: the pipeline stages, and the layers of a recording that each of them replays.
     """
 
     topology: Topology
@@ -444,28 +456,28 @@ class ColumnExchange:
         def parts_for(
             ranks: Sequence[int],
             replica: int,
-            of_stages: Collection[int],
+            rank_stages: Collection[int],
         ) -> list[ColumnPart]:
             """Return the sorted parts that these ranks of a replica, in these pipeline stages, need together."""
             if gather and 0 in ranks:
                 return sorted(directory.holders)
-            # Parts of the same name and stage are needed by the same pipeline stages.
+            # Which stages need a part depends only on its name and stage, so check one part of each (name, stage).
             example_parts = {(part.name, part.stage): part for part in directory.holders}
-            needed_kinds = set()
-            for kind, part in example_parts.items():
-                if any(stages.needs(part, stage) for stage in of_stages):
-                    needed_kinds.add(kind)
+            needed_keys = set()
+            for key, part in example_parts.items():
+                if any(stages.needs(part, stage) for stage in rank_stages):
+                    needed_keys.add(key)
             positions = positions_of[replica]
             parts = []
             for part in directory.holders:
-                if part.position in positions and (part.name, part.stage) in needed_kinds:
+                if part.position in positions and (part.name, part.stage) in needed_keys:
                     parts.append(part)
             return sorted(parts)
 
         @cache
         def share_of(group: HostGroup) -> Share:
             parts = parts_for(group.ranks, group.replica, group.stages)
-            # Parts from the same source are adjacent in the buffer, so that they are sent in one piece.
+            # Parts from one source are adjacent in the buffer, so that they are sent in one piece.
             return directory.share(sorted(parts, key=lambda p: directory.source(p, group.head)))
 
         rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
@@ -490,46 +502,55 @@ class ColumnExchange:
         directory: PartDirectory,
         arrays: Mapping[ColumnPart, np.ndarray],
     ) -> dict[ColumnPart, np.ndarray]:
-        """Receive the arrays of this rank's ``group``; its head verifies them. ``shares``: by head. Collective."""
+        """Receive the arrays of this rank's ``group``, which the group's head verifies. Collective.
+
+        ``shares``: the layout of each group's buffer, by the group's head.
+        """
         rank = self.topology.rank
         share = shares[group.head]
         is_head = rank == group.head
-        shared = _shared_buffer(share.size if is_head and len(group.ranks) > 1 else None)
+        shared_size = None
+        if is_head and len(group.ranks) > 1:
+            shared_size = share.size
+        shared_buffer = _shared_buffer(shared_size)
         try:
-            buffer = np.empty(0, np.uint8)
-            if is_head:
-                buffer = np.empty(share.size, np.uint8) if shared is None else shared.array
+            # Only heads receive; the other ranks map the memory of their head afterwards.
+            buffer = np.empty(share.size if is_head else 0, np.uint8)
+            if shared_buffer is not None:
+                buffer = shared_buffer.array
             transfer(directory, shares, arrays, buffer, rank)
             views = directory.views(share, buffer) if is_head else {}
-            altered = directory.altered(views, rank)
-            if any_rank(bool(altered)):
-                lines = chain.from_iterable(all_gather_json(altered))
-                raise ExchangeError("\n".join(lines))
-            paths = all_gather_json(None if shared is None else str(shared.path))
+            own_faults = directory.altered(views, rank)
+            if any_rank(bool(own_faults)):
+                faults = chain.from_iterable(all_gather_json(own_faults))
+                raise ExchangeError("\n".join(faults))
+            paths = all_gather_json(None if shared_buffer is None else str(shared_buffer.path))
             if not is_head:
                 views = directory.views(share, mapped(paths[group.head], share.size))
-            # ``hide`` below unlinks the file, so all ranks of the group must have mapped it by then.
+            # ``hide`` below unlinks the file, so all ranks of the group must have mapped it before.
             barrier()
         finally:
-            if shared is not None:
-                shared.hide()
+            if shared_buffer is not None:
+                shared_buffer.hide()
         return views
 
 
 def _shared_buffer(size: int | None) -> SharedBuffer | None:
-    """Allocate the shared buffer of this rank's group; return None where ``size`` is None. Collective.
+    """Allocate the shared buffer of this rank's group; return None if ``size`` is None. Collective.
 
     Raises ExchangeError, on all ranks, if another process allocated the memory meanwhile.
     """
-    buffer, fault = None, None
-    try:
-        buffer = None if size is None else SharedBuffer(size)
-    except OSError as error:
-        fault = str(error)
-    if (failure := first_failure(fault)) is not None:
+    buffer, own_fault = None, None
+    if size is not None:
+        try:
+            buffer = SharedBuffer(size)
+        except OSError as error:
+            own_fault = str(error)
+    first_fault = first_failure(own_fault)
+    if first_fault is not None:
         if buffer is not None:
             buffer.hide()
-        raise ExchangeError(f"the batch found no room in shared memory: {failure}")
+        raise ExchangeError(f"the batch found no room in shared memory: {first_fault}")
     return buffer
 
 
@@ -542,8 +563,8 @@ def transfer(
 ) -> None:
     """Fill ``buffer`` with this rank's share, if this rank is the head of a group. Collective.
 
-    In round ``distance``, each rank that sends or receives sends to the rank ``distance`` places after it and receives
-    from the rank ``distance`` places before it.
+    The members are the ranks that send or receive, in a ring. In round ``distance``, each member sends to the member
+    ``distance`` places after it and receives from the member ``distance`` places before it.
 
     Args:
         directory: the parts of the batch and their holders.
@@ -562,9 +583,10 @@ def transfer(
         return
     index = members.index(rank)
     # Reuse one buffer for all sent pieces: allocating memory for each piece costs more than the copy.
-    outbox = np.empty(0, np.uint8)
+    send_buffer = np.empty(0, np.uint8)
 
     def pieces(source: int, target: int) -> list[list[ColumnPart]]:
+        """Return the pieces that ``source`` sends to ``target``."""
         if target not in shares:
             return []
         share = shares[target]
@@ -573,44 +595,48 @@ def transfer(
 
     for distance in range(1, len(members)):
         target = members[(index + distance) % len(members)]
-        origin = members[(index - distance) % len(members)]
-        for sent_piece, received_piece in zip_longest(pieces(rank, target), pieces(origin, rank)):
-            payload = landing = None
+        source = members[(index - distance) % len(members)]
+        for sent_piece, received_piece in zip_longest(pieces(rank, target), pieces(source, rank)):
+            sent = received = None
             if sent_piece is not None:
                 begin, end = shares[target].extent(sent_piece)
-                if len(outbox) < end - begin:
-                    outbox = np.zeros(end - begin, np.uint8)
-                payload = outbox[: end - begin]
+                if len(send_buffer) < end - begin:
+                    send_buffer = np.zeros(end - begin, np.uint8)
+                sent = send_buffer[: end - begin]
                 for part in sent_piece:
                     part_begin, part_end = shares[target].spans[part]
-                    payload[part_begin - begin : part_end - begin] = _bytes(arrays[part])
+                    sent[part_begin - begin : part_end - begin] = _bytes(arrays[part])
             if received_piece is not None:
-                landing = buffer[slice(*shares[rank].extent(received_piece))]
-            _send_and_receive(payload, target, landing, origin)
+                begin, end = shares[rank].extent(received_piece)
+                received = buffer[begin:end]
+            _send_and_receive(sent, target, received, source)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of ``array`` as uint8 [bytes]."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _send_and_receive(
-    payload: np.ndarray | None,
+    sent: np.ndarray | None,
     target: int,
-    landing: np.ndarray | None,
-    origin: int,
+    received: np.ndarray | None,
+    source: int,
 ) -> None:
-    """Send ``payload`` to ``target`` while receiving ``landing`` from ``origin``."""
+    """Send the bytes ``sent`` to ``target`` while receiving bytes from ``source`` into ``received``."""
     device = platform.current().device
     operations = []
-    if payload is not None:
-        operations.append(dist.P2POp(dist.isend, torch.from_numpy(payload).to(device), target))
-    if landing is not None:
-        host_tensor = torch.from_numpy(landing)
-        received = host_tensor
+    if sent is not None:
+        operations.append(dist.P2POp(dist.isend, torch.from_numpy(sent).to(device), target))
+    if received is not None:
+        host_tensor = torch.from_numpy(received)
+        # NCCL receives on the GPU only, so copy from there afterwards.
+        device_tensor = host_tensor
         if host_tensor.device != device:
-            received = torch.empty_like(host_tensor, device=device)
-        operations.append(dist.P2POp(dist.irecv, received, origin))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    if landing is not None and received is not host_tensor:
-        host_tensor.copy_(received)
+            device_tensor = torch.empty_like(host_tensor, device=device)
+        operations.append(dist.P2POp(dist.irecv, device_tensor, source))
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    if received is not None and device_tensor is not host_tensor:
+        host_tensor.copy_(device_tensor)

@@ -1,4 +1,4 @@
-"""How many failures of the servers a run survives before it ends."""
+"""The numbers of server failures after which a run ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ that are attached by URL.
 
 
 class FailureLimits:
-    """Count consecutive losses of the fleet, and consecutive refusals of an update with the same reason."""
+    """Counts consecutive losses of the fleet, and consecutive updates that all servers refused for one reason."""
 
     def __init__(self) -> None:
         self._losses = 0
@@ -35,13 +35,15 @@ class FailureLimits:
 
     def count_refusal(self, reason: str, attempts: int) -> None:
         """Count an update that all servers refused. Raises EngineUnavailableError after ``attempts`` equal refusals."""
-        self._refusals = self._refusals + 1 if reason == self._refusal else 1
+        if reason != self._refusal:
+            self._refusals = 0
+        self._refusals += 1
         self._refusal = reason
         if self._refusals >= attempts:
             raise EngineUnavailableError(f"{reason}; another attempt would end alike")
 
     def forget_losses(self) -> None:
-        """Start counting anew after a response or after an update to other weights."""
+        """Count losses from 0 again: a response arrived, or other weights were committed."""
         self._losses = 0
 
     def forget_refusals(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from megatron_dppo.algorithms.token_metrics import LONGEST_SURPRISE
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS
 from megatron_dppo.system.errors import RunError
 
@@ -22,25 +22,30 @@ class FrequencyError(RunError):
 LARGEST_EVIDENCE = 6.0
 """Largest log10 of the evidence. A run stops beyond it: at most 1 of a million healthy runs, of any length."""
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+"""The values of a: small ones notice a small bias over many tokens, large ones a large bias over few tokens."""
 _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
+"""Whether the tokens are "more" or "less" surprising than mu predicts -> names of the sums of xi and xi^2."""
 
 
 class FrequencyCanary:
     """Tests whether sampled tokens are as frequent as mu predicts.
 
-    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes numbers xi >= -c for
-    each token, whose mean is at most 0 if the token is drawn from mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
+    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes two numbers for each
+    token, one for each sign: xi >= -c with c = LONGEST_SURPRISE. The mean of xi is at most 0 if the token is drawn from
+    mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
 
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
 
     So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
-    at 1, and so is its mean over both signs and eight values of a. The probability that this mean ever reaches 10^6 is
-    at most 10^-6 (Ville), without an assumption on lengths, on the spread of surprises or on the number of checks.
+    at 1, and so is its mean over both signs and the values of a in ``_FRACTIONS``: the evidence. The probability that
+    the evidence ever reaches 10^6 is at most 10^-6 (Ville), without an assumption on lengths, on the spread of
+    surprises or on the number of checks.
 
     The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
     ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
-    for tokens that other weights sampled (``at_equal_weights`` False), it only warns: if pi is many times mu at a rare
-    token, the cut of xi at its bound removes the terms that keep the mean at 0, and the evidence proves nothing.
+    for tokens that other weights sampled (``at_equal_weights`` False), it only warns. There pi may be many times mu at
+    a rare token; then cutting xi at -c removes the negative terms that keep the mean at 0, so the mean may be positive
+    for tokens that were drawn from mu.
     """
 
     def __init__(
@@ -50,41 +55,43 @@ class FrequencyCanary:
         *,
         at_equal_weights: bool = True,
     ) -> None:
-        is_filtered = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
-        self._looks = not is_filtered
-        self._stops = rollout.replay_from is None and at_equal_weights
+        drops_responses = algorithm.truncated_responses == "drop"
+        self._is_filtered = rollout.drop_zero_variance_groups or drops_responses
+        self._stops_run = rollout.replay_from is None and at_equal_weights
         self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
         self._tokens = 0.0
-        self._warned = False
+        self._has_warned = False
 
     def check(self, sums: Mapping[str, float]) -> None:
         """Add a mini-batch's sums before training on it. Raises FrequencyError, on every rank."""
-        if not self._looks or not self._sums.keys() <= sums.keys():
+        has_sums = self._sums.keys() <= sums.keys()
+        if self._is_filtered or not has_sums:
             return
         for name in FREQUENCY_SUMS:
             self._sums[name] += float(sums[name])
-        self._tokens += float(sums[names.TRAINED_TOKENS])
+        self._tokens += float(sums[metric_names.TRAINED_TOKENS])
         if self.evidence < LARGEST_EVIDENCE:
             return
         surprise, side = max((self._sums[name], side) for side, (name, _) in _SIDES.items())
-        mean = surprise / self._tokens
+        mean_surprise = surprise / self._tokens
         message = (
-            f"sampled tokens are {mean:.3g} nats {side} surprising than the distribution that trainer and engine agree "
-            f"on lets expect, mean of {self._tokens:.0f} tokens; the evidence is 10^{self.evidence:.1f}, expected "
+            f"sampled tokens are {mean_surprise:.3g} nats {side} surprising than the distribution that trainer and "
+            f"engine agree on lets expect, mean of {self._tokens:.0f} tokens; the evidence is "
+            f"10^{self.evidence:.1f}, expected "
             f"below 10^{LARGEST_EVIDENCE:g}"
         )
-        if self._stops:
+        if self._stops_run:
             raise FrequencyError(
                 f"{message}; the last mini-batch was not trained on. A temperature that is missing in both, top-p or "
                 "top-k in the sampler: see docs/replay.md"
             )
-        if not self._warned:
-            self._warned = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("%s", message)
 
     @property
     def evidence(self) -> float:
-        """The log10 of the martingale."""
+        """The log10 of the evidence: of the mean over signs and values of a."""
         c = LONGEST_SURPRISE
         exponents: list[float] = []
         for surprise_name, square_name in _SIDES.values():
@@ -100,5 +107,5 @@ class FrequencyCanary:
 
     def figures(self) -> dict[str, float]:
         if self._tokens:
-            return {names.FREQUENCY_EVIDENCE: self.evidence}
+            return {metric_names.FREQUENCY_EVIDENCE: self.evidence}
         return {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.config.schema import RolloutConfig
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.errors import RunError
@@ -17,9 +17,11 @@ log = logging.getLogger(__name__)
 
 
 LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1, "fp8": 0.3}
-"""Default of ``rollout.largest_gap`` by the dtype of the weights: 100, 20 and 12 times the upper end of the normal
-range.
-If trainer and servers hold different models, the probabilities of sampled tokens of probability p differ by about p."""
+"""Default of ``rollout.largest_gap`` by the dtype of the weights.
+
+The defaults are 100, 20 and 12 times the upper end of the normal range. They are still small: if trainer and servers
+hold different models, |pi - mu| of a sampled token is about as large as its probability.
+"""
 
 
 class GapError(RunError):
@@ -29,9 +31,15 @@ class GapError(RunError):
 class GapGuard:
     """Checks mean |pi - mu| of each batch's first mini-batch before training on it.
 
-    The guard warns if the gap is outside the normal range, and again each time that it has doubled. Beyond
-    ``rollout.largest_gap`` it stops the run. For a replayed batch, or a forward pass with dropout, it only warns,
-    because the weights or activations may differ. It skips stale batches.
+    The guard warns if the gap is above the normal range, and again each time that the gap has doubled. Beyond
+    ``rollout.largest_gap`` it stops the run. For a replayed batch it only warns, because the weights may differ, and
+    also for forward passes with dropout, because the activations differ. It skips stale batches.
+
+    Args:
+        dtype: dtype of the weights, or ``fp8`` for servers with FP8 weights.
+        rollout: settings of the limit.
+        is_coarse: see the function ``is_coarse``.
+        has_dropout: whether forward passes of training drop inputs of adapters.
     """
 
     def __init__(
@@ -47,28 +55,29 @@ class GapGuard:
         if is_coarse:
             default = max(default, LARGEST_GAP["bfloat16"])
         self._limit = rollout.largest_gap or default
-        self._stops = rollout.replay_from is None and not has_dropout
-        self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
+        self._stops_run = rollout.replay_from is None and not has_dropout
+        # The first warning is due above the normal range, as if half its upper end had been warned of.
+        self._warned_gap = BY_METRIC[metric_names.GAP_ON_POLICY].upper(self._dtype) / 2
 
     def check(self, gap: float, *, is_stale: bool) -> None:
-        """Raise GapError if ``gap`` exceeds the limit. NaN: no token was trained.
+        """Raise GapError if ``gap`` exceeds the limit.
 
-        ``gap`` must be the same on every rank, so that all ranks raise or none does.
+        ``gap`` must be the same on every rank, so that all ranks raise or none does. It is NaN if no token trains.
         """
         if is_stale or math.isnan(gap):
             return
         message = (
             f"mean |pi - mu| of the first mini-batch is {gap:.3g} at equal weights in {self._dtype}"
         )
-        if self._stops and gap > self._limit:
+        if self._stops_run and gap > self._limit:
             raise GapError(
                 f"{message}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
-                f"{BY_METRIC[names.GAP_ON_POLICY].why} With rollout.save=true the batch is kept, and "
+                f"{BY_METRIC[metric_names.GAP_ON_POLICY].why} With rollout.save=true the batch is kept, and "
                 "megatron-dppo doctor RUN names the cause"
             )
-        if gap > 2 * self._warned:
-            self._warned = gap
-            log.warning("%s; %s", message, BY_METRIC[names.GAP_ON_POLICY].why)
+        if gap > 2 * self._warned_gap:
+            self._warned_gap = gap
+            log.warning("%s; %s", message, BY_METRIC[metric_names.GAP_ON_POLICY].why)
 
 
 def is_coarse(sglang: Mapping[str, Any], megatron: Mapping[str, Any]) -> bool:

@@ -20,9 +20,9 @@ class Selection:
 
     Attributes:
         positions: positions of the batch's groups among the candidates, ascending.
-        filled: zero-variance groups in the batch, because no generation round was left.
-        dropped: zero-variance groups that are not in the batch.
-        surplus: groups with different rewards that are not in the batch.
+        filled: number of zero-variance groups that fill the batch, because no generation round was left.
+        dropped: number of zero-variance groups that are not in the batch.
+        surplus: number of groups with different rewards that are not in the batch.
     """
 
     positions: tuple[int, ...]
@@ -36,9 +36,9 @@ class GroupQuota:
     """How many groups a batch needs and how many to generate for it.
 
     Attributes:
-        wanted: groups in the batch.
-        filtering: whether zero-variance groups are dropped. Without it, one round generates ``wanted`` groups and
-            the batch has all of them.
+        wanted: number of groups in the batch.
+        filtering: whether zero-variance groups are dropped. If not, one round generates ``wanted`` groups, and all of
+            them are in the batch.
         oversampling: with filtering, a round generates this multiple of the missing groups.
         max_rounds: with filtering, the largest number of rounds.
     """
@@ -59,31 +59,39 @@ class GroupQuota:
         )
 
     def ask(self, flat: Sequence[bool], rounds: int) -> int:
-        """Return how many groups to generate next; 0 when the batch is complete or no round is left.
+        """Return how many groups to generate next; 0 if the batch is complete or no round is left.
 
-        ``flat``: whether each group of the ``rounds`` so far has zero variance.
+        ``flat``: for each group that was generated so far, whether it has zero variance. ``rounds``: the number of
+        rounds so far.
         """
         if not self.filtering:
             return 0 if rounds else self.wanted
-        missing_groups = self.wanted - (len(flat) - sum(flat))
+        useful_groups = len(flat) - sum(flat)
+        missing_groups = self.wanted - useful_groups
         if missing_groups <= 0 or rounds >= self.max_rounds:
             return 0
-        # Round before ceil, so that 10 x 1.1 is 11, not 12.
+        # In floating point 10 x 1.1 is slightly above 11. Round first, so that ceil returns 11, not 12.
         return math.ceil(round(missing_groups * self.oversampling, 6))
 
     def choose(self, flat: Sequence[bool]) -> Selection:
-        """Select the batch, once ``ask`` returns 0. ``flat`` as in ``ask``, with at least ``wanted`` groups."""
+        """Select the batch, once ``ask`` returns 0. ``flat`` as in ``ask``, with at least ``wanted`` groups.
+
+        The batch has the first groups with different rewards. Only if these are too few, zero-variance groups fill it.
+        """
         if not self.filtering:
             return Selection(tuple(range(len(flat))))
-        useful: list[int] = []
-        useless: list[int] = []
+        useful_positions: list[int] = []
+        flat_positions: list[int] = []
         for position, is_flat in enumerate(flat):
-            (useless if is_flat else useful).append(position)
-        chosen_positions = useful[: self.wanted]
-        filling_positions = useless[: self.wanted - len(chosen_positions)]
+            if is_flat:
+                flat_positions.append(position)
+            else:
+                useful_positions.append(position)
+        chosen_positions = useful_positions[: self.wanted]
+        filling_positions = flat_positions[: self.wanted - len(chosen_positions)]
         return Selection(
             positions=tuple(sorted(chosen_positions + filling_positions)),
             filled=len(filling_positions),
-            dropped=len(useless) - len(filling_positions),
-            surplus=len(useful) - len(chosen_positions),
+            dropped=len(flat_positions) - len(filling_positions),
+            surplus=len(useful_positions) - len(chosen_positions),
         )

@@ -1,4 +1,4 @@
-"""The hashes of the input files: compared with the list of ``run.input_hashes``, or computed in the background."""
+"""The hashes of the input files: compared with the list ``run.sha256_list``, or computed in the background."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+"""A line of ``sha256sum``: hash, then ' ' for text or '*' for binary mode, then the file's path."""
 _THREADS = 8
-_TOLD_FROM_S = 2.0
+_LONG_WAIT_S = 2.0
+"""A wait for the hashes of this time or longer is logged."""
 
 
 class InputError(RunError, ValueError):
@@ -32,7 +34,7 @@ class InputError(RunError, ValueError):
 
 
 def check_input_hashes(path: str | Path) -> None:
-    """Compare every file of the list at ``path`` with its hash; names are relative to the list's folder.
+    """Compare every file of the list at ``path`` with its hash. The files' paths are relative to the list's folder.
 
     Raises InputError with every file that is missing or has other bytes.
     """
@@ -42,12 +44,13 @@ def check_input_hashes(path: str | Path) -> None:
         ThreadPoolExecutor(_THREADS, "sha256") as pool,
         progress("check inputs", len(expected)) as bar,
     ):
-        problems = []
-        for problem in pool.map(_problem, expected.keys(), expected.values()):
-            problems += [problem] if problem else []
+        faults: list[str] = []
+        for fault in pool.map(_fault, expected.keys(), expected.values()):
+            if fault is not None:
+                faults.append(fault)
             bar.advance(1)
-    if problems:
-        raise InputError("\n".join(problems))
+    if faults:
+        raise InputError("\n".join(faults))
 
 
 def _listed(path: Path) -> Iterator[tuple[Path, str]]:
@@ -65,9 +68,9 @@ def _listed(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 class BackgroundHashes:
-    """SHA-256 of files that all ranks see, each rank's share of them in a thread of its own. Collective.
+    """SHA-256 of files that all ranks can read. Each rank hashes a share of them in a thread. Collective.
 
-    A core takes 1.3 to 1.8 GB/s where it has the instructions for it; the largest file bounds the time.
+    A core with SHA instructions hashes 1.3 to 1.8 GB/s. One thread hashes a file, so the largest file bounds the time.
     """
 
     def __init__(self, files: Mapping[str, Path], topology: Topology) -> None:
@@ -84,19 +87,27 @@ class BackgroundHashes:
         pool.shutdown(wait=False)
 
     def wait(self) -> dict[str, str]:
-        """The hashes of all files, by name, the same on every rank. Collective. Raises InputError on all."""
-        began = time.monotonic()
+        """Return the hashes of all files, by name, the same on every rank. Collective.
+
+        Raises InputError, on every rank, if a file cannot be read.
+        """
+        start_time = time.monotonic()
         shares = all_gather_json(on_every_rank(self._own.result, error=InputError))
-        if (waited := time.monotonic() - began) > _TOLD_FROM_S:
-            log.info("start model: %.1f GB hashed, waited %.0f s", self._bytes / 1e9, waited)
-        return {name: digest for share in shares for name, digest in share.items()}
+        waited_s = time.monotonic() - start_time
+        if waited_s > _LONG_WAIT_S:
+            log.info("start model: %.1f GB hashed, waited %.0f s", self._bytes / 1e9, waited_s)
+        hashes: dict[str, str] = {}
+        for share in shares:
+            hashes |= share
+        return hashes
 
 
-def _problem(file: Path, expected: str) -> str:
+def _fault(file: Path, expected: str) -> str | None:
+    """Return how ``file`` differs from the ``expected`` hash; None if it does not."""
     try:
         digest = sha256_of(file)
     except OSError as error:
         return f"{file}: {error.strerror}"
     if digest == expected:
-        return ""
+        return None
     return f"{file}: its SHA-256 is {digest[:12]}..., expected {expected[:12]}..."

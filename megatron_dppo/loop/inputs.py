@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,10 +29,6 @@ from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.rewards.trial import reward_faults
-
-if TYPE_CHECKING:
-    pass
-
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +64,8 @@ class RunData:
                 arguments=arguments,
             )
         self._sets: dict[str, ProblemSet] = {}
-        refusals = []
+        """Every file's problems, by ``_name``: the path, and keys if the configuration gives any."""
+        faults: list[str] = []
         for file in [*data.train_files, *data.evaluation_files.values()]:
             name = _name(file)
             if name in self._sets:
@@ -77,9 +73,9 @@ class RunData:
             try:
                 self._sets[name] = self._load(file)
             except DataError as error:
-                refusals.append(str(error))
-        if refusals:
-            raise DataError("; ".join(refusals))
+                faults.append(str(error))
+        if faults:
+            raise DataError("; ".join(faults))
         self.train = sampling.joined(self.train_parts)
         self.files = sampling.TrainingFiles(
             [label_of(file.path) for file in data.train_files],
@@ -104,19 +100,20 @@ class RunData:
         """
         longest_length = -1
         place: str | None = None
-        for path, problem_set in self._sets.items():
+        for name, problem_set in self._sets.items():
             for problem in problem_set.problems:
                 length = len(problem.prompt_ids)
                 if length > longest_length and tuple(prompt_ids[:length]) == problem.prompt_ids:
                     longest_length = length
-                    place = problem_set.location(path, problem.problem_id)
+                    place = problem_set.location(name, problem.problem_id)
         return place
 
     def origin(self) -> Origin:
         """Return the settings and problems from which every batch of the run is generated."""
         rollout = self._config.rollout
-        # Read the configuration, not the request parameters that were computed from it.
-        sampling = {
+        # Read the configuration, not the request parameters that were computed from it: a fault in their computation
+        # is then found.
+        sampling_parameters = {
             "max_new_tokens": rollout.max_response_tokens,
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -126,17 +123,18 @@ class RunData:
             "stop_token_ids": list(rollout.stop_token_ids) or None,
             "stop": list(rollout.stop) or None,
         }
-        arguments = []
+        # ``repr(self.form)`` leaves the arguments out, so that saved hashes of runs without arguments stay equal.
+        template_parts = [repr(self._tokenizer.chat_template), repr(self.form)]
         if self.form.arguments:
-            arguments = [repr(self.form.arguments)]
-        template = text_digest(repr(self._tokenizer.chat_template), repr(self.form), *arguments)
+            template_parts.append(repr(self.form.arguments))
+        template = text_digest(*template_parts)
         problems = {problem.problem_id: problem for problem in self.train.problems}
         environment = self._config.environment
         generation_tokens = None
         if self.turns is not None:
             generation_tokens = self.turns.generation_tokens
         return Origin(
-            sampling,
+            sampling_parameters,
             template,
             rollout.group_size,
             problems,
@@ -148,7 +146,7 @@ class RunData:
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:
-        """SHA-256 of each held-out file's bytes, by a name with its path."""
+        """SHA-256 of each held-out file's bytes, by ``data.evaluation/`` and the file's path."""
         files = self._config.data.evaluation_files.values()
         return {f"data.evaluation/{file.path}": self._sets[_name(file)].sha256 for file in files}
 
@@ -156,6 +154,7 @@ class RunData:
         """Return the sampler of positions in ``train``: of all files together, or of each file by its weight."""
         data = self._config.data
         seed = self._config.run.seed
+        # Either all files have a weight or none has.
         weights = [file.weight for file in data.train_files if file.weight is not None]
         if not weights:
             return sampling.ReturningSampler(
@@ -168,27 +167,27 @@ class RunData:
 
     @property
     def scored(self) -> dict[str, str]:
-        """The inputs of ``bad_answers``: hashes of the files, the reward, and the tokenizer's folder."""
-        files = {path: problem_set.sha256 for path, problem_set in self._sets.items()}
+        """The inputs of ``bad_answers``: hashes of the files, the reward, the prompt limit and the model's folder."""
+        files = {name: problem_set.sha256 for name, problem_set in self._sets.items()}
         model = self._config.model.hf_checkpoint
         limit = self._config.data.max_prompt_tokens
         reward = self._config.reward.model_dump_json()
         return files | {"reward": reward, "prompts": f"{limit} tokens, {model}"}
 
     def bad_answers(self) -> BadAnswers:
-        """Return the faults of the problems' answers. Uses the result of this start's check, if it left one.
+        """Return the faults of the problems' answers.
 
-        A run that replays rollouts scores nothing, so only missing answers are faults. With
-        ``data.on_bad_answer: drop`` it must find the same faults as the replayed run, which drew from the remaining
-        problems.
+        If the checks before the start have scored the answers already, their result is used. A run that replays
+        rollouts scores nothing, so only missing answers are faults. With ``data.on_bad_answer: drop``, however, it must
+        find the same faults as the replayed run, which drew from the remaining problems.
         """
         drops = self._config.data.on_bad_answer == "drop"
         if self._config.rollout.replay_from is not None and not drops:
             return bad_answers(self._sets, self._config.reward, scores=False)
-        results = handed_over(self.scored)
-        if results is None:
+        known_faults = handed_over(self.scored)
+        if known_faults is None:
             return bad_answers(self._sets, self._config.reward)
-        return results
+        return known_faults
 
     def reward_faults(self) -> list[str]:
         """Return the faults of the rewards on problems of the first training file (``rewards/trial.py``).
@@ -198,29 +197,29 @@ class RunData:
         if self._config.rollout.replay_from is not None:
             return []
         file = self._config.data.train_files[0]
-        longest = self._config.rollout.max_response_tokens
+        max_tokens = self._config.rollout.max_response_tokens
         problem_set = self._sets[_name(file)]
-        return list(reward_faults(file.path, problem_set, self._config.reward, longest))
+        return list(reward_faults(file.path, problem_set, self._config.reward, max_tokens))
 
     def settle(self, bad: BadAnswers) -> None:
-        """Refuse bad answers, or leave their problems out, as configured.
+        """Refuse bad answers, or leave their problems out (``data.on_bad_answer``).
 
         Raises DataError, also if the training set has fewer problems than a step draws.
         """
         if self._config.data.on_bad_answer == "refuse":
             refuse_bad_answers(bad, self._sets)
-        for path, problem_set in self._sets.items():
-            self._sets[path] = without(problem_set, path, bad)
+        for name, problem_set in self._sets.items():
+            self._sets[name] = without(problem_set, name, bad)
         self.train = sampling.joined(self.train_parts)
-        for path, problem_set in self._sets.items():
+        for name, problem_set in self._sets.items():
             if problem_set.bad_answers:
-                row, why = bad[path][0]
+                row, fault = bad[name][0]
                 log.warning(
                     "%s: %d problems were left out because their answers can't be used, the first in %s: %s",
-                    path,
+                    name,
                     problem_set.bad_answers,
                     problem_set.place(row),
-                    why,
+                    fault,
                 )
         self._refuse_small_set()
 
@@ -260,12 +259,12 @@ class RunData:
         return problem_set
 
     def text_of(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
-        """Return the text of tokens, with or without the ``special`` ones."""
+        """Return the text of tokens. ``special``: whether it includes special tokens, such as the end of a turn."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
 
 def _name(file: ProblemFile) -> str:
-    """Return the file's path, with the keys that the recipe gives it: other keys make another set of problems."""
+    """Return the file's path, and its keys if the configuration gives any: other keys make another set of problems."""
     keys: list[str] = []
     for key in (file.prompt_key, file.answer_key, file.metadata_key):
         if key is not None:
@@ -275,17 +274,16 @@ def _name(file: ProblemFile) -> str:
     return file.path
 
 
-# SHA-256 of the files that a run starts from: those of ``run.sha256_list``, which must be known ones, and those of
-# its start model, which a resumed run compares with what they were when it began.
-
-
-_READ = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Suffixes of the files that programs read in a Hugging Face folder: no other formats of weights, no README."""
 WEIGHTS = ".safetensors"
+_READ_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model", ".tiktoken")
+"""Suffixes of the files that programs read in a Hugging Face folder: no other formats of weights, no README."""
 
 
 def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
-    """Return the files of the start model and of the adapters to start from, by names that begin with their key."""
+    """Return the files of the start model and of the adapters to start from, by configuration key and file name.
+
+    A run stores their SHA-256 when it begins, and each resumed start compares them.
+    """
     folders = {"model.hf_checkpoint": checkpoint}
     if adapters is not None:
         folders["lora.start_from"] = adapters
@@ -293,6 +291,6 @@ def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
     for key, folder in folders.items():
         for path in sorted(Path(folder).iterdir()):
             is_hidden = path.name.startswith(".")
-            if path.suffix in _READ and not is_hidden and path.is_file():
+            if path.suffix in _READ_SUFFIXES and not is_hidden and path.is_file():
                 files[f"{key}/{path.name}"] = path
     return files

@@ -30,7 +30,7 @@ from megatron_dppo.loop.frequency_canary import FrequencyCanary, FrequencyError
 from megatron_dppo.loop.gap_guard import GapError, GapGuard, is_coarse
 from megatron_dppo.loop.rollout_figures import routing_figures
 from megatron_dppo.loop.rollout_sources import RolloutBatch
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import (
     MaskedResponses,
     MaskedToken,
@@ -63,7 +63,7 @@ KEPT_TOPK = 64
 
 
 class LossRecord:
-    """Keeps the inputs and results of the loss of ``algorithm`` on the device until ``collect``.
+    """Keeps the inputs and results of the loss of each token on the device, until ``collect``.
 
     The record takes about 60 bytes a token, plus log pi at the engine's TopK(mu).
     """
@@ -75,6 +75,7 @@ class LossRecord:
     def add(self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
         """Keep the statistics of a micro-batch's tokens, without a device sync."""
         assert sums.blocked is not None
+        # By the names of ``LOSS_COLUMNS``; None for a statistic that this loss does not have.
         statistics = {
             "loss_log_probs": inputs.log_probs.detach().float(),
             "loss_recomputed_log_probs": inputs.recomputed_log_probs,
@@ -85,13 +86,16 @@ class LossRecord:
         }
         # Drop the columns: Top-K and recorded routing would stay on the device until the end of the step.
         batch_without_columns = replace(batch, columns={}, valid={})
-        kept_statistics = {name: x for name, x in statistics.items() if x is not None}
+        kept_statistics: dict[str, Tensor] = {}
+        for name, values in statistics.items():
+            if values is not None:
+                kept_statistics[name] = values
         self._parts.append((batch_without_columns, kept_statistics))
 
     def _topk(self, inputs: TokenInputs) -> Tensor | None:
-        """Return log pi [T, K] at the TopK ids of the batch's file.
+        """Return log pi [T, K] at the engine's TopK ids, which the saved batch has too.
 
-        Returns None if K exceeds ``KEPT_TOPK``, or if the TopK come from a recomputed policy, whose ids differ.
+        Returns None if K exceeds ``KEPT_TOPK``, or if the TopK ids are those of a recomputed policy.
         """
         if inputs.topk_log_probs is None or self._algorithm.needs_recomputed_distribution:
             return None
@@ -102,7 +106,7 @@ class LossRecord:
         return None
 
     def collect(self, topology: Topology) -> LossColumns:
-        """Return the columns of all replicas since the last call on global rank 0; elsewhere an empty dict.
+        """Return, on global rank 0, the columns of all replicas since the last call; elsewhere an empty dict.
 
         Collective.
         """
@@ -110,32 +114,37 @@ class LossRecord:
         for batch, statistics in self._parts:
             own_columns |= by_response(batch, statistics)
         self._parts = []
+        # One rank of each replica's last stage sends: the ranks of that stage hold equal statistics.
         is_source = topology.is_last_stage and topology.is_first_of_stage
         all_columns: LossColumns = {}
         # The replicas send one after another, so that a rank holds at most one message at a time.
         for rank, sends in enumerate(all_gather_json(is_source)):
-            if sends:
-                blob = broadcast_bytes(
-                    _encoded(own_columns) if rank == topology.rank else b"", rank
-                )
-                all_columns |= _decoded(blob) if topology.rank == 0 else {}
+            if not sends:
+                continue
+            message = b""
+            if rank == topology.rank:
+                message = _encoded(own_columns)
+            message = broadcast_bytes(message, rank)
+            if topology.rank == 0:
+                all_columns |= _decoded(message)
         return all_columns
 
 
 def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
-    """Return the rows of each response's sampled tokens. ``statistics``: tensors [T], aligned with ``batch``."""
-    rows = torch.nonzero(batch.loss_mask).squeeze(1)
+    """Return the rows of each response's sampled tokens. ``statistics``: tensors [T, ...], aligned with ``batch``."""
+    sampled_positions = torch.nonzero(batch.loss_mask).squeeze(1)
     arrays: dict[str, np.ndarray] = {}
     for name, values in statistics.items():
-        arrays[name] = values[rows].cpu().numpy()
-    # The number of rows before each sequence's end: the rows of one sequence are adjacent.
-    ends = torch.searchsorted(rows, batch.cu_seqlens[1:].to(rows)).cpu().numpy()
+        arrays[name] = values[sampled_positions].cpu().numpy()
+    # Number of sampled tokens before each sequence's end. The rows of one sequence are adjacent in ``arrays``.
+    sequence_ends = batch.cu_seqlens[1:].to(sampled_positions)
+    ends = torch.searchsorted(sampled_positions, sequence_ends).cpu().numpy()
     starts = [0, *ends[:-1]]
     columns: LossColumns = {}
     for position, start, end in zip(batch.sequence_index.tolist(), starts, ends, strict=True):
         if end <= start:
             continue
-        # A response with several branches has rows from an earlier branch.
+        # A response with several branches has a sequence for each: append the rows to those of earlier branches.
         response_columns = columns.setdefault(position, {})
         for name, array in arrays.items():
             earlier_rows = response_columns.get(name, array[:0])
@@ -151,9 +160,9 @@ def _encoded(columns: LossColumns) -> bytes:
     return save(arrays)
 
 
-def _decoded(blob: bytes) -> LossColumns:
+def _decoded(message: bytes) -> LossColumns:
     columns: LossColumns = {}
-    for key, rows in load(blob).items():
+    for key, rows in load(message).items():
         position, _, name = key.partition("/")
         columns.setdefault(int(position), {})[name] = rows
     return columns
@@ -165,10 +174,10 @@ class BatchLayout:
 
     ``count_multiple``: the number of micro-batches is a multiple of it, because the interleaved schedule takes them in
     rounds of the pipeline's size.
-    ``pad_multiple``, ``sequence_multiple``: the tokens of a micro-batch, and of each sequence, are padded to multiples
-    of these, because ranks that share the tokens need equally many.
-    ``input_rows``: this rank's rows of the input columns.
-    ``cost``: the cost of a sequence, by which ranks and micro-batches are balanced.
+    ``pad_multiple``, ``sequence_multiple``: the tokens of a micro-batch are padded to a multiple of the first, those of
+    each sequence to a multiple of the second, because ranks that share the tokens need equally many.
+    ``input_rows``: selects this rank's rows of columns with a row for each input token; None: all rows.
+    ``cost``: returns the cost of a sequence, by which ranks and micro-batches are balanced.
     """
 
     dp_rank: int
@@ -190,8 +199,8 @@ class MiniBatchPlan:
     """The assignment of trajectories, in whole groups, to ranks and micro-batches in one optimiser step.
 
     ``positions``: positions in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
-    ``cost``: total cost of all sequences, in the unit of ``BatchLayout.cost``. ``idle``: share of their time in which
-    the ranks would wait for each other if time were proportional to cost.
+    ``cost``: total cost of all sequences, in the unit of ``BatchLayout.cost``. ``idle``: share of the ranks' time in
+    which they would wait for each other if time were proportional to cost.
     """
 
     positions: list[list[list[int]]]
@@ -263,11 +272,17 @@ def plan_mini_batches(
 
 
 def _shifted(plan: Sequence[Sequence[Sequence[int]]], start: int) -> list[list[list[int]]]:
-    """Return ``plan``, by rank and micro-batch, with positions in the batch instead of in a part from ``start``."""
-    positions: list[list[list[int]]] = []
+    """Return ``plan``, which counts from the mini-batch's first response, with positions in the batch.
+
+    ``plan``: positions by rank and micro-batch. ``start``: position of the mini-batch's first response in the batch.
+    """
+    shifted: list[list[list[int]]] = []
     for micro_batches in plan:
-        positions.append([[start + i for i in rows] for rows in micro_batches])
-    return positions
+        shifted_micro_batches: list[list[int]] = []
+        for positions in micro_batches:
+            shifted_micro_batches.append([start + position for position in positions])
+        shifted.append(shifted_micro_batches)
+    return shifted
 
 
 def pack_mini_batch(
@@ -283,15 +298,15 @@ def pack_mini_batch(
         batch: trajectories by position, at least those that this rank trains on.
         plan: the assignment of trajectories to ranks and micro-batches.
         layout: the trainer's constraints on micro-batches.
-        algorithm: whether truncated responses train.
-        forms: the forms of the columns of the batch of all ranks.
+        algorithm: decides whether truncated responses train.
+        forms: the forms of the columns of the whole batch, over all ranks.
     """
     micro_batches: list[packing.PackedBatch] = []
-    for rows in plan.positions[layout.dp_rank]:
-        trajectories = [batch[i] for i in rows]
+    for positions in plan.positions[layout.dp_rank]:
+        trajectories = [batch[position] for position in positions]
         packed_batch = packing.pack(
             trajectories,
-            indices=rows,
+            indices=positions,
             trains=[trains(t, algorithm) for t in trajectories],
             pad_multiple=layout.pad_multiple,
             sequence_multiple=layout.sequence_multiple,
@@ -302,8 +317,8 @@ def pack_mini_batch(
     return MiniBatch(micro_batches, plan.denominator)
 
 
-Columns = dict[str, torch.Tensor]
-"""Additional columns of one micro-batch, by name."""
+AddedColumns = dict[str, Tensor]
+"""Columns that the trainer computes and adds to one micro-batch, by name."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +345,7 @@ class Learner:
 
     Three attributes describe the last batch:
     ``most_masked``: the tokens that the mask blocked most often, the same on every rank.
-    ``masked_by_response``: the number of blocked tokens of each response, on the ranks that computed their loss.
+    ``masked_by_response``: the number of blocked tokens of each response whose loss this rank computed.
     ``loss_columns``: inputs and results of the loss for each token, by position in the batch, on global rank 0 of a run
     with ``rollout.save``.
     """
@@ -345,12 +360,15 @@ class Learner:
         self._config = config
         self._trainer = trainer
         self._algorithm = algorithm
-        self._masked = MaskedTokenCounts(trainer.shape.vocab_size)
-        self._seen = LossRecord(algorithm) if config.rollout.save else None
+        self._masked_tokens = MaskedTokenCounts(trainer.shape.vocab_size)
+        self._loss_record = LossRecord(algorithm) if config.rollout.save else None
+        loss_observers = [self._count_masked]
+        if self._loss_record is not None:
+            loss_observers.append(self._loss_record.add)
         self._loss = make_token_loss(
             algorithm,
             config.algorithm.aggregation,
-            [self._count_masked, *([self._seen.add] if self._seen else ())],
+            loss_observers,
             config.algorithm.reference_kl,
             config.algorithm.reference_estimator,
             weighted_reference=config.algorithm.reference_importance_weights,
@@ -376,7 +394,8 @@ class Learner:
             has_dropout=bool(config.lora.dropout),
         )
         self._canary = FrequencyCanary(config.rollout, config.algorithm)
-        self._canary_of_others = FrequencyCanary(
+        # The second canary counts mini-batches whose tokens were sampled by other weights than the trainer's.
+        self._canary_of_other_weights = FrequencyCanary(
             config.rollout, config.algorithm, at_equal_weights=False
         )
         shape = trainer.shape
@@ -410,7 +429,7 @@ class Learner:
         delivery = self._exchange.deliver(
             outlines, batch.trajectories, needed_positions, gather=config.rollout.save
         )
-        is_stale = batch.figures.get(names.STALENESS_MAX, 0) > 0
+        is_stale = batch.figures.get(metric_names.STALENESS_MAX, 0) > 0
         batch.trajectories.clear()
         check_carried_topk(delivery.forms, self._topk)
         if not (self._config.router_replay and outlines):
@@ -437,43 +456,44 @@ class Learner:
         """
         start_time = time.perf_counter()
         recomputed_columns = [self._recomputed(batch, plan) for plan in batch.plans]
-        self._masked.clear()
+        self._masked_tokens.clear()
         self._masked_responses = MaskedResponses()
         total_sums = MetricSums()
         first_sums = None
         grad_norms = []
         lr = 0.0
         for plan, columns in zip(batch.plans, recomputed_columns, strict=True):
-            mini = _with_columns(self._packed(batch, plan), columns)
-            mini = with_step_bound(mini, self._trainer, self._algorithm.step_bound)
+            mini_batch = _with_columns(self._packed(batch, plan), columns)
+            mini_batch = with_step_bound(mini_batch, self._trainer, self._algorithm.step_bound)
             result = self._trainer.train_mini_batch(
-                mini.micro_batches,
+                mini_batch.micro_batches,
                 self._loss,
-                mini.denominator,
+                mini_batch.denominator,
                 is_last=plan is batch.plans[-1],
                 check=partial(self._check, batch, is_first=first_sums is None),
             )
-            first_sums = result.metrics if first_sums is None else first_sums
+            if first_sums is None:
+                first_sums = result.metrics
             total_sums = total_sums + result.metrics
             grad_norms.append(result.grad_norm)
             lr = result.lr
-        self.most_masked = reduce_masked_tokens(self._masked, self._trainer.topology)
+        self.most_masked = reduce_masked_tokens(self._masked_tokens, self._trainer.topology)
         self.masked_by_response = self._masked_responses.counts()
-        if self._seen is not None:
-            self.loss_columns = self._seen.collect(self._trainer.topology)
+        if self._loss_record is not None:
+            self.loss_columns = self._loss_record.collect(self._trainer.topology)
         if first_sums is None:
             # The plan has no mini-batch, because no response of the batch trains.
             return batch.figures
         return {
-            **_measured(means(total_sums.values())),
+            **_without_nan(means(total_sums.values())),
             **batch.figures,
-            **_of_the_first(means(first_sums.values())),
+            **_first_figures(means(first_sums.values())),
             **self._canary.figures(),
-            names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
-            names.GRAD_NORM_MAX: max(grad_norms),
-            names.LEARNING_RATE: lr,
-            names.OPTIMIZER_STEPS: len(batch.plans),
-            names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
+            metric_names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
+            metric_names.GRAD_NORM_MAX: max(grad_norms),
+            metric_names.LEARNING_RATE: lr,
+            metric_names.OPTIMIZER_STEPS: len(batch.plans),
+            metric_names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
             **self._speed(batch, time.perf_counter() - start_time),
         }
 
@@ -482,31 +502,33 @@ class Learner:
 
         Raises GapError or FrequencyError, on every rank; ``loss_columns`` then hold the tokens up to this mini-batch.
         """
+        at_equal_weights = is_first and not batch.is_stale
+        canary = self._canary if at_equal_weights else self._canary_of_other_weights
         try:
             if is_first:
-                gap = means(metrics.values()).get(names.GAP, math.nan)
+                gap = means(metrics.values()).get(metric_names.GAP, math.nan)
                 self._guard.check(gap, is_stale=batch.is_stale)
-            is_equal = is_first and not batch.is_stale
-            (self._canary if is_equal else self._canary_of_others).check(metrics.values())
+            canary.check(metrics.values())
         except (FrequencyError, GapError):
-            if self._seen is not None:
-                self.loss_columns = self._seen.collect(self._trainer.topology)
+            if self._loss_record is not None:
+                self.loss_columns = self._loss_record.collect(self._trainer.topology)
             raise
 
     def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
-        """Return the speed of the optimiser steps and the peak memory.
+        """Return the speed of the optimiser steps, which took ``seconds``, and the peak memory.
 
-        Recomputation and passes without gradient do not count as arithmetic.
+        Activation recomputation and passes without gradient are not counted as FLOP.
         """
-        backward = BACKWARD_FORWARDS
+        # FLOP of a backward pass, in forward passes.
+        backward_forwards = BACKWARD_FORWARDS
         if self._config.lora.rank:
-            backward = FROZEN_BACKWARD_FORWARDS
-        flops = (1 + backward) * sum(plan.cost for plan in batch.plans)
-        world = self._trainer.layout.world_size
+            backward_forwards = FROZEN_BACKWARD_FORWARDS
+        flops = (1 + backward_forwards) * sum(plan.cost for plan in batch.plans)
+        world_size = self._trainer.layout.world_size
         return {
-            **arithmetic_speed(flops, seconds, world, platform.peak_flops()),
+            **arithmetic_speed(flops, seconds, world_size, platform.peak_flops()),
             # Report the largest peak of all ranks: a run ends when one rank is out of memory.
-            names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
+            metric_names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
 
     def _count_masked(
@@ -516,7 +538,7 @@ class Learner:
         sums: LossSums,
     ) -> None:
         if sums.blocked is not None:
-            self._masked.add(batch.target_ids, batch.advantages, sums.blocked)
+            self._masked_tokens.add(batch.target_ids, batch.advantages, sums.blocked)
             self._masked_responses.add(
                 batch.sequence_index, batch.cu_seqlens, batch.advantages, sums.blocked
             )
@@ -536,11 +558,11 @@ class Learner:
             trajectories, plan, self.layout, self._config.algorithm, delivery.forms
         )
 
-    def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
-        """Recompute, for each micro-batch, the columns that the algorithm needs and the engine does not return.
+    def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[AddedColumns]:
+        """Compute, for each micro-batch, the columns that the run needs and the engine does not return.
 
         The columns are log-probabilities of the policy at the rollout's weights and of the reference policy. The list
-        is empty if the algorithm needs none.
+        is empty if the run needs none.
         """
         algorithm = self._algorithm
         keeps_reference = self._config.keeps_reference
@@ -548,21 +570,24 @@ class Learner:
         if not (is_needed or keeps_reference):
             return []
         batches = self._packed(batch, plan).micro_batches
-        columns_by_batch: list[Columns] = [{} for _ in batches]
-        if self._algorithm.needs_recomputed:
-            values = self._trainer.log_probs(batches)
-            for b, p, columns in zip(batches, values, columns_by_batch, strict=True):
-                columns["recomputed_log_probs"] = _where_trained(b, p)
-        if self._algorithm.needs_recomputed_distribution:
+        columns_by_batch: list[AddedColumns] = [{} for _ in batches]
+        if algorithm.needs_recomputed:
+            all_log_probs = self._trainer.log_probs(batches)
+            for b, log_probs, columns in zip(batches, all_log_probs, columns_by_batch, strict=True):
+                columns["recomputed_log_probs"] = _where_trained(b, log_probs)
+        if algorithm.needs_recomputed_distribution:
             size = self._trainer.shape.vocab_size
             full_batches = [_with_whole_vocabulary(b, size) for b in batches]
-            values = self._trainer.topk_log_probs(full_batches)
-            for b, p, columns in zip(full_batches, values, columns_by_batch, strict=True):
-                columns |= {"topk_ids": b.column("topk_ids"), "topk_log_probs": p.cpu()}
+            all_log_probs = self._trainer.topk_log_probs(full_batches)
+            for b, log_probs, columns in zip(
+                full_batches, all_log_probs, columns_by_batch, strict=True
+            ):
+                columns["topk_ids"] = b.column("topk_ids")
+                columns["topk_log_probs"] = log_probs.cpu()
         if keeps_reference:
-            values = self._trainer.reference_log_probs(batches)
-            for b, p, columns in zip(batches, values, columns_by_batch, strict=True):
-                columns["reference_log_probs"] = _where_trained(b, p)
+            all_log_probs = self._trainer.reference_log_probs(batches)
+            for b, log_probs, columns in zip(batches, all_log_probs, columns_by_batch, strict=True):
+                columns["reference_log_probs"] = _where_trained(b, log_probs)
         return columns_by_batch
 
 
@@ -575,35 +600,40 @@ def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
     return Stages(topology.pp_size, [layers_by_stage[stage] for stage in range(topology.pp_size)])
 
 
-def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
-    """Return the mini-batch with the ``further`` columns of each micro-batch; unchanged if there are none."""
-    if not further:
-        return mini
+def _with_columns(mini_batch: MiniBatch, added_columns: Sequence[AddedColumns]) -> MiniBatch:
+    """Return the mini-batch with the added columns of each micro-batch; unchanged if the list is empty."""
+    if not added_columns:
+        return mini_batch
     batches: list[packing.PackedBatch] = []
-    for batch, columns in zip(mini.micro_batches, further, strict=True):
+    for batch, columns in zip(mini_batch.micro_batches, added_columns, strict=True):
         batches.append(batch.with_columns(**columns))
-    return MiniBatch(batches, mini.denominator)
+    return MiniBatch(batches, mini_batch.denominator)
 
 
-def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | None) -> MiniBatch:
+def with_step_bound(
+    mini_batch: MiniBatch,
+    trainer: Trainer,
+    step_bound: StepBound | None,
+) -> MiniBatch:
     """Add the column ``step_bound``, computed from all tokens of this optimiser step. Collective.
 
-    Returns ``mini`` unchanged if the algorithm has no step bound, and on all pipeline stages but the last.
+    Returns ``mini_batch`` unchanged if the algorithm has no step bound, and on all pipeline stages but the last.
     """
     if step_bound is None:
-        return mini
-    batches = mini.micro_batches
-    log_probs = trainer.log_probs(batches)
+        return mini_batch
+    batches = mini_batch.micro_batches
+    all_log_probs = trainer.log_probs(batches)
     if not trainer.topology.is_last_stage:
         # Only the last pipeline stage has log mu and computes the loss.
-        return mini
+        return mini_batch
     log_ratios: list[Tensor] = []
-    for batch, values in zip(batches, log_probs, strict=True):
-        ratios = _where_trained(batch, values) - batch.column("rollout_log_probs")
-        log_ratios.append(ratios[batch.loss_mask])
+    for batch, log_probs in zip(batches, all_log_probs, strict=True):
+        batch_log_ratios = _where_trained(batch, log_probs) - batch.column("rollout_log_probs")
+        log_ratios.append(batch_log_ratios[batch.loss_mask])
     advantages = [b.advantages[b.loss_mask] for b in batches]
 
     def total(sums: Tensor) -> Tensor:
+        """Add ``sums`` up over the replicas, in place."""
         dist.all_reduce(sums, group=trainer.topology.data_group)
         return sums
 
@@ -611,8 +641,10 @@ def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | N
     all_log_ratios = torch.cat(log_ratios).to(device)
     all_advantages = torch.cat(advantages).to(device)
     bound = step_bound(all_log_ratios, all_advantages, total)
-    columns: list[Columns] = [{"step_bound": torch.full_like(b.advantages, bound)} for b in batches]
-    return _with_columns(mini, columns)
+    added_columns: list[AddedColumns] = []
+    for batch in batches:
+        added_columns.append({"step_bound": torch.full_like(batch.advantages, bound)})
+    return _with_columns(mini_batch, added_columns)
 
 
 def arithmetic_speed(
@@ -623,7 +655,9 @@ def arithmetic_speed(
 ) -> dict[str, float]:
     """Return the FLOP/s of a rank as metrics, with its share of ``peak`` FLOP/s if the peak is known."""
     rate = flops / seconds / ranks
-    return {names.TFLOPS: rate / 1e12} | ({} if peak is None else {names.MFU: rate / peak})
+    return {metric_names.TFLOPS: rate / 1e12} | (
+        {} if peak is None else {metric_names.MFU: rate / peak}
+    )
 
 
 def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
@@ -649,14 +683,17 @@ def _with_whole_vocabulary(batch: packing.PackedBatch, size: int) -> packing.Pac
     return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
 
 
-def _of_the_first(values: dict[str, float]) -> dict[str, float]:
-    """Return the first mini-batch's metrics that have their own names: they are measured before any weight update."""
-    figures = {names.GAP_ON_POLICY: values[names.GAP]}
-    if names.ROUTING_AGREEMENT in values:
-        figures[names.ROUTING_AGREEMENT_FIRST] = values[names.ROUTING_AGREEMENT]
-    return _measured(figures)
+def _first_figures(values: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that exist for the first mini-batch alone, because no update of the step precedes it.
+
+    ``values``: all metrics of the first mini-batch.
+    """
+    figures = {metric_names.GAP_ON_POLICY: values[metric_names.GAP]}
+    if metric_names.ROUTING_AGREEMENT in values:
+        figures[metric_names.ROUTING_AGREEMENT_FIRST] = values[metric_names.ROUTING_AGREEMENT]
+    return _without_nan(figures)
 
 
-def _measured(values: dict[str, float]) -> dict[str, float]:
-    """Return ``values`` without NaN: means over no token, e.g. the masked share of A < 0 if every advantage is 0."""
+def _without_nan(values: dict[str, float]) -> dict[str, float]:
+    """Return ``values`` without NaN, the mean over no token: e.g. the masked share of A < 0 if no advantage is < 0."""
     return {name: value for name, value in values.items() if not math.isnan(value)}

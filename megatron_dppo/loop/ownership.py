@@ -18,7 +18,7 @@ def owner(position: int, topology: Topology) -> int:
 
 
 def own_positions(positions: Sequence[int], topology: Topology) -> list[int]:
-    """Return those of ``positions`` whose problems this rank owns: none on ranks that are not leaders."""
+    """Return the ``positions`` whose problems this rank owns: none on a rank that is not a leader."""
     return [p for p in positions if topology.is_leader and owner(p, topology) == topology.dp_rank]
 
 
@@ -30,18 +30,23 @@ def announce(
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
     """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
 
-    ``positions``: where each group stood in the batch as generated, which determines its owner. The outlines follow
-    the order of ``positions``.
+    The returned positions are those in the list of outlines, which has the groups in the order of ``positions``.
+
+    Args:
+        trajectories: this leader's trajectories, groups adjacent, in the order of ``positions``.
+        topology: the layout of ranks.
+        group_size: responses per group.
+        positions: the position of each group among all generated groups, which determines the group's owner.
     """
     rows_by_rank = all_gather_json([Outline.of(t) for t in trajectories])
-    rows = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}
+    rows_of_leader = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}
     own_trajectories = iter(trajectories if topology.is_leader else ())
     outlines: list[Outline] = []
-    by_position: dict[int, Trajectory] = {}
+    trajectory_at: dict[int, Trajectory] = {}
     for position in positions:
         leader = topology.leaders[owner(position, topology)]
         for _ in range(group_size):
-            outlines.append(Outline.from_json(next(rows[leader])))
             if leader == topology.rank:
-                by_position[len(outlines) - 1] = next(own_trajectories)
-    return outlines, by_position
+                trajectory_at[len(outlines)] = next(own_trajectories)
+            outlines.append(Outline.from_json(next(rows_of_leader[leader])))
+    return outlines, trajectory_at

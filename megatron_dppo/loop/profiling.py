@@ -25,7 +25,7 @@ class StepProfiler:
     """
 
     def __init__(self, config: ProfileConfig, directory: str | Path, rank: int) -> None:
-        self._memory = config.memory
+        self._profiles_memory = config.memory
         self._steps = frozenset(config.steps) if rank in config.ranks else frozenset[int]()
         self._folder = Path(directory) / PROFILE_FOLDER
         self._rank = rank
@@ -43,13 +43,15 @@ class StepProfiler:
             log.warning("profile: no trace of step %d: %s", step, error)
             yield
             return
-        history = platform.gpu_memory_history(trace.with_suffix("").with_suffix(".memory.pickle"))
+        # The trace's name ends in two suffixes, .json.gz.
+        trace_stem = trace.with_suffix("").with_suffix("")
+        history = platform.gpu_memory_history(trace_stem.with_suffix(".memory.pickle"))
         with (
             torch.profiler.profile(
                 activities=platform.profiled_activities(),
-                profile_memory=self._memory,
+                profile_memory=self._profiles_memory,
             ) as profiler,
-            history if self._memory else nullcontext(),
+            history if self._profiles_memory else nullcontext(),
         ):
             yield
         self._write(profiler, trace, step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import RunConfig, TrackingConfig
 from megatron_dppo.metrics import records
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import RunInfo, write_summary
@@ -22,20 +22,16 @@ from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing
 
-# --- samples: the choice of the responses of a step that are kept as text, and their way to rank 0
-
-
-# --- profiles: traces of the time and the memory of single steps
-
 log = logging.getLogger(__name__)
 
 
-_MOST_REASONS = 20
+_MAX_REASONS = 20
 """Largest number of reasons in a step's row of environment faults; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 _UNWRITTEN = "unwritten"
-"""Key of a mark: lines that a full disk did not take, by the name of their file."""
-COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
+"""Key of ``Recorder.mark`` for the lines that could not be written, e.g. to a full disk, by the name of their file."""
+COUNTS = (metric_names.WEIGHT_UPDATES, metric_names.WEIGHT_UPDATES_VERIFIED)
+"""Metrics that are added up where a row receives values twice. All other later values replace the earlier ones."""
 
 
 class RecordingError(RunError):
@@ -43,7 +39,7 @@ class RecordingError(RunError):
 
 
 class Recorder(Closing):
-    """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
+    """Writes the metrics row and the other records of each step on rank 0; does nothing on other ranks.
 
     If a write within a step fails, ``failure`` holds the error and nothing more is written: all ranks end the run
     together, after a checkpoint of the step is saved. The checkpoint has the lines that were not written (``mark``),
@@ -58,9 +54,10 @@ class Recorder(Closing):
         first_step: the last step that the files already hold; 0 for a new run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
-        mark: the ``mark`` of the checkpoint that the run resumes from; records that differ from it cause a warning.
+        mark: what ``mark`` returned for the checkpoint that the run resumes from; records that differ from it cause a
+            warning.
         tracking: the experiment trackers that also receive the metrics; default: TensorBoard.
-        config: the part of the run's configuration that the trackers receive.
+        config: the run's configuration, which the trackers receive.
     """
 
     def __init__(
@@ -83,7 +80,7 @@ class Recorder(Closing):
         self._info = info
         self._evaluates = evaluates
         self._first_step = first_step
-        self._carried: dict[str, float] = {}
+        self._carried_counts: dict[str, float] = {}
         self._unwritten: dict[str, str] = {}
         """Encoded lines since the failure, by the name of their file."""
         self._stack = ExitStack()
@@ -102,7 +99,7 @@ class Recorder(Closing):
         self._console = StepTable(info.dtype, run.steps)
 
     def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
-        """Open the files; log a warning if records of a resumed run are missing."""
+        """Open the files for steps from ``resume_step`` on; log a warning if records of a resumed run are missing."""
         directory = self._run.directory
         with self._writing("records"):
             self._writer = records.MetricsWriter(directory, resume_step=resume_step)
@@ -126,7 +123,7 @@ class Recorder(Closing):
             )
 
     def _restore(self, unwritten: Mapping[str, str]) -> None:
-        """Write the lines that the start that saved the checkpoint could not write. Raises OSError."""
+        """Write the lines that the earlier start, which saved the checkpoint, could not write. Raises OSError."""
         for name, text in unwritten.items():
             if name == records.RECORDS_FILE:
                 assert self._writer is not None
@@ -136,7 +133,7 @@ class Recorder(Closing):
                     file.restore(text)
         if unwritten:
             files = ", ".join(sorted(unwritten))
-            log.info("lines that a full disk had not accepted are written now: %s", files)
+            log.info("lines that an earlier start could not write are written now: %s", files)
 
     def _opened_trackers(
         self,
@@ -160,7 +157,7 @@ class Recorder(Closing):
         return Trackers(builders, run)
 
     def _compare(self, mark: Mapping[str, Any]) -> None:
-        """Log a warning if records were altered since the checkpoint; they are shown, but training ignores them."""
+        """Log a warning if records were altered since the checkpoint. Reports show them, training ignores them."""
         rows = records.read_records(self._run.directory)
         if "sha256" not in mark or not rows:
             return
@@ -179,8 +176,8 @@ class Recorder(Closing):
     def lacks_evaluation(self, since: int) -> bool:
         """Return whether the last record lacks an evaluation that this start of the run should add.
 
-        It should if no record of step ``since`` or later has an evaluation (the run was stopped before it), and the
-        last record is that of the step that the run resumes from.
+        That is so if the last record is that of the step that the run resumes from, and no record of step ``since`` or
+        later has an evaluation: the earlier start was stopped before the evaluation due after step ``since``.
         """
         if self._writer is None or not self._evaluates:
             return False
@@ -205,16 +202,22 @@ class Recorder(Closing):
                     log.warning(
                         "report and summary will lack the evaluation of step %d: %s", step, error
                     )
-        accuracies = {n: v for n, v in values.items() if names.accuracy_set(n) is not None}
+        accuracies: dict[str, float] = {}
+        for name, value in values.items():
+            if metric_names.accuracy_set(name) is not None:
+                accuracies[name] = value
         self._console.step(step, accuracies)
 
     def mark(self, step: int) -> dict[str, Any]:
-        """Return the position in the records that a checkpoint of ``step`` stores: a step, and the hash up to it.
+        """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
 
-        The step is the last one whose record is complete: if the last record lacks its evaluation, which a later start
-        may add, the position is the step before it. After a failed write, the lines that the files lack are there too.
+        The stored step is the last one whose record is complete: if the last record lacks its evaluation, which a later
+        start may add, the stored step is the one before it. After a failed write, the mark also holds the lines that
+        the files lack.
         """
-        unwritten = {_UNWRITTEN: dict(self._unwritten)} if self._unwritten else {}
+        unwritten: dict[str, Any] = {}
+        if self._unwritten:
+            unwritten[_UNWRITTEN] = dict(self._unwritten)
         try:
             rows = records.read_records(self._run.directory)
         except records.RecordsError:
@@ -222,29 +225,28 @@ class Recorder(Closing):
             return unwritten
         unwritten_rows = self._unwritten.get(records.RECORDS_FILE, "").splitlines(keepends=True)
         rows += records.decode_records(unwritten_rows, records.RECORDS_FILE)
-        last_row = rows[-1] if rows else {}
-        if self._evaluates and records.mean_accuracy(last_row) is None:
-            step = min(step, records.step_of(last_row) - 1) if rows else step
+        if rows and self._evaluates and records.mean_accuracy(rows[-1]) is None:
+            step = min(step, records.step_of(rows[-1]) - 1)
         return {"step": step, "sha256": records.sha256_until(rows, step), **unwritten}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record, because a resumed run writes no record of its start."""
-        self._carried = {k: values[k] for k in COUNTS if k in values}
+        self._carried_counts = {name: values[name] for name in COUNTS if name in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the record of ``step`` with ``values``; step 0 is before training."""
-        record = dict(values)
-        for name, count in self._carried.items():
-            record[name] = record.get(name, 0) + count
-        self._carried = {}
+        figures = dict(values)
+        for name, count in self._carried_counts.items():
+            figures[name] = figures.get(name, 0) + count
+        self._carried_counts = {}
         if self._writer is not None:
-            values = {**record, "weight_version": step}
-            line = records.encode_record(step, values) + "\n"
+            record = {**figures, "weight_version": step}
+            line = records.encode_record(step, record) + "\n"
             write = partial(self._writer.append, step, line)
             self._write_or_keep("metrics", records.RECORDS_FILE, line, write)
             if self._trackers is not None:
-                self._trackers.scalars(step, values)
-        self._console.step(step, record)
+                self._trackers.scalars(step, record)
+        self._console.step(step, figures)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
         """Write the tokens that the step's mask blocked most often."""
@@ -254,14 +256,16 @@ class Recorder(Closing):
         self._append(self._masked, [{"step": step, "tokens": rows}], "masked tokens")
 
     def write_environment_faults(self, step: int, environment: str, faults: Counter[str]) -> None:
-        """Write the ``faults``, counts by reason, of the environment with this name since the last call."""
+        """Write the environment's ``faults`` since the last call: reason -> count."""
         if not faults:
             return
-        reasons = Counter[str]()
-        for reason, count in faults.most_common():
-            reason_text = reason.removeprefix(f"{environment}: ")
-            reasons[reason_text if len(reasons) < _MOST_REASONS else OTHER_REASONS] += count
-        line = {"step": step, "environment": environment, "faults": reasons}
+        counts = Counter[str]()
+        for fault, count in faults.most_common():
+            reason = fault.removeprefix(f"{environment}: ")
+            if len(counts) >= _MAX_REASONS:
+                reason = OTHER_REASONS
+            counts[reason] += count
+        line = {"step": step, "environment": environment, "faults": counts}
         self._append(self._faults, [line], "faults of environments")
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
@@ -273,48 +277,52 @@ class Recorder(Closing):
         every = self._run.show_sample_every
         training_samples = [sample for sample in samples if sample.set == TRAINING]
         if training_samples and every and training_samples[0].step % every == 0:
-            # Rotate through the kinds of samples: first a right one, then a wrong one, ...
-            index = training_samples[0].step // every % len(training_samples)
+            # Print another kind of sample each time: a right one, then a wrong one, ...
+            times_printed = training_samples[0].step // every
+            index = times_printed % len(training_samples)
             self._console.note(console_lines(training_samples[index]))
 
     def _append(
         self,
         file: records.StepLines | None,
         lines: Sequence[Mapping[str, Any]],
-        called: str,
+        content: str,
     ) -> None:
-        """Append ``lines`` to ``file`` on the writing rank, while this start owns the run."""
+        """Append ``lines`` to ``file``; do nothing on ranks other than 0, where ``file`` is None.
+
+        ``content``: what the lines are, for errors.
+        """
         if file is not None:
             text = records.encode_lines(lines)
-            self._write_or_keep(called, file.path.name, text, partial(file.append, text))
+            self._write_or_keep(content, file.path.name, text, partial(file.append, text))
 
-    def _write_or_keep(self, called: str, name: str, text: str, write: Callable[[], None]) -> None:
-        """Add the encoded lines ``text`` to the file ``name`` by ``write``; keep them where a write has failed."""
+    def _write_or_keep(self, content: str, name: str, text: str, write: Callable[[], None]) -> None:
+        """Call ``write``, which appends ``text`` to the file ``name``; after a failed write, keep ``text`` instead."""
         if self.failure is None:
-            with self._keeping_failure(called):
+            with self._keeping_failure(content):
                 write()
         if self.failure is not None:
             self._unwritten[name] = self._unwritten.get(name, "") + text
 
     @contextmanager
-    def _writing(self, called: str) -> Iterator[None]:
-        """Wrap each change of files. Raises RecordingError, whose text begins with ``called``, if the block fails."""
+    def _writing(self, content: str) -> Iterator[None]:
+        """Wrap each change of files. Raises RecordingError, whose text begins with ``content``, if the block fails."""
         if self._fence is not None:
             self._fence()
         try:
             yield
         except OSError as error:
             directory = self._run.directory
-            raise RecordingError(f"{called} in {directory}: {error.strerror}") from error
+            raise RecordingError(f"{content} in {directory}: {error.strerror}") from error
 
     @contextmanager
-    def _keeping_failure(self, called: str) -> Iterator[None]:
+    def _keeping_failure(self, content: str) -> Iterator[None]:
         """Wrap a change of files within a step, and keep the error in ``failure``.
 
         An exception on rank 0 alone would leave the other ranks waiting in a collective.
         """
         try:
-            with self._writing(called):
+            with self._writing(content):
                 yield
         except RecordingError as error:
             self.failure = error
@@ -336,11 +344,12 @@ class Recorder(Closing):
             for name, report in reports.items():
                 self._trackers.figure(name, report)
         self._stack.close()
-        if faults := summary.environment_faults:
+        faults = summary.environment_faults
+        if faults:
             most_frequent = faults[0]
             total = sum(fault.count for fault in faults)
             log.warning(
-                "the environment %s failed %d times, most often (%d times): %s; the others are in %s",
+                "the environment %s failed %d times, most often (%d times): %s; all reasons are in %s",
                 most_frequent.environment,
                 total,
                 most_frequent.count,

@@ -1,4 +1,4 @@
-"""The start of a run: from its newest checkpoint, or at step 0 where that loses no training."""
+"""The start of a run: from its newest checkpoint, or at step 0 if no training is lost by it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from megatron_dppo.trainer.trainer import Trainer
 log = logging.getLogger(__name__)
 
 _SHOWN = 3
+"""Largest number of unusable checkpoints whose faults an error message shows."""
 
 
 def newer_unusable(survey: CheckpointSurvey) -> list[UnusableCheckpoint]:
@@ -34,30 +35,31 @@ def newer_unusable(survey: CheckpointSurvey) -> list[UnusableCheckpoint]:
 
 
 def refuse_damage(on_damage: str, survey: CheckpointSurvey) -> None:
-    """Raise DamagedCheckpointError where the newest checkpoint is unusable, unless ``checkpoint.on_damage`` allows an
-    older one.
+    """Raise DamagedCheckpointError if the newest checkpoint is unusable and ``on_damage`` is "refuse".
 
-    Where no checkpoint is usable, see :func:`refuse_fresh_start`.
+    ``on_damage``: ``checkpoint.on_damage``. If no checkpoint is usable, :func:`refuse_fresh_start` decides.
     """
     newer = newer_unusable(survey)
     if survey.complete and newer and on_damage == "refuse":
-        raise refused_damage(newer[0].reason, survey.complete)
+        raise damage_error(newer[0].reason, survey.complete)
 
 
-def refused_damage(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedCheckpointError:
-    """Return the error for a damaged newest checkpoint. ``older``: usable checkpoints before it, in the order of
-    steps.
+def damage_error(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedCheckpointError:
+    """Return the error for a damaged newest checkpoint.
+
+    ``older``: usable checkpoints before it, in the order of steps.
     """
-    back = ""
+    alternative = ""
     if older:
-        back = f"checkpoint.on_damage=previous goes on from {older[-1].path.name}, "
-    return DamagedCheckpointError(f"{reason}; {back}run.resume=never begins anew")
+        alternative = f"checkpoint.on_damage=previous goes on from {older[-1].path.name}, "
+    return DamagedCheckpointError(f"{reason}; {alternative}run.resume=never begins anew")
 
 
 def refuse_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.History) -> None:
-    """Raise ResumeError where a start at step 0 would begin a trained run anew.
+    """Raise ResumeError if a start at step 0 would begin a trained run anew.
 
     A run that ended before its first checkpoint may begin anew. ``unusable``: the fault of each unusable checkpoint.
+    ``history``: what the run's records tell about earlier starts.
     """
     directory = run.directory
     remains = []
@@ -95,21 +97,22 @@ def resume(
 ) -> RunState | None:
     """Load the newest usable checkpoint into ``trainer`` and return its state. Collective.
 
-    Returns None where the run begins at step 0; the records of earlier starts are then moved to a folder of their own,
-    except the rollouts of a run that ``replays`` them. Ranks that are started again under the lease ``nonce`` go on
-    where the ranks before them began anew.
+    Returns None if the run begins at step 0; the records of earlier starts are then moved to a folder of their own,
+    except the rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already,
+    restarted ranks move nothing, even with ``run.resume: never``: they continue what the ranks before them began.
 
     Raises:
         ResumeError: the checkpoint belongs to another run, or a start at step 0 would lose training.
         DamagedCheckpointError: the checkpoint is damaged and ``checkpoint.on_damage`` allows no older one.
     """
+    # Whether earlier ranks of this start began the run at step 0.
     has_begun = on_rank_0(partial(records.has_begun, run.directory, nonce))
     if run.resume == "never" and not has_begun:
         _begin(run.directory, nonce, rollouts=not replays)
         return None
     survey = store.survey()
     refuse_damage(checkpoints.on_damage, survey)
-    passed = {unusable.path: unusable.reason for unusable in newer_unusable(survey)}
+    passed_over = {unusable.path: unusable.reason for unusable in newer_unusable(survey)}
     # Load the newest checkpoint; continue with an older one only where the newest is damaged and that is allowed.
     for checkpoint in reversed(survey.complete):
         try:
@@ -117,17 +120,17 @@ def resume(
             state.check_weights(trainer.weights_form(), trainer.weights_digest(), checkpoint.path)
         except DamagedCheckpointError as error:
             if checkpoints.on_damage == "refuse":
-                raise refused_damage(str(error), survey.complete[:-1]) from error
-            passed[checkpoint.path] = str(error)
+                raise damage_error(str(error), survey.complete[:-1]) from error
+            passed_over[checkpoint.path] = str(error)
             continue
         state.check_identity(identity, str(checkpoint.path))
-        if passed:
-            _leave_behind(run.directory, store, passed, state.step)
+        if passed_over:
+            _set_aside_damaged(run.directory, store, passed_over, state.step)
         log.info("resumed from %s", checkpoint.path)
         return state
     # All ranks use rank 0's view: on NFS another rank may see another folder, and all ranks must decide alike.
     history = records.History(**on_rank_0(partial(_history_values, run.directory)))
-    damage = passed | {unusable.path: unusable.reason for unusable in survey.unusable}
+    damage = passed_over | {unusable.path: unusable.reason for unusable in survey.unusable}
     refuse_fresh_start(run, list(damage.values()), history)
     if not has_begun:
         _begin(run.directory, nonce, rollouts=not replays)
@@ -142,28 +145,34 @@ def _copy_records(directory: str) -> str:
     return str(records.keep_copy(directory))
 
 
-def _leave_behind(
+def _set_aside_damaged(
     directory: str,
     store: CheckpointStore,
-    passed: dict[Path, str],
+    passed_over: dict[Path, str],
     step: int,
 ) -> None:
-    """Rename the damaged checkpoints, and copy the records after ``step``, which a start from ``step`` drops."""
+    """Rename the damaged checkpoints, and copy the records, of which a start from ``step`` drops those after it.
+
+    ``passed_over``: the fault of each damaged checkpoint, by its path.
+    """
     copy = on_rank_0(partial(_copy_records, directory))
-    for path, reason in passed.items():
+    for path, reason in passed_over.items():
         store.set_aside(path)
         log.warning("damaged checkpoint, renamed and passed over: %s", reason)
     log.warning("records after step %d are dropped; a copy with them is in %s", step, copy)
 
 
 def _begin(directory: str, nonce: str, *, rollouts: bool) -> None:
-    """Before a start at step 0: move what earlier starts left to a folder of its own, and remember this one's lease."""
+    """Prepare a start at step 0: move the files of earlier starts to another folder, and store this start's lease.
+
+    ``rollouts``: whether saved rollouts are moved too.
+    """
     _set_aside(directory, rollouts=rollouts)
     on_rank_0(partial(records.remember_beginning, directory, nonce))
 
 
 def _set_aside(directory: str, *, rollouts: bool) -> None:
-    """Move the files of earlier starts to another folder, before a start at step 0."""
+    """Move the files of earlier starts to another folder."""
 
     def move() -> str | None:
         new_folder = records.set_aside(directory, rollouts=rollouts)

@@ -18,7 +18,7 @@ from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.group_quota import Selection
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.errors import RunError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ STALE_ANCHOR = (
 class GroupRow(NamedTuple):
     """Sums over a group's responses.
 
-    ``flat``: whether all responses, and all their turns, have the same reward. ``distinct``: number of different
+    ``responses``: number of responses. ``reward``: sum of their rewards. ``flat``: whether all responses, and all their
+    turns, have the same reward. ``truncated``: number of truncated responses. ``distinct``: number of different
     responses. ``twins``: ordered pairs of equal rare responses, minus the number expected of independent draws
     (``twins_beyond_chance``). ``concentration``: the group's concentration (``concentration_of``).
     """
@@ -72,16 +73,17 @@ class GroupRow(NamedTuple):
     @classmethod
     def total(cls, rows: Sequence[GroupRow]) -> GroupRow:
         """Return the sum of each field over ``rows``: ``flat`` is the number of flat groups. No ``concentration``."""
-        fields_without_last = (row[:-1] for row in rows)
-        sums: list[Any] = [sum(values) for values in zip(*fields_without_last, strict=True)]
+        rows_without_concentration = [row[:-1] for row in rows]
+        sums: list[Any] = [sum(values) for values in zip(*rows_without_concentration, strict=True)]
         return cls(*sums)
 
 
 def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     """Return |sum_i v_i|^2 / sum_i |v_i|^2 over a group's responses i.
 
-    v_i is the sum of e_y - mu over the tokens y of response i: the gradient of its log-probability with respect to a
-    bias of the logits. Tokens that are neither in TopK(mu) nor sampled count as 0. Returns None if a response has no
+    v_i is the sum of e_y - mu over the tokens y of response i, where e_y is the one-hot vector of y and mu the
+    distribution that y was drawn from: the gradient of the response's log-probability with respect to a bias of the
+    logits. The mu of ids that are neither in TopK(mu) nor sampled counts as 0. Returns None if a response has no
     TopK(mu), or if all v_i are 0.
 
     The value is near 1 for independent, different responses, and n for n equal responses.
@@ -101,25 +103,27 @@ def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     if not responses:
         return None
     directions = np.stack([_direction(t, largest_id + 1) for t in responses])
-    norm_of_sum = np.square(directions.sum(0)).sum()
-    sum_of_norms = np.square(directions).sum()
-    if sum_of_norms > 0:
-        return float(norm_of_sum / sum_of_norms)
+    squared_norm_of_sum = np.square(directions.sum(0)).sum()
+    sum_of_squared_norms = np.square(directions).sum()
+    if sum_of_squared_norms > 0:
+        return float(squared_norm_of_sum / sum_of_squared_norms)
     return None
 
 
 def _direction(t: Trajectory, size: int) -> np.ndarray:
-    """Return v of a response, float64 [``size``] (see ``concentration_of``)."""
-    ids = t.column("topk_ids")
+    """Return v_i of the response ``t`` (see ``concentration_of``): float64 [``size``], by token id."""
+    topk_ids = t.column("topk_ids")
     sampled_ids = t.response_ids
-    is_valid = ids >= 0
-    expected_counts = np.bincount(
-        ids[is_valid], np.exp(t.column("topk_log_probs")[is_valid]), minlength=size
-    )
-    is_outside_topk = ~((ids == sampled_ids[:, None]) & is_valid).any(1)
+    # The sum of mu over the tokens of the response: first mu at TopK ids, then mu of sampled tokens outside TopK.
+    is_valid = topk_ids >= 0
+    topk_probs = np.exp(t.column("topk_log_probs")[is_valid])
+    sum_of_mu = np.bincount(topk_ids[is_valid], topk_probs, minlength=size)
+    is_sampled_id = (topk_ids == sampled_ids[:, None]) & is_valid
+    is_outside_topk = ~is_sampled_id.any(1)
     sampled_probs = np.exp(t.column("rollout_log_probs")[is_outside_topk])
-    expected_counts += np.bincount(sampled_ids[is_outside_topk], sampled_probs, minlength=size)
-    return np.bincount(sampled_ids, minlength=size) - expected_counts
+    sum_of_mu += np.bincount(sampled_ids[is_outside_topk], sampled_probs, minlength=size)
+    # The sum of e_y counts each sampled id.
+    return np.bincount(sampled_ids, minlength=size) - sum_of_mu
 
 
 RARE = 0.01
@@ -127,12 +131,13 @@ RARE = 0.01
 
 
 def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
-    """Count ordered pairs of equal rare responses in a group of n, minus sum_i (n - 1) mu(y_i) over rare responses y_i.
+    """Return the number of ordered pairs of equal rare responses in a group of n, minus its mean for independent draws.
 
-    A response y is rare if mu(y) < RARE.
+        value = #{(i, j): i != j, y_i = y_j, y_i is rare} - (n - 1) sum_{rare y_i} mu(y_i)
 
-    For independent draws the mean is 0 under any policy: both terms have the mean n (n - 1) sum_y mu(y)^2. Each rare
-    response that was drawn with the seed of another response adds 1 for each response that shares its seed.
+    A response y is rare if mu(y) < RARE. The mean of the value is 0 for independent draws from any policy: both terms
+    have the mean n (n - 1) sum_{rare y} mu(y)^2. Each rare response that was drawn with the seed of another response
+    adds 1 for each response that shares its seed.
     """
     rare_responses = [t for t in group if t.log_prob < math.log(RARE)]
     counts = Counter(t.response_digest for t in rare_responses)
@@ -147,23 +152,23 @@ def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]
 
 
 def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
-    """Return the metrics of all generated groups: without the groups that a filter drops, they would be biased."""
+    """Return the metrics of all generated groups. They would be biased without the groups that a filter drops."""
     total = GroupRow.total(rows)
     figures = {
-        names.REWARD: total.reward / total.responses,
-        names.ZERO_VARIANCE_GROUPS: total.flat / len(rows),
-        names.RESPONSE_LENGTH: total.tokens / total.responses,
-        names.TRUNCATED: total.truncated / total.responses,
-        names.DISTINCT: total.distinct / total.responses,
-        names.TWINS: total.twins / total.responses,
-        names.TOKENS: total.tokens,
-        names.TURNS: total.turns / total.responses,
+        metric_names.REWARD: total.reward / total.responses,
+        metric_names.ZERO_VARIANCE_GROUPS: total.flat / len(rows),
+        metric_names.RESPONSE_LENGTH: total.tokens / total.responses,
+        metric_names.TRUNCATED: total.truncated / total.responses,
+        metric_names.DISTINCT: total.distinct / total.responses,
+        metric_names.TWINS: total.twins / total.responses,
+        metric_names.TOKENS: total.tokens,
+        metric_names.TURNS: total.turns / total.responses,
     }
     if total.prompt_tokens:
         # A batch from a file has no prompt tokens.
-        figures[names.PREFIX_CACHED] = total.cached_tokens / total.prompt_tokens
+        figures[metric_names.PREFIX_CACHED] = total.cached_tokens / total.prompt_tokens
     if total.branches > total.responses:
-        figures[names.BRANCHES] = total.branches / total.responses
+        figures[metric_names.BRANCHES] = total.branches / total.responses
     return figures | _concentration_figures(rows)
 
 
@@ -171,13 +176,13 @@ def _concentration_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     """Return the mean concentration; empty if no group has TopK(mu)."""
     values = [row.concentration for row in rows if row.concentration is not None]
     if values:
-        return {names.CONCENTRATION: sum(values) / len(values)}
+        return {metric_names.CONCENTRATION: sum(values) / len(values)}
     return {}
 
 
 def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
     """Return the mean length of the responses that are trained on."""
-    return {names.RESPONSE_LENGTH_TRAINED: sum(t.sampled for t in batch) / len(batch)}
+    return {metric_names.RESPONSE_LENGTH_TRAINED: sum(t.sampled for t in batch) / len(batch)}
 
 
 def file_figures(
@@ -196,9 +201,9 @@ def file_figures(
         rewards[files.of(trajectory.problem_id)].append(trajectory.reward)
     figures: dict[str, float] = {}
     for name, file_rewards in rewards.items():
-        figures[names.file_prompts(name)] = len(file_rewards) / group_size
+        figures[metric_names.file_prompts(name)] = len(file_rewards) / group_size
         if file_rewards:
-            figures[names.file_reward(name)] = sum(file_rewards) / len(file_rewards)
+            figures[metric_names.file_reward(name)] = sum(file_rewards) / len(file_rewards)
     return figures
 
 
@@ -210,21 +215,21 @@ def selection_figures(
     """Return the counts of the filter of groups, and the mean reward of the groups that train."""
     trained = GroupRow.total([rows[i] for i in selection.positions])
     return {
-        names.REWARD_TRAINED: trained.reward / trained.responses,
-        names.GENERATION_ROUNDS: rounds,
-        names.GROUPS_GENERATED: len(rows),
-        names.GROUPS_DROPPED: selection.dropped,
-        names.GROUPS_SURPLUS: selection.surplus,
-        names.GROUPS_FILLED: selection.filled,
+        metric_names.REWARD_TRAINED: trained.reward / trained.responses,
+        metric_names.GENERATION_ROUNDS: rounds,
+        metric_names.GROUPS_GENERATED: len(rows),
+        metric_names.GROUPS_DROPPED: selection.dropped,
+        metric_names.GROUPS_SURPLUS: selection.surplus,
+        metric_names.GROUPS_FILLED: selection.filled,
     }
 
 
 def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, float]:
     """Return the speed of generation. ``waited``: the part of ``seconds`` in which the trainer only waited for it."""
-    figures = {names.GENERATION_SECONDS: seconds, names.GENERATION_WAITED: waited}
+    figures = {metric_names.GENERATION_SECONDS: seconds, metric_names.GENERATION_WAITED: waited}
     if seconds > 0:
-        figures[names.TOKENS_PER_SECOND] = tokens / seconds
-        figures[names.GENERATION_OVERLAPPED] = max(0.0, 1 - waited / seconds)
+        figures[metric_names.TOKENS_PER_SECOND] = tokens / seconds
+        figures[metric_names.GENERATION_OVERLAPPED] = max(0.0, 1 - waited / seconds)
     return figures
 
 
@@ -240,9 +245,9 @@ def routing_figures(
     usable_rows = recorded_rows - sum(t.discarded_rows for t in recorded_responses)
     tokens = sum(t.length for t in recorded_responses)
     return {
-        names.ROUTING_BYTES_PER_TOKEN: recorded_rows * form.row_bytes / tokens,
-        names.ROUTING_UNRECORDED: 1 - usable_rows / rows,
-        names.ROUTING_DISCARDED: recorded_rows - usable_rows,
+        metric_names.ROUTING_BYTES_PER_TOKEN: recorded_rows * form.row_bytes / tokens,
+        metric_names.ROUTING_UNRECORDED: 1 - usable_rows / rows,
+        metric_names.ROUTING_DISCARDED: recorded_rows - usable_rows,
     }
 
 
@@ -259,29 +264,30 @@ class StalenessError(RunError):
 
 def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, float]:
     """Return mean and largest staleness of the response tokens of the batch of ``step``, in weight versions."""
-    total, tokens, largest_staleness = 0, 0, 0
+    total, tokens, largest = 0, 0, 0
     for trajectory in batch:
         for span in trajectory.version_spans:
             span_tokens = span.end - span.start
             staleness = step - 1 - span.weight_version
             total += staleness * span_tokens
             tokens += span_tokens
-            largest_staleness = max(largest_staleness, staleness)
-    return {names.STALENESS: total / tokens, names.STALENESS_MAX: largest_staleness}
+            largest = max(largest, staleness)
+    return {metric_names.STALENESS: total / tokens, metric_names.STALENESS_MAX: largest}
 
 
 def interruption_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
-    """Return the share of responses that a weight update interrupted, and the number of recomputed tokens.
+    """Return the share of responses that a weight update interrupted, and the number of tokens prefilled again.
 
-    All tokens before a change of version in the middle of a turn are recomputed. Empty if no response was interrupted.
+    After an update in the middle of a turn, the engine prefills all earlier tokens of the response again. The dict is
+    empty if no response was interrupted.
     """
     interrupted_responses = [t for t in batch if t.interruptions]
     if not interrupted_responses:
         return {}
     recomputed_tokens = sum(sum(t.interruptions) for t in interrupted_responses)
     return {
-        names.INTERRUPTED: len(interrupted_responses) / len(batch),
-        names.RECOMPUTED_TOKENS: recomputed_tokens,
+        metric_names.INTERRUPTED: len(interrupted_responses) / len(batch),
+        metric_names.RECOMPUTED_TOKENS: recomputed_tokens,
     }
 
 
@@ -300,12 +306,12 @@ def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: 
 def with_gap_named(
     learned: Mapping[str, float], batch_figures: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return ``learned`` with the first mini-batch's gap renamed to ``GAP_STALE`` if the batch is stale.
+    """Return the ``learned`` metrics with the first mini-batch's gap renamed to ``GAP_STALE`` if the batch is stale.
 
     The gap compares trainer and engine at equal weights only if the batch is not stale. Otherwise it also contains the
     weight updates since the batch was sampled.
     """
     figures = dict(learned)
-    if batch_figures[names.STALENESS_MAX] > 0 and names.GAP_ON_POLICY in figures:
-        figures[names.GAP_STALE] = figures.pop(names.GAP_ON_POLICY)
+    if batch_figures[metric_names.STALENESS_MAX] > 0 and metric_names.GAP_ON_POLICY in figures:
+        figures[metric_names.GAP_STALE] = figures.pop(metric_names.GAP_ON_POLICY)
     return figures

@@ -4,11 +4,11 @@
 background. ``ReplayedRollouts`` reads batches that an earlier run saved. ``BatchSeals`` verifies each batch before
 training.
 
-The bound on staleness decides when a batch may begin. Batch n trains weight version n - 1, so its generation may begin
-once the trainer holds version n - 1 - ``max_staleness``, and no token of it can be older. Batches are trained on in the
-order in which their prompts were drawn, so no batch is ever dropped for its age, and long responses are trained on as
-often as short ones. If the servers keep up, no other order keeps the bound: every batch begins as soon as the bound
-allows it, and has the largest allowed staleness when it is trained on.
+The bound on staleness decides when a batch may begin. The batch of step n trains weight version n - 1, so its
+generation may begin once the trainer holds version n - 1 - ``max_staleness``, and none of its tokens can be older.
+Batches are trained on in the order in which their prompts were drawn, so no batch is ever dropped for its age, and long
+responses are trained on as often as short ones. If the servers keep up, no other order keeps the bound: every batch
+begins as soon as the bound allows it, and has the largest allowed staleness when it is trained on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_dppo.loop.ownership import announce, own_positions, owner
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
 from megatron_dppo.loop.spool import ResponseSpool
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
 from megatron_dppo.trainer.topology import Topology
@@ -57,7 +57,8 @@ class RolloutBatch:
     ``trajectories``: by position, the trajectories that this rank holds as a leader; the learner removes them when it
     delivers them.
     ``figures``: metrics of the batch and of its generation.
-    ``sampler``: the data sampler's state right after this batch; a run that resumes after this step continues there.
+    ``sampler``: the data sampler's state right after the problems of this batch were drawn; a run that resumes after
+    this step continues with that state.
     ``seal``: seal of a saved batch, if its file has one; a generated batch gets its seal from ``BatchSeals``.
     ``environment_faults``: counts of environment faults since the previous batch, by reason, over all ranks.
     """
@@ -72,9 +73,11 @@ class RolloutBatch:
 
 def gathered_faults(episodes: Episodes | None) -> Counter[str]:
     """Return the environment faults of all ranks since the last call. Collective where there are ``episodes``."""
-    if episodes is None:
-        return Counter()
-    return sum(map(Counter, all_gather_json(episodes.take_faults())), Counter[str]())
+    faults = Counter[str]()
+    if episodes is not None:
+        for rank_faults in all_gather_json(episodes.take_faults()):
+            faults.update(rank_faults)
+    return faults
 
 
 class RolloutSource(Protocol):
@@ -84,23 +87,24 @@ class RolloutSource(Protocol):
         """Return the batch of ``step``; the caller requests steps in order."""
 
     def settle(self, version: int) -> None:
-        """Wait for the generation that a weight update may not interrupt; the trainer holds weights ``version``."""
+        """Wait for the responses that a weight update must not interrupt. ``version``: of the trainer's weights."""
 
     def run_ahead(self, version: int) -> None:
-        """Start the generation of as many further batches in the background as weights ``version`` allow."""
+        """Start to generate as many further batches in the background as the trainer's weights ``version`` allow."""
 
 
 @dataclass
 class _Draft:
-    """A batch that is being generated. A group's position is the place of its problem in the order of drawing.
+    """A batch that is being generated. The position of a group is the position of its problem in ``problems``.
 
-    ``problems``, ``rows``: problems and rows of all leaders, the same on every rank; a group gets its row when its
-    rewards are known.
+    ``problems``: problems of all leaders in the order of drawing, the same on every rank.
+    ``rows``: rows of the first groups, the same on every rank; a group gets its row when its rewards are known.
     ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
     ``generation``: this rank's part of the latest round. ``received``: whether all its responses have arrived.
-    ``drawn``: indices of the batch's problems in the data. ``seconds``: duration of all rounds.
-    ``waited``: seconds that the trainer waited for responses. ``redrawn``: tokens that were sampled again after an
-    update. ``timed_out``: responses that were sampled again after a timeout.
+    ``drawn_indices``: indices of ``problems`` in the data. ``seconds``: duration of all rounds.
+    ``waited``: seconds that the trainer waited for responses. ``redrawn``: number of tokens that were discarded and
+    sampled again, because a weight update ended their responses. ``timed_out``: number of responses that were sampled
+    again after a timeout.
     ``components``: sums of the reward's components.
     """
 
@@ -111,7 +115,7 @@ class _Draft:
     rounds: int = 0
     generation: ScoredGeneration | None = None
     received: bool = False
-    drawn: list[int] = field(default_factory=list)
+    drawn_indices: list[int] = field(default_factory=list)
     seconds: float = 0.0
     waited: float = 0.0
     redrawn: int = 0
@@ -131,11 +135,11 @@ class _Draft:
 
 @dataclass
 class GeneratedRollouts:
-    """Generates batches with ``engine``. At most ``rollout.max_staleness`` batches run beside the requested one.
+    """Generates batches with ``engine``, at most ``rollout.max_staleness`` batches ahead of the requested one.
 
     ``job``: a template with every field of a generation job except the problems and the purpose and positions of their
     seeds. ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
-    ``credit``: ``environment.credit``. ``spool``: keeps the scored responses; None: none is kept.
+    ``credit``: ``environment.credit``. ``spool``: stores the scored responses for restarted ranks, or None.
     """
 
     rollout: RolloutConfig
@@ -152,13 +156,14 @@ class GeneratedRollouts:
     credit: Credit = "trajectory"
     spool: ResponseSpool | None = None
     _drafts: deque[_Draft] = field(default_factory=deque)
-    _begun: int = 0
+    _newest_step: int = 0
+    """The newest step whose generation has begun."""
     _waited_s: float = 0.0
-    _clock: tuple[float, ...] = ()
+    _previous_clocks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self._quota = GroupQuota.of(self.rollout)
-        self._clock = self._clocks()
+        self._previous_clocks = self._clocks()
 
     def collect(self, step: int) -> RolloutBatch:
         """Return the batch of ``step``, scored and with advantages, while further batches are generated.
@@ -169,20 +174,21 @@ class GeneratedRollouts:
             self._begin(step)
         draft = self._drafts[0]
         assert draft.step == step
+        version = step - 1
         if not self._drains:
-            self.run_ahead(step - 1)
-        self._complete(draft, step - 1)
+            self.run_ahead(version)
+        self._complete(draft, version)
         self._drafts.popleft()
-        # A resumed run draws the problems of later batches again, so the state is the one before them.
+        # A resumed run draws the problems of later batches again, so return their indices to the saved state.
         indices_ahead: list[int] = []
         for later_draft in self._drafts:
-            indices_ahead += later_draft.drawn
+            indices_ahead += later_draft.drawn_indices
         sampler_state = self.sampler.state_dict(indices_ahead)
         # Start further batches before waiting for this batch's last rewards, so that the servers stay busy.
-        self.run_ahead(step - 1)
+        self.run_ahead(version)
         if draft.unjudged:
-            self._judge(draft, step - 1)
-        return self._hand_over(draft, sampler_state)
+            self._judge(draft, version)
+        return self._batch(draft, sampler_state)
 
     def settle(self, version: int) -> None:
         """Wait for all running batches if weight updates do not interrupt them."""
@@ -194,10 +200,11 @@ class GeneratedRollouts:
         """Begin every batch that ``version`` allows, up to the run's last step."""
         if not self.rollout.max_staleness:
             return
-        newest_step = max(self._begun, version)
+        newest_step = max(self._newest_step, version)
         last_step = min(version + 1 + self.rollout.max_staleness, self.steps)
         if self.spool is not None and version < self.spool.last_trained:
-            # Whether kept responses of later batches may be used is known when these steps have been repeated.
+            # Restarted ranks repeat the steps that earlier ranks trained on. Only after these steps it is known whether
+            # the repeated weights are equal, so that stored responses of later batches may be used.
             last_step = min(last_step, self.spool.last_trained)
         for step in range(newest_step + 1, last_step + 1):
             self._begin(step)
@@ -209,9 +216,9 @@ class GeneratedRollouts:
 
     def _begin(self, step: int) -> None:
         draft = _Draft(step)
-        self._begun = step
+        self._newest_step = step
         self._drafts.append(draft)
-        self._ask(draft, self._quota.ask((), 0))
+        self._start_round(draft, self._quota.ask((), 0))
 
     def _complete(self, draft: _Draft, version: int) -> None:
         """Wait for the draft's responses. If a filter needs further rounds, which depend on rewards, run them here."""
@@ -221,15 +228,15 @@ class GeneratedRollouts:
         if self._quota.filtering:
             self._judge(draft, version)
             while count := self._quota.ask(draft.flat, draft.rounds):
-                self._ask(draft, count)
+                self._start_round(draft, count)
                 self._receive(draft, version)
                 self._judge(draft, version)
 
-    def _ask(self, draft: _Draft, count: int) -> None:
+    def _start_round(self, draft: _Draft, count: int) -> None:
         """Start a round of generation in the background, with ``count`` further problems."""
         draft.rounds += 1
         indices = self._draw(draft.step, draft.rounds, count)
-        draft.drawn += indices
+        draft.drawn_indices += indices
         draft.problems += [self.problems[i] for i in indices]
         draft.received = False
         positions = own_positions(draft.unjudged, self.topology)
@@ -238,22 +245,18 @@ class GeneratedRollouts:
             seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
         problems = [draft.problems[p] for p in positions]
         job = replace(self.job, problems=problems, seeds=seeds)
-        round_text = ""
+        description = f"step {draft.step}: generate"
         if draft.rounds > 1:
-            round_text = f", round {draft.rounds}"
+            description += f", round {draft.rounds}"
+        spool_part = None
+        if self.spool is not None:
+            spool_part = self.spool.part(draft.step, positions)
         draft.generation = ScoredGeneration(
-            *(
-                self.engine,
-                self.scorer,
-                job,
-                f"step {draft.step}: generate{round_text}",
-                draft.step,
-            ),
-            part=None if self.spool is None else self.spool.part(draft.step, positions),
+            self.engine, self.scorer, job, description, order=draft.step, part=spool_part
         )
 
     def _draw(self, step: int, round_: int, count: int) -> list[int]:
-        """Return the next problems, or those that earlier ranks drew for this round."""
+        """Return the indices of ``count`` problems: those that earlier ranks drew for this round, or else the next."""
         if self.spool is None:
             return self.sampler.next(count)
         indices = self.spool.draws(step, round_, count)
@@ -301,8 +304,8 @@ class GeneratedRollouts:
         draft.redrawn += sum(redrawn for _, _, redrawn, _ in rows_by_rank)
         draft.timed_out += sum(timed_out for *_, timed_out in rows_by_rank)
 
-    def _hand_over(self, draft: _Draft, position: dict[str, Any]) -> RolloutBatch:
-        """Announce the batch to every rank and return it with its figures. ``position``: the sampler's state."""
+    def _batch(self, draft: _Draft, sampler_state: dict[str, Any]) -> RolloutBatch:
+        """Announce the batch to every rank and return it with its figures. Collective."""
         selection = self._quota.choose(draft.flat)
         own_trajectories: list[Trajectory] = []
         for group_position in selection.positions:
@@ -318,38 +321,45 @@ class GeneratedRollouts:
         figures |= rollout_figures.staleness_figures(outlines, draft.step)
         figures |= rollout_figures.interruption_figures(outlines)
         if draft.redrawn:
-            figures[names.REDRAWN] = draft.redrawn
+            figures[metric_names.REDRAWN] = draft.redrawn
         if draft.timed_out:
-            figures[names.TIMED_OUT] = draft.timed_out
+            figures[metric_names.TIMED_OUT] = draft.timed_out
         faults = gathered_faults(self.episodes)
         if self.episodes is not None:
-            figures[names.ENVIRONMENT_FAULTS] = faults.total()
-        figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
+            figures[metric_names.ENVIRONMENT_FAULTS] = faults.total()
+        figures |= rollout_figures.speed_figures(
+            figures[metric_names.TOKENS], draft.seconds, draft.waited
+        )
         figures |= self._waiting()
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(outlines, trajectories, figures, position, environment_faults=faults)
+        return RolloutBatch(
+            outlines, trajectories, figures, sampler_state, environment_faults=faults
+        )
 
     def _clocks(self) -> tuple[float, ...]:
-        """Return in seconds: the current time, the trainers' wait for responses, and this rank's busy slot time."""
+        """Return three clocks in seconds: the time, the sum of this rank's waits for responses, and of the time in
+        which it had requests to generate.
+        """
         return time.monotonic(), self._waited_s, self.engine.busy_s
 
     def _waiting(self) -> dict[str, float]:
         """Return the shares of the time since the previous batch in which trainers waited, and in which servers idled.
 
-        Trainers wait for responses; a leader's servers idle when it has nothing to generate. Both are means over the
+        Trainers wait for responses. Servers idle while a leader has nothing to generate. Both shares are means over the
         leaders.
         """
-        previous_clock = self._clock
-        self._clock = self._clocks()
-        elapsed_s, waited_s, busy_s = np.subtract(self._clock, previous_clock).tolist()
+        clocks = self._clocks()
+        elapsed_s, waited_s, busy_s = np.subtract(clocks, self._previous_clocks).tolist()
+        self._previous_clocks = clocks
+        # Avoid a division by 0: two reads of the clock may be equal.
         elapsed_s = max(elapsed_s, 1e-9)
         idle_share = max(0.0, 1 - busy_s / elapsed_s)
         shares = all_gather_json([waited_s / elapsed_s, idle_share])
         leader_shares = [shares[leader] for leader in self.topology.leaders]
         mean_waited, mean_idle = np.mean(leader_shares, axis=0).tolist()
-        return {names.TRAINERS_WAITED: mean_waited, names.SERVERS_IDLE: mean_idle}
+        return {metric_names.TRAINERS_WAITED: mean_waited, metric_names.SERVERS_IDLE: mean_idle}
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         """Log a warning if groups of zero variance fill the batch because too few other groups were generated."""
@@ -398,15 +408,18 @@ class ReplayedRollouts:
         Raises BatchFormatError, on all ranks, if the batch is missing or was saved with other data.
         """
         indices = self._sampler.next(self._rollout.prompts_per_step)
-        size = self._rollout.group_size
+        group_size = self._rollout.group_size
         problems = [self._problems[i] for i in indices]
         read_own = partial(self._read, step, problems)
-        trajectories, seal = on_every_rank(read_own, error=BatchFormatError)
-        outlines, by_position = announce(trajectories, self._topology, size, range(len(problems)))
-        figures = rollout_figures.generated_figures(
-            rollout_figures.rows_of(outlines, size)
-        ) | rollout_figures.staleness_figures(outlines, step)
-        return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict(), seal)
+        own_trajectories, seal = on_every_rank(read_own, error=BatchFormatError)
+        group_positions = range(len(problems))
+        outlines, trajectory_at = announce(
+            own_trajectories, self._topology, group_size, group_positions
+        )
+        rows = rollout_figures.rows_of(outlines, group_size)
+        figures = rollout_figures.generated_figures(rows)
+        figures |= rollout_figures.staleness_figures(outlines, step)
+        return RolloutBatch(outlines, trajectory_at, figures, self._sampler.state_dict(), seal)
 
     def _read(
         self, step: int, wanted_problems: Sequence[Problem]
@@ -468,8 +481,8 @@ class BatchSeals:
     """Makes the seal of each batch, and compares the batch with it before training. Runs on every rank.
 
     ``origin``: the properties that the run's configuration requires of every batch. ``keeps``: whether seals hold the
-    stamps of all responses, for a batch's file. ``replays``: whether batches come from files; files of early releases
-    have no seal, and such batches are trained on unchecked.
+    stamps of all responses, because batches are saved. ``replays``: whether batches come from files; files of early
+    releases have no seal, and their batches are trained on unchecked.
     """
 
     origin: Origin
@@ -478,7 +491,9 @@ class BatchSeals:
     keeps: bool
     replays: bool
     _weights: dict[int, str] = field(default_factory=dict, init=False)
-    _before: list[str] = field(default_factory=list, init=False)
+    """Weight version -> hash of the weights, for versions that may sample the next batch."""
+    _previous_digests: list[str] = field(default_factory=list, init=False)
+    """For each rank, the digest of its responses of the previous batch."""
 
     def remember(self, version: int, digest: str) -> None:
         """Store ``digest``, the hash of the trainer's weights ``version``.
@@ -486,8 +501,9 @@ class BatchSeals:
         The hashes of versions too old to sample the next batch are deleted.
         """
         oldest = version - self.max_staleness
-        for old_version in [v for v in self._weights if v < oldest]:
-            del self._weights[old_version]
+        for stored_version in list(self._weights):
+            if stored_version < oldest:
+                del self._weights[stored_version]
         self._weights[version] = digest
 
     def check(self, step: int, batch: RolloutBatch) -> Seal | None:
@@ -497,43 +513,42 @@ class BatchSeals:
         every property of the batch that differs from its seal or from ``origin``.
         """
         saved_seal = batch.seal
-        size = self.origin.group_size
         if self.replays and saved_seal is None:
             return None
-        versions = self._weights if saved_seal is None else saved_seal.weights
-        own_responses = sorted(batch.trajectories.items())
-        faults: list[str] = []
-        for _, trajectory in own_responses:
-            faults += seals.response_faults(trajectory, self.origin, versions)
-        faults += seals.credit_faults([t for _, t in own_responses], self.origin)
+        positions = sorted(batch.trajectories)
+        own_responses = [batch.trajectories[position] for position in positions]
+        own_faults = self._response_faults(own_responses, saved_seal)
         own_stamps: list[Stamp] = []
         kept_stamps: list[tuple[int, dict[str, Any]]] = []
-        for position, trajectory in own_responses:
+        for position, trajectory in zip(positions, own_responses, strict=True):
             if trajectory.stamp is None:
                 continue
             own_stamps.append(trajectory.stamp)
             if self.keeps:
                 kept_stamps.append((position, asdict(trajectory.stamp)))
         if saved_seal is None:
-            faults += seals.sampling_faults(own_stamps, self.origin.sampling)
-        digests = seals.text_digest([dict(stamp.digests) for stamp in own_stamps])
+            own_faults += seals.sampling_faults(own_stamps, self.origin.sampling)
+        own_digest = seals.text_digest([dict(stamp.digests) for stamp in own_stamps])
         own_seeds = [stamp.seed for stamp in own_stamps]
-        by_rank = all_gather_json([faults, digests, own_seeds, kept_stamps])
-        faults = []
+        faults: list[str] = []
+        digests: list[str] = []
         seeds: list[int | None] = []
         stamp_by_position: dict[int, dict[str, Any]] = {}
-        for rank_faults, _, rank_seeds, rank_stamps in by_rank:
+        for rank_faults, rank_digest, rank_seeds, rank_stamps in all_gather_json(
+            [own_faults, own_digest, own_seeds, kept_stamps]
+        ):
             faults += rank_faults
+            digests.append(rank_digest)
             seeds += rank_seeds
             stamp_by_position.update(rank_stamps)
-        faults += seals.group_faults(batch.outlines, size)
+        faults += seals.group_faults(batch.outlines, self.origin.group_size)
         faults += seals.advantage_faults(batch.outlines, self.origin)
         faults += seals.seed_faults(seeds)
-        faults += [] if saved_seal is None else seals.file_faults(saved_seal, step, self.origin)
-        previous_digests = self._before
-        self._before = [digest for _, digest, *_ in by_rank]
-        if self._before == previous_digests:
+        if saved_seal is not None:
+            faults += seals.file_faults(saved_seal, step, self.origin)
+        if digests == self._previous_digests:
             faults.append("batch: all responses are those of the batch before")
+        self._previous_digests = digests
         if faults:
             raise SealError.of(step, faults)
         if saved_seal is not None:
@@ -547,3 +562,15 @@ class BatchSeals:
                 row_digests[problem_id] = seals.row_digest(self.origin.problems[problem_id])
         stamps = [Stamp(**stamp_by_position[p]) for p in sorted(stamp_by_position)]
         return Seal(step, self.origin.template, weights, row_digests, stamps)
+
+    def _response_faults(
+        self,
+        responses: Sequence[Trajectory],
+        saved_seal: Seal | None,
+    ) -> list[str]:
+        """Return the faults of this rank's responses, each on its own and within its group."""
+        weights_of_versions = self._weights if saved_seal is None else saved_seal.weights
+        faults: list[str] = []
+        for trajectory in responses:
+            faults += seals.response_faults(trajectory, self.origin, weights_of_versions)
+        return faults + seals.credit_faults(responses, self.origin)

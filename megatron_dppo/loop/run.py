@@ -52,7 +52,7 @@ from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.server_access import free_shared_devices
 from megatron_dppo.loop.spool import ResponseSpool, settings_of_responses
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.records import (
     CHECKPOINTS_FOLDER,
@@ -103,38 +103,42 @@ def run_rank(config: TrainConfig) -> None:
 
 
 def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence) -> None:
-    """Run to the end; after altered memory begin again at the newest checkpoint, where the configuration allows it.
+    """Run to the end; after altered memory, begin again at the newest checkpoint if the configuration allows it.
 
-    Every rank raises the same AlteredMemoryError, so all of them restore. Raises it where no restore is left.
+    Every rank raises the same AlteredMemoryError, so all of them restore. The error is raised on if no restore is left.
     """
     checks = config.memory_checks
-    allowed = 0
+    max_restores = 0
     if checks.on_mismatch == "restore":
-        allowed = checks.max_restores
+        max_restores = checks.max_restores
     restores = 0
     while True:
         try:
             with ExitStack() as stack:
                 Run(config, data, stop, fence, stack, restores).to_the_end()
         except AlteredMemoryError as error:
-            if restores == allowed:
+            if restores == max_restores:
                 raise
             reason = str(error)
         else:
             return
         restores += 1
-        log.warning("%s; restore %d of %d: from the newest checkpoint", reason, restores, allowed)
+        log.warning(
+            "%s; restore %d of %d: from the newest checkpoint", reason, restores, max_restores
+        )
         forget_failure()
         destroy_topology()
         # The failed run's trainer must be freed before the next one is built: two do not fit in memory.
         gc.collect()
-        # A start that set aside the earlier records must not do it again.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        # With ``resume: never``, the next Run would set aside the records and checkpoints of this start.
+        run = config.run.model_copy(update={"resume": "auto"})
+        config = config.model_copy(update={"run": run})
+        # The old object has left problems out (``RunData.settle``).
         data = RunData(config)
 
 
 def _rows_after(directory: str, step: int) -> dict[str, Any]:
-    """Return the metrics rows of the steps after ``step``, by the step as text.
+    """Return the metrics rows of the steps after ``step``, by the step as text, because JSON has no integer keys.
 
     If ``step`` is 0, the row of step 0 is among them.
     """
@@ -146,14 +150,15 @@ def _rows_after(directory: str, step: int) -> dict[str, Any]:
 
 
 def _require_services(config: TrainConfig) -> None:
-    """Raise RewardUnavailableError where a reward server or an environment server does not answer."""
-    if faults := absent_services(config):
+    """Raise RewardUnavailableError if a reward server or an environment server does not answer."""
+    faults = absent_services(config)
+    if faults:
         raise RewardUnavailableError("; ".join(faults))
 
 
 @dataclass(frozen=True)
 class _UnsavedBatch:
-    """A batch that a full disk did not take: its folder, step, trajectories and seal."""
+    """A batch that could not be saved, e.g. on a full disk: its folder, step, trajectories and seal."""
 
     folder: Path
     step: int
@@ -161,20 +166,28 @@ class _UnsavedBatch:
     seal: Seal | None
 
     def save_again(self) -> None:
-        """Save the batch if the disk takes it now; otherwise log that it is lost."""
+        """Save the batch if that succeeds now; otherwise log that it is lost."""
         try:
             save_batch(self.folder, self.step, self.trajectories, self.seal)
         except OSError as error:
             log.warning(
                 "%s: the batch of step %d is lost: %s; a replay of the run ends before it",
-                *(self.folder, self.step, error.strerror),
+                self.folder,
+                self.step,
+                error.strerror,
             )
 
 
 class Run:
     """The objects that training steps need. The constructor opens them, ``stack`` closes them.
 
-    ``restores``: how often this start went back to a checkpoint after its memory was altered.
+    Args:
+        config: configuration of the run.
+        data: training and held-out problems; the constructor leaves bad answers out.
+        stop: whether a clean stop was requested.
+        fence: raises once another start of the run has taken over.
+        stack: closes what the constructor opens.
+        restores: how often this start went back to a checkpoint after its memory was altered.
     """
 
     def __init__(
@@ -211,7 +224,7 @@ class Run:
             self.spool = self._open_spool()
             stack.callback(self.spool.close)
             self.recorded = on_rank_0(partial(_rows_after, config.run.directory, self.state.step))
-            """Records that earlier ranks wrote of steps that this start repeats, by step as text."""
+            """Metrics rows that earlier ranks wrote of steps that this start repeats, by the step as text."""
         self._open_generation(stack)
         self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
         self.memory = MemoryChecks(self.trainer)
@@ -224,7 +237,8 @@ class Run:
         )
         self._unsaved_batch: _UnsavedBatch | None = None
         self.examples: list[Example] = []
-        self._counted_updates = (0, 0)
+        self._recorded_updates = (0, 0)
+        """Numbers of committed and of verified weight updates that are in the metrics already."""
 
     def _start_hashing(self) -> BackgroundHashes:
         """Start the hashing of the start model's files in the background."""
@@ -242,24 +256,27 @@ class Run:
         )
 
     def _note_checkpoint(self, step: int) -> None:
-        """Note that a checkpoint of ``step`` has its final name. Called on rank 0, from any thread."""
+        """Record that the checkpoint of ``step`` is complete. Called on rank 0, from any thread."""
         remember_checkpoint(self.config.run.directory, step)
         self.spool.forget_until(step)
 
     def _open_spool(self) -> ResponseSpool:
-        """Open the responses that are kept since the checkpoint. Collective."""
+        """Open the spool of the responses since the checkpoint. Collective."""
         config = self.config
-        is_kept = config.checkpoint.keep_responses and config.rollout.replay_from is None
+        folder = None
+        if config.checkpoint.keep_responses and config.rollout.replay_from is None:
+            folder = Path(config.run.directory) / SPOOL_FOLDER
         spool = ResponseSpool(
-            Path(config.run.directory) / SPOOL_FOLDER if is_kept else None,
+            folder,
             self.trainer.topology.rank,
             lambda step: max(0, step - 1 - config.rollout.max_staleness),
         )
         identity = identity_of(config, self.data.train.sha256)
         settings = text_digest(settings_of_responses(settings_of(config)), identity)
         spool.open(settings, self.state.step, is_fresh=self._is_fresh)
-        if (count := spool.last_trained - self.state.step) > 0:
-            log.info("repeating %d steps from the responses of earlier ranks", count)
+        repeated_steps = spool.last_trained - self.state.step
+        if repeated_steps > 0:
+            log.info("repeating %d steps from the responses of earlier ranks", repeated_steps)
         return spool
 
     def _open_generation(self, stack: ExitStack) -> None:
@@ -292,13 +309,14 @@ class Run:
             keeps=rollout.save,
             replays=rollout.replay_from is not None,
         )
-        for version, known_digest in sorted(self.spool.known.items()):
-            seals.remember(version, known_digest)
+        # Versions of before the checkpoint may have sampled stored responses.
+        for version, stored_digest in sorted(self.spool.known.items()):
+            seals.remember(version, stored_digest)
         digest = self.memory.remember_weights(self.state.step)
         seals.remember(self.state.step, digest)
         self.spool.note_trained(self.state.step, digest)
         if self.state.step and self._watches_optimizer:
-            # Minutes may pass until the first step: servers start meanwhile.
+            # Hash the loaded optimizer state now: minutes may pass until the first step, while the servers start.
             self.memory.remember_optimizer(self.state.step)
         return seals
 
@@ -318,7 +336,7 @@ class Run:
         )
 
     def to_the_end(self) -> None:
-        """Train all steps, or those until a stop; then leave a checkpoint behind."""
+        """Train until the last step or until a stop, and leave a checkpoint behind."""
         try:
             self.begin()
             while self.state.step < self.config.run.steps:
@@ -332,18 +350,17 @@ class Run:
             self._stop_unrecorded()
             raise
         except EngineUnavailableError:
-            self.stop("the servers are given up")
+            self.stop("no server is available")
             raise
         except RewardUnavailableError:
-            self.stop("no reward could be had")
+            self.stop("a reward is unavailable")
             raise
         except (FrequencyError, GapError):
-            # The check stopped before the step's first update, on every rank, so the weights are those of the step
-            # before.
+            # Every rank raised before the optimiser step. The checkpoint shows the weights that failed the check.
             self.stop("the batch was not trained on", suspect=True)
             raise
         except BaseException:
-            # Write the failure before the stack closes what is open.
+            # Write the failure to the log before the stack closes the run's objects, which may fail in turn.
             note_failure()
             raise
 
@@ -361,29 +378,30 @@ class Run:
         self._check_files()
         step = self.state.step
         if self._repeats(step + 1) and (step == 0 or not self._lacks_evaluation(step)):
-            # The servers get the weights of the last repeated step.
+            # The next step needs no server: its responses are stored. So the first weights that the servers receive are
+            # those of the last repeated step.
             if step == 0:
                 self._write_row(0, {})
             self._check_records()
             return
-        update = self._update_weights()
-        if self.state.step == 0:
+        update_figures = self._update_weights()
+        if step == 0:
             accuracies = self.evaluations.measure(0)
-            self.recorder.write(0, {**update, **accuracies, **self.timer.finish_step()})
+            self.recorder.write(0, {**update_figures, **accuracies, **self.timer.finish_step()})
         elif self._lacks_evaluation(step):
-            accuracies = self.evaluations.measure(self.state.step)
-            self.recorder.complete(self.state.step, {**update, **accuracies})
+            accuracies = self.evaluations.measure(step)
+            self.recorder.complete(step, {**update_figures, **accuracies})
         else:
-            self.recorder.carry_over(update)
+            self.recorder.carry_over(update_figures)
         self._check_records()
 
     def _complete_step(self, step: int, weights: str, sampler: dict[str, Any]) -> None:
-        """Make ``step`` the run's state. ``weights``: the hash of the weights that it made. Collective."""
+        """Make ``step`` the newest completed one. ``weights``: the hash of the weights that it made. Collective."""
         self.state.step = step
         self.state.sampler = sampler
         self.spool.flush()
         self.fence.check_together()
-        # Every rank has written its responses of the step.
+        # After the collective check, every rank has written its responses of the step.
         self.spool.note_trained(step, weights)
 
     def _lacks_evaluation(self, step: int) -> bool:
@@ -391,7 +409,7 @@ class Run:
         return any_rank(self.recorder.lacks_evaluation(self.evaluations.last_due(step)))
 
     def _repeats(self, step: int) -> bool:
-        """Return whether earlier ranks have trained on ``step`` already, on responses that were kept."""
+        """Return whether earlier ranks have trained on ``step`` already, and the spool has its responses."""
         return step <= self.spool.last_trained
 
     def step(self) -> None:
@@ -410,7 +428,9 @@ class Run:
         planned, learned, weights = self._learn(step, batch, seal)
         self._complete_step(step, weights, batch.sampler)
         self.examples = examples_of(planned.trajectories)
-        self._save_batch(step, planned.trajectories, seal and seal.trained(weights))
+        if seal is not None:
+            seal = seal.trained(weights)
+        self._save_batch(step, planned.trajectories, seal)
         samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
         # Free the batch before the next one arrives: two do not fit in memory.
         del planned
@@ -418,11 +438,12 @@ class Run:
         self._record_faults(batch.environment_faults)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         if batch.seal is not None and step in batch.seal.weights:
-            measured[names.REDERIVED] = float(batch.seal.weights[step] == weights)
+            # A replayed batch: compare the weights with those that the replayed run made of it.
+            measured[metric_names.REDERIVED] = float(batch.seal.weights[step] == weights)
         failpoint("step/saved")
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
         if self.restores:
-            measured[names.MEMORY_RESTORES] = self.restores
+            measured[metric_names.MEMORY_RESTORES] = self.restores
         try:
             self.evaluations.before_update(step)
             with patience("others generate"):
@@ -432,7 +453,8 @@ class Run:
                 measured |= self._evaluate(step)
             failpoint("step/generate_ahead")
             self.source.run_ahead(step)
-        finally:  # a stop here leaves a checkpoint of this step, so write its metrics row too
+        finally:
+            # A stop above leaves a checkpoint of this step, so write its metrics row too.
             measured |= {**self._failed_checks(), **self.store.figures()}
             self._write_row(step, {**measured, **self.timer.finish_step()})
             self.recorder.write_samples(samples)
@@ -440,8 +462,8 @@ class Run:
         if self._is_due(self.config.checkpoint.every) and not self.trainer.parked:
             self._save_checkpoint()
         self._check_records()
-        # A signal reaches the ranks at different moments: a rank that stopped alone would leave the others in a
-        # collective.
+        # A signal reaches the ranks at different moments. A rank that stopped alone would leave the other ranks waiting
+        # in a collective.
         if any_rank(self.should_stop()):
             raise RunStoppedError(f"stopped after step {step}")
 
@@ -451,7 +473,7 @@ class Run:
         batch: RolloutBatch,
         seal: Seal | None,
     ) -> tuple[PlannedBatch, dict[str, float], str]:
-        """Do the optimiser steps of a batch, and hash what they made.
+        """Do the optimiser steps of a batch, and hash the new weights.
 
         Returns the batch as this rank received it, the metrics, and the hash of all ranks' weights.
         """
@@ -473,50 +495,56 @@ class Run:
         return planned, learned, weights
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the policy where that is due and no record has the result. Collective."""
+        """Evaluate the policy if that is due and no record has the result. Collective."""
         if self._repeats(step) and not self._has_lost_evaluation(step):
             return {}
         return self.evaluations.after_update(step)
 
     def _has_lost_evaluation(self, step: int) -> bool:
-        """Return whether an evaluation after ``step`` is due, and earlier ranks left no record of its result."""
+        """Return whether an evaluation after ``step`` is due, and no metrics row of earlier ranks has its result."""
         is_due = bool(self.data.held_out) and self.evaluations.last_due(step) == step
         return is_due and mean_accuracy(self.recorded.get(str(step), {})) is None
 
     def _write_row(self, step: int, measured: Mapping[str, float]) -> None:
-        """Write the record of ``step``; of a repeated step that of the earlier ranks, which took the real time."""
-        row = self.recorded.get(str(step)) if self._repeats(step) else None
-        if row is None:
+        """Write the metrics row of ``step``.
+
+        A repeated step keeps the row of the earlier ranks, because only their times are those of generation. New
+        accuracies are added to it, and the counts of ``measured`` are carried over to the next row.
+        """
+        earlier_row = None
+        if self._repeats(step):
+            earlier_row = self.recorded.get(str(step))
+        if earlier_row is None:
             self.recorder.write(step, measured)
             return
         values: dict[str, float] = {}
         for name, value in measured.items():
-            if names.accuracy_set(name) is not None:
+            if metric_names.accuracy_set(name) is not None:
                 values[name] = value
-        for name, recorded_value in row.items():
+        for name, earlier_value in earlier_row.items():
             if name not in ("step", "weight_version"):
-                values[name] = math.nan if recorded_value is None else recorded_value
+                # The file has null for NaN.
+                values[name] = math.nan if earlier_value is None else earlier_value
         self.recorder.write(step, values)
         self.recorder.carry_over(measured)
 
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, write report and summary, and upload the export."""
-        difference = None
+        max_logprob_diff = None
         self._take_devices()
         self.memory.check_weights()
         self._finish_checkpoint()
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
             with self.timer("export"), patience("others export"):
-                examples = gathered_examples(self.examples) or self.data.train.problems
-                difference = export(
-                    self.config.run.directory,
-                    self.trainer,
-                    examples if self.config.checkpoint.verify_export else None,
-                )
+                # Without examples, ``export`` does not compare the log-probabilities of export and trainer.
+                examples = None
+                if self.config.checkpoint.verify_export:
+                    examples = gathered_examples(self.examples) or self.data.train.problems
+                max_logprob_diff = export(self.config.run.directory, self.trainer, examples)
         # Faults of the last evaluation's episodes are not recorded yet.
         self._record_faults(gathered_faults(self.episodes))
-        self.recorder.finish(difference)
+        self.recorder.finish(max_logprob_diff)
         repository = self.config.checkpoint.upload
         if repository is not None:
             with patience("rank 0 sends the export"):
@@ -524,8 +552,9 @@ class Run:
                 on_rank_0(partial(upload_export, run.directory, repository, run.steps))
 
     def stop(self, reason: str, *, suspect: bool = False) -> None:
-        """Leave a checkpoint of the last completed step. A ``suspect`` checkpoint is for the doctor; no start loads
-        it.
+        """Leave a checkpoint of the last completed step.
+
+        A ``suspect`` checkpoint is only read by ``megatron-dppo doctor``; no start loads it.
         """
         self._take_devices()
         resumes_after = self.saved_step if suspect else self.state.step
@@ -546,19 +575,20 @@ class Run:
             self.stop("the run's records can't be written")
         except CheckpointError as error:
             log.warning("no checkpoint of step %d: %s", self.state.step, error)
-        # Last, and in any case: without a checkpoint a later start makes the step and its batch again.
+        # Save the batch after the checkpoint, which matters more. The batch is needed with the checkpoint; without one,
+        # a later start makes the step and its batch again.
         if self._unsaved_batch is not None:
             self._unsaved_batch.save_again()
 
     def _check_records(self) -> None:
-        """Raise RecordingError, on every rank, where rank 0 could not write a record."""
+        """Raise RecordingError, on every rank, if rank 0 could not write a record."""
         failure = self.recorder.failure
-        first = first_failure(None if failure is None else str(failure))
-        if first is not None:
-            raise RecordingError(first)
+        reason = first_failure(None if failure is None else str(failure))
+        if reason is not None:
+            raise RecordingError(reason)
 
     def _take_devices(self) -> None:
-        """Take the devices that the trainer shares with servers, and write a checkpoint that waits for them."""
+        """Take the devices that the trainer shares with servers, and save a checkpoint that had to wait for them."""
         if self.engine is None or not self.trainer.parked:
             return
         with self.timer("switch"), patience("others park"):
@@ -597,14 +627,15 @@ class Run:
         return state
 
     def _check_files(self) -> None:
-        """Compare the files that the run starts from with those that it began with, and store their hashes."""
+        """Compare the files that this start reads with the stored hashes from the run's begin, and store new hashes."""
         with self.timer("start"), patience("others hash the start model"):
             hashes = self.hashes.wait()
             paths = model_files(self.config.model.hf_checkpoint, self.config.lora.start_from)
-            on_rank_0(lambda: check_download({paths[name]: d for name, d in hashes.items()}))
-            files = hashes | self.data.evaluation_hashes
-        self.state.check_files(files, "the checkpoint of this run")
-        self.state.identity = {**self.state.identity, FILES: files}
+            hash_of_path = {paths[name]: digest for name, digest in hashes.items()}
+            on_rank_0(partial(check_download, hash_of_path))
+            all_hashes = hashes | self.data.evaluation_hashes
+        self.state.check_files(all_hashes, "the checkpoint of this run")
+        self.state.identity = {**self.state.identity, FILES: all_hashes}
 
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
@@ -653,25 +684,33 @@ class Run:
         )
 
     def _update_weights(self) -> dict[str, float]:
-        """Send the weights to the engine; return metrics of this update and of recoveries since the last one."""
+        """Send the weights to the engine. Return metrics of this update, and counts of all updates since the last call.
+
+        Recoveries of lost servers are updates too.
+        """
         if self.engine is None:
             return {}
         with self.timer("sync"), patience("others update the engine's weights"):
             report = self.engine.update_weights(self.state.step)
-        totals = self.engine.updates.count, self.engine.updates.verified
-        counted = self._counted_updates
-        self._counted_updates = totals
+        updates = self.engine.updates
+        recorded_count, recorded_verified = self._recorded_updates
+        self._recorded_updates = (updates.count, updates.verified)
         return {
-            names.WEIGHT_UPDATES: totals[0] - counted[0],
-            names.WEIGHT_UPDATES_VERIFIED: totals[1] - counted[1],
+            metric_names.WEIGHT_UPDATES: updates.count - recorded_count,
+            metric_names.WEIGHT_UPDATES_VERIFIED: updates.verified - recorded_verified,
             **report.metrics(),
         }
 
     def _failed_checks(self) -> dict[str, float]:
-        """Return the counts of rewards that timed out, crashed or were replaced since the last call, over all
-        leaders.
+        """Return the counts of failed rewards since the last call, over all leaders.
+
+        A reward failed if it timed out or crashed, or if its response was replaced.
         """
-        rows = (names.REWARD_TIMEOUTS, names.REWARD_CRASHES, names.REWARD_REPLACED)
+        rows = (
+            metric_names.REWARD_TIMEOUTS,
+            metric_names.REWARD_CRASHES,
+            metric_names.REWARD_REPLACED,
+        )
         counted = {name: float(self.scorer.failures[name]) for name in rows}
         self.scorer.failures.clear()
         return counted
@@ -687,22 +726,21 @@ class Run:
     def _save_batch(self, step: int, batch: Mapping[int, Trajectory], seal: Seal | None) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
-            loss_columns = self.learner.loss_columns
-            whole: list[Trajectory] = []
+            trajectories: list[Trajectory] = []
             for position, trajectory in sorted(batch.items()):
-                columns = loss_columns.get(position, {})
-                whole.append(trajectory.with_columns(**columns))
+                loss_columns = self.learner.loss_columns.get(position, {})
+                trajectories.append(trajectory.with_columns(**loss_columns))
             try:
-                save_batch(folder, step, whole, seal)
+                save_batch(folder, step, trajectories, seal)
             except OSError as error:
                 failure = RecordingError(f"rollout.save: {folder}: {error.strerror}")
                 self.recorder.failure = self.recorder.failure or failure
-                self._unsaved_batch = _UnsavedBatch(folder, step, whole, seal)
+                self._unsaved_batch = _UnsavedBatch(folder, step, trajectories, seal)
 
     def _save_checkpoint(self, *, suspect: bool = False) -> None:
         """Start writing a checkpoint of this step, after the previous one is complete.
 
-        Raises AlteredMemoryError where weights or optimizer state are not those that the step made.
+        Raises AlteredMemoryError if the weights or the optimizer state have changed since the step made them.
         """
         state = self.state
         failpoint("step/checkpoint")
@@ -717,9 +755,7 @@ class Run:
             self.saved_step = state.step
 
     def _check_memory(self) -> None:
-        """Raise AlteredMemoryError, on every rank, unless weights and optimizer state are as the last step left
-        them.
-        """
+        """Raise AlteredMemoryError, on every rank, if weights or optimizer state changed since the last step."""
         self.memory.check_weights()
         self.memory.check_optimizer()
         self.memory.forget_optimizer()
@@ -729,7 +765,7 @@ class Run:
         return self.config.memory_checks.optimizer
 
     def _check_checkpoint(self) -> None:
-        """Raise where the checkpoint that is being written failed."""
+        """Raise CheckpointError if the checkpoint in the background could not be written."""
         with self.timer("checkpoint"):
             self.store.poll()
 

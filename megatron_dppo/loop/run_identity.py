@@ -57,14 +57,13 @@ def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
     Defaults are left out, because earlier checkpoints have none of these keys.
     """
-    usual = AlgorithmConfig()
-    keys = ("advantage", "overlong_tokens", "length_penalty")
-    values = {key: getattr(algorithm, key) for key in keys}
-    chosen_values: dict[str, Any] = {}
-    for key, value in values.items():
-        if value != getattr(usual, key):
-            chosen_values[f"algorithm.{key}"] = value
-    return chosen_values
+    defaults = AlgorithmConfig()
+    identity: dict[str, Any] = {}
+    for key in ("advantage", "overlong_tokens", "length_penalty"):
+        value = getattr(algorithm, key)
+        if value != getattr(defaults, key):
+            identity[f"algorithm.{key}"] = value
+    return identity
 
 
 _ADDRESS_OPTIONS = ("url", "api_key_variable")
@@ -76,12 +75,12 @@ def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
 
     Defaults are left out, because earlier checkpoints have none of these keys.
     """
-    unchanged = RewardTerm(name=reward.name)
-    rows: dict[str, list[Any]] = {}
+    term_settings: dict[str, list[Any]] = {}
     for name, term in reward.terms.items():
         options = {k: v for k, v in term.options.items() if k not in _ADDRESS_OPTIONS}
-        rows[name] = [term.name, term.weight, options]
-    usual = [unchanged.name, unchanged.weight, unchanged.options]
-    if list(rows.values()) == [usual]:
+        term_settings[name] = [term.name, term.weight, options]
+    default = RewardTerm(name=reward.name)
+    default_settings = [default.name, default.weight, default.options]
+    if list(term_settings.values()) == [default_settings]:
         return {}
-    return {"reward (weights, options)": rows}
+    return {"reward (weights, options)": term_settings}

@@ -1,4 +1,4 @@
-"""The parts that a run is assembled from: its generation job, episodes, rollout source and evaluations."""
+"""Parts of a run, built from its configuration: the line that describes it, the generation job and the episodes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ def active_line(
     algorithm: Algorithm,
     layout: Layout,
 ) -> str:
-    """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
+    """Return the line of the console that describes the run.
+
+    Example: ``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``.
+    """
     numbers = ", ".join(
         f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
     )
     parts = [
         f"{algorithm.name} ({numbers})" if numbers else algorithm.name,
-        f"R3 {_switch(rollout.router_replay)}",
-        f"filter {_switch(rollout.drop_zero_variance_groups)}",
+        f"R3 {_on_or_off(rollout.router_replay)}",
+        f"filter {_on_or_off(rollout.drop_zero_variance_groups)}",
         f"staleness {rollout.max_staleness}",
-        rollout.interrupt if rollout.max_staleness else "",
-        placement if placement != "separate" else "",
-        f"replaying {rollout.replay_from}" if rollout.replay_from is not None else "",
-        layout.describe(),
-        dtype,
     ]
+    if rollout.max_staleness:
+        parts.append(rollout.interrupt)
+    if placement != "separate":
+        parts.append(placement)
+    if rollout.replay_from is not None:
+        parts.append(f"replaying {rollout.replay_from}")
+    parts += [layout.describe(), dtype]
     return "active: " + ", ".join(part for part in parts if part)
 
 
-def _switch(active: bool) -> str:
-    return "on" if active else "off"
+def _on_or_off(is_on: bool) -> str:
+    return "on" if is_on else "off"
 
 
 def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
@@ -63,7 +68,7 @@ def generation_job(
     topk: int,
     episodes: Episodes | None,
 ) -> GenerationJob:
-    """Return the job that every generation of the run starts from; it has no problems and no purpose of seeds yet."""
+    """Return the job of which every generation of the run is a copy, with problems and the purpose of seeds added."""
     rollout = config.rollout
     columns: dict[str, Any] = {"topk": topk} if topk else {}
     if rollout.router_replay:

@@ -1,4 +1,4 @@
-"""State of the training loop that each checkpoint stores as plain JSON, and its comparison with a start."""
+"""State of the training loop that each checkpoint stores as plain JSON, and its comparison with a later start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunState:
-        """Return the state of :meth:`to_json`'s values. Raises ResumeError for missing or unknown fields."""
+        """Return the state from the values of :meth:`to_json`. Raises ResumeError for missing or unknown fields."""
         expected_fields = set(cls.__dataclass_fields__)
         missing_fields = expected_fields - _LATER_FIELDS - set(values)
         unknown_fields = set(values) - expected_fields
@@ -76,7 +76,8 @@ class RunState:
     def check_weights(self, form: str, digest: str, checkpoint: Path) -> None:
         """Raise DamagedCheckpointError unless the loaded weights have the hash that the step's weights had.
 
-        The hashes are compared only where the ranks hold the same ``form`` of parameters as the ranks that saved.
+        ``form``: form of the parameters on these ranks. If the ranks that saved held another form, the hashes cannot be
+        compared, and no error is raised. ``digest``: hash of the loaded weights.
         """
         expected_hash = self.weights.get(form, digest)
         if digest != expected_hash:
@@ -123,12 +124,16 @@ class RunState:
             )
 
     def check_file_names(self, names: Set[str], checkpoint: str) -> None:
-        """Raise ResumeError where a model's folder has lost or gained a file since the run began."""
+        """Raise ResumeError if a model's folder has lost or gained a file since the run began.
+
+        ``names``: names of the model's files now. Held-out files are not compared, because evaluations may change.
+        """
         hashes = self.identity.get(FILES)
         if hashes is None:
             return
         saved_names = {name for name in hashes if not name.startswith("data")}
-        if changed_names := saved_names ^ names:
+        changed_names = saved_names ^ names
+        if changed_names:
             raise ResumeError(
                 f"{checkpoint} was begun with other files: {', '.join(sorted(changed_names))} came or went since"
             )
@@ -139,7 +144,7 @@ _LATER_FIELDS = {"weights", "settings"}
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the whole configuration as plain JSON, without the settings that each start may choose."""
+    """Return the whole configuration as plain JSON, without ``run.resume``, which each start may choose."""
     settings = config.model_dump(mode="json")
     del settings["run"]["resume"]
     return settings

@@ -33,15 +33,15 @@ def _is_truncated(response: TrajectoryFacts | Sample, mean_reward: float) -> boo
 
 
 _KINDS = (_is_right, _is_wrong, _is_truncated)
-"""``chosen`` keeps one response of each kind."""
+"""``sample_positions`` selects one response of each kind."""
 
 
-def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
+def sample_positions(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
     """Return the positions of at most ``KEPT`` responses.
 
-    If there are any, these are one with a reward above the mean, one that ended by itself with a reward of at most the
-    mean, and one that is truncated; then others in random order. The step's number seeds the order, so that every rank
-    chooses the same responses, and each step shows other problems.
+    The first ones are of different kinds, as far as they exist: one with a reward above the mean, one that ended by
+    itself with a reward of at most the mean, and one that is truncated. Responses in random order follow. The step's
+    number seeds the order, so that every rank selects the same responses, and each step shows other problems.
     """
     order = list(range(len(responses)))
     random.Random(step).shuffle(order)
@@ -60,7 +60,7 @@ class SampleMaker:
         reward: name of the first reward.
         data: the run's problems and tokenizer.
         zeroes_truncated: whether truncated responses earn at most 0.
-        is_alone: whether no other reward and no environment adds to the first reward.
+        is_only_reward: whether no other reward and no environment adds to the first reward.
     """
 
     def __init__(
@@ -69,13 +69,17 @@ class SampleMaker:
         data: RunData,
         *,
         zeroes_truncated: bool,
-        is_alone: bool = True,
+        is_only_reward: bool = True,
     ) -> None:
-        self._zeroed, self._is_alone = zeroes_truncated, is_alone
-        self._reward, self._component = find_reward(reward), reward.rpartition(":")[2]
+        self._zeroes_truncated = zeroes_truncated
+        self._is_only_reward = is_only_reward
+        self._reward = find_reward(reward)
+        # The name may be "<module>:<function>"; the component has the function's name.
+        self._component = reward.rpartition(":")[2]
         self._data = data
         self._problems = {p.problem_id: p for p in data.train.problems}
-        self._taken: dict[int, Sample] = {}
+        self._batch_samples: dict[int, Sample] = {}
+        """Samples that ``take`` made of the current batch, by position in the batch."""
 
     @classmethod
     def of(cls, config: TrainConfig, data: RunData) -> Self:
@@ -84,7 +88,7 @@ class SampleMaker:
             config.reward.name,
             data,
             zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
-            is_alone=config.environment.name is None and not config.reward.further,
+            is_only_reward=config.environment.name is None and not config.reward.further,
         )
 
     def take(self, step: int, batch: RolloutBatch) -> None:
@@ -92,8 +96,11 @@ class SampleMaker:
 
         Responses that do not train are delivered to no rank, so they are not available later.
         """
-        positions = [p for p in chosen(batch.outlines, step) if p in batch.trajectories]
-        self._taken = {p: self._trained(step, batch.trajectories[p]) for p in positions}
+        self._batch_samples = {}
+        for position in sample_positions(batch.outlines, step):
+            if position in batch.trajectories:
+                sample = self._training_sample(step, batch.trajectories[position])
+                self._batch_samples[position] = sample
 
     def of_step(
         self,
@@ -101,25 +108,26 @@ class SampleMaker:
         trajectories: Mapping[int, Trajectory],
         masked: Mapping[int, int],
     ) -> list[Sample]:
-        """Return the samples that ``take`` chose, and that of the response with the most masked tokens. Collective.
+        """Return the samples that ``take`` made, and that of the response with the most masked tokens. Collective.
 
-        ``trajectories``: this rank's, by position in the batch. ``masked``: the number of masked tokens of each
-        response whose loss this rank computed.
+        ``trajectories``: this rank's trajectories, by position in the batch. ``masked``: the number of masked tokens of
+        each response whose loss this rank computed, by position.
         """
-        most_masked = max(masked, key=masked.__getitem__, default=None)
-        own_candidates: dict[int, Sample] = {}
-        if most_masked is not None and most_masked in trajectories:
-            own_candidates[most_masked] = self._trained(step, trajectories[most_masked])
+        # Each rank proposes its response with the most masked tokens.
+        own_candidate: list[tuple[int, dict[str, Any]]] = []
+        position = max(masked, key=masked.__getitem__, default=None)
+        if position is not None and position in trajectories:
+            candidate = self._training_sample(step, trajectories[position])
+            own_candidate.append((position, candidate.to_json()))
         # JSON has no integer keys: send pairs.
-        own_lines = [(p, sample.to_json()) for p, sample in self._taken.items()]
-        own_candidate_lines = [(p, sample.to_json()) for p, sample in own_candidates.items()]
+        own_lines = [(p, sample.to_json()) for p, sample in self._batch_samples.items()]
         lines: dict[int, dict[str, Any]] = {}
         candidates: dict[int, dict[str, Any]] = {}
         counts: dict[int, int] = {}
-        shares = all_gather_json([own_lines, own_candidate_lines, list(masked.items())])
-        for rank_lines, rank_candidates, rank_counts in shares:
+        shares = all_gather_json([own_lines, own_candidate, list(masked.items())])
+        for rank_lines, rank_candidate, rank_counts in shares:
             lines.update(rank_lines)
-            candidates.update(rank_candidates)
+            candidates.update(rank_candidate)
             counts.update(rank_counts)
         if candidates:
             most_masked = max(candidates, key=counts.__getitem__)
@@ -138,7 +146,7 @@ class SampleMaker:
     ) -> list[Sample]:
         """Return samples of a held-out set's responses on this rank. ``problems``: the problem of each response."""
         samples: list[Sample] = []
-        for i in chosen(scored, step):
+        for i in sample_positions(scored, step):
             samples.append(self._sample(step, name, problems[i], scored[i], None))
         return samples
 
@@ -146,7 +154,7 @@ class SampleMaker:
         """Return the sample of one response to a problem of the held-out set ``name``, before any step."""
         return self._sample(0, name, problem, scored, None)
 
-    def _trained(self, step: int, t: Trajectory) -> Sample:
+    def _training_sample(self, step: int, t: Trajectory) -> Sample:
         return self._sample(step, TRAINING, self._problems[t.problem_id], t, t.advantage)
 
     def _sample(
@@ -157,14 +165,15 @@ class SampleMaker:
         t: Trajectory,
         advantage: float | None,
     ) -> Sample:
-        # An episode of several turns includes the text between the turns.
+        # All tokens after the prompt: in an episode, the text between the turns too.
         response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])
-        if t.truncated and self._zeroed:
-            cut = t.ended_by or "cut off at the length limit"
-            reason = f"{cut}, which earns at most 0 (algorithm.truncated_responses)"
+        if t.truncated and self._zeroes_truncated:
+            limit = t.ended_by or "cut off at the length limit"
+            reason = f"{limit}, which earns at most 0 (algorithm.truncated_responses)"
         else:
             reason = t.reason or self._reason(t, response, problem)
-            reason += f"; {t.ended_by}" if t.ended_by else ""
+            if t.ended_by:
+                reason += f"; {t.ended_by}"
         if len(t.branch_lengths) > 1:
             reason += f"; {len(t.branch_lengths)} branches, end to end"
         if len(t.turn_rewards) > 1:
@@ -190,14 +199,14 @@ class SampleMaker:
         )
 
     def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
-        """Return the first reward's reason for its score, or the name of what scored the response.
+        """Return the first reward's reason for its value, or the name of what scored the response.
 
-        The score is unknown for a response from a file, which holds only the sum of the rewards.
+        A response from a file has only the sum of all rewards, so the first reward's value may be unknown.
         """
         if not t.wants_score:
             return "by the environment"
         value = t.components.get(self._component)
-        if value is None and (t.turn_rewards or self._is_alone):
+        if value is None and (t.turn_rewards or self._is_only_reward):
             value = t.reward - math.fsum(t.turn_rewards)
         if value is None:
             return f"by {self._component}"

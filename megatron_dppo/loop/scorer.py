@@ -1,4 +1,4 @@
-"""The weighted sum of all rewards that a run is configured with, computed in their processes."""
+"""The weighted sum of all rewards that a run is configured with, computed in reward worker processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PendingScore:
     Attributes:
         scores: the score of each reward, by the reward's name.
         weights: the weight of each reward, by its name.
-        problem: what the response answers; None where no reward is computed.
+        problem: the problem that the response answers; None if no reward is computed.
         place_of: finds the problem in the data, for errors.
     """
 
@@ -39,30 +39,31 @@ class PendingScore:
 
     @classmethod
     def known(cls, score: Score) -> Self:
-        """Return a score that is known already: an environment's, with no reward to compute."""
+        """Return a score that is known already, so that no reward is computed."""
         future: Future[Score] = Future()
         future.set_result(score)
         return cls({"environment": future}, {"environment": 1.0})
 
-    def when_done(self, call: Callable[[Score], None]) -> None:
-        """Call ``call`` with the weighted sum once all scores are known, from any thread; not after an error."""
-        remaining = set(self.scores)
-        counting = threading.Lock()
+    def when_done(self, callback: Callable[[Score], None]) -> None:
+        """Call ``callback`` with the weighted sum once all scores are known, from any thread; not after an error."""
+        remaining_names = set(self.scores)
+        lock = threading.Lock()
 
-        def count(name: str, _: Future[Score]) -> None:
-            with counting:
-                remaining.discard(name)
-                is_last = not remaining
+        def on_score(name: str, _: Future[Score]) -> None:
+            with lock:
+                remaining_names.discard(name)
+                is_last = not remaining_names
             if is_last and not any(map(_has_failed, self.scores.values())):
-                call(self.result())
+                callback(self.result())
 
         for name, score in self.scores.items():
-            score.add_done_callback(partial(count, name))
+            score.add_done_callback(partial(on_score, name))
 
     def result(self) -> Score:
         """Wait for all scores and return their weighted sum. A refusal begins with the problem's file and line.
 
-        Raises VerifierError, with the same words in front, where a reward raised or a worker can't start.
+        Raises VerifierError, which begins with the problem's file and line too, if a reward raised or a worker can't
+        start.
         """
         scores: dict[str, Score] = {}
         for name, future in self.scores.items():
@@ -76,13 +77,15 @@ class PendingScore:
         return score
 
     def _place(self) -> str:
-        """File and line of the problem, with a colon; empty without a problem."""
+        """Return file and line of the problem, or else its id, with a colon; empty without a problem."""
         if self.problem is None:
             return ""
         place = None
         if self.place_of is not None:
             place = self.place_of(self.problem.prompt_ids)
-        return f"{place or f'problem {self.problem.problem_id}'}: "
+        if place is None:
+            place = f"problem {self.problem.problem_id}"
+        return f"{place}: "
 
 
 def _has_failed(score: Future[Score]) -> bool:
@@ -92,8 +95,8 @@ def _has_failed(score: Future[Score]) -> bool:
 class Scorer:
     """The verifiers of all rewards of ``config``; their worker processes run inside the context.
 
-    ``failures`` counts failures of rewards over all ranks, by the name of the metric. The generations add to it.
-    ``place_of`` finds problems in the data, for errors.
+    ``failures``: counts of failed rewards over all ranks, by the name of the metric; each ``ScoredGeneration`` adds its
+    counts. ``place_of``: finds problems in the data, for errors.
     """
 
     def __init__(self, config: RewardConfig, place_of: PlaceOf | None = None) -> None:

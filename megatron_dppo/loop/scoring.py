@@ -16,7 +16,7 @@ from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.loop.spool import StepPart
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, require
 from megatron_dppo.trainer.collectives import all_gather_json
@@ -44,15 +44,15 @@ class ComponentSums:
         """Return the mean of each component over the responses that have it, by metric name."""
         means: dict[str, float] = {}
         for name, (value, responses) in self._sums.items():
-            means[names.component(name, evaluation_set)] = value / responses
+            means[metric_names.component(name, evaluation_set)] = value / responses
         return means
 
 
 class ScoredGeneration:
     """This rank's part of a generation. It begins on construction and runs in the background.
 
-    A response whose reward is unavailable is replaced by another response to its problem. A reward of 0 instead would
-    train the policy on a failure of the service.
+    A response whose reward is unavailable is replaced by another response to its problem: a reward of 0 would train the
+    policy on a failure of the reward's service.
 
     Args:
         engine: servers that generate.
@@ -60,7 +60,7 @@ class ScoredGeneration:
         job: this rank's own problems and how to sample.
         description: text of the progress bar.
         order: of two open generations, the one with the lower order is served first.
-        part: keeps each scored response, and has those that exist already; None: none is kept.
+        part: stores each scored response in the spool, and has the responses that earlier ranks stored; None: no spool.
     """
 
     def __init__(
@@ -80,12 +80,14 @@ class ScoredGeneration:
         self._scores: dict[Hashable, PendingScore] = {}
         self._responses: list[Trajectory] = []
         self._part = part
-        done: dict[Hashable, Trajectory] = {}
-        for key, (response, score) in ({} if part is None else part.found(job.problems)).items():
-            done[key] = response
-            self._scores[key] = PendingScore.known(score)
-        arrived = score_on_arrival(scorer, job, self._scores, part)
-        self._generation = engine.start(job, description, arrived, order, done)
+        stored_responses: dict[Hashable, Trajectory] = {}
+        if part is not None:
+            for key, (response, score) in part.found(job.problems).items():
+                stored_responses[key] = response
+                self._scores[key] = PendingScore.known(score)
+        on_response = score_on_arrival(scorer, job, self._scores, part)
+        self._generation = engine.start(job, description, on_response, order, stored_responses)
+        # Sums over the generations before the latest round of replacements.
         self._earlier_seconds = 0.0
         self._earlier_redrawn = 0
         self._earlier_timed_out = 0
@@ -143,7 +145,7 @@ class ScoredGeneration:
                 rounds.
         """
         keys = response_keys(self._job)
-        for replacements in count():
+        for rounds in count():
             scores = {key: self._scores[key].result() for key in keys}
             replaced_keys: list[Hashable] = []
             own_reasons: list[str] = []
@@ -160,52 +162,55 @@ class ScoredGeneration:
             if not missing_count:
                 break
             message = f"{missing_count} responses have no reward; the first: {reasons[0]}"
-            if replacements == self._scorer.max_replacements:
-                raise RewardUnavailableError(
-                    f"{message} (after {replacements} replacements of them)"
-                )
+            if rounds == self._scorer.max_replacements:
+                raise RewardUnavailableError(f"{message} (after {rounds} replacements of them)")
             log.warning("%s: %s; others take their place", self._description, message)
-            self._scorer.failures[names.REWARD_REPLACED] += missing_count
-            self._replace(replaced_keys, replacements + 1)
+            self._scorer.failures[metric_names.REWARD_REPLACED] += missing_count
+            self._replace(replaced_keys, rounds + 1)
             self.wait(version, mixes=mixes)
-        rewarded = reward_responses(
-            self._job, self._responses, list(scores.values()), algorithm, credit
+        final_scores = list(scores.values())
+        rewarded_responses = reward_responses(
+            self._job, self._responses, final_scores, algorithm, credit
         )
-        self._count(list(scores.values()))
-        return rewarded
+        self._count(final_scores)
+        return rewarded_responses
 
     def _replace(self, replaced_keys: Collection[Hashable], number: int) -> None:
-        """Generate the responses with these keys again, and score them."""
+        """Generate the responses with these keys again, and score them. ``number``: of this round of replacements."""
         job = self._job
-        size = self._job.group_size
         if job.seeds is not None:
+            # Equal seeds would sample the same responses again.
             purpose = f"{job.seeds.purpose}, replacement {number}"
             job = replace(job, seeds=replace(job.seeds, purpose=purpose))
-        scored: dict[Hashable, Trajectory] = {}
-        for index, response in enumerate(self._responses):
-            key = divmod(index, size)
+        scored_responses: dict[Hashable, Trajectory] = {}
+        for key, response in zip(response_keys(job), self._responses, strict=True):
             if key not in replaced_keys:
-                scored[key] = response
-        arrived = score_on_arrival(self._scorer, job, self._scores, self._part)
-        self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
+                scored_responses[key] = response
+        on_response = score_on_arrival(self._scorer, job, self._scores, self._part)
+        self._earlier_seconds = self.seconds
+        self._earlier_redrawn = self.redrawn
         self._earlier_timed_out = self.timed_out
         description = f"{self._description}, replacement {number}"
-        self._generation = self._engine.start(job, description, arrived, self._order, done=scored)
+        self._generation = self._engine.start(
+            job, description, on_response, self._order, scored_responses
+        )
 
     def _count(self, scores: Sequence[Score]) -> None:
         """Add up components and failures over all ranks. Collective."""
-        component_sums = ComponentSums()
+        own_sums = ComponentSums()
         for score in scores:
-            component_sums.add({name: (value, 1) for name, value in score.components.items()})
-        failed = [sum(s.timed_out for s in scores), sum(s.crashed for s in scores)]
-        for timeouts, crashes, sums in all_gather_json([*failed, component_sums.to_json()]):
-            self._scorer.failures[names.REWARD_TIMEOUTS] += timeouts
-            self._scorer.failures[names.REWARD_CRASHES] += crashes
+            own_sums.add({name: (value, 1) for name, value in score.components.items()})
+        own_timeouts = sum(s.timed_out for s in scores)
+        own_crashes = sum(s.crashed for s in scores)
+        counts_by_rank = all_gather_json([own_timeouts, own_crashes, own_sums.to_json()])
+        for timeouts, crashes, sums in counts_by_rank:
+            self._scorer.failures[metric_names.REWARD_TIMEOUTS] += timeouts
+            self._scorer.failures[metric_names.REWARD_CRASHES] += crashes
             self.components.add(sums)
 
 
 def response_keys(job: GenerationJob) -> list[tuple[int, int]]:
-    """Return the keys of a job's responses in their order: position of the problem, number in its group."""
+    """Return the key of each response of a job, in order: (position of the problem, index in its group)."""
     size = job.group_size
     return [divmod(index, size) for index in range(len(job.problems) * size)]
 
@@ -217,9 +222,9 @@ def reward_responses(
     algorithm: AlgorithmConfig,
     credit: Credit = "trajectory",
 ) -> list[Trajectory]:
-    """Return the responses of a job with rewards and advantages; all of them have a score.
+    """Return the responses of a job with rewards and advantages. Each response must have a score.
 
-    Raises VerifierError where a reward refused a response.
+    Raises VerifierError if a reward refused a response.
     """
     size = job.group_size
     inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
@@ -234,13 +239,14 @@ def score_on_arrival(
     scores: dict[Hashable, PendingScore],
     part: StepPart | None = None,
 ) -> OnResponse:
-    """Return the callback that stores the pending score of each response in ``scores``.
+    """Return the callback that starts to score each response, and stores the pending score in ``scores``.
 
-    ``part`` keeps each response when its score is known.
+    ``part`` stores each response in the spool when its score is known.
     """
 
-    # A closure: with a method, the generation would keep itself and its responses in memory.
-    def arrived(key: Hashable, response: Trajectory) -> None:
+    # Use a closure, not a method of ScoredGeneration: the engine's generation, which holds the callback, would refer
+    # back to the ScoredGeneration, and the cycle would keep all responses in memory.
+    def on_response(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
         if response.finish_reason == "failed":
             scores[key] = PendingScore.known(Score.without_value(response.reason))
@@ -252,4 +258,4 @@ def score_on_arrival(
         if part is not None:
             scores[key].when_done(partial(part.keep, key, response))  # type: ignore[arg-type]
 
-    return arrived
+    return on_response

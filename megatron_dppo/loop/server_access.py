@@ -30,6 +30,7 @@ from megatron_dppo.weight_sync.reach import check_reach
 log = logging.getLogger(__name__)
 
 _FORGET_S = 20.0
+"""Longest time for a server to end the requests and broadcast groups of dead ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class ServerAccess:
             await weights.close()
 
     async def open_weights(self, member: membership.Member) -> EngineWeights:
-        """Open the weight control of a member of the fleet."""
+        """Open the connection that updates the weights of a member."""
         weights = await self._connect(member)
-        # A server that is attached again keeps the state of its memory: what it released stays released.
+        # All connections to a server share one record of the memory that it has released.
         weights.occupation = self._occupations.setdefault(member, weights.occupation)
         return weights
 
     async def release_memory(self, member: membership.Member, tags: Sequence[MemoryTag]) -> None:
-        """Ensure that the server has released its memory of ``tags``. Raises EngineError where that is unknown."""
+        """Ensure that the server has released its memory of ``tags``. Raises EngineError if the release failed."""
         if member in self._occupations and self._occupations[member].released.issuperset(tags):
             return
         weights = await self.open_weights(member)
@@ -70,10 +71,10 @@ class ServerAccess:
             await weights.close()
 
     async def forget_ranks(self, member: membership.Member) -> None:
-        """End what ranks that have died left in a server: their requests and their broadcast groups.
+        """End the requests and the broadcast groups that dead ranks left in a server.
 
-        The server stays paused, and keeps its memory, as they left it. Raises EngineError, TimeoutError where it does
-        not answer.
+        The server's pause and its released memory stay as they are. Raises EngineError or, if the server does not
+        answer, TimeoutError.
         """
         async with asyncio.timeout(_FORGET_S), membership.client_of(member) as client:
             await client.abort_all(_FORGET_S)
@@ -98,15 +99,17 @@ class ServerAccess:
 
 
 def free_shared_devices(config: TrainConfig) -> None:
-    """Have colocated servers release their memory before ranks that start again allocate theirs. Runs on every rank.
+    """Have colocated servers release their memory before restarted ranks allocate theirs. Every rank calls it.
 
-    Rank 0 asks the servers; the other ranks wait for it when they meet. A server that does not release its memory is
-    reported lost, so that the supervisor ends it.
+    Rank 0 sends the requests; the other ranks wait for rank 0 when they join the process group. A server that does not
+    release its memory is reported lost, so that the supervisor ends it.
     """
-    start, is_rank_0 = start_of_ranks() or 1, os.environ.get("RANK", "0") == "0"
+    start = start_of_ranks() or 1
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
     if start == 1 or not is_rank_0 or config.engine.placement != "colocated":
         return
-    url, keys = os.environ.get(ENDPOINT_VARIABLE), os.environ.get(STARTED_KEYS_VARIABLE)
+    url = os.environ.get(ENDPOINT_VARIABLE)
+    keys = os.environ.get(STARTED_KEYS_VARIABLE)
     if url is None or keys is None:
         return
     record = RecordClient(url, Keys(**json.loads(keys)), start)
@@ -115,6 +118,7 @@ def free_shared_devices(config: TrainConfig) -> None:
     tags = released_tags(config.lora)
     with AsyncRunner() as runner:
         for server in record.servers():
+            # Only servers that the supervisor starts share devices.
             if not server.replaceable:
                 continue
             member = membership.Member.of(server, record.keys(server), config.engine)

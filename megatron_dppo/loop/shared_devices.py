@@ -15,7 +15,7 @@ from megatron_dppo.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class SharedDevices:
-    """The devices' turns. Where each side has its own devices (``is_shared`` False), no method is called.
+    """The turns of trainer and servers on shared devices. Without shared devices, no method is called.
 
     Attributes:
         is_shared: whether trainer and servers share devices.
@@ -31,25 +31,29 @@ class SharedDevices:
     released: Sequence[MemoryTag]
     record: RecordClient | None
 
-    def leave(self, *stays: TrainerPart) -> None:
-        """End the trainer's turn and park all its parts except ``stays``. Collective."""
-        kept_parts = self.trainer.parked.union(stays)
-        leaving_parts = [part for part in self.parts if part not in kept_parts]
+    def leave(self, *kept_parts: TrainerPart) -> None:
+        """End the trainer's turn and park all its parts except ``kept_parts``. Collective.
+
+        Servers may start only if no part is kept: a starting server needs the memory of the kept parts.
+        """
+        unaffected_parts = self.trainer.parked.union(kept_parts)
+        leaving_parts = [part for part in self.parts if part not in unaffected_parts]
         if leaving_parts:
             failpoint("parking/park")
             self.trainer.park(leaving_parts)
             failpoint("parking/parked")
         collectives.barrier()
-        self.allow_starts(not stays)
+        self.allow_starts(not kept_parts)
 
     def take(self) -> None:
         """Begin the trainer's turn. Collective."""
-        # The barrier also covers a server that fails to report that it stopped generating.
+        # All ranks wait for each other, even if a server failed to report that it stopped generating.
         collectives.barrier()
         if self.trainer.parked:
             failpoint("parking/unpark")
             self.trainer.unpark()
 
     def allow_starts(self, allowed: bool) -> None:
+        """Allow or forbid the supervisor to start servers."""
         if self.record is not None:
             self.record.allow_starts(allowed)

@@ -1,4 +1,4 @@
-"""The spool: the scored responses since the newest checkpoint, kept so that ranks that start again do nothing twice.
+"""The spool: the scored responses since the newest checkpoint, kept so that restarted ranks need not sample them again.
 
     <run.directory>/spool/
       settings                   hash of the settings that the responses depend on
@@ -6,10 +6,10 @@
       step_<n>/draws.jsonl       {"round", "problems"}: the problems that were drawn for the batch of step n
       step_<n>/rank<r>.frames    the scored responses of leader r (``data/response_frames.py``)
 
-Each leader appends its own responses as soon as they are scored, from a thread of its own. Ranks that resume from the
-checkpoint of step k draw the same problems again and find the responses there: those of steps that were trained on, so
-that training repeats these steps exactly, and those of batches in the making. Steps up to the newest checkpoint are
-removed. A write error ends the use of the spool with a warning, and the run goes on.
+Each leader appends its own responses in a background thread, as soon as they are scored. Ranks that resume from the
+checkpoint of step k draw the same problems again and find two sorts of responses in the spool: responses of steps that
+were trained on, so that training repeats these steps exactly, and responses of unfinished batches. Steps up to the
+newest checkpoint are removed. A write error ends the use of the spool with a warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ log = logging.getLogger(__name__)
 
 _SETTINGS, _TRAINED, _DRAWS = "settings", "trained.jsonl", "draws.jsonl"
 Key = tuple[int, int]
+"""Key of a response: (position of its group, index in the group). The position is that in the batch in files, and that
+in the job of this rank in ``StepPart``."""
 
 
 @dataclass
 class ResponseSpool:
-    """The spool of one rank. Call ``open`` first; ``close`` waits for what is still to be written.
+    """The spool of one rank. Call ``open`` first; ``close`` waits until everything is written.
 
     Attributes:
-        folder: the spool's folder; None where nothing is kept.
+        folder: the spool's folder; None if no responses are kept.
         rank: global rank.
         oldest_version: returns the oldest weight version that may sample the batch of a step.
-        trained: hash of the weights that each step made, of the steps since the checkpoint, in order.
-        known: hash of the weights versions up to the checkpoint's, as far as they may have sampled a response.
+        trained: step -> hash of the weights that earlier ranks made in it, for the steps since the checkpoint.
+        known: weight version -> hash, for the versions up to the checkpoint's that may have sampled a stored response.
     """
 
     folder: Path | None
@@ -60,7 +62,8 @@ class ResponseSpool:
     trained: dict[int, str] = field(default_factory=dict, init=False)
     known: dict[int, str] = field(default_factory=dict, init=False)
     uses_untrained: bool = field(default=True, init=False)
-    """Whether responses of batches that were not trained on may be used: this run's weights have sampled them."""
+    """Whether responses of batches that were not trained on may be used. False if the weights of a repeated step differ
+    from those of the earlier ranks: other weights than this run's have sampled these responses then."""
     _draws: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
     _files: dict[int, BinaryIO] = field(default_factory=dict, init=False)
 
@@ -74,7 +77,7 @@ class ResponseSpool:
         Args:
             settings: hash of the settings that responses depend on; files of other settings are removed.
             step: the step of the checkpoint that was loaded; 0 without one.
-            is_fresh: whether the run begins anew, so that nothing is used.
+            is_fresh: whether the run begins anew, so that stored responses are removed.
         """
         if self.folder is None:
             return
@@ -91,7 +94,9 @@ class ResponseSpool:
     def draws(self, step: int, round_: int, count: int) -> list[int] | None:
         """Return the ``count`` problems that earlier ranks drew in this round of a step's batch; None if unknown."""
         problems = self._draws.get((step, round_))
-        return problems if problems is not None and len(problems) == count else None
+        if problems is None or len(problems) != count:
+            return None
+        return problems
 
     def note_draws(self, step: int, round_: int, problems: Sequence[int]) -> None:
         """Store the problems of a round. Runs on every rank; rank 0 writes."""
@@ -100,11 +105,11 @@ class ResponseSpool:
             self._submit(self._append_line, f"{_step_name(step)}/{_DRAWS}", line)
 
     def part(self, step: int, positions: Sequence[int]) -> StepPart:
-        """Return this rank's part of a step's batch, whose groups have these positions."""
+        """Return this rank's part of a step's batch. ``positions``: of its groups in the batch."""
         return StepPart(self, step, tuple(positions))
 
     def found(self, step: int) -> dict[Key, ScoredResponse]:
-        """Return this rank's stored responses of a step by key, except damaged ones and those of too old weights."""
+        """Return this rank's stored responses of a step by key, without damaged ones and those of too old weights."""
         if self.folder is None or not (self.uses_untrained or step in self.trained):
             return {}
         path = self._frames_of(step)
@@ -127,7 +132,10 @@ class ResponseSpool:
         self._writer.submit(_nothing).result()
 
     def note_trained(self, step: int, digest: str) -> None:
-        """Store the hash of the weights that ``step`` made, behind all earlier responses. Rank 0 writes."""
+        """Store the hash of the weights that ``step`` made, after all responses of the step are stored. Rank 0 writes.
+
+        A step that earlier ranks trained on is compared with theirs instead.
+        """
         if step in self.trained:
             self._compare(step, digest)
         elif self.rank == 0 and step not in self.known:
@@ -136,7 +144,7 @@ class ResponseSpool:
         self._submit(self._close_file, step)
 
     def forget_until(self, step: int) -> None:
-        """Remove the steps up to that of a checkpoint that is published. Called on rank 0, from any thread."""
+        """Remove the steps up to ``step``, whose checkpoint is complete. Called on rank 0, from any thread."""
         if self.folder is None:
             return
         for path in self.folder.glob("step_*"):
@@ -150,6 +158,7 @@ class ResponseSpool:
         self._files.clear()
 
     def _compare(self, step: int, digest: str) -> None:
+        """Compare the weights of a repeated step; if they differ, discard the responses of later weights."""
         expected_hash = self.trained[step]
         if digest == expected_hash:
             log.info(
@@ -163,11 +172,14 @@ class ResponseSpool:
         self.uses_untrained = False
         log.warning(
             "step %d was repeated from the responses of the earlier ranks, and its weights have the hash %s, those of "
-            "the earlier ranks %s: the responses of batches in the making are sampled anew",
-            *(step, digest, expected_hash),
+            "the earlier ranks %s: the responses of unfinished batches are sampled anew",
+            step,
+            digest,
+            expected_hash,
         )
 
     def _read(self, settings: str, step: int, *, is_fresh: bool) -> list[Any]:
+        """Return ``_read_trained`` and ``_read_draws``; empty the spool if its settings differ or the run is new."""
         assert self.folder is not None
         path = self.folder / _SETTINGS
         try:
@@ -185,20 +197,27 @@ class ResponseSpool:
             return [[], []]
 
     def _read_trained(self, step: int) -> list[tuple[int, str]]:
+        """Return (step, hash of its weights), and rewrite the file with these steps alone.
+
+        The steps are those up to the checkpoint's ``step`` whose weights may sample the next batch, and all later steps
+        without a gap.
+        """
         assert self.folder is not None
         path = self.folder / _TRAINED
         lines = read_step_lines(path) if path.is_file() else []
         digests = {line["step"]: str(line["weights"]) for line in lines}
         first_version = self.oldest_version(step + 1)
-        trained = [(s, d) for s, d in sorted(digests.items()) if first_version <= s <= step]
+        steps = [version for version in sorted(digests) if first_version <= version <= step]
         while step + 1 in digests:
             step += 1
-            trained.append((step, digests[step]))
+            steps.append(step)
+        trained = [(number, digests[number]) for number in steps]
         kept_lines = [json.dumps({"step": s, "weights": d}) + "\n" for s, d in trained]
         write_atomically(path, "".join(kept_lines))
         return trained
 
     def _read_draws(self) -> list[tuple[int, int, list[int]]]:
+        """Return (step, round, problems) of each draw."""
         assert self.folder is not None
         draws = []
         for path in sorted(self.folder.glob(f"step_*/{_DRAWS}")):
@@ -213,10 +232,12 @@ class ResponseSpool:
         return self.folder / _step_name(step) / f"rank{self.rank}.frames"
 
     def _submit(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Call ``write`` in the writing thread, after all earlier calls."""
         if not self._failed:
             self._writer.submit(self._write, write, *arguments)
 
     def _write(self, write: Callable[..., None], *arguments: Any) -> None:
+        # An earlier call in the queue may have failed.
         if self._failed:
             return
         try:
@@ -225,7 +246,8 @@ class ResponseSpool:
             self._failed = True
             log.warning(
                 "%s: %s; responses are no longer kept for a restart of the ranks",
-                *(self.folder, error.strerror),
+                self.folder,
+                error.strerror,
             )
 
     def _append_frame(self, step: int, response: ScoredResponse) -> None:
@@ -234,6 +256,7 @@ class ResponseSpool:
         append_frame(self._files[step], response)
 
     def _drop_untrained(self) -> None:
+        """Remove this rank's responses of steps that earlier ranks did not train on."""
         assert self.folder is not None
         for path in self.folder.glob(f"step_*/rank{self.rank}.frames"):
             step = int(path.parent.name.removeprefix("step_"))
@@ -242,7 +265,8 @@ class ResponseSpool:
                 path.unlink()
 
     def _close_file(self, step: int) -> None:
-        if (file := self._files.pop(step, None)) is not None:
+        file = self._files.pop(step, None)
+        if file is not None:
             file.close()
 
     def _append_line(self, name: str, line: str) -> None:
@@ -255,9 +279,9 @@ class ResponseSpool:
 
 @dataclass(frozen=True)
 class StepPart:
-    """This rank's part of a round of a step's batch.
+    """This rank's part of one round of a step's batch.
 
-    ``positions``: positions of its groups in the batch, in the job's order.
+    ``positions``: positions of this rank's groups in the batch, in the job's order.
     """
 
     spool: ResponseSpool
@@ -265,7 +289,7 @@ class StepPart:
     positions: tuple[int, ...]
 
     def found(self, problems: Sequence[Problem]) -> dict[Key, tuple[Trajectory, Score]]:
-        """Return the responses that exist already, by (position in ``problems``, sample), with their scores."""
+        """Return the stored responses to ``problems`` with their scores, by (position in ``problems``, index)."""
         index_of = {position: index for index, position in enumerate(self.positions)}
         found: dict[Key, tuple[Trajectory, Score]] = {}
         for (position, sample), response in self.spool.found(self.step).items():
@@ -276,15 +300,16 @@ class StepPart:
         return found
 
     def keep(self, key: Key, trajectory: Trajectory, score: Score) -> None:
-        """Keep a response, unless it has no value to train on."""
+        """Store a response, unless its reward has no value to train on."""
         if score.unavailable is None and score.refusal is None:
-            values = {**asdict(score), "components": dict(score.components)}
-            response = ScoredResponse((self.positions[key[0]], key[1]), trajectory, values)
-            self.spool.keep(self.step, response)
+            score_values = {**asdict(score), "components": dict(score.components)}
+            index, sample = key
+            spool_key = (self.positions[index], sample)
+            self.spool.keep(self.step, ScoredResponse(spool_key, trajectory, score_values))
 
 
 def _nothing() -> None:
-    """Do nothing. The result of this call in the writing thread is ready after all earlier calls."""
+    """Do nothing. When the writing thread has made this call, all earlier calls are done."""
 
 
 def _step_name(step: int) -> str:

@@ -18,9 +18,9 @@ from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, read_manifest
 
 _NEEDED_FOR_DATA = ("data", "model.hf_checkpoint")
-"""Keys that the data can't be read without."""
+"""Sections and keys without which the data can't be read."""
 _NEEDED_FOR_SCORES = ("reward",)
-"""Keys that responses can't be scored without."""
+"""Sections without which responses can't be scored."""
 
 
 def data_and_resume_faults(
@@ -34,9 +34,9 @@ def data_and_resume_faults(
 
     Args:
         config: configuration of the run.
-        refused: faults that other checks found; checks that depend on their keys are skipped.
-        answers: file to write the scores of the gold answers to, so that the following run need not score them
-            again.
+        refused: faults that other checks found, each beginning with its key; checks that need these keys are skipped.
+        answers: file to which the faults of the gold answers are written, so that the following run need not score
+            the answers again.
     """
     faults: list[str] = []
     if config.run.sha256_list is not None:
@@ -45,7 +45,7 @@ def data_and_resume_faults(
     if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in refused):
         with _noting(faults, "data"):
             data = inputs.RunData(config)
-            # Each stage has its own block, so that a fault of one hides no other fault.
+            # Each stage has its own block, so that a fault in one stage hides no fault of the next.
             with _noting(faults, "run.resume"):
                 check_resume(config, data.train.sha256)
             if any(fault.startswith(_NEEDED_FOR_SCORES) for fault in refused):
@@ -61,28 +61,30 @@ def data_and_resume_faults(
 
 
 def check_resume(config: TrainConfig, data_sha256: str) -> None:
-    """Raise ResumeError or CheckpointError where a start would refuse the run's checkpoints."""
+    """Raise ResumeError or CheckpointError if a start would refuse the run's checkpoints."""
     if config.run.resume == "never":
         return
     directory = Path(config.run.directory)
-    folders = CheckpointDirectory(directory / records.CHECKPOINTS_FOLDER, config.checkpoint.keep)
-    survey = folders.survey()
+    checkpoint_directory = CheckpointDirectory(
+        directory / records.CHECKPOINTS_FOLDER, config.checkpoint.keep
+    )
+    survey = checkpoint_directory.survey()
     refuse_damage(config.checkpoint.on_damage, survey)
-    if survey.complete:
-        last_checkpoint = survey.complete[-1].path
-        state = RunState.from_json(read_manifest(last_checkpoint)["state"])
-        state.check_identity(identity_of(config, data_sha256), str(last_checkpoint))
-        files = inputs.model_files(config.model.hf_checkpoint, config.lora.start_from)
-        state.check_file_names(files.keys(), str(last_checkpoint))
-        # Only the small files are hashed here, in milliseconds. The ranks hash the weights later.
-        small_files: dict[str, str] = {}
-        for name, path in files.items():
-            if path.suffix != inputs.WEIGHTS:
-                small_files[name] = sha256_of(path)
-        state.check_files(small_files, str(last_checkpoint))
-    else:
+    if not survey.complete:
         reasons = [unusable.reason for unusable in survey.unusable]
         refuse_fresh_start(config.run, reasons, records.read_history(directory))
+        return
+    newest = survey.complete[-1].path
+    state = RunState.from_json(read_manifest(newest)["state"])
+    state.check_identity(identity_of(config, data_sha256), str(newest))
+    files = inputs.model_files(config.model.hf_checkpoint, config.lora.start_from)
+    state.check_file_names(files.keys(), str(newest))
+    # Hash only the small files here, in milliseconds. The ranks hash the weights later.
+    small_hashes: dict[str, str] = {}
+    for name, path in files.items():
+        if path.suffix != inputs.WEIGHTS:
+            small_hashes[name] = sha256_of(path)
+    state.check_files(small_hashes, str(newest))
 
 
 @contextmanager

@@ -168,17 +168,17 @@ def test_the_gap_is_looked_at_before_the_first_step_alone(watch) -> None:
 
 def test_only_tokens_at_equal_weights_may_stop_a_run_by_their_frequency(watch, monkeypatch) -> None:
     one, looked = watch(), []
-    for name in ("_canary", "_canary_of_others"):
+    for name in ("_canary", "_canary_of_other_weights"):
         canary = getattr(one.learner, name)
         monkeypatch.setattr(canary, "check", lambda _, name=name: looked.append(name))
     data = samples()
     one.learner.learn(one.plan(data))
     # The first of a batch's mini-batches alone, and none of older weights.
-    assert looked == ["_canary", *["_canary_of_others"] * (len(looked) - 1)]
+    assert looked == ["_canary", *["_canary_of_other_weights"] * (len(looked) - 1)]
     assert len(looked) > 1
     looked.clear()
     one.learner.learn(one.plan(data, **{names.STALENESS_MAX: 1}))
-    assert set(looked) == {"_canary_of_others"}
+    assert set(looked) == {"_canary_of_other_weights"}
 
 
 @pytest.mark.parametrize(

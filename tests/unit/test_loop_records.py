@@ -76,7 +76,7 @@ def test_a_runs_end_names_the_environment_that_failed(tmp_path, caplog):
     *_, said, done = [record.getMessage() for record in caplog.records]
     assert said == (
         "the environment games:Chess failed 71 times, most often (40 times): crashed; "
-        f"the others are in {tmp_path}/summary.json"
+        f"all reasons are in {tmp_path}/summary.json"
     )
     assert done.startswith("done: 2 steps")
 

@@ -136,7 +136,7 @@ def test_a_batch_may_come_from_every_version_that_the_bound_allows_and_from_no_o
         seal = seals.check(6, batch_of(sampled_by(5 - age)))
         assert seal is not None
         assert dict(seal.weights) == {v: f"weights {v}" for v in {5 - age, 5}}
-        seals._before = []
+        seals._previous_digests = []
     with pytest.raises(SealError, match=rf"version {4 - max_staleness}\b"):
         seals.check(6, batch_of(sampled_by(4 - max_staleness)))
 

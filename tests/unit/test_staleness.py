@@ -216,7 +216,7 @@ class BegunBatches(GeneratedRollouts):
     """A source that notes which batches it begins, in the place of generating them."""
 
     def _begin(self, step: int) -> None:
-        self._begun = step
+        self._newest_step = step
         self._drafts.append(_Draft(step))
 
     def _clocks(self) -> tuple[float, ...]:
