@@ -24,12 +24,13 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
     The result is deterministic, and indices ascend within a group. Some groups are empty if there are fewer sequences
     than ranks.
     """
-    # A partial partition has `ranks` pairs (sum, indices), the heaviest first. Merge the two partitions with the widest
-    # spread, heaviest group onto lightest, until one partition remains. The smallest index breaks ties.
+    # Each index begins as a partial partition of its own: `ranks` pairs (sum, indices), the heaviest first. Merge the
+    # two partitions with the widest spread, each heavy group with a light one, until one partition remains. The heap
+    # has (-spread, smallest index, partition), so the smallest index breaks ties.
     heap: list[tuple[float, int, list[_Part]]] = []
     for index, cost in enumerate(costs):
-        partition: list[_Part] = [(cost, [index]), *[(0, [])] * (ranks - 1)]
-        heap.append((-cost, index, partition))
+        empty_parts: list[_Part] = [(0, [])] * (ranks - 1)
+        heap.append((-cost, index, [(cost, [index]), *empty_parts]))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first_index, partition = heapq.heappop(heap)
@@ -40,8 +41,8 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
         ):
             merged.append((cost + added_cost, indices + added_indices))
         merged.sort(key=_heaviest_first)
-        spread = merged[-1][0] - merged[0][0]
-        heapq.heappush(heap, (spread, min(first_index, second_index), merged))
+        minus_spread = merged[-1][0] - merged[0][0]
+        heapq.heappush(heap, (minus_spread, min(first_index, second_index), merged))
     if not heap:
         return [[] for _ in range(ranks)]
     _, _, final_partition = heap[0]
@@ -95,8 +96,9 @@ def plan_mini_batch(
     minimal_groups = []
     for share in shares:
         minimal_groups.append(plan_micro_batches([lengths[i] for i in share], token_budget))
-    # With expert parallelism every rank takes part in the others' layers, so all ranks need the same number.
+    # With expert parallelism, ranks exchange tokens in every micro-batch, so all ranks need the same number.
     count = max(1, *(len(groups) for groups in minimal_groups))
+    # Round up to the multiple.
     count += -count % count_multiple
     plan = []
     for share, groups in zip(shares, minimal_groups, strict=True):
@@ -112,7 +114,7 @@ def plan_mini_batch(
 def idle_share(plan: Sequence[Groups], costs: Sequence[float]) -> float:
     """Compute the share of all ranks' time that is spent waiting.
 
-    The k-th micro-batches of all ranks run together, and each takes as long as the costliest of them. So the share is
+    The k-th micro-batches of all ranks run together, and all of them take as long as the costliest one. So the share is
     1 - sum of all costs / (ranks * sum over k of the largest cost); 0 without work.
     """
     rank_costs: list[list[float]] = []
@@ -133,18 +135,20 @@ def _spread(
 ) -> Groups:
     """Divide sequences into exactly ``count`` groups, the heaviest first.
 
-    The groups are balanced evenly if they then keep to the budget. Else each sequence joins the cheapest group with
-    room; if one finds no room, ``groups`` are split.
+    Three divisions are tried in this order: groups of nearly equal cost, if none exceeds the budget; each sequence in
+    the cheapest group with room; and ``groups``, the fewest within the budget, of which some are split.
     """
-    spread: Groups | None = partition_by_cost(costs, count)
-    for group in spread or []:
+    even_groups = partition_by_cost(costs, count)
+    divided_groups: Groups | None = even_groups
+    for group in even_groups:
         if len(group) > 1 and _total(lengths, group) > token_budget:
-            spread = _cheapest_with_room(lengths, costs, token_budget, count)
+            divided_groups = _cheapest_with_room(lengths, costs, token_budget, count)
             break
-    if spread is None:
-        spread = _split(costs, groups, count)
-    # Sort, because the k-th micro-batches of all ranks run together: the heaviest ones should meet.
-    parts = [(_total(costs, group), group) for group in spread]
+    if divided_groups is None:
+        divided_groups = _split(costs, groups, count)
+    # Put the heaviest first on every rank: the k-th micro-batches of all ranks run together, so their costs should be
+    # close.
+    parts = [(_total(costs, group), group) for group in divided_groups]
     return [group for _, group in sorted(parts, key=_heaviest_first)]
 
 
@@ -154,26 +158,30 @@ def _cheapest_with_room(
     token_budget: int,
     count: int,
 ) -> Groups | None:
-    """Divide sequences into ``count`` groups: the costliest first, each joins the cheapest group with room for its
-    tokens. None if a sequence finds no room."""
+    """Divide sequences into ``count`` groups; return None if a sequence finds no room.
+
+    The costliest sequence comes first. Each joins the cheapest group that has room for its tokens; an empty group has
+    room for every sequence.
+    """
     groups: Groups = [[] for _ in range(count)]
-    sums = np.zeros(count)
-    tokens = np.zeros(count, dtype=np.int64)
+    group_costs = np.zeros(count)
+    group_tokens = np.zeros(count, dtype=np.int64)
     for index in np.argsort(-np.asarray(costs), kind="stable").tolist():
-        room = (tokens + lengths[index] <= token_budget) | (tokens == 0)
-        if not room.any():
+        has_room = (group_tokens + lengths[index] <= token_budget) | (group_tokens == 0)
+        if not has_room.any():
             return None
-        group = int(np.argmin(np.where(room, sums, np.inf)))
+        group = int(np.argmin(np.where(has_room, group_costs, np.inf)))
         groups[group].append(index)
-        sums[group] += costs[index]
-        tokens[group] += lengths[index]
+        group_costs[group] += costs[index]
+        group_tokens[group] += lengths[index]
     return [sorted(group) for group in groups]
 
 
 def _split(costs: Sequence[float], groups: Groups, count: int) -> Groups:
     """Halve the heaviest group that has at least two sequences until there are ``count`` groups.
 
-    ``count`` is below the number of sequences: with a group for each sequence, all groups would be within the budget.
+    Such a group exists: ``_spread`` calls this function only if ``count`` is below the number of sequences, because
+    ``count`` groups of one sequence each would keep to the budget.
     """
     groups = list(groups)
     while len(groups) < count:

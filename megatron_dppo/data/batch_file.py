@@ -6,12 +6,12 @@
     loss_mask       bool
     column.NAME     rows of the trajectories that have the column
     present.NAME    bool [n]: whether each trajectory has the column
-    hash.ARRAY      uint8 [n, 16]: hash of each trajectory's part of an array; zeros if it has none
-    hash.numbers    uint8 [n, 16]: hash of its rows of trajectories and scores, as bytes
+    hash.ARRAY      uint8 [n, 16]: hash of each trajectory's part of an array; zeros for a trajectory without a part
+    hash.numbers    uint8 [n, 16]: hash of each trajectory's rows in trajectories and scores, as bytes
     seal            JSON in the file's metadata: the origin of the batch (``data/seal.py``); missing without a seal
 
-A hash is compared when its part is read. The file has no text, because the tokens contain it. Columns follow from
-their declarations (``data/columns.py``).
+A hash is compared when its part is read. The file has no text, because the tokens contain it. The alignment of columns
+follows from their declarations (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save_batch(
     trajectories: Sequence[Trajectory],
     seal: Seal | None = None,
 ) -> Path:
-    """Write one step's batch with its seal, if it has one. The file is written atomically.
+    """Write the batch of ``step`` with its seal, if it has one. The file is written atomically.
 
     Raises ValueError if only some trajectories have a complete column, or if a column's arrays differ in type or
     trailing shape.
@@ -64,13 +64,13 @@ def save_batch(
 
 
 def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
-    """Read one step's batch. Raises FileNotFoundError, or BatchFormatError with the path and the error."""
+    """Read the batch of ``step``. Raises FileNotFoundError, or BatchFormatError with the path and the error."""
     saved = SavedBatch(folder, step)
     return saved.read(range(len(saved.problems)))
 
 
 class SavedBatch:
-    """One step's batch in its file. Only the trajectories that ``read`` returns are loaded into memory.
+    """The batch of one step in its file. Only the trajectories that ``read`` returns are loaded into memory.
 
     ``problems`` has the problem id of each trajectory, in order. ``seal`` is None if the file has none. Raises
     FileNotFoundError, or BatchFormatError with the path and the error.
@@ -86,21 +86,22 @@ class SavedBatch:
             self._scores = self._rows("scores", 0, self._size("scores"))
             self.problems: list[int] = self._numbers[:, 0].tolist()
             lengths = self._numbers[:, 2]
-            self._tokens = self._ends("token_ids", lengths)
+            self._token_ends = self._ends("token_ids", lengths)
             self._ends("loss_mask", lengths)
-            sampled = np.zeros(len(lengths), np.int64)
+            sampled_counts = np.zeros(len(lengths), np.int64)
             for position in range(len(lengths)):
-                sampled[position] = np.count_nonzero(self._mask(position))
+                sampled_counts[position] = np.count_nonzero(self._mask(position))
+            # Column -> whether each trajectory has it, and the ends of the trajectories' rows.
             self._columns: dict[str, tuple[np.ndarray, list[int]]] = {}
             for key in self._arrays:
                 if not key.startswith(COLUMN):
                     continue
                 name = key.removeprefix(COLUMN)
                 are_present = self._rows(PRESENT + name, 0, self._size(PRESENT + name))
-                counts = sampled
+                row_counts = sampled_counts
                 if declared_column(name).rows is not Rows.SAMPLED:
-                    counts = lengths - 1
-                ends = self._ends(COLUMN + name, np.where(are_present, counts, 0))
+                    row_counts = lengths - 1
+                ends = self._ends(COLUMN + name, np.where(are_present, row_counts, 0))
                 self._columns[name] = are_present, ends
             self._check_names()
             text = (self._file.metadata() or {}).get(SEAL)
@@ -136,7 +137,7 @@ class SavedBatch:
             self._check(COLUMN + name, i, rows)
             if rows is not None:
                 columns[name] = rows
-        tokens = self._rows("token_ids", self._tokens[i], self._tokens[i + 1])
+        tokens = self._rows("token_ids", self._token_ends[i], self._token_ends[i + 1])
         mask = self._mask(i)
         self._check("token_ids", i, tokens)
         self._check("loss_mask", i, mask)
@@ -153,14 +154,20 @@ class SavedBatch:
         )
 
     def _check(self, name: str, i: int, array: np.ndarray | None) -> None:
-        """Raise ValueError if the trajectory's part of an array does not have its hash."""
+        """Raise ValueError unless ``array``, the part of trajectory ``i``, has the hash in the file.
+
+        None: the trajectory has no part.
+        """
         if not np.array_equal(self._rows(HASH + name, i, i + 1), _hashes([array])):
             raise ValueError(
                 f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} are not those of their hash"
             )
 
     def _check_names(self) -> None:
-        # Without this check, a column whose name was altered would be dropped silently.
+        """Raise ValueError unless the file has exactly the expected arrays.
+
+        Without this check, a column whose name was altered would be dropped silently.
+        """
         columns = [COLUMN + name for name in self._columns]
         parts = [NUMBERS, "token_ids", "loss_mask", *columns]
         expected_names = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
@@ -171,11 +178,14 @@ class SavedBatch:
             raise ValueError(f"altered: its arrays lack, or should not have, {sorted(wrong_names)}")
 
     def _mask(self, i: int) -> np.ndarray:
-        return self._rows("loss_mask", self._tokens[i], self._tokens[i + 1])
+        return self._rows("loss_mask", self._token_ends[i], self._token_ends[i + 1])
 
-    def _ends(self, name: str, counts: np.ndarray) -> list[int]:
-        """0, and the end of each trajectory's rows."""
-        ends = [0, *np.cumsum(counts).tolist()]
+    def _ends(self, name: str, row_counts: np.ndarray) -> list[int]:
+        """Return 0 and the end of each trajectory's rows: trajectory i has the rows from ends[i] to ends[i + 1].
+
+        Raises ValueError if the array ``name`` has another number of rows than ``row_counts`` together.
+        """
+        ends = [0, *np.cumsum(row_counts).tolist()]
         if self._size(name) != ends[-1]:
             raise ValueError(f"{name} has {self._size(name)} rows, expected {ends[-1]}")
         return ends
@@ -184,14 +194,18 @@ class SavedBatch:
         return int(self._arrays[name].get_shape()[0])
 
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
-        # safetensors raises an error for a slice of an array without rows, and for one that begins at the array's end.
+        # safetensors raises an error for a slice of an array without rows, and for a slice that begins at the array's
+        # end.
         if not self._size(name):
             return np.asarray(self._file.get_tensor(name))
         array = self._arrays[name]
-        return np.asarray(array[begin:end] if begin < end else array[0:0])
+        if begin == end:
+            return np.asarray(array[0:0])
+        return np.asarray(array[begin:end])
 
     @contextmanager
     def _faults_named(self) -> Iterator[None]:
+        """Raise BatchFormatError, with the file's path, for an error in the block."""
         try:
             yield
         except (SafetensorError, KeyError, ValueError, IndexError) as error:
@@ -229,8 +243,10 @@ def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 
 
 def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Hash each part: uint8 [parts, 16]."""
-    # A missing part has zeros, so that a column that was removed counts as altered.
+    """Hash each part: uint8 [parts, 16], with zeros for a missing part.
+
+    So a part that was removed from the file counts as altered.
+    """
     hashes = bytearray()
     for part in parts:
         hashes += bytes(16) if part is None else bytes.fromhex(digest(part))

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-_LONGEST_REASON = 300
+_MAX_REASON = 300
+"""Largest number of characters of a template's own error message in ours."""
 
 
 class ChatTemplateError(ValueError):
@@ -29,7 +30,8 @@ def render(
 ) -> str:
     """Render ``messages`` with the chat template.
 
-    Arguments of a tool call are objects. A template that takes them only as text gets them as JSON text.
+    In ``messages``, the arguments of a tool call are objects. Some templates expect them as JSON text instead: if a
+    template fails with the objects, or writes them in Python's notation, it gets JSON text.
 
     Args:
         tokenizer: The tokenizer with the chat template.
@@ -45,15 +47,14 @@ def render(
     def rendered(variant: Sequence[Message]) -> str:
         return _apply_template(tokenizer, variant, tools, arguments, asks)
 
-    objects = _argument_objects(messages)
-    if not objects:
+    argument_objects = _argument_objects(messages)
+    if not argument_objects:
         return rendered(messages)
     try:
         text = rendered(messages)
     except ChatTemplateError:
         return rendered(_with_argument_text(messages))
-    # If the text has Python's own notation of an object, the template writes arguments unchanged and needs JSON text.
-    if any(str(value) in text for value in objects):
+    if any(str(argument_object) in text for argument_object in argument_objects):
         return rendered(_with_argument_text(messages))
     return text
 
@@ -76,7 +77,7 @@ def _apply_template(
             )
     # A template is a program: it may raise any exception, or never end.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         raise ChatTemplateError(f"{type(error).__name__}: {reason}") from error
     return str(text)
 
@@ -126,6 +127,7 @@ def _call_with_text(call: Any) -> Any:
 
 
 _PROBE = "zqPROBEzq"
+"""A text that no template writes by itself."""
 _USER: Message = {"role": "user", "content": "3+5"}
 _SYSTEM: Message = {"role": "system", "content": "4"}
 
@@ -134,14 +136,19 @@ def has_date(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
 ) -> bool:
     """Whether the template writes the current date into prompts."""
-    probed = {"strftime_now": lambda _: _PROBE, **(arguments or {})}
+    # Templates get the date from the function strftime_now, which is replaced here.
+    probe_arguments = {"strftime_now": _probe_date, **(arguments or {})}
     for messages in ([_USER], [_SYSTEM, _USER]):
         try:
-            if _PROBE in render(tokenizer, messages, arguments=probed):
+            if _PROBE in render(tokenizer, messages, arguments=probe_arguments):
                 return True
         except ChatTemplateError:
             return False
     return False
+
+
+def _probe_date(_format: str) -> str:
+    return _PROBE
 
 
 def lacks_generation_prompt(
@@ -149,16 +156,17 @@ def lacks_generation_prompt(
 ) -> bool:
     """Whether prompts end without the text that the template writes before a message of the assistant.
 
-    Some templates, such as Mixtral's, have no such text, and their prompts lack nothing.
+    Some templates, such as Mixtral's, write nothing there, and their prompts lack nothing.
     """
     answer = {"role": "assistant", "content": _PROBE}
     try:
         prompt = render(tokenizer, [_USER], arguments=arguments)
-        unasked = render(tokenizer, [_USER], arguments=arguments, asks=False)
-        answered = render(tokenizer, [_USER, answer], arguments=arguments, asks=False)
+        bare_prompt = render(tokenizer, [_USER], arguments=arguments, asks=False)
+        conversation = render(tokenizer, [_USER, answer], arguments=arguments, asks=False)
     except ChatTemplateError:
         return False
-    prefix, probe, _ = answered.partition(_PROBE)
-    if not probe or prompt != unasked or not prefix.startswith(prompt):
+    text_before_answer, probe, _ = conversation.partition(_PROBE)
+    if not probe or prompt != bare_prompt or not text_before_answer.startswith(prompt):
         return False
-    return bool(prefix.removeprefix(prompt).strip())
+    generation_prompt = text_before_answer.removeprefix(prompt)
+    return bool(generation_prompt.strip())

@@ -31,10 +31,10 @@ def _name(dtype: np.dtype) -> str:
 
 
 class Rows(Enum):
-    """Which tokens of a trajectory have a row."""
+    """The tokens of a trajectory that have a row in a column."""
 
     SAMPLED = "sampled"
-    """Each token that the policy sampled; row i is of the i-th of them."""
+    """Each token that the policy sampled; row i belongs to the i-th sampled token."""
     INPUT = "input"
     """Each token but the last, which is never fed back to a model."""
 
@@ -44,7 +44,7 @@ class ReadBy(Enum):
 
     FIRST = "the first stage, which embeds the tokens"
     LAST = "the last stage, which computes the loss"
-    ALL = "every stage; of a column by MoE layer, that stage's layers"
+    ALL = "every stage; a column by MoE layer is split, and each stage reads its own layers"
 
     def includes(self, stage: int, stages: int) -> bool:
         """Whether ``stage`` of ``stages``, counted from 0, reads the column."""
@@ -56,7 +56,7 @@ class ReadBy(Enum):
 
 
 class Form(NamedTuple):
-    """Type and trailing shape that a batch's arrays of one column have in common."""
+    """Type and trailing shape (without the rows) that all arrays of one column have in a batch."""
 
     dtype: str
     trailing: tuple[int, ...]
@@ -77,13 +77,13 @@ class Column:
 
     Attributes:
         name: Name of the column.
-        dtypes: Names of the allowed types, the usual one first.
+        dtypes: Names of the allowed types; values that are no array get the first one.
         rows: The tokens that have a row.
-        trailing: Names of the sizes of the further axes, which are equal in a batch.
-        fill: The value in a pack's rows that have no value.
-        complete: Whether all trajectories of a batch have the column, or none. Otherwise some may lack it.
+        trailing: Names of the sizes of the axes after the rows, which are equal in a batch.
+        fill: The value of rows without a value in a pack.
+        complete: Whether a column must be in all trajectories of a batch or in none. If False, some may lack it.
         packed: Whether micro-batches have the column.
-        usable: Computes which rows are valid. None: all.
+        usable: Computes which rows are valid. None: all rows are.
         check: Validates values from a file or the engine (``Trajectory.check``).
         read_by: The pipeline stages that receive the column.
     """
@@ -101,7 +101,7 @@ class Column:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a pack needs a mask of the column's valid rows."""
+        """Whether some rows may be invalid or missing, so that a pack needs a mask of the valid rows."""
         return not self.complete or self.usable is not None
 
     def count(self, loss_mask: np.ndarray) -> int:
@@ -122,8 +122,8 @@ class Column:
     def array(self, values: object, loss_mask: np.ndarray, location: object) -> np.ndarray:
         """Convert ``values`` to this column of a trajectory with ``loss_mask``: contiguous and read-only.
 
-        A sequence that is no array gets the usual type. Raises ValueError, beginning with ``location``, for a type, a
-        number of axes or a number of rows that differs from the declaration.
+        A sequence that is no array gets the first of ``dtypes``. Raises ValueError, beginning with ``location``, for a
+        type, a number of axes or a number of rows that differs from the declaration.
         """
         array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
         dtype = _name(array.dtype)
@@ -156,7 +156,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 def digest(array: np.ndarray) -> str:
     """Hash the values, type and shape: 32 hexadecimal digits."""
-    # XXH3 of 128 bits takes a tenth of the time of a copy.
+    # XXH3 of 128 bits takes a tenth of the time of copying the array.
     hasher = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
     hasher.update(np.ascontiguousarray(array).data)
     return hasher.hexdigest()
@@ -181,9 +181,11 @@ def declared_column(name: str) -> Column:
     return COLUMNS[name]
 
 
-# A log-probability may exceed 0 by this much, by fp32's rounding for a near-certain token. The engine's protocol checks
-# answers with the same functions.
 LOG_PROB_ROUNDING = 1e-6
+"""Log-probabilities may exceed 0 by this much: fp32 rounds for tokens of a probability near 1.
+
+The engine's protocol checks responses with the functions below, too.
+"""
 
 
 def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> None:
@@ -198,33 +200,32 @@ def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> N
 
 
 def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
-    """Check the log-probabilities of Top-K entries [R, K] as ``check_log_probs`` does, where their id is not negative.
+    """Check Top-K log-probabilities [R, K] as ``check_log_probs`` does, except those at negative ids, which are fill.
 
     Raises ValueError also if a token has an id twice, because its probability would count twice.
     """
-    valid = ids >= 0
-    check_log_probs(np.where(valid, log_probs, 0.0), f"{location}: Top-K log-probabilities")
-    ordered = np.sort(ids, axis=1)
-    is_repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    is_valid = ids >= 0
+    check_log_probs(np.where(is_valid, log_probs, 0.0), f"{location}: Top-K log-probabilities")
+    sorted_ids = np.sort(ids, axis=1)
+    is_repeated = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_ids[:, 1:] >= 0)
     if is_repeated.any():
         row, column = np.argwhere(is_repeated)[0]
         raise ValueError(
-            f"{location}: Top-K id {ordered[row, column]} stands twice at token {row}, expected different ids"
+            f"{location}: Top-K id {sorted_ids[row, column]} stands twice at token {row}, expected different ids"
         )
 
 
 UNWRITTEN_TOKENS = 8
-"""With one expert per token, a recording with zeros in every layer for more tokens than this was never written: no
+"""A recording of one expert per token that is zero in every layer for more tokens than this was never written: no
 router sends so many tokens to expert 0 of every layer."""
 
 
 def check_recording(routed: np.ndarray, experts: int) -> None:
     """Raise ValueError unless each token goes to distinct experts of 0 .. ``experts`` - 1.
 
-    ``routed`` [rows, L, E] of any integer type: recorded expert choices (R3, arXiv 2510.11370). The recording of one
-    trajectory is uint8 or uint16 [S - 1, L, E]: row t has the experts of token t in each mixture-of-experts layer. The
-    last token is never fed back to the engine, so it has no row. S = tokens of the trajectory, L = mixture-of-experts
-    layers, E = experts a token.
+    ``routed`` [rows, L, E] of any integer type: recorded expert choices (R3, arXiv 2510.11370), with L = MoE layers and
+    E = experts per token. A trajectory of S tokens has uint8 or uint16 [S - 1, L, E]: row t has the experts of token t
+    in each MoE layer. The last token is never fed back to the engine, so it has no row.
     """
     if routed.size == 0:
         return
@@ -238,8 +239,8 @@ def check_recording(routed: np.ndarray, experts: int) -> None:
 
 
 def has_repeats(routed: np.ndarray) -> bool:
-    """Whether an entry [..., E] has a number twice."""
-    # Compare pairs: sorting such short rows takes ten times as long.
+    """Whether a token has the same expert twice in a layer; ``routed`` is [..., E]."""
+    # Compare each of the E columns with the columns after it: sorting the short rows takes ten times as long.
     size = routed.shape[-1]
     choices = np.ascontiguousarray(routed.reshape(-1, size).T)
     return any((choices[i + 1 :] == choices[i]).any() for i in range(size - 1))
@@ -253,16 +254,17 @@ def is_unwritten(routed: np.ndarray) -> bool:
 def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Whether each row of a recording was recorded by the weights that sampled the next token: bool [S - 1].
 
-    ``routing_version`` has the version that recorded each row. Without that column it is the last version: an engine
-    that continues a response after a weight update records the whole sequence again under the new weights. Without
-    ``weight_version`` all rows are usable.
+    The column ``routing_version`` has the version that recorded the row. Without the column, the last version recorded
+    all rows: an engine that continues a response after a weight update records the whole sequence again under the new
+    weights. Rows whose next token was not sampled are usable, and without ``weight_version`` all rows are.
     """
-    rows = np.ones(len(loss_mask) - 1, dtype=bool)
+    is_usable = np.ones(len(loss_mask) - 1, dtype=bool)
     versions = columns.get("weight_version")
     if versions is not None and len(versions):
-        recorded = columns.get("routing_version", versions[-1])
-        rows[np.flatnonzero(loss_mask)[versions != recorded] - 1] = False
-    return rows
+        recording_versions = columns.get("routing_version", versions[-1])
+        sampled_positions = np.flatnonzero(loss_mask)
+        is_usable[sampled_positions[versions != recording_versions] - 1] = False
+    return is_usable
 
 
 def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
@@ -351,13 +353,13 @@ TOPK_LOG_PROBS = declare(
 
 # Every stage needs the versions to find the usable rows of ``routed_experts``.
 WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
-"""The weight version that sampled each token. ``Outline`` has its runs on every rank."""
+"""The weight version that sampled each token. Every rank has its runs of equal versions (``Outline.version_spans``)."""
 
 ROUTING_VERSION = declare(
     Column("routing_version", ("int32",), Rows.SAMPLED, complete=False, packed=False)
 )
-"""The weight version that recorded the row of ``routed_experts`` before each token; -1 for a lost row. The column
-exists only if some rows are not of the last version (``usable_rows``)."""
+"""For each sampled token, the weight version that recorded the row of ``routed_experts`` before it; -1 for a lost row.
+The column exists only if some rows were not recorded by the last version (``usable_rows``)."""
 
 ROUTED_EXPERTS = declare(
     Column(

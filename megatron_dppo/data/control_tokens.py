@@ -1,10 +1,15 @@
 """Encoding of chat renderings so that the text of messages is never read as control tokens.
 
-A tokenizer reads the characters <|im_end|> as the token that ends a turn, also where a policy or an environment wrote
-them. So the control tokens in a message are replaced by marks of letters and digits before the template renders it. A
-rendering with marks is encoded by a copy of the tokenizer in which each control token has a secret name: the control
-tokens that the template wrote get that name, and the marks are replaced by the characters of their token, which the
-copy reads as ordinary text. All other rules of the tokenizer apply to the whole text.
+A tokenizer reads the characters <|im_end|> as the token that ends a turn, even if a policy or an environment wrote them
+into a message. The text of messages is therefore encoded in these steps:
+
+1. ``hold`` replaces the control tokens in a message by marks of letters and digits.
+2. The template renders the messages, and writes control tokens of its own.
+3. ``encode`` takes a copy of the tokenizer in which each control token has a secret name, and replaces the template's
+   control tokens by these names.
+4. ``encode`` replaces the marks by the characters of their tokens, which the copy reads as ordinary text.
+
+All other rules of the tokenizer apply to the whole text.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class ControlTokens:
     """Encodes renderings of a chat template, so that the text of messages is not read as control tokens.
 
-    ``special`` are the tokenizer's special tokens. ``further`` are its other added tokens that the chat template
-    writes, such as ``</tool_response>``.
+    Two sets make up the control tokens. ``special``: the tokenizer's special tokens. ``further``: its other added
+    tokens that the chat template writes, such as ``</tool_response>``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -48,17 +53,17 @@ class ControlTokens:
         self.special = frozenset(special_names)
         self.further = frozenset(further_names - special_names)
         self._nonce = secrets.token_hex(8)
-        self._marks: dict[str, str] = {}
-        self._names: dict[str, str] = {}
+        self._mark_of: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
         for i, name in enumerate(sorted(self.special | self.further)):
             mark = f"Held{self._nonce}x{i}z"
-            self._marks[name] = mark
-            self._names[mark] = name
-        self._mark = re.compile(f"Held{self._nonce}x[0-9]+z")
+            self._mark_of[name] = mark
+            self._name_of[mark] = name
+        self._mark_pattern = re.compile(f"Held{self._nonce}x[0-9]+z")
 
     def written_in(self, text: str) -> frozenset[str]:
         """The control tokens, ``special`` or ``further``, in ``text``."""
-        pattern = _alternation(self._marks)
+        pattern = _alternation(self._mark_of)
         if pattern is None:
             return frozenset()
         return frozenset(pattern.findall(text))
@@ -72,7 +77,7 @@ class ControlTokens:
 
     def _held(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return _replaced(pattern, self._marks, value)
+            return _replaced(pattern, self._mark_of, value)
         if isinstance(value, Mapping):
             return {self._held(k, pattern): self._held(v, pattern) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -81,11 +86,11 @@ class ControlTokens:
 
     def has_marks(self, text: str) -> bool:
         """Whether ``text`` has marks of ``hold``."""
-        return self._mark.search(text) is not None
+        return self._mark_pattern.search(text) is not None
 
     def release(self, text: str) -> str:
         """Replace the marks in ``text`` by the characters of their tokens."""
-        return _replaced(self._mark, self._names, text)
+        return _replaced(self._mark_pattern, self._name_of, text)
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendering. Marks become the tokens of the characters that they stand for.
@@ -93,17 +98,17 @@ class ControlTokens:
         Raises ChatTemplateError if the tokenizer cannot be made to read a control token as plain text.
         """
         if not self.has_marks(text):
-            return self._usual(text)
+            return self._original_ids(text)
         copy = self._copy
-        without = self._mark.sub("", text)
-        if copy.encode(without) != self._usual(without):
+        text_without_marks = self._mark_pattern.sub("", text)
+        if copy.encode(text_without_marks) != self._original_ids(text_without_marks):
             raise ChatTemplateError(
                 "the tokenizer reads control tokens otherwise under other names"
             )
-        named = copy.named(text)
-        return copy.encoded(self.release(named))
+        return copy.encode_renamed(self.release(copy.rename(text)))
 
-    def _usual(self, text: str) -> list[int]:
+    def _original_ids(self, text: str) -> list[int]:
+        """Encode a text with the tokenizer itself."""
         ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
 
@@ -114,7 +119,7 @@ class ControlTokens:
             raise ChatTemplateError(
                 f"a {type(self._tokenizer).__name__} can't read control tokens as plain text, expected a tokenizer.json"
             )
-        return _RenamedTokenizer(backend.to_str(), self._marks, self._nonce)
+        return _RenamedTokenizer(backend.to_str(), self._mark_of, self._nonce)
 
 
 class _RenamedTokenizer:
@@ -122,7 +127,7 @@ class _RenamedTokenizer:
 
     Args:
         state: The original's tokenizer.json.
-        names: Names of the tokens.
+        names: Names of the tokens to rename.
         nonce: Part of the secret names.
     """
 
@@ -130,42 +135,44 @@ class _RenamedTokenizer:
         # Import lazily: the import takes a fraction of a second, and most runs never need this copy.
         from tokenizers import Tokenizer
 
-        self._secret = {name: f"<|{nonce}n{i}|>" for i, name in enumerate(sorted(names))}
+        self._secret_names = {name: f"<|{nonce}n{i}|>" for i, name in enumerate(sorted(names))}
         self._pattern = _alternation(names)
-        tree = json.loads(state) | {"post_processor": None, "truncation": None, "padding": None}
-        for token in tree["added_tokens"]:
-            token["content"] = self._renamed(token["content"])
-        model = tree["model"]
+        settings = json.loads(state)
+        # These parts may name tokens. They change whole sequences, not the encoding of text.
+        settings |= {"post_processor": None, "truncation": None, "padding": None}
+        for token in settings["added_tokens"]:
+            token["content"] = self._new_name(token["content"])
+        model = settings["model"]
         # Some models look up whole words in their vocabulary, which may also list added tokens.
         if isinstance(model["vocab"], dict):
-            model["vocab"] = {self._renamed(word): i for word, i in model["vocab"].items()}
+            model["vocab"] = {self._new_name(word): i for word, i in model["vocab"].items()}
         else:
-            model["vocab"] = [[self._renamed(word), score] for word, score in model["vocab"]]
+            model["vocab"] = [[self._new_name(word), score] for word, score in model["vocab"]]
         if model.get("unk_token") is not None:
-            model["unk_token"] = self._renamed(model["unk_token"])
-        self._tokenizer = Tokenizer.from_str(json.dumps(tree))
-        self._ids = {
-            self._tokenizer.token_to_id(token["content"]): token["id"]
-            for token in tree["added_tokens"]
-        }
+            model["unk_token"] = self._new_name(model["unk_token"])
+        self._tokenizer = Tokenizer.from_str(json.dumps(settings))
+        # The library may number added tokens anew.
+        self._original_id: dict[int, int] = {}
+        for token in settings["added_tokens"]:
+            self._original_id[self._tokenizer.token_to_id(token["content"])] = token["id"]
 
-    def _renamed(self, word: str) -> str:
-        return self._secret.get(word, word)
+    def _new_name(self, word: str) -> str:
+        return self._secret_names.get(word, word)
 
-    def named(self, text: str) -> str:
+    def rename(self, text: str) -> str:
         """Replace every control token in ``text`` by its secret name."""
         if self._pattern is None:
             return text
-        return _replaced(self._pattern, self._secret, text)
+        return _replaced(self._pattern, self._secret_names, text)
 
-    def encoded(self, text: str) -> list[int]:
+    def encode_renamed(self, text: str) -> list[int]:
         """Encode a text in which control tokens have their secret names."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [self._ids.get(i, i) for i in ids]
+        return [self._original_id.get(i, i) for i in ids]
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as the original does."""
-        return self.encoded(self.named(text))
+        return self.encode_renamed(self.rename(text))
 
 
 def _alternation(names: Collection[str]) -> re.Pattern[str] | None:

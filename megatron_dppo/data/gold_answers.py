@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Characters. A longer text is a derivation, and slow to parse.
 LONGEST_ANSWER = 500
+"""Characters. A longer text is a derivation, and slow to parse."""
 
 BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")
 _MARK = "####"
+_BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or an escaped character, such as ``\\{``, which is no brace."""
 _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def gold_answer(text: str) -> str:
     r"""The text after the last ``####``, else the content of the last closed ``\boxed``, else ``text``.
 
-    After ``####`` a number's groups of three digits are joined: ``1,080`` becomes ``1080``. A box
-    without braces, ``\boxed 4$`` as in some of MATH's solutions, ends with its formula.
+    After ``####``, commas between a number's groups of three digits are removed: ``1,080`` becomes ``1080``. The
+    content of a box without braces, ``\boxed 4$`` as in some of MATH's solutions, ends at the ``$``.
     """
     if _MARK in text:
         answer = text.rpartition(_MARK)[2].strip()
@@ -35,7 +37,7 @@ def holds_answer(text: str) -> bool:
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:
-    """Position and content of every closed box."""
+    """Yield the position of the content and the content of every closed box."""
     for match in BOX.finditer(text):
         content = braced(text, match.end())
         if content is not None:
@@ -45,10 +47,13 @@ def boxes(text: str) -> Iterator[tuple[int, str]]:
 def braced(text: str, start: int) -> str | None:
     """The text between the brace before ``start`` and its closing brace; None without a closing brace."""
     depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
-        text, start, start + LONGEST_ANSWER + 100
-    ):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
+    # Stop well beyond the longest answer, because texts may be very long.
+    end = start + LONGEST_ANSWER + 100
+    for match in _BRACE_OR_ESCAPE.finditer(text, start, end):
+        if match[0] == "{":
+            depth += 1
+        elif match[0] == "}":
+            depth -= 1
         if depth == 0:
             return text[start : match.start()]
     return None

@@ -23,20 +23,21 @@ class PackedBatch:
     """One micro-batch in Megatron's thd format. Tensors are on the CPU until ``to``.
 
     Token t of a sequence predicts token t + 1, so row t of a column of sampled tokens belongs to ``target_ids[t]``.
-    To pad T to a multiple, the pack ends with one sequence of padding, with token 0. To pad a sequence to a multiple,
-    such tokens are appended to it and count as its part.
+    Padding tokens have the id 0. To pad T to a multiple, the pack ends with one sequence of padding tokens. To pad a
+    sequence to a multiple, padding tokens are appended to it and count as its part.
 
     Attributes:
         token_ids, position_ids, target_ids: int64 [T]. The target is 0 at the last token of a sequence.
-        cu_seqlens: int32 [S + 1].
+        cu_seqlens: int32 [S + 1], the bounds of the sequences.
         max_seqlen: Length of the longest sequence.
         loss_mask: Bool [T]; the target was sampled and trains.
         advantages: float32 [T], 0 outside ``loss_mask``.
         sequence_index: int64 [S], positions of the trajectories in their batch: equal for the branches of one
             trajectory, -1 for the padding.
         columns: Tensors [T, ...] by the names of ``data/columns.py``, with the declared fill in rows without a value.
-            Columns of the input (``Rows.INPUT``) have only ``pack``'s ``input_rows``.
-        valid: For columns with gaps, a bool [T] by the same name: the rows with a value.
+            Columns of the input (``Rows.INPUT``) have only the rows that the argument ``input_rows`` of ``pack``
+            selects.
+        valid: For columns with gaps, by the column's name: bool [T], whether each row has a value.
     """
 
     token_ids: Tensor
@@ -76,7 +77,8 @@ class PackedBatch:
     def rows(self, index: Tensor) -> PackedBatch:
         """A copy with only the rows ``index``, int64 [t], of its tensors [T, ...].
 
-        ``cu_seqlens`` and ``sequence_index`` still describe the whole pack. The batch must have no column of the input.
+        ``cu_seqlens`` and ``sequence_index`` still describe the whole pack. The batch must have no column of the input,
+        because such a column may have other rows.
         """
         columns = {n: x[index] for n, x in self.columns.items()}
         valid = {n: x[index] for n, x in self.valid.items()}
@@ -108,7 +110,7 @@ class PackedBatch:
 
 
 InputRows = Callable[[Tensor], Tensor]
-"""Boundaries of a pack's sequences, int32 [S + 1] -> rows of the pack, int64 [t]."""
+"""cu_seqlens of a pack, int32 [S + 1] -> the rows of the pack that this rank reads, int64 [t]."""
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -126,12 +128,14 @@ def pack(
     forms: Mapping[str, Form] | None = None,
     input_rows: InputRows | None = None,
 ) -> PackedBatch:
-    """Lay the branches of ``trajectories`` end to end, each a sequence; pad each up to a multiple of
-    ``sequence_multiple`` tokens and T up to one of ``pad_multiple``.
+    """Lay the branches of ``trajectories`` end to end, each as a sequence.
+
+    Each sequence is padded to a multiple of ``sequence_multiple`` tokens, and T to a multiple of ``pad_multiple``. The
+    pack has the columns that are declared ``packed``.
 
     Args:
-        trajectories: What to pack; their columns, as far as they are declared ``packed``.
-        indices: Their positions in the batch they come from; None: 0, 1, ...
+        trajectories: The trajectories of the micro-batch.
+        indices: Positions of the trajectories in the batch; None: 0, 1, ...
         trains: Whether each trajectory has a gradient; None: all have. A trajectory without one keeps its tokens and
             the columns of its input; its loss mask is False, and columns of its sampled tokens have the fill.
         pad_multiple: T becomes a multiple of this number, which must be a multiple of ``sequence_multiple``.
@@ -139,8 +143,8 @@ def pack(
         forms: Forms of the whole batch (``forms_of``). Only ``pack([])`` reads them, for a rank that must take part
             in a micro-batch for which it has no trajectory: the result has ``pad_multiple`` tokens of padding, trains
             nothing, and has the same columns as the packs of other ranks.
-        input_rows: Rows of columns of the input to include, for ranks that share a micro-batch's tokens and replay
-            only their own; None: all rows.
+        input_rows: Selects the rows of columns of the input, for ranks that share a micro-batch's tokens and replay
+            the routing of their own tokens alone; None: all rows.
 
     Raises:
         ValueError: An error of ``forms_of``; ``pad_multiple`` is below 1 or no multiple of ``sequence_multiple``; or a
@@ -157,38 +161,39 @@ def pack(
     indices = range(len(trajectories)) if indices is None else indices
     branches: list[Trajectory] = []
     branch_trains: list[bool] = []
-    branch_indices: list[int] = []
+    sequence_index: list[int] = []
     for t, has_gradient, index in zip(trajectories, trains, indices, strict=True):
         branches += t.branches
         branch_trains += [has_gradient] * len(t.branch_lengths)
-        branch_indices += [index] * len(t.branch_lengths)
-    trajectories = branches
-    trains = branch_trains
-    indices = branch_indices
-    lengths = [padded_length(t.length, sequence_multiple) for t in trajectories]
-    filled = sum(lengths)
+        sequence_index += [index] * len(t.branch_lengths)
+    lengths = [padded_length(branch.length, sequence_multiple) for branch in branches]
+    branch_tokens = sum(lengths)
     padding = pad_multiple
-    if trajectories:
-        padding = -filled % pad_multiple
+    if branches:
+        padding = -branch_tokens % pad_multiple
     if padding:
         lengths.append(padding)
-    tokens = filled + padding
+        sequence_index.append(-1)
+    tokens = branch_tokens + padding
     ends = np.cumsum(lengths)
     starts = ends - lengths
     token_ids = np.zeros(tokens, dtype=np.int64)
     loss_mask = np.zeros(tokens, np.bool_)
     advantages = np.zeros(tokens, np.float32)
-    for t, start, has_gradient in zip(trajectories, starts, trains, strict=False):
-        token_ids[start : start + t.length] = t.token_ids
+    # ``starts`` may have one more sequence, the padding.
+    for branch, start, has_gradient in zip(branches, starts, branch_trains, strict=False):
+        token_ids[start : start + branch.length] = branch.token_ids
         if has_gradient:
-            predicting = slice(start, start + t.length - 1)
-            loss_mask[predicting] = t.loss_mask[1:]
-            advantages[predicting][t.loss_mask[1:]] = t.advantages
+            # Row t belongs to token t + 1.
+            is_target_sampled = branch.loss_mask[1:]
+            rows = slice(start, start + branch.length - 1)
+            loss_mask[rows] = is_target_sampled
+            advantages[rows][is_target_sampled] = branch.advantages
     target_ids = np.roll(token_ids, -1)
     target_ids[ends - 1] = 0
     cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
-    laid_out = np.arange(tokens) if input_rows is None else input_rows(cu_seqlens).numpy()
-    columns, valid = _columns(trajectories, starts, trains, tokens, forms, laid_out)
+    own_rows = np.arange(tokens) if input_rows is None else input_rows(cu_seqlens).numpy()
+    columns, valid = _columns(branches, starts, branch_trains, tokens, forms, own_rows)
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts, lengths)),
@@ -197,7 +202,7 @@ def pack(
         max_seqlen=max(lengths),
         loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.from_numpy(advantages),
-        sequence_index=torch.tensor([*indices, *[-1] * bool(padding)], dtype=torch.int64),
+        sequence_index=torch.tensor(sequence_index, dtype=torch.int64),
         columns=columns,
         valid=valid,
     )
@@ -216,61 +221,72 @@ def unpack_sampled(trajectories: Sequence[Trajectory], values: Tensor) -> list[T
 
 
 def _columns(
-    trajectories: Sequence[Trajectory],
+    branches: Sequence[Trajectory],
     starts: np.ndarray,
     trains: Sequence[bool],
     tokens: int,
     forms: Mapping[str, Form] | None,
     input_rows: np.ndarray,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Build the pack's columns, and the valid rows of those with gaps."""
-    # input_places[row of the pack] is the row's position in a column of the input, or -1 for a row that is left out.
-    everywhere = np.arange(tokens)
-    input_places = np.full(tokens, -1)
-    input_places[input_rows] = np.arange(len(input_rows))
-    if trajectories:
-        packed: Mapping[str, Form] = forms_of(trajectories)
+    """Build the pack's columns, and the masks of the valid rows of columns with gaps.
+
+    Args:
+        branches: The sequences of the pack.
+        starts: The first token of each sequence.
+        trains: Whether each sequence has a gradient.
+        tokens: T.
+        forms: As in ``pack``.
+        input_rows: The rows of the pack that columns of the input have, int64 [t].
+    """
+    # For each token of the pack, its row in a column: all tokens have one in columns of sampled tokens, and only
+    # ``input_rows`` in columns of the input, where the other tokens have -1.
+    sampled_column_rows = np.arange(tokens)
+    input_column_rows = np.full(tokens, -1)
+    input_column_rows[input_rows] = np.arange(len(input_rows))
+    column_forms: Mapping[str, Form]
+    if branches:
+        column_forms = forms_of(branches)
     else:
-        packed = {n: form for n, form in (forms or {}).items() if declared_column(n).complete}
-    for trajectory, has_gradient in zip(trajectories, trains, strict=True):
+        column_forms = {n: form for n, form in (forms or {}).items() if declared_column(n).complete}
+    for branch, has_gradient in zip(branches, trains, strict=True):
         if has_gradient:
-            trajectory.check(Rows.SAMPLED)
+            branch.check(Rows.SAMPLED)
     columns, valid = {}, {}
-    for name, form in packed.items():
+    for name, form in column_forms.items():
         column = declared_column(name)
         if not column.packed:
             continue
         is_input = column.rows is Rows.INPUT
-        count = len(input_rows) if is_input else tokens
-        values = np.full((count, *form.trailing), column.fill, form.dtype)
-        holds = np.zeros(count, np.bool_)
-        for trajectory, start, has_gradient in zip(trajectories, starts, trains, strict=False):
+        column_rows = input_column_rows if is_input else sampled_column_rows
+        row_count = len(input_rows) if is_input else tokens
+        values = np.full((row_count, *form.trailing), column.fill, form.dtype)
+        has_value = np.zeros(row_count, np.bool_)
+        for branch, start, has_gradient in zip(branches, starts, trains, strict=False):
             if has_gradient or is_input:
-                pack_rows = (input_places if is_input else everywhere)[start:]
-                _lay_out(column, trajectory, pack_rows, values, holds)
+                _write_rows(column, branch, column_rows[start:], values, has_value)
         columns[name] = torch.from_numpy(values)
         if column.has_gaps:
-            valid[name] = torch.from_numpy(holds)
+            valid[name] = torch.from_numpy(has_value)
     return columns, valid
 
 
-def _lay_out(
+def _write_rows(
     column: Column,
-    trajectory: Trajectory,
-    pack_rows: np.ndarray,
+    branch: Trajectory,
+    column_rows: np.ndarray,
     values: np.ndarray,
-    holds: np.ndarray,
+    has_value: np.ndarray,
 ) -> None:
-    """Write the trajectory's rows of a column to ``values``.
+    """Write the branch's rows of a column to ``values``, and mark them in ``has_value``.
 
-    ``pack_rows`` has the row of ``values`` for each token of the trajectory, -1 for none.
+    ``column_rows`` has, for each token from the branch's first one on, its row in ``values``; -1 for none.
     """
-    rows = trajectory.columns.get(column.name)
-    if rows is None:
+    branch_rows = branch.columns.get(column.name)
+    if branch_rows is None:
         return
-    pack_rows = pack_rows[column.positions(trajectory.loss_mask)]
-    is_included = pack_rows >= 0
+    target_rows = column_rows[column.positions(branch.loss_mask)]
+    is_included = target_rows >= 0
     if column.usable is not None:
-        is_included &= column.usable(trajectory.loss_mask, trajectory.columns)
-    values[pack_rows[is_included]] = rows[is_included]
-    holds[pack_rows[is_included]] = True
+        is_included &= column.usable(branch.loss_mask, branch.columns)
+    values[target_rows[is_included]] = branch_rows[is_included]
+    has_value[target_rows[is_included]] = True

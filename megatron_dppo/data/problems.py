@@ -42,10 +42,10 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.model.families import language_model_values
 
 log = logging.getLogger(__name__)
-# Number of characters in one call of a tokenizer, which needs 400 bytes and more for each.
 PIECE = 2**18
+"""Largest number of characters in one call of a tokenizer, which needs 400 bytes of memory or more per character."""
 Tools = Sequence[Mapping[str, Any]]
-"""Definitions of functions of one prompt."""
+"""Definitions of the functions that one prompt offers as tools."""
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response, which ends with the end-of-sequence token."""
 
@@ -55,9 +55,9 @@ class PromptForm:
     """The form in which problems become prompts.
 
     Attributes:
-        apply_chat_template: Whether the tokenizer's chat template renders text, as one user message. It always renders
-            chat messages.
-        system_prompt: A system message before the others; None: none.
+        apply_chat_template: Whether the tokenizer's chat template renders a prompt that is text, as one user message.
+            Prompts of chat messages are always rendered.
+        system_prompt: A system message before all other messages; None: none.
         template: Text of the last message, with ``{prompt}`` in place of the problem; None: the problem alone.
         arguments: Variables for the chat template.
     """
@@ -69,8 +69,9 @@ class PromptForm:
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def of(self, prompt: Prompt, location: str) -> Prompt:
-        """Convert ``prompt`` to this form. Raises DataError if it has a system message and there is a
-        ``system_prompt``."""
+        """Convert ``prompt`` to this form. Raises DataError if it has a system message in addition to
+        ``system_prompt``.
+        """
         if self.template is not None:
             prompt = _with_last_text(prompt, self.template.replace(PLACEHOLDER, text_of(prompt)))
         if self.system_prompt is None:
@@ -85,8 +86,10 @@ class PromptForm:
 
 @dataclass(frozen=True)
 class DataKeys:
-    """Keys of a record's prompt and answer, ``a.b`` for a field of a structure. None: the usual keys
-    (``load_problems``)."""
+    """Keys of a record's prompt, answer and metadata, ``a.b`` for a field of a structure.
+
+    None: the usual keys (``load_problems``).
+    """
 
     prompt: str | None = None
     answer: str | None = None
@@ -100,12 +103,13 @@ class ProblemRecords(NamedTuple):
         prompts: The prompts.
         answers: The answers; empty for a missing one.
         metadata: The metadata.
-        unanswered: Position -> the error, for missing or invalid answers.
+        unanswered: Position -> the error, of problems whose answer is missing or invalid.
         locations: File and line of each problem, in words.
         sha256: Hash of the file, or of all files.
         parts: The files in their order.
         tools: Definitions of functions of each problem.
-        unread: Columns that look like content but are not in the prompts -> number of records with a value there.
+        unread: Column -> number of records with a value there, of columns that look like content but are not in the
+            prompts.
     """
 
     prompts: list[Prompt]
@@ -225,7 +229,8 @@ def load_problems(
     metadata = records.metadata
     unanswered = records.unanswered
     locations = records.locations
-    # Records may lack an answer, because not every reward needs one; but an explicit key must exist in some record.
+    # Records may lack an answer, because not every reward needs one. But a key from the configuration must exist in
+    # some record.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
     positions = short_enough(tokenizer, prompts, max_prompt_tokens)
@@ -243,7 +248,7 @@ def load_problems(
             continue
         prompt = prompts[i]
         prompt_tools = tuple(records.tools[i])
-        messages = _messages_unlike(prompt, form.of(prompt, locations[i]))
+        messages = _messages_beyond_text(prompt, form.of(prompt, locations[i]))
         problems.append(
             Problem(i, text_of(prompt), answers[i], ids, messages, metadata[i], prompt_tools)
         )
@@ -252,15 +257,18 @@ def load_problems(
             f"{path}: all {len(prompts)} prompts are longer than max_prompt_tokens={max_prompt_tokens}"
         )
     dropped = len(prompts) - len(problems)
-    problem_ids = {problem.problem_id for problem in problems}
-    remaining_unanswered = tuple(row for row in unanswered.items() if row[0] in problem_ids)
+    kept_ids = {problem.problem_id for problem in problems}
+    kept_unanswered: list[tuple[int, str]] = []
+    for position, reason in unanswered.items():
+        if position in kept_ids:
+            kept_unanswered.append((position, reason))
     return ProblemSet(
         tuple(problems),
         dropped,
         records.sha256,
         len(prompts),
         parts=records.parts,
-        unanswered=remaining_unanswered,
+        unanswered=tuple(kept_unanswered),
     )
 
 
@@ -274,7 +282,7 @@ def load_pairs(
     """Read and tokenise prompt-response pairs for supervised learning.
 
     Prompts are as in ``load_problems``. The response is text under ``response``; the end-of-sequence token is appended
-    to its ids. Raises DataError for a record that is not such a pair, and for a token beyond the ``embedding_rows``.
+    to its ids. Raises DataError for a record without prompt or response, and for a token beyond the ``embedding_rows``.
     """
     records, locations, *_ = read_all_records(path)
     prompts: list[Prompt] = []
@@ -299,7 +307,7 @@ def load_pairs(
 
 
 def embedding_rows(folder: str | Path) -> int | None:
-    """Number of rows of the embedding of the model in ``folder``, from its config.json; None if it is not there.
+    """Number of rows of the embedding of the model in ``folder``; None if its config.json does not have the number.
 
     A server crashes at tokens for which the embedding has no row, so prompts with such tokens are refused.
     """
@@ -314,12 +322,12 @@ def embedding_rows(folder: str | Path) -> int | None:
 
 
 def has_tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> bool:
-    """Whether the tokenizer has tokens beyond an embedding with that many rows. Prompts need not use them."""
+    """Whether the tokenizer has tokens beyond an embedding with ``rows`` rows. Prompts need not use these tokens."""
     return rows is not None and max(tokenizer.get_vocab().values(), default=0) >= rows
 
 
 def first_token_beyond(token_ids: Sequence[int], rows: int) -> int | None:
-    """The first token of a prompt that is beyond an embedding with that many rows."""
+    """The first token of a prompt that is beyond an embedding with ``rows`` rows; None if there is none."""
     return next((token for token in token_ids if token >= rows), None)
 
 
@@ -329,7 +337,10 @@ def _refuse_tokens_beyond(
     prompt_ids: Sequence[Sequence[int]],
     locations: Sequence[str],
 ) -> None:
-    """Raise DataError with the first prompt that has such a token, and the number of them."""
+    """Raise DataError if prompts have tokens beyond an embedding with ``rows`` rows; None: do not check.
+
+    The message has the first such prompt and the number of them.
+    """
     if rows is None or not has_tokens_beyond(tokenizer, rows):
         return
     unknown_tokens: list[tuple[str, int]] = []
@@ -362,11 +373,11 @@ def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
     return tuple(prompt)
 
 
-def _messages_unlike(prompt: Prompt, formed: Prompt) -> tuple[Mapping[str, Any], ...]:
-    """The messages of the prompt, if they are more than the text of the problem; else empty."""
-    if isinstance(formed, str) and formed == prompt:
+def _messages_beyond_text(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
+    """The messages of ``whole_prompt``, which ``PromptForm.of`` made of ``prompt``; empty if both are one text."""
+    if isinstance(whole_prompt, str) and whole_prompt == prompt:
         return ()
-    return _messages(formed)
+    return _messages(whole_prompt)
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -385,11 +396,14 @@ def short_enough(
     prompts: Sequence[Prompt],
     max_prompt_tokens: int,
 ) -> list[int]:
-    """Positions of the prompts that may be short enough, by their number of characters."""
-    # Do not tokenise megabytes, which takes gigabytes of memory. No token is longer than the vocabulary's longest.
+    """Positions of the prompts that may be short enough, by their number of characters.
+
+    A prompt of more characters than ``max_prompt_tokens`` tokens can have is surely too long. It is not tokenised,
+    because tokenising megabytes takes gigabytes of memory.
+    """
     longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-    limit = longest_token * max_prompt_tokens
-    return [i for i, prompt in enumerate(prompts) if len(text_of(prompt)) <= limit]
+    max_characters = longest_token * max_prompt_tokens
+    return [i for i, prompt in enumerate(prompts) if len(text_of(prompt)) <= max_characters]
 
 
 def rendered(
@@ -401,16 +415,15 @@ def rendered(
 ) -> list[tuple[str, bool]]:
     """Render every prompt in ``form``: its text, and whether the chat template wrote it.
 
-    ``tools`` are the definitions of every prompt; empty: no prompt has any. Raises DataError if a chat template leaves
-    out the content of a message.
+    ``tools`` has the tool definitions of each prompt; empty: no prompt has any. Raises DataError if a chat template
+    leaves out the content of a message.
     """
     tools = tools or [()] * len(prompts)
     texts: list[tuple[str, bool]] = []
     for record_prompt, location, prompt_tools in zip(prompts, locations, tools, strict=True):
         prompt = form.of(record_prompt, location)
-        has_template = form.apply_chat_template or not isinstance(prompt, str)
-        if not has_template:
-            texts.append((text_of(prompt), False))
+        if isinstance(prompt, str) and not form.apply_chat_template:
+            texts.append((prompt, False))
             continue
         if tokenizer.chat_template is None:
             raise DataError(
@@ -429,19 +442,23 @@ def tokenise(
     locations: Sequence[str],
     tools: Sequence[Tools] = (),
 ) -> list[tuple[int, ...]]:
-    """Tokenise every prompt in ``form``. The chat template adds special tokens; for plain text the tokenizer does."""
+    """Tokenise every prompt in ``form``.
+
+    The chat template writes special tokens, such as that of the beginning. To plain text the tokenizer adds them.
+    """
     texts = rendered(tokenizer, prompts, form, locations, tools)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
-    for with_template in (False, True):
+    # Encode plain texts and renderings in separate calls: a call adds special tokens to all of its texts or to none.
+    for is_rendering in (False, True):
         positions: list[int] = []
         selected_texts: list[str] = []
         for position, (text, by_template) in enumerate(texts):
-            if by_template == with_template:
+            if by_template == is_rendering:
                 positions.append(position)
                 selected_texts.append(text)
         if not positions:
             continue
-        encoded = _encode(tokenizer, selected_texts, special=not with_template)
+        encoded = _encode(tokenizer, selected_texts, adds_special=not is_rendering)
         for i, ids in zip(positions, encoded, strict=True):
             prompt_ids[i] = tuple(ids)
     if () in prompt_ids:
@@ -456,8 +473,10 @@ def token_counts(
     locations: Sequence[str],
     tools: Sequence[Tools] = (),
 ) -> list[int]:
-    """Count the tokens of every prompt in ``form``. A prompt longer than ``PIECE`` is cut, and each cut may add a
-    token."""
+    """Count the tokens of every prompt in ``form``.
+
+    A prompt longer than ``PIECE`` is tokenised in pieces, and each cut may add a token.
+    """
     counts = []
     for text, by_template in rendered(tokenizer, prompts, form, locations, tools):
         pieces = _encode_in_pieces(tokenizer, text, by_template)
@@ -484,27 +503,31 @@ def _encode_in_pieces(
 ) -> Iterator[list[int]]:
     # Tokenising a prompt of megabytes in one call would take gigabytes.
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-    return _encode(tokenizer, pieces, special=not by_template and len(pieces) == 1)
+    # Special tokens belong to the whole prompt, not to each piece.
+    is_whole = len(pieces) == 1
+    return _encode(tokenizer, pieces, adds_special=is_whole and not by_template)
 
 
 def _encode(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     *,
-    special: bool,
+    adds_special: bool,
 ) -> Iterator[list[int]]:
     """Yield the ids of each text. A call of the tokenizer has at most ``PIECE`` characters, or one text."""
     start = 0
     while start < len(texts):
         end = start + 1
         size = len(texts[start])
-        while end < len(texts) and (size := size + len(texts[end])) <= PIECE:
+        while end < len(texts) and size + len(texts[end]) <= PIECE:
+            size += len(texts[end])
             end += 1
-        yield from tokenizer(list(texts[start:end]), add_special_tokens=special)["input_ids"]
+        yield from tokenizer(list(texts[start:end]), add_special_tokens=adds_special)["input_ids"]
         start = end
 
 
 def _with_last_text(prompt: Prompt, text: str) -> Prompt:
+    """Replace the prompt, or the content of its last message, by ``text``."""
     if isinstance(prompt, str):
         return text
     return [*prompt[:-1], {**prompt[-1], "content": text}]
@@ -522,10 +545,11 @@ def _render(
         text = render(tokenizer, messages, tools=tools, arguments=form.arguments)
     except ChatTemplateError as error:
         raise DataError(f"{location}: the chat template fails on it: {error}") from error
-    for description in _missing_messages(text, messages):
+    missing_message = next(_missing_messages(text, messages), None)
+    if missing_message is not None:
         raise DataError(
-            f"{location}: the chat template leaves out, or alters, {description}; expected it in the prompt. Leave it "
-            "out of the data, or give the checkpoint a chat template that writes it"
+            f"{location}: the chat template leaves out, or alters, {missing_message}; expected it in the prompt. Leave "
+            "it out of the data, or give the checkpoint a chat template that writes it"
         )
     return text
 
@@ -547,8 +571,11 @@ def _is_in(text: str, content: str) -> bool:
     content = content.strip()
     if content in text:
         return True
-    as_json = (json.dumps(content, ensure_ascii=ascii_only) for ascii_only in (False, True))
-    return any(escaped[1:-1] in text for escaped in as_json)
+    for ascii_only in (False, True):
+        quoted = json.dumps(content, ensure_ascii=ascii_only)
+        if quoted[1:-1] in text:
+            return True
+    return False
 
 
 def left_out_tools(
@@ -558,8 +585,9 @@ def left_out_tools(
     locations: Sequence[str],
     tools: Sequence[Tools],
 ) -> str | None:
-    """Write a warning if prompts lack the name of a tool that their record defines or calls; None if all have it."""
-    missing_tools = []
+    """Return a warning if prompts lack the name of a tool that their record defines or calls; None if none does."""
+    missing_tools: list[tuple[str, str]] = []
+    """Location and name of the first missing tool, for each prompt that lacks one."""
     for prompt, location, prompt_tools in zip(prompts, locations, tools, strict=True):
         names = _tool_names(prompt, prompt_tools)
         if not names:
@@ -578,6 +606,7 @@ def left_out_tools(
 
 
 def _tool_names(prompt: Prompt, tools: Tools) -> list[str]:
+    """The names of the functions that are defined in ``tools`` or called in a message."""
     functions = [tool.get("function", tool) for tool in tools]
     for message in _messages(prompt):
         functions += calls_of(message)

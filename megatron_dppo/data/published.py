@@ -1,7 +1,7 @@
-"""Published sets of problems: their place, the columns of their files, the rows that are used, and their preparation.
+"""Published sets of problems: where they are, the columns of their files, the rows that are used, their preparation.
 
-A file's columns decide how it is read, not its name: ``schema_of`` returns the first schema of a set whose columns the
-file has. To add a set, add a row to ``SETS``.
+A file's columns decide how it is read, not its name: a set has several schemas, and ``schema_of`` returns the first one
+whose columns the file has. To add a set, add a row to ``SETS``.
 
 ``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without the
 publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form of
@@ -27,12 +27,12 @@ from megatron_dppo.system.files import unwritable, write_atomically
 
 @dataclass(frozen=True)
 class Schema:
-    """Two columns of a published file, each perhaps a field of a structure (``a.b``).
+    """The columns of problem and answer in a published file; ``a.b`` for a field of a structure.
 
     Attributes:
         prompt: Column of the problem, as text or chat messages.
         answer: Column of the final answer.
-        where: The sets that were published with these columns.
+        where: The hub's repositories that have these columns, for errors.
         worked: Whether ``answer`` is a worked solution, with its answer after ``####`` or in a box.
     """
 
@@ -43,7 +43,7 @@ class Schema:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The top-level columns of both."""
+        """The top-level columns of problem and answer."""
         return self.prompt.partition(".")[0], self.answer.partition(".")[0]
 
 
@@ -78,15 +78,16 @@ _GSM8K = (Schema("question", "answer", "openai/gsm8k", worked=True), _VERL)
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published set, which ``prepare`` knows by a name.
+    """A published set, a row of ``SETS``.
 
     Attributes:
         title: Description of the set.
         schemas: The schemas with which its files were published, in order of preference.
         hub: Name on the Hugging Face hub.
         file: The file in the hub's repository, for a download by hand.
-        configs: Configurations of the hub's repository, and folders of a copy of it, to read if they exist. None: all.
-        split: The split to read if files name several. None: all.
+        configs: Configurations of the hub's repository, or folders of a copy of the repository, to read. If it has none
+            of them, or the tuple is empty, all are read.
+        split: The split to read if the repository has several. None: all splits.
         year: Year of a competition. Rows of other years are left out.
         english: Whether to leave out problems with Chinese, Japanese or Korean characters.
         integer_answers: Whether every answer is an integer from 0 to 999.
@@ -173,6 +174,7 @@ SETS: dict[str, PublishedSet] = {
 """Name for ``prepare`` -> the set."""
 
 _YEAR_COLUMNS = ("year", "Year", "url", "ID")
+"""Columns that have the year of a competition, or text with it."""
 _YEAR_IN_TEXT = re.compile(r"(?<!\d)((?:19|20)\d\d)(?!\d)")
 
 
@@ -186,7 +188,7 @@ def schema_of(published: PublishedSet, columns: Sequence[str], where: object) ->
 
 
 def columns_read(schema: Schema, columns: Sequence[str]) -> list[str]:
-    """The columns of a file that are read."""
+    """The columns to read: those of ``schema``, and those of ``columns`` that may have a year."""
     return sorted({*schema.columns, *(name for name in _YEAR_COLUMNS if name in columns)})
 
 
@@ -212,6 +214,7 @@ _INSTRUCTIONS = tuple(
 )
 """Instructions about the form of the answer that publishers write around a problem."""
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
+"""A whole number with decimals, ``27.0``."""
 _NUMBER = re.compile(r"[+-]?[\d.,/]+")
 _CONTEST_INTEGER = re.compile(r"\$?\s*(\d{1,3})\s*(?:\^\{?\\circ\}?|°)?\s*\$?")
 _EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff5e\u3001\u3002]")
@@ -223,13 +226,15 @@ class RowError(ValueError):
 
 def prompt_text(value: object) -> str:
     """The text of a problem, or of the single message of the user. Raises RowError."""
+    text = value
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         questions = [message.get("content") for message in value if message.get("role") == "user"]
         other_roles = {message.get("role") for message in value} - {"user", "system"}
-        value = questions[0] if len(questions) == 1 and not other_roles else value
-    if isinstance(value, str) and value.strip():
-        return value
-    raise RowError(f"its problem is {shorten(value)}, expected text or one message of a user")
+        if len(questions) == 1 and not other_roles:
+            text = questions[0]
+    if isinstance(text, str) and text.strip():
+        return text
+    raise RowError(f"its problem is {shorten(text)}, expected text or one message of a user")
 
 
 def bare_problem(text: str) -> str:
@@ -258,7 +263,8 @@ def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
     if schema.worked and not holds_answer(text) and not _NUMBER.fullmatch(text):
         raise RowError("its solution has neither #### nor a box")
     answer = gold_answer(text)
-    if whole_number := _WHOLE.fullmatch(answer):
+    whole_number = _WHOLE.fullmatch(answer)
+    if whole_number:
         answer = whole_number[1]
     if not answer:
         raise RowError("its answer is empty")
@@ -277,7 +283,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """Rows with one schema. ``name`` is the file's path, or the name on the hub."""
+    """The records of one file, or of one split on the hub. ``name`` is the path, or the name on the hub."""
 
     name: str
     schema: Schema
@@ -296,11 +302,12 @@ def files_of(published: PublishedSet, source: str, split: str | None) -> list[Pu
         DataError: There is no file, or no file has a known schema.
     """
     path = Path(source)
+    wanted_split = split or published.split
     if path.exists():
-        files = [path] if path.is_file() else _files_in(path, published, split or published.split)
+        files = [path] if path.is_file() else _files_in(path, published, wanted_split)
         return [_published_file(published, file) for file in files]
     if _HUB_NAME.fullmatch(source):
-        return _from_hub(published, source, split or published.split)
+        return _from_hub(published, source, wanted_split)
     raise DataError(f"{source}: no such file or folder. {_how_to_get(published)}")
 
 
@@ -311,7 +318,7 @@ def _published_file(published: PublishedSet, file: Path) -> PublishedFile:
 
 
 def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
-    """The folder's data files, of one configuration and one split if paths name several."""
+    """The folder's data files; only those of the set's configurations and of ``split``, if paths name such."""
     paths = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -331,6 +338,7 @@ def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[
 
 
 def _split_of(path: Path, folder: Path) -> str | None:
+    """The split that the path within ``folder`` names; None if it names none."""
     names = _SPLIT.findall(str(path.relative_to(folder)))
     return names[0].lower() if names else None
 
@@ -343,7 +351,7 @@ def _how_to_get(published: PublishedSet) -> str:
 
 
 def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[PublishedFile]:
-    """Read a repository of the hub with ``datasets``, which caches its downloads."""
+    """Read a repository of the hub with the library ``datasets``, which caches its downloads."""
     try:
         import datasets
     except ImportError as error:
@@ -353,9 +361,9 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
         ) from error
     files = []
     try:
-        offered = datasets.get_dataset_config_names(name)
-        known_configs = [config for config in published.configs if config in offered]
-        for config in known_configs or offered:
+        hub_configs = datasets.get_dataset_config_names(name)
+        set_configs = [config for config in published.configs if config in hub_configs]
+        for config in set_configs or hub_configs:
             loaded = datasets.load_dataset(name, config)
             for key, rows in loaded.items():
                 if split in (None, key) or len(loaded) == 1:
@@ -376,7 +384,9 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
 DUPLICATES, OTHER_YEARS, NOT_ENGLISH = "duplicates", "of other years", "not in English"
 CONFLICTING, UNUSABLE = "with another answer elsewhere", "without a usable answer or problem"
 _SHOWN = 3
+"""Largest number of unusable rows that the report describes."""
 _ADVANCE = 10_000
+"""Number of rows between two updates of the progress bar."""
 
 
 @dataclass
@@ -387,7 +397,7 @@ class Preparation:
         published: The set.
         answers: Problem -> answer, in the published order.
         rows: Number of rows read.
-        left_out: Reason -> number of rows.
+        left_out: Reason -> number of rows that were left out for it.
         faults: Descriptions of the first unusable rows.
         instructed: Problems from which a publisher's instructions were removed.
     """
@@ -398,9 +408,11 @@ class Preparation:
     left_out: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     instructed: set[str] = field(default_factory=set)
-    _rows: set[tuple[str, str]] = field(default_factory=set)
-    _problems: dict[str, str] = field(default_factory=dict)
-    _conflicting: set[str] = field(default_factory=set)
+    _seen_rows: set[tuple[str, str]] = field(default_factory=set)
+    """Problem and answer of each row, as published."""
+    _problem_of: dict[str, str] = field(default_factory=dict)
+    """Key of a problem, its text with single spaces -> the problem in ``answers``."""
+    _conflicting_keys: set[str] = field(default_factory=set)
 
     def add(self, record: Mapping[str, Any], schema: Schema, where: str) -> None:
         """Add the row's problem, or count the reason why it is left out."""
@@ -416,12 +428,13 @@ class Preparation:
 
     def finish(self) -> None:
         """Remove problems with different answers, because all but one of these answers are wrong."""
-        for key in self._conflicting:
-            del self.answers[self._problems[key]]
+        for key in self._conflicting_keys:
+            del self.answers[self._problem_of[key]]
             self.left_out[CONFLICTING] += 1
         self.instructed &= self.answers.keys()
 
     def lines(self, source: str) -> str:
+        """The problems as JSON Lines. ``source``: name of the set."""
         records: list[dict[str, Any]] = []
         for problem, answer in self.answers.items():
             records.append({"problem": problem, "answer": answer, "source": source})
@@ -438,13 +451,14 @@ class Preparation:
             yield f"  {count:,} without the publisher's instructions (data.prompt_template sets yours)"
 
     def _reason_against(self, record: Mapping[str, Any], schema: Schema) -> str | None:
+        """Add the row's problem, or return the reason why it is left out. Raises RowError for an unusable row."""
         published = self.published
         text = prompt_text(value_at(record, schema.prompt))
         published_answer = answer_text(value_at(record, schema.answer))
-        # First compare rows as they were published, which is fast: one set has each row a hundred times.
-        if (text, published_answer) in self._rows:
+        # First compare rows as they were published, which is fast: DAPO-Math-17k has each row a hundred times.
+        if (text, published_answer) in self._seen_rows:
             return DUPLICATES
-        self._rows.add((text, published_answer))
+        self._seen_rows.add((text, published_answer))
         if published.year is not None and year_of(record) not in (None, published.year):
             return OTHER_YEARS
         problem = bare_problem(text)
@@ -452,12 +466,12 @@ class Preparation:
             return NOT_ENGLISH
         answer = final_answer(published_answer, schema, published)
         key = " ".join(problem.split())
-        if key in self._problems:
-            if self.answers[self._problems[key]] == answer:
+        if key in self._problem_of:
+            if self.answers[self._problem_of[key]] == answer:
                 return DUPLICATES
-            self._conflicting.add(key)
+            self._conflicting_keys.add(key)
             return CONFLICTING
-        self._problems[key] = problem
+        self._problem_of[key] = problem
         self.answers[problem] = answer
         if problem != text.strip():
             self.instructed.add(problem)
@@ -465,29 +479,30 @@ class Preparation:
 
 
 def prepare(name: str, source: str, out: Path, split: str | None = None) -> Preparation:
-    """Read the published set ``name`` from ``source``, and write ``out`` atomically.
+    """Read the published set ``name`` from ``source``, and write the file ``out`` atomically.
 
-    Raises DataError if nothing is found, or nothing can be used.
+    Raises DataError if ``source`` has no files, or no usable problem.
     """
     published = SETS[name]
-    if reason := unwritable(out.parent):
+    reason = unwritable(out.parent)
+    if reason:
         raise DataError(f"{out}: {reason}")
-    prepared = collect(published, files_of(published, source, split))
-    if not prepared.answers:
-        raise DataError(f"{source}: no problem is left of it\n" + "\n".join(prepared.report()))
+    preparation = collect(published, files_of(published, source, split))
+    if not preparation.answers:
+        raise DataError(f"{source}: no problem is left of it\n" + "\n".join(preparation.report()))
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, prepared.lines(name))
-    return prepared
+    write_atomically(out, preparation.lines(name))
+    return preparation
 
 
 def collect(published: PublishedSet, files: Iterable[PublishedFile]) -> Preparation:
     """Collect the problems of all files, without duplicates."""
-    prepared = Preparation(published)
+    preparation = Preparation(published)
     with progress("read rows", None) as bar:
         for file in files:
-            for row, record in enumerate(file.records):
-                prepared.add(record, file.schema, f"{file.name}, row {row + 1}")
-                if prepared.rows % _ADVANCE == 0:
+            for number, record in enumerate(file.records, start=1):
+                preparation.add(record, file.schema, f"{file.name}, row {number}")
+                if preparation.rows % _ADVANCE == 0:
                     bar.advance(_ADVANCE)
-    prepared.finish()
-    return prepared
+    preparation.finish()
+    return preparation

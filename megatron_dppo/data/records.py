@@ -1,7 +1,7 @@
 """Data rows from files in JSON Lines, JSON, CSV, Parquet and Arrow; and a row's prompt, answer and metadata.
 
-The first bytes of a file decide its format, not its name, because published files have many names. An error names file
-and line.
+The first bytes of a file decide whether it is Parquet, Arrow or gzip, because published files have many names. Other
+files are CSV if their name says so, else JSON Lines. An error names file and line.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_dppo.system.errors import RunError
 
 Record = dict[str, Any]
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
-"""The first four bytes of each format; ``datasets`` saves streams."""
+"""The first four bytes of each format. The library ``datasets`` saves Arrow streams."""
 COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
 GZIP = b"\x1f\x8b"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Number of rows that exist as Python objects at one time: published files have millions.
 _BATCH = 4096
+"""Number of rows that exist as Python objects at one time: published files have millions of rows."""
 
 
 class DataError(RunError, ValueError):
@@ -41,7 +41,7 @@ class DataError(RunError, ValueError):
 
 
 class FilePart(NamedTuple):
-    """One of the files of a set of records.
+    """One of the files of a data path.
 
     ``records`` is the number of its records. ``unit`` is the word for a record in messages, ``line`` or ``row``.
     """
@@ -68,7 +68,7 @@ class RecordSet(NamedTuple):
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str], str]:
-    """Read the objects of a file, the location of each in words, and the SHA-256 of the file's bytes."""
+    """Read a file: its records, the location of each record in words, and the SHA-256 of the file's bytes."""
     if is_columnar(path):
         records = list(_rows(path))
         if not records:
@@ -83,7 +83,7 @@ def read_records(path: Path) -> tuple[list[Record], list[str], str]:
 
 
 def read_all_records(path: str | Path) -> RecordSet:
-    """Read the objects of a file, or of all files of a folder or a glob, file after file.
+    """Read the records of a file, or of all files of a folder or a glob, file after file.
 
     Raises DataError if there is no file, or one cannot be read.
     """
@@ -92,7 +92,8 @@ def read_all_records(path: str | Path) -> RecordSet:
         raise DataError(f"{path}: expected {expanded.fault}")
     records: list[Record] = []
     locations: list[str] = []
-    hashes, parts = [], []
+    hashes: list[str] = []
+    parts: list[FilePart] = []
     for file in expanded.files:
         new_records, new_locations, digest = read_records(file)
         records += new_records
@@ -118,7 +119,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Yield the objects of a file one after the other, with at least ``columns``.
+    """Yield the records of a file one after the other, with at least ``columns``.
 
     The file may also be a JSON document: a list of objects, or one object, as MATH was first published.
     """
@@ -159,7 +160,7 @@ def _decompressed(path: Path, content: bytes) -> bytes:
 
 
 def _parse_text_file(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
-    """Parse the objects of a JSONL or CSV file, and the location of each in words."""
+    """Parse a JSONL or CSV file: its records, and the location of each record in words."""
     delimiter = _delimiter(path)
     if delimiter is None:
         return _parse_lines(path, content)
@@ -182,7 +183,7 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
     locations: list[str] = []
     for number, row in enumerate(rows, 1):
         location = f"{path}, row {number}"
-        # DictReader stores values beyond the named columns under the key None, and None for missing values.
+        # DictReader stores surplus values under the key None, and None as the value of a missing column.
         if None in row or None in row.values():
             count = len(reader.fieldnames or ())
             raise DataError(f"{location}: expected {count} columns, as the first line names")
@@ -192,7 +193,7 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
 
 
 def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
-    """Parse the objects of a JSONL file, and the location of each in words."""
+    """Parse a JSONL file: its records, and the location of each record in words."""
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
@@ -212,7 +213,8 @@ def _parse_text(text: bytes, location: str) -> Any:
     """Parse a JSON value. Raises DataError beginning with ``location``, also for text that no file can store."""
     try:
         value = json.loads(text)
-        # json accepts an escape for half of a surrogate pair, but such text cannot be written to a file.
+        # json accepts the escape of half a surrogate pair, but such text cannot be written to a file. Encoding it here
+        # raises UnicodeEncodeError.
         if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -230,16 +232,16 @@ def _parse_text(text: bytes, location: str) -> Any:
 
 
 def _objects(path: Path) -> list[Record]:
+    """Read the records of a CSV, JSONL or JSON file."""
     content = _decompressed(path, _content(path))
     try:
         return _parse_text_file(path, content)[0]
     except DataError:
         if path.suffix != ".json":
             raise
+        # Not JSON Lines but one JSON document.
         document = _parse_text(content, str(path))
-    records = document
-    if not isinstance(document, list):
-        records = [document]
+    records = document if isinstance(document, list) else [document]
     if not records or not all(isinstance(record, dict) for record in records):
         raise DataError(f"{path}: expected an object, or a list of objects")
     return records
@@ -253,7 +255,7 @@ def _content(path: Path) -> bytes:
 
 
 def _rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """Yield the rows as plain Python values, with only ``columns`` unless they are None."""
+    """Yield the rows of a columnar file as plain Python values, with only ``columns``; None: with all."""
     with _faults_named(path):
         for batch in _open(path, columns)[1]:
             for start in range(0, batch.num_rows, _BATCH):
@@ -264,20 +266,23 @@ def _rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
 
 
 def _open(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Iterator[Any]]:
-    """Open a file, and return the names of its columns and its record batches."""
+    """Open a columnar file, and return the names of its columns and its record batches.
+
+    Parquet batches have only ``columns`` (None: all), Arrow batches have all columns.
+    """
     import pyarrow
     import pyarrow.parquet
 
     with open(path, "rb") as file:
-        kind = file.read(4)
-    if kind == PARQUET:
+        magic = file.read(4)
+    if magic == PARQUET:
         parquet = pyarrow.parquet.ParquetFile(path)
         selected_columns = None
         if columns is not None:
             selected_columns = list(columns)
         return parquet.schema_arrow.names, parquet.iter_batches(_BATCH, columns=selected_columns)
     source = pyarrow.memory_map(str(path))
-    if kind == ARROW_STREAM:
+    if magic == ARROW_STREAM:
         stream = pyarrow.ipc.open_stream(source)
         return stream.schema.names, iter(stream)
     arrow = pyarrow.ipc.open_file(source)
@@ -286,6 +291,7 @@ def _open(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Iterato
 
 @contextmanager
 def _faults_named(path: Path) -> Iterator[None]:
+    """Raise DataError, with the path, for an error of pyarrow in the block."""
     try:
         yield
     except ImportError as error:
@@ -302,8 +308,8 @@ def _faults_named(path: Path) -> Iterator[None]:
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with the content as text."""
 Keys = tuple[tuple[str, ...], ...]
-"""Rows of names with one meaning, in upper or lower case. The first row with a name that has a value in the record is
-used. If two names of this row have values, these must be equal."""
+"""Rows of column names. All names of a row mean the same, in upper or lower case. The first row of which a record has a
+column with a value is used. If the record has several columns of this row, their values must be equal."""
 PROMPT_KEYS: Keys = (
     ("prompt",),
     ("problem", "question", "query", "instruction"),
@@ -317,7 +323,7 @@ ANSWER_KEYS: Keys = (
     ("solution",),
 )
 METADATA_KEYS = ("metadata", "extra_info", "info")
-"""The first of these columns with an object, or with JSON text of one, is the metadata."""
+"""The first of these columns that has an object, or an object as JSON text, is the metadata."""
 EVERY_COLUMN = "*"
 """A key of metadata that stands for all columns of a record."""
 _CONVERSATIONS = ("messages", "conversations", "prompt")
@@ -327,20 +333,12 @@ MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARK = re.compile(r"<\|?(?:image|video|audio)", re.IGNORECASE)
 UNREAD_KEYS = (
     *MEDIA_KEYS,
-    *(
-        "system",
-        "system_prompt",
-        "context",
-        "contexts",
-        "passage",
-        "passages",
-        "document",
-        "documents",
-    ),
+    *("system", "system_prompt", "context", "contexts"),
+    *("passage", "passages", "document", "documents"),
     *("article", "choices", "options", "input", "history"),
     *("functions", "tool_definitions", "available_tools", "tool_schemas"),
 )
-"""Columns whose names suggest content, but which are never added to the prompt of the columns above."""
+"""Columns whose names suggest content, but which are not added to a prompt (except ``input`` to ``instruction``)."""
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles -> the usual names. Other names are kept."""
 
@@ -354,10 +352,12 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
 
     Chat messages have a role and content, or ShareGPT's ``from`` and ``value``. Content is text, or parts of text, and
     may be missing if there are ``tool_calls``. Messages of the assistant at the end are an answer, and are left out.
-    Text under ``input`` is appended to an ``instruction``. Raises DataError if there is no prompt, or two.
+    Text under ``input`` is appended to an ``instruction``. Raises DataError if there is no prompt, or if several
+    columns have different prompts.
     """
     if key is not None:
-        if (value := value_at(record, key)) is None:
+        value = value_at(record, key)
+        if value is None:
             raise DataError(f"{location}: no {key!r}, found {keys(record)}")
         return _prompt(value, key, location)
     values = _values(record, PROMPT_KEYS)
@@ -370,9 +370,10 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
         prompts[name] = _prompt(value, name, location)
     if len(set(map(text_of, prompts.values()))) > 1:
         raise DataError(f"{location}: {_ambiguity(values, 'prompt_key')}")
-    key, prompt = next(iter(prompts.items()))
-    if key.lower() == "instruction" and isinstance(prompt, str):
-        input_text = next(iter(_values(record, (("input",),)).values()), "")
+    first_name, prompt = next(iter(prompts.items()))
+    if first_name.lower() == "instruction" and isinstance(prompt, str):
+        input_rows: Keys = (("input",),)
+        input_text = next(iter(_values(record, input_rows).values()), None)
         if isinstance(input_text, str) and input_text.strip():
             return f"{prompt}\n\n{input_text}"
     return prompt
@@ -381,8 +382,9 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
 def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
     """Read the answer under ``key``; None: under one of ``ANSWER_KEYS``.
 
-    The answer is text, a number, or a list with one of them. A ``solution`` counts only if it has its answer after
-    ``####`` or in a box, or is a single word. Raises UnansweredError if there is no answer, or two.
+    The answer is text, a number, or a list with one text or number. A ``solution`` counts only if it has its answer
+    after ``####`` or in a box, or is a single word. Raises UnansweredError if there is no answer, or if several columns
+    have different answers.
     """
     if key is not None:
         if _steps(key)[0] not in record and key not in record:
@@ -403,7 +405,7 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
 
 
 def _last_message_hint(record: Mapping[str, Any]) -> str:
-    """A hint with the key of the answer, if a conversation ends with a message of the assistant; else empty."""
+    """A hint to set the key of the answer, if a conversation ends with a message of the assistant; else empty."""
     for name, value in record.items():
         if name.lower() not in _CONVERSATIONS or not isinstance(value, list) or not value:
             continue
@@ -420,20 +422,18 @@ def metadata_of(
     location: str,
     key: str | None = None,
 ) -> Mapping[str, Any]:
-    """Read the object under ``key``, or all columns for ``*``. None: under one of ``METADATA_KEYS``, and empty if none
-    is an object.
+    """Read the object under ``key``; None: under one of ``METADATA_KEYS``, and empty if none of them has an object.
 
-    Raises DataError if there is no object under ``key``, or it has values that JSON cannot represent.
+    The key ``*`` stands for all columns. Raises DataError if there is no object under ``key``, or it has values that
+    JSON cannot represent.
     """
     if key == EVERY_COLUMN:
         return {name: _as_json(value, f"{location}: {name!r}") for name, value in record.items()}
-    for name in METADATA_KEYS if key is None else (key,):
+    names = METADATA_KEYS if key is None else (key,)
+    for name in names:
         value = value_at(record, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                continue
+            value = _parsed(value)
         if isinstance(value, Mapping):
             return _as_json(value, f"{location}: {name!r}")
     if key is not None:
@@ -444,8 +444,10 @@ def metadata_of(
 
 
 def _as_json(value: Any, location: str) -> Any:
-    """Convert a value of a columnar file to JSON types, because processes exchange JSON: dates, times and decimals
-    become text. Raises DataError for other types, and for values that are nested too deeply."""
+    """Convert a value of a columnar file to JSON types, because processes exchange JSON.
+
+    Dates, times and decimals become text. Raises DataError for other types, and for values that are nested too deeply.
+    """
     try:
         if isinstance(value, Mapping):
             return {key: _as_json(item, location) for key, item in value.items()}
@@ -463,9 +465,9 @@ def _as_json(value: Any, location: str) -> Any:
 
 
 def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], ...]:
-    """Read the definitions of functions under ``tools``: a list of objects, or its JSON as text. Empty without any.
+    """Read the definitions of functions under ``tools``: a list of objects, or such a list as JSON text.
 
-    Raises DataError for another value.
+    Returns an empty tuple for a record without tools. Raises DataError for another value.
     """
     value = record.get(TOOLS_KEY)
     if _is_blank(value):
@@ -555,27 +557,32 @@ def text_of(prompt: Prompt) -> str:
 
 
 def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
-    """The values of a record under the names of the first row that has one, by key. If no row has a value, the blank
-    value under the first name that exists."""
-    blank: dict[str, Any] = {}
+    """The record's values under the names of one of ``rows`` (``Keys``), by the record's own keys.
+
+    The first row with a value that is not blank is used. If there is none, the result has the first blank value, so
+    that an error can show it; it is empty if the record has none of the names.
+    """
+    blank_value: dict[str, Any] = {}
     for names in rows:
         row_values: dict[str, Any] = {}
         for name in names:
             # Names of a structure's fields must match exactly; column names may differ in case.
-            spellings = [name]
+            record_keys = [name]
             if "." not in name:
-                spellings = [key for key in record if key.lower() == name]
-            for key in spellings:
+                record_keys = [key for key in record if key.lower() == name]
+            for key in record_keys:
                 if key in record or _is_structure(record, key):
                     row_values[key] = value_at(record, key)
         values = {key: value for key, value in row_values.items() if not _is_blank(value)}
         if values:
             return values
-        blank = blank or dict(list(row_values.items())[:1])
-    return blank
+        if not blank_value:
+            blank_value = dict(list(row_values.items())[:1])
+    return blank_value
 
 
 def _is_structure(record: Mapping[str, Any], path: str) -> bool:
+    """Whether the first key of ``path`` has an object, so that a field of it is missing rather than the column."""
     return isinstance(record.get(path.partition(".")[0]), Mapping)
 
 
@@ -589,17 +596,20 @@ def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
 
 
 def _prompt(value: object, key: str, location: str) -> Prompt:
+    """Convert the value under ``key`` to a prompt. Raises DataError for another value."""
     if isinstance(value, str) and value.strip():
         return value
-    messages = []
-    if isinstance(value, list):
-        messages = [_message(message) for message in value]
-    if None not in messages:
-        plain = [message for message in messages if message is not None]
-        while plain and plain[-1]["role"] == "assistant":
-            plain.pop()
-        if plain:
-            return [_as_json(message, f"{location}: {key!r}") for message in plain]
+    entries = value if isinstance(value, list) else []
+    messages: list[dict[str, Any]] = []
+    for entry in entries:
+        message = _message(entry)
+        if message is not None:
+            messages.append(message)
+    has_invalid = len(messages) < len(entries)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if messages and not has_invalid:
+        return [_as_json(message, f"{location}: {key!r}") for message in messages]
     raise DataError(
         f"{location}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
         "not the assistant's alone"
@@ -613,14 +623,15 @@ def _message(message: Any) -> dict[str, Any] | None:
     # Columnar files have every key in every message, with the value None.
     fields = {key: value for key, value in message.items() if value is not None}
     role = fields.pop("role", None) or fields.pop("from", None)
-    content = fields.pop("content" if "content" in fields else "value", None)
+    if not isinstance(role, str) or not role:
+        return None
+    content_key = "content" if "content" in fields else "value"
+    content = fields.pop(content_key, None)
     if isinstance(content, list):
         content = _text_of_parts(content)
     if not content and fields.get("tool_calls"):
         content = ""
     elif not isinstance(content, str) or not content:
-        return None
-    if not isinstance(role, str) or not role:
         return None
     if isinstance(fields.get("tool_calls"), list):
         fields["tool_calls"] = [_tool_call(call) for call in fields["tool_calls"]]
@@ -628,16 +639,16 @@ def _message(message: Any) -> dict[str, Any] | None:
 
 
 def _tool_call(call: Any) -> Any:
-    """Convert a tool call: arguments that are JSON text of an object become the object."""
+    """Convert a tool call: arguments that are an object as JSON text become the object."""
     if not isinstance(call, Mapping):
         return call
-    plain = {key: _without_none(value) for key, value in call.items() if value is not None}
-    if isinstance(plain.get("function"), Mapping):
-        return {**plain, "function": _tool_call(plain["function"])}
-    arguments = _parsed(plain.get("arguments"))
+    fields = _without_none(call)
+    if isinstance(fields.get("function"), Mapping):
+        return {**fields, "function": _tool_call(fields["function"])}
+    arguments = _parsed(fields.get("arguments"))
     if isinstance(arguments, Mapping):
-        return {**plain, "arguments": arguments}
-    return plain
+        return {**fields, "arguments": arguments}
+    return fields
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:
@@ -652,13 +663,15 @@ def _text_of_parts(parts: list[Any]) -> str | None:
 
 
 def _answer(value: object, key: str) -> str:
+    """Convert the value under ``key`` to the text of an answer: 5.0 becomes "5". Raises UnansweredError."""
     answer = value
     if isinstance(value, list) and len(value) == 1:
         answer = value[0]
     if isinstance(answer, Decimal) and answer.is_finite():
         answer = _decimal_text(answer)
     elif _is_number(answer):
-        answer = str(int(answer) if answer == int(answer) else answer)
+        is_whole = answer == int(answer)
+        answer = str(int(answer)) if is_whole else str(answer)
     if not isinstance(answer, str) or not answer.strip():
         raise UnansweredError(f"{key!r} is {shorten(value)}, expected text or a number")
     return answer
@@ -685,10 +698,12 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
     value: Any = record
     for step in _steps(path):
         if isinstance(step, int):
-            is_there = isinstance(value, list) and -len(value) <= step < len(value)
-            value = value[step] if is_there else None
+            has_step = isinstance(value, list) and -len(value) <= step < len(value)
         else:
-            value = value.get(step) if isinstance(value, Mapping) else None
+            has_step = isinstance(value, Mapping) and step in value
+        if not has_step:
+            return None
+        value = value[step]
     return value
 
 
@@ -696,12 +711,15 @@ def _steps(path: str) -> list[str | int]:
     """Split a path: ``a[-1].b`` becomes a, -1, b."""
     steps: list[str | int] = []
     for part in path.split("."):
-        name, *indices = re.split(r"\[(-?\d+)\]", part)
-        steps += [name, *map(int, indices[::2])]
+        # The split returns the name, then each index followed by the text after it.
+        name, *indices_and_texts = re.split(r"\[(-?\d+)\]", part)
+        indices = indices_and_texts[::2]
+        steps += [name, *map(int, indices)]
     return steps
 
 
 def keys(record: Mapping[str, Any]) -> str:
+    """The names of a record's columns, at most 12, for errors."""
     names = sorted(record)
     return str([_cut(name) for name in names[:12]]) + (" and more" if len(names) > 12 else "")
 

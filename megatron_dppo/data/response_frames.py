@@ -1,8 +1,7 @@
-"""Files of scored responses that grow response by response: frames, each with the hash of its content. Nothing is
-pickled.
+"""Files of scored responses that grow response by response: a sequence of frames. Nothing is pickled.
 
     frame      magic, 4 bytes; length of the content, 8 bytes, little endian; XXH3 of the content, 16 bytes; the content
-    content    safetensors: ``token_ids``, ``loss_mask`` and one array a column; the metadata has JSON with all else
+    content    safetensors: ``token_ids``, ``loss_mask`` and one array per column; JSON in the metadata has the rest
 
 The process that appends a frame may die in the middle of it, so an incomplete frame ends the file. A frame whose
 content has another hash is skipped.
@@ -35,7 +34,7 @@ _FIELDS = (
     *("problem_id", "sample_index", "finish_reason", "text", "prompt_tokens", "cached_tokens"),
     *("ended_by", "turn_rewards", "turn_times", "wants_score"),
 )
-"""Fields of a trajectory that are stored as JSON. Reward, advantage and components follow from the score."""
+"""Fields of a trajectory that are stored as JSON. Reward, advantage and components are not: the score gives them."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class ScoredResponse:
     """A response and its score.
 
     Attributes:
-        key: (position of its group in the batch, number of the response in the group).
-        trajectory: the response, stamped, without a reward.
+        key: (position of the response's group in the batch, index of the response in the group).
+        trajectory: the response, with a stamp and without a reward.
         score: the fields of the score, plain JSON.
     """
 
@@ -54,20 +53,24 @@ class ScoredResponse:
 
 
 def open_frames(path: Path) -> BinaryIO:
-    """Open a file to append frames, without an incomplete frame at its end. Raises OSError."""
+    """Open a file to append frames, after removing an incomplete frame at its end. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "ab+")  # noqa: SIM115  returned
-    size, end = path.stat().st_size, 0
-    while end < size:
-        file.seek(end)
+    size = path.stat().st_size
+    start = 0
+    while start < size:
+        file.seek(start)
         header = file.read(_HEADER)
-        length = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + _LENGTH], "little")
-        next_end = end + _HEADER + length
-        if len(header) < _HEADER or not header.startswith(_MAGIC) or next_end > size:
-            file.truncate(end)
+        end = start + _HEADER + _content_length(header)
+        if len(header) < _HEADER or not header.startswith(_MAGIC) or end > size:
+            file.truncate(start)
             break
-        end = next_end
+        start = end
     return file
+
+
+def _content_length(header: bytes) -> int:
+    return int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + _LENGTH], "little")
 
 
 def append_frame(file: BinaryIO, response: ScoredResponse) -> None:
@@ -79,10 +82,10 @@ def append_frame(file: BinaryIO, response: ScoredResponse) -> None:
 
 
 def read_frames(path: Path) -> Iterator[ScoredResponse]:
-    """Yield the whole frames of a file, in order; log a warning for each damaged one."""
+    """Yield the responses of the complete frames of a file, in order; log a warning for each damaged frame."""
     with open(path, "rb") as file:
         while len(header := file.read(_HEADER)) == _HEADER:
-            length = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + _LENGTH], "little")
+            length = _content_length(header)
             if not header.startswith(_MAGIC) or length > path.stat().st_size:
                 log.warning("%s: damaged before byte %d; the rest is not used", path, file.tell())
                 return
@@ -113,6 +116,7 @@ def _encode(response: ScoredResponse) -> bytes:
 
 
 def _decode(content: bytes) -> ScoredResponse:
+    # ``load`` returns no metadata. A safetensors file begins with 8 bytes, the length of a JSON header that has it.
     header_length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_length])
     facts = json.loads(header["__metadata__"][_FACTS])

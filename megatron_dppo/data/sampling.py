@@ -1,4 +1,4 @@
-"""The training files as one set of problems, and samplers of it: seeded, and resumable at any position.
+"""The training files as one set of problems, and samplers of the problems: seeded, and resumable at any position.
 
 A sampler is the same on every rank, and its state consists of plain JSON values.
 """
@@ -45,8 +45,8 @@ class TrainingFiles:
     """The names of the training files, and the file of each problem of :func:`joined`.
 
     Args:
-        paths: Paths of the files. A file's name is that of the path without the ending, with a number if two names are
-            equal.
+        paths: Paths of the files. The name of a file is the last part of its path without the ending; each name gets
+            the number of its file if two names are equal.
         records: Number of records of each file.
     """
 
@@ -58,6 +58,7 @@ class TrainingFiles:
         self._ends = list(accumulate(records))
 
     def of(self, problem_id: int) -> str:
+        """The name of the problem's file."""
         return self.names[bisect_right(self._ends, problem_id)]
 
 
@@ -143,9 +144,9 @@ class ProblemSampler:
 class WeightedSampler:
     """Returns positions in the joined problems of several files, with a weight for each file.
 
-    The next file is the one that is furthest behind its share of the draws, so after n draws each file has had its
-    share of n, to within a draw or two. Each file has epochs of its own, in which every problem comes once, in a seeded
-    order. The state has the position in each file, so a resumed sampler continues exactly.
+    Each draw takes the file that is furthest behind its share of the draws. So after n draws, each file has had its
+    share of them, up to a difference of one or two draws. Each file has epochs of its own, in which every problem comes
+    once, in a seeded order. The state has the position in each file, so a resumed sampler continues exactly.
 
     Args:
         counts: Number of problems of each file.
@@ -168,15 +169,18 @@ class WeightedSampler:
         self._files = [ProblemSampler(n, seed + i, shuffle) for i, n in enumerate(counts)]
 
     def next(self, n: int) -> list[int]:
-        drawn = [file.drawn for file in self._files]
-        total = sum(drawn)
-        weight = sum(self._weights)
+        drawn_counts = [file.drawn for file in self._files]
+        drawn_before = sum(drawn_counts)
+        weight_sum = sum(self._weights)
         positions = []
-        for number in range(total + 1, total + n + 1):
-            deficits = [w * number / weight - d for w, d in zip(self._weights, drawn, strict=True)]
-            file = deficits.index(max(deficits))
-            drawn[file] += 1
-            positions.append(self._starts[file] + self._files[file].next(1)[0])
+        for total in range(drawn_before + 1, drawn_before + n + 1):
+            deficits: list[float] = []
+            for weight, drawn in zip(self._weights, drawn_counts, strict=True):
+                deficits.append(weight * total / weight_sum - drawn)
+            index = deficits.index(max(deficits))
+            drawn_counts[index] += 1
+            (position,) = self._files[index].next(1)
+            positions.append(self._starts[index] + position)
         return positions
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,8 +206,8 @@ class WeightedSampler:
 class ReturningSampler:
     """Returns first the positions that an interrupted run had drawn but not trained on, then those of ``sampler``.
 
-    A run draws ahead, and batches may be trained on in another order than they were drawn. The position alone then does
-    not tell which problems remain, so the state has their indices under ``returned``.
+    A run draws ahead, so the position of ``sampler`` alone does not tell which problems remain to be trained on. The
+    state therefore has the positions that were drawn ahead under ``returned``.
     """
 
     def __init__(self, sampler: ProblemSampler | WeightedSampler) -> None:
@@ -216,9 +220,10 @@ class ReturningSampler:
         return positions + self._sampler.next(n - len(positions))
 
     def take(self, positions: Sequence[int]) -> None:
-        """Draw these positions, whichever come before them; those that are passed over come next.
+        """Draw exactly these positions. Positions that are skipped on the way are returned by the next draws.
 
-        Ranks that repeat a step draw what an earlier rank drew, where the order of drawing depended on rewards.
+        Restarted ranks that repeat a step draw what the earlier ranks drew, because the order of drawing may have
+        depended on rewards.
         """
         for position in positions:
             while position not in self._returned:
@@ -227,8 +232,11 @@ class ReturningSampler:
 
     def state_dict(self, drawn_ahead: Sequence[int] = ()) -> dict[str, Any]:
         """The state as plain JSON values. ``drawn_ahead`` are positions that a resumed run must return again."""
+        state: dict[str, Any] = dict(self._sampler.state_dict())
         returned = [*drawn_ahead, *self._returned]
-        return {**self._sampler.state_dict(), **({"returned": returned} if returned else {})}
+        if returned:
+            state["returned"] = returned
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. Raises ValueError if it belongs to another data set or order, or is malformed."""

@@ -1,9 +1,9 @@
 """Seals: records of a batch's origin, written while the batch is made and compared before training on it.
 
 A response gets a ``Stamp`` (``data/trajectory.py``) as soon as it is complete: the requested settings and seed, and a
-hash of each of its arrays; the reward is added when it is scored. The ``Seal`` of a batch adds what its responses
-share: the hash of the weights of each version that sampled them, the template, and the data rows. Batch files contain
-the seal. docs/replay.md lists the errors that a seal detects, and those that it cannot.
+hash of each of its arrays; the reward is added when the response is scored. The ``Seal`` of a batch has the stamps, and
+hashes of the weights of each version that sampled the responses, of the template, and of the data rows. Batch files
+contain the seal. docs/replay.md lists the errors that a seal detects, and those that it cannot detect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_dppo.system.errors import RunError
 SHOWN = 3
 """Number of faults that an error message lists."""
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
-"""Settings that change the distribution of which the engine returns log-probabilities."""
+"""Sampling settings that change the distribution that a token is drawn from."""
 
 
 class SealError(RunError):
@@ -65,8 +65,8 @@ class Origin:
         group_size: Number of responses to a prompt.
         problems: The training set, by problem id.
         credit: ``environment.credit``.
-        generation_tokens: Number of tokens at the end of a prompt (the generation prompt) before which an environment
-            may insert a first observation; None without an environment.
+        generation_tokens: Number of tokens of the generation prompt, with which a prompt ends. An environment may
+            insert a first observation before them. None without an environment.
         makes_prompts: Whether an environment makes the prompts instead of the data set.
         advantage: ``algorithm.advantage``.
     """
@@ -81,17 +81,21 @@ class Origin:
     advantage: AdvantageName = "group-mean"
 
     def has_prompt(self, t: Trajectory) -> bool:
-        """Whether the prompt of ``t`` is its problem's prompt, perhaps with an environment's first observation. Every
-        prompt of a known problem counts if an environment makes the prompts."""
+        """Whether the prompt of ``t`` is its problem's prompt, perhaps with an environment's first observation.
+
+        If an environment makes the prompts, every prompt of a known problem counts.
+        """
         problem = self.problems.get(t.problem_id)
-        if problem is None or self.makes_prompts:
-            return problem is not None
+        if problem is None:
+            return False
+        if self.makes_prompts:
+            return True
         prompt_ids = t.prompt_ids.tolist()
         expected_ids = list(problem.prompt_ids)
-        has_observation = self.generation_tokens is not None and len(prompt_ids) > len(expected_ids)
-        if not has_observation:
+        if self.generation_tokens is None or len(prompt_ids) <= len(expected_ids):
             return prompt_ids == expected_ids
-        prefix = len(expected_ids) - (self.generation_tokens or 0)
+        # Compare the tokens before the observation.
+        prefix = len(expected_ids) - self.generation_tokens
         return prompt_ids[:prefix] == expected_ids[:prefix]
 
 
@@ -119,25 +123,25 @@ class Seal:
         return replace(self, weights={**self.weights, self.step: digest})
 
     def to_text(self) -> str:
-        """Convert to JSON. Equal settings of stamps are written once."""
-        kinds: list[dict[str, Any]] = []
-        kind_of: dict[str, int] = {}
+        """Convert to JSON. Equal sampling settings of stamps are written once, and stamps have their index."""
+        settings: list[dict[str, Any]] = []
+        index_of: dict[str, int] = {}
         stamps: list[list[Any]] = []
         for stamp in self.stamps:
-            sampling = json.dumps(stamp.sampling)
-            if sampling not in kind_of:
-                kind_of[sampling] = len(kinds)
-                kinds.append(json.loads(sampling))
-            kind = kind_of[sampling]
+            sampling_json = json.dumps(stamp.sampling)
+            if sampling_json not in index_of:
+                index_of[sampling_json] = len(settings)
+                settings.append(json.loads(sampling_json))
+            index = index_of[sampling_json]
             digests = dict(stamp.digests)
-            stamps.append([kind, stamp.seed, digests, stamp.reward, stamp.returns])
+            stamps.append([index, stamp.seed, digests, stamp.reward, stamp.returns])
         values = {
             "step": self.step,
             "template": self.template,
             # JSON has no integer keys: store pairs.
             "weights": list(map(list, self.weights.items())),
             "rows": list(map(list, self.rows.items())),
-            "sampling": kinds,
+            "sampling": settings,
             "stamps": stamps,
         }
         return json.dumps({**values, "digest": text_digest(values)})
@@ -150,10 +154,10 @@ class Seal:
             digest = values.pop("digest")
             if digest != text_digest(values):
                 raise ValueError("altered: the seal is not that of its hash")
-            kinds = values["sampling"]
+            settings = values["sampling"]
             stamps: list[Stamp] = []
-            for kind, *stamp_fields in values["stamps"]:
-                stamps.append(Stamp(kinds[kind], *stamp_fields))
+            for index, *stamp_fields in values["stamps"]:
+                stamps.append(Stamp(settings[index], *stamp_fields))
             return cls(
                 step=values["step"],
                 template=values["template"],
@@ -168,7 +172,7 @@ class Seal:
 def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) -> Iterator[str]:
     """Compare one response with its stamp and the run's ``origin``, and yield the differences.
 
-    ``versions`` has the hashes of the weights that may have sampled it, by version.
+    ``versions`` has the hashes of the weights that may have sampled the response, by version.
     """
     if not origin.has_prompt(t):
         yield f"{t}: its prompt is not that of the problem in data.train, or there is none"
@@ -198,22 +202,27 @@ def sampling_faults(
     settings: Mapping[str, Any],
     names: Sequence[str] | None = None,
 ) -> Iterator[str]:
-    """Compare the sampling settings in ``names`` (None: all) of responses with ``settings``, and yield the
-    differences.
+    """Compare the sampling settings of responses with the expected ``settings``, and yield the differences.
+
+    ``names``: the settings to compare; None: all.
     """
-    for name, value in settings.items():
+    for name, expected_value in settings.items():
         if names is not None and name not in names:
             continue
-        sampled_values = [stamp.sampling.get(name) for stamp in stamps]
-        wrong_values = [sampled for sampled in sampled_values if sampled != value]
+        wrong_values: list[Any] = []
+        for stamp in stamps:
+            value = stamp.sampling.get(name)
+            if value != expected_value:
+                wrong_values.append(value)
         if wrong_values:
             yield (
-                f"{name}: {len(wrong_values)} responses were asked for with {wrong_values[0]!r}, expected {value!r}"
+                f"{name}: {len(wrong_values)} responses were asked for with {wrong_values[0]!r}, expected "
+                f"{expected_value!r}"
             )
 
 
 def advantage_faults(outlines: Sequence[Outline], origin: Origin) -> Iterator[str]:
-    """Yield the advantages that differ from those of their group's rewards."""
+    """Yield the advantages that differ from the advantages computed from the rewards of their group."""
     rewards = [t.reward for t in outlines]
     expected_advantages = group_relative(rewards, origin.group_size, origin.advantage).tolist()
     for t, advantage in zip(outlines, expected_advantages, strict=True):
@@ -222,8 +231,11 @@ def advantage_faults(outlines: Sequence[Outline], origin: Origin) -> Iterator[st
 
 
 def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterator[str]:
-    """Yield errors in the advantages of whole groups: another kind of credit than the run's, or advantages of turns
-    that differ from those of their returns."""
+    """Yield errors in the advantages of turns. ``trajectories``: whole groups.
+
+    The errors are another kind of credit than the run's, returns that do not fit the turns and the reward, and
+    advantages that differ from those computed from the returns.
+    """
     for t in trajectories:
         credit = "trajectory"
         if "advantages" in t.columns:
@@ -235,14 +247,14 @@ def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterato
     # ``response_faults`` reports responses without a stamp.
     if origin.credit == "trajectory" or len(returns) < len(trajectories):
         return
-    for t, of_turns in zip(trajectories, returns, strict=True):
-        if len(of_turns) != t.turns or of_turns[0] != t.reward:
-            yield f"{t}: returns of turns: got {of_turns}, expected {t.turns}, the first {t.reward:g}"
+    for t, turn_returns in zip(trajectories, returns, strict=True):
+        if len(turn_returns) != t.turns or turn_returns[0] != t.reward:
+            yield f"{t}: returns of turns: got {turn_returns}, expected {t.turns}, the first {t.reward:g}"
             return
     expected_advantages = turn_relative(returns, origin.group_size, origin.advantage)
-    for t, by_turn in zip(trajectories, expected_advantages, strict=True):
-        if not np.array_equal(t.advantages, t.by_token(by_turn)):
-            yield f"{t}: advantages: got others than {by_turn}, those of its turns"
+    for t, turn_advantages in zip(trajectories, expected_advantages, strict=True):
+        if not np.array_equal(t.advantages, t.by_token(turn_advantages)):
+            yield f"{t}: advantages: got others than {turn_advantages}, those of its turns"
 
 
 def group_faults(outlines: Sequence[Outline], group_size: int) -> Iterator[str]:
@@ -265,7 +277,7 @@ def seed_faults(seeds: Sequence[int | None]) -> Iterator[str]:
 
 
 def file_faults(seal: Seal, step: int, origin: Origin) -> Iterator[str]:
-    """Yield the errors in the seal of a saved batch before training on it as the batch of ``step``."""
+    """Yield the errors in the seal of a saved batch that is to be trained on as the batch of ``step``."""
     if seal.step != step:
         yield f"step: it was made for step {seal.step}, expected {step}"
     if seal.template != origin.template:

@@ -1,12 +1,12 @@
-"""A problem, and a trajectory of it from the engine's response to the loss: tokens, loss mask, and columns.
+"""A problem, and a trajectory: one response to it, with tokens, loss mask and columns, from the engine to the loss.
 
 A trajectory is never changed in place: its arrays are read-only, and every change makes a new trajectory. S = tokens,
 N = sampled tokens.
 
 An episode that continued from an edited history has several branches: token sequences that do not attend to each other.
-They are end to end in one trajectory, which is one response of its group, and packing makes each a sequence of its own.
-Tokens that a branch repeats from another one count as its prompt, so the loss mask is True exactly once for every
-sampled token.
+One trajectory, which counts as one response of its group, has the branches end to end, and packing makes each branch a
+sequence of its own. Tokens that a branch repeats from another branch count as its prompt, so the loss mask is True
+exactly once for every sampled token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FinishReason = Literal["stop", "length", "aborted", "failed"]
 failed, and the trajectory is not used. No batch has trajectories with either reason."""
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
-"""The reasons that batch files have, in the order of their numbers there."""
+"""The reasons of finished responses. Batch files store a reason's index in this tuple."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Problem:
     """A data row, tokenised.
 
     Attributes:
-        problem_id: Position in the file (from 0), which identifies the problem in trajectories and checkpoints.
+        problem_id: Position in the data (from 0), which identifies the problem in trajectories and checkpoints.
         prompt: Text of the problem.
         answer: The answer; empty if it has none.
         prompt_ids: Token ids of the whole prompt.
@@ -62,7 +62,7 @@ class Problem:
 
 
 class VersionSpan(NamedTuple):
-    """The sampled tokens ``start <= i < end`` of a trajectory come from ``weight_version``."""
+    """The weights ``weight_version`` sampled the tokens ``start <= i < end``, counted among the sampled tokens."""
 
     weight_version: int
     start: int
@@ -78,7 +78,8 @@ class Stamp:
         seed: The requested seed; None without one.
         digests: The result of ``Trajectory.digests``.
         reward: The reward; None before the response is scored.
-        returns: The returns of its turns, if turns have separate advantages (``algorithms.advantages.turn_relative``).
+        returns: The returns of the response's turns, if turns have separate advantages
+            (``algorithms.advantages.turn_relative``).
     """
 
     sampling: Mapping[str, Any]
@@ -109,12 +110,13 @@ class Trajectory:
         stamp: The origin; None if it is unknown.
         components: Components of the reward, if this process scored the response.
         reason: The reward's reason, if this process scored the response.
-        prompt_tokens: Prompt tokens of all engine calls for this response. Not in batch files, as all that follow.
-        cached_tokens: The part of ``prompt_tokens`` that was in the engine's prefix cache.
+        prompt_tokens: Number of prompt tokens of all engine calls for this response. This attribute and all that follow
+            are not in batch files.
+        cached_tokens: Number of these tokens that were in the engine's prefix cache.
         ended_by: The limit that cut an episode off, in words.
         turn_rewards: An environment's rewards of the turns, in the order of the tokens.
         turn_times: The position of each turn in the order of sampling; empty if that is the order of the tokens.
-        wants_score: Whether the run's rewards score ``text`` in addition.
+        wants_score: Whether the run's rewards score ``text``, in addition to an environment's rewards.
 
     Raises:
         ValueError: Shapes or types disagree with each other or with a declaration, the first token of a branch is
@@ -151,7 +153,9 @@ class Trajectory:
             raise ValueError(f"{self}: the prompt is empty, expected at least one token")
         if not math.isfinite(self.advantage):
             raise ValueError(f"{self}: advantage {self.advantage}, expected a finite number")
-        columns = {n: declared_column(n).array(v, mask, self) for n, v in self.columns.items()}
+        columns: dict[str, np.ndarray] = {}
+        for name, values in self.columns.items():
+            columns[name] = declared_column(name).array(values, mask, self)
         object.__setattr__(self, "token_ids", tokens)
         object.__setattr__(self, "loss_mask", mask)
         object.__setattr__(self, "columns", MappingProxyType(columns))
@@ -165,46 +169,59 @@ class Trajectory:
         response_ids: Sequence[int] | np.ndarray,
         **fields: Any,
     ) -> Self:
-        """Build the trajectory of a prompt and one response. ``fields`` are its other attributes; ``problem_id`` and
-        ``sample_index`` default to 0."""
+        """Build the trajectory of a prompt and one response.
+
+        ``fields`` are its other attributes; ``problem_id`` and ``sample_index`` default to 0.
+        """
+        fields.setdefault("problem_id", 0)
+        fields.setdefault("sample_index", 0)
         tokens = np.concatenate(
             [np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)]
         )
         mask = np.arange(len(tokens)) >= len(prompt_ids)
-        return cls(
-            **{"problem_id": 0, "sample_index": 0, **fields}, token_ids=tokens, loss_mask=mask
-        )
+        return cls(**fields, token_ids=tokens, loss_mask=mask)
 
     @classmethod
     def of_branches(cls, branches: Sequence[Self]) -> Self:
-        """Join ``branches`` end to end. Attributes that are no tokens and no columns come from the first branch. A
-        column that a branch lacks is left out."""
+        """Join ``branches`` end to end.
+
+        A column that a branch lacks is left out. The numbers of prompt and cached tokens are added up; all other
+        attributes come from the first branch.
+        """
         if len(branches) == 1:
             return branches[0]
-        parts = [b._with_routing_version() for b in branches]
-        columns = {}
-        for name in set.intersection(*(set(p.columns) for p in parts)):
+        parts = [branch._with_routing_version() for branch in branches]
+        common_names = set(parts[0].columns)
+        for part in parts:
+            common_names &= set(part.columns)
+        columns: dict[str, np.ndarray] = {}
+        for name in common_names:
+            has_input_rows = declared_column(name).rows is Rows.INPUT
             arrays = []
             for part in parts:
                 arrays.append(part.columns[name])
-                # The last token of a branch has no row of the input. Repeat the row before as a filler, which
-                # ``branches`` removes again.
-                if declared_column(name).rows is Rows.INPUT and part is not parts[-1]:
+                # The last token of a branch has no row in columns of the input, but the joined column needs one. Repeat
+                # the row before it as a filler, which ``branches`` removes again.
+                if has_input_rows and part is not parts[-1]:
                     arrays.append(part.columns[name][-1:])
             columns[name] = np.concatenate(arrays)
-        numbers = np.repeat(np.arange(len(parts), dtype=np.uint16), [p.length for p in parts])
+        branch_numbers = np.arange(len(parts), dtype=np.uint16)
+        branch_of_token = np.repeat(branch_numbers, [part.length for part in parts])
+        columns["branch"] = branch_of_token[:-1]
         return replace(
             parts[0],
             token_ids=np.concatenate([p.token_ids for p in parts]),
             loss_mask=np.concatenate([p.loss_mask for p in parts]),
-            columns={**columns, "branch": numbers[:-1]},
+            columns=columns,
             prompt_tokens=sum(p.prompt_tokens for p in parts),
             cached_tokens=sum(p.cached_tokens for p in parts),
         )
 
     def _with_routing_version(self) -> Self:
-        """A copy with an explicit ``routing_version`` if it has a recording: without that column the last version of
-        the whole trajectory would count, which may belong to another branch."""
+        """A copy with an explicit column ``routing_version``, if the trajectory has recorded routing.
+
+        Without the column, the last version of the joined trajectory would count, which may belong to another branch.
+        """
         if "routed_experts" not in self.columns or "routing_version" in self.columns:
             return self
         versions = self.column("weight_version")
@@ -231,7 +248,7 @@ class Trajectory:
 
     @cached_property
     def branch_lengths(self) -> tuple[int, ...]:
-        """S of each branch."""
+        """Number of tokens of each branch."""
         return tuple(np.diff([*self._branch_starts, self.length]).tolist())
 
     @property
@@ -243,20 +260,24 @@ class Trajectory:
 
     @property
     def branches(self) -> tuple[Self, ...]:
-        """The branches, each as a trajectory without stamp and rewards of turns. With one branch, the trajectory
-        itself.
+        """The branches, each as a trajectory without stamp and rewards of turns.
+
+        A trajectory of one branch is returned itself.
         """
         if "branch" not in self.columns:
             return (self,)
-        branches, sampled_start = [], 0
+        branches: list[Self] = []
+        sampled_start = 0
         for start, length in zip(self._branch_starts, self.branch_lengths, strict=True):
             tokens = slice(start, start + length)
             sampled_end = sampled_start + int(np.count_nonzero(self.loss_mask[tokens]))
-            rows = {
+            branch_rows = {
                 Rows.SAMPLED: slice(sampled_start, sampled_end),
                 Rows.INPUT: slice(start, start + length - 1),
             }
-            columns = {n: a[rows[declared_column(n).rows]] for n, a in self.columns.items()}
+            columns: dict[str, np.ndarray] = {}
+            for name, array in self.columns.items():
+                columns[name] = array[branch_rows[declared_column(name).rows]]
             del columns["branch"]
             branch = replace(
                 self,
@@ -278,20 +299,25 @@ class Trajectory:
 
     @property
     def _turn_starts(self) -> np.ndarray:
+        """Whether each token but the first is the first sampled one of a turn: bool [S - 1]."""
         return self.loss_mask[1:] & ~self.loss_mask[:-1]
 
     def by_token(self, by_turn: Sequence[float]) -> np.ndarray:
-        """Repeat each turn's value at its sampled tokens: float32 [N]. Raises ValueError unless there is a value for
-        each turn."""
+        """Repeat each turn's value for its sampled tokens: float32 [N].
+
+        Raises ValueError unless ``by_turn`` has a value for each turn.
+        """
         if len(by_turn) != self.turns:
             raise ValueError(f"{self}: {len(by_turn)} values of turns, expected {self.turns}")
-        turn_numbers = np.cumsum(self._turn_starts)[self.loss_mask[1:]] - 1
-        return np.asarray(by_turn, np.float32)[turn_numbers]
+        turn_of_sampled = np.cumsum(self._turn_starts)[self.loss_mask[1:]] - 1
+        return np.asarray(by_turn, np.float32)[turn_of_sampled]
 
     @property
     def advantages(self) -> np.ndarray:
-        """A of each sampled token: float32 [N]. It is the turn's advantage if turns have separate ones, else the
-        response's."""
+        """A of each sampled token: float32 [N].
+
+        It is the advantage of the token's turn if turns have separate advantages, else that of the response.
+        """
         advantages = self.columns.get("advantages")
         if advantages is None:
             return np.full(self.sampled, self.advantage, np.float32)
@@ -300,7 +326,8 @@ class Trajectory:
     @property
     def advantages_by_turn(self) -> list[float]:
         """A of each turn."""
-        return self.advantages[self._turn_starts[self.loss_mask[1:]]].tolist()
+        is_first_of_turn = self._turn_starts[self.loss_mask[1:]]
+        return self.advantages[is_first_of_turn].tolist()
 
     @cached_property
     def has_advantage(self) -> bool:
@@ -310,7 +337,10 @@ class Trajectory:
     @property
     def prompt_ids(self) -> np.ndarray:
         """The tokens before the first sampled token; all tokens if none was sampled."""
-        return self.token_ids[: int(np.argmax(self.loss_mask)) if self.sampled else None]
+        if not self.sampled:
+            return self.token_ids
+        first_sampled = int(np.argmax(self.loss_mask))
+        return self.token_ids[:first_sampled]
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -329,7 +359,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether it hit the length limit instead of ending by itself."""
+        """Whether the response hit the length limit instead of ending by itself."""
         return self.finish_reason == "length"
 
     @property
@@ -344,26 +374,30 @@ class Trajectory:
 
     @property
     def interruptions(self) -> tuple[int, ...]:
-        """The number of tokens in the branch before each change of version in the middle of a turn. A change between
-        turns interrupts nothing."""
-        sampled = np.flatnonzero(self.loss_mask)
-        lengths = []
+        """For each weight update in the middle of a turn, the number of earlier tokens in the branch.
+
+        The engine prefills these tokens again. An update between turns interrupts nothing.
+        """
+        sampled_positions = np.flatnonzero(self.loss_mask)
+        token_counts = []
         for span in self.version_spans[1:]:
-            position = int(sampled[span.start])
-            if self.loss_mask[position - 1]:
+            position = int(sampled_positions[span.start])
+            is_within_turn = self.loss_mask[position - 1]
+            if is_within_turn:
                 earlier_starts = [start for start in self._branch_starts if start <= position]
-                lengths.append(position - max(earlier_starts))
-        return tuple(lengths)
+                token_counts.append(position - max(earlier_starts))
+        return tuple(token_counts)
 
     @cached_property
     def discarded_rows(self) -> int:
-        """The number of rows of a recorded routing that ``usable_rows`` excludes; computed also without a recording."""
+        """The number of rows that ``usable_rows`` excludes from recorded routing, or would if there were any."""
         usable = usable_rows(self.loss_mask, self.columns)
         return len(usable) - int(np.count_nonzero(usable))
 
     def digests(self) -> dict[str, str]:
-        """Number of rows and hash of the prompt, the tokens, the loss mask and each column, by name; and the finish
-        reason."""
+        """By name: the number of rows and the hash of the prompt, the tokens, the loss mask and each column; and the
+        finish reason.
+        """
         arrays = {
             "prompt_ids": self.prompt_ids,
             "token_ids": self.token_ids,
@@ -383,26 +417,28 @@ class Trajectory:
         return self.columns[name]
 
     def check(self, rows: Rows | None = None) -> None:
-        """Raise ValueError if a column has invalid values: for data that comes from a file or will be trained on.
-        ``rows`` selects columns; None: all."""
+        """Raise ValueError if a column has invalid values. Call it for data from a file, and before training.
+
+        ``rows`` selects the columns with these rows; None: all columns.
+        """
         for name, array in self.columns.items():
-            check = declared_column(name).check
-            if check is not None and rows in (None, declared_column(name).rows):
-                check(array, self.columns, str(self))
+            column = declared_column(name)
+            if column.check is not None and rows in (None, column.rows):
+                column.check(array, self.columns, str(self))
 
     def with_columns(self, **columns: Any) -> Self:
         """A copy with ``columns`` added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
     def without(self, *names: str) -> Self:
-        """A copy without these columns. It need not have them."""
+        """A copy without these columns, or the trajectory itself if it has none of them."""
         if self.columns.keys().isdisjoint(names):
             return self
         columns = {name: array for name, array in self.columns.items() if name not in names}
         return replace(self, columns=columns)
 
     def stamped(self, sampling: Mapping[str, Any], seed: int | None) -> Self:
-        """A copy with a stamp of its present state. ``sampling`` and ``seed`` are the settings that sampled it."""
+        """A copy with a stamp of its present state. ``sampling`` and ``seed`` are the settings of the request."""
         return replace(self, stamp=Stamp(sampling, seed, self.digests()))
 
     def scored(self, reward: float, advantage: float, **details: Any) -> Self:
@@ -423,8 +459,8 @@ class Trajectory:
 def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
     """Type and trailing shape of each column of a batch, sorted by name.
 
-    Raises ValueError if arrays of one column differ in them, if two columns differ in a size that both declare, or if
-    only some trajectories have a complete column.
+    Raises ValueError if arrays of one column differ in type or trailing shape, if two columns differ in a size that
+    both declare, or if only some trajectories have a complete column.
     """
     names: set[str] = set()
     for t in trajectories:
@@ -443,7 +479,7 @@ def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
 
 
 def sizes_of(forms: Mapping[str, Form]) -> dict[str, int]:
-    """The trailing sizes by their declared names. Raises ValueError if two columns disagree."""
+    """The trailing sizes by their declared names. Raises ValueError if two columns differ in a size."""
     sizes: dict[str, int] = {}
     for name, form in forms.items():
         for size, value in zip(declared_column(name).trailing, form.trailing, strict=True):
@@ -453,7 +489,7 @@ def sizes_of(forms: Mapping[str, Form]) -> dict[str, int]:
 
 
 def check_complete(column: Column, present: int, trajectories: int) -> None:
-    """Raise ValueError if the column is complete, and only some of ``trajectories`` have it."""
+    """Raise ValueError if the column is complete, and only ``present`` of the ``trajectories`` have it."""
     if column.complete and present not in (0, trajectories):
         raise ValueError(
             f"{column.name}: {trajectories - present} of {trajectories} trajectories have none, "
@@ -494,19 +530,21 @@ class Outline(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Whether it hit the length limit instead of ending by itself."""
+        """Whether the response hit the length limit instead of ending by itself."""
         return self.finish_reason == "length"
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
         """Build an outline from its JSON, a list in which the tuples are lists too."""
-        *plain_values, lengths, interruptions, spans = row
+        *plain_values, branch_lengths, interruptions, spans = row
         version_spans = tuple(VersionSpan(*span) for span in spans)
-        return cls._make([*plain_values, tuple(lengths), tuple(interruptions), version_spans])
+        return cls._make(
+            [*plain_values, tuple(branch_lengths), tuple(interruptions), version_spans]
+        )
 
 
 TrajectoryFacts = Outline | Trajectory
-"""The type from which a batch's plan and figures are computed."""
+"""Both have the properties from which a batch's plan and figures are computed."""
 
 
 def sampled_versions(trajectories: Iterable[TrajectoryFacts]) -> set[int]:
@@ -518,6 +556,7 @@ def sampled_versions(trajectories: Iterable[TrajectoryFacts]) -> set[int]:
 
 
 def row_count(column: Column, trajectory: TrajectoryFacts) -> int:
+    """The number of rows that the trajectory has in ``column``."""
     if column.rows is Rows.SAMPLED:
         return trajectory.sampled
     return trajectory.length - 1

@@ -84,11 +84,12 @@ def returns_by_turn(t: Trajectory, score: float, penalty: float) -> list[float]:
         penalty: at most 0: the reward after penalties (length, truncation) minus the reward before them.
     """
     rewards = t.turn_rewards
-    sampling_order = t.turn_times or range(len(rewards))
+    # The place of each turn in the order of sampling.
+    places = t.turn_times or range(len(rewards))
     returns = [t.reward]
-    for turn_place in sampling_order[1:]:
+    for turn_place in places[1:]:
         terms = [score, penalty]
-        for reward, place in zip(rewards, sampling_order, strict=True):
+        for reward, place in zip(rewards, places, strict=True):
             if place >= turn_place:
                 terms.append(reward)
         # fsum rounds once, so that equal returns are exactly equal and give no advantage.
