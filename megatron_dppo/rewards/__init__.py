@@ -23,17 +23,19 @@ from megatron_dppo.system.imports import ImportTargetError, import_target, reaso
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
-# Characters at the end of a response that are searched for a reason: the patterns take quadratic time.
-_LONGEST_READ = 4000
-_LONGEST_SHOWN = 80
+_MAX_SEARCHED = 4000
+"""Number of characters at the end of a response that are searched for its answer, to explain a score: the patterns of
+the search take quadratic time."""
+_MAX_SHOWN = 80
+"""Largest number of characters of an answer in a reason."""
 
 
 class RewardUnavailableError(RunError):
     """A reward could not be computed, and the response is not the cause: a service is down or answers nonsense.
 
     A reward raises this error, or any OSError (such as a broken connection or TimeoutError). The reward is then called
-    again. After the last attempt another response replaces the one without a reward. If this does not help either, the
-    run ends with this error.
+    again. After the last attempt, another response is generated in place of the response without a reward. If this
+    does not help either, the run ends with this error.
     """
 
 
@@ -70,10 +72,10 @@ class RewardForm(NamedTuple):
     """The form of a reward's calls, read from its signature.
 
     Attributes:
-        reads: Names of the parameters for its input: fields of RewardInput; ``record``, a whole RewardInput; or
-            ``records``, a list of them, for which the reward returns a list.
-        is_async: Whether it is a coroutine function, which waits for a service.
-        columns: Names of further parameters, which are columns of the problem's metadata.
+        reads: Names of the parameters for the reward's input: fields of RewardInput; ``record``, a whole RewardInput;
+            or ``records``, a list of RewardInputs, for which the reward returns a list.
+        is_async: Whether the reward is a coroutine function, which waits for a service.
+        columns: Names of all other parameters, which are columns of the problem's metadata.
     """
 
     reads: tuple[str, ...]
@@ -98,7 +100,7 @@ class RewardForm(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward's callable with its options, which is called with a list of inputs: one, or many if its form allows."""
+    """A reward's function with its options. It is called with a list of inputs: one, or several if its form allows."""
 
     function: Callable[..., Any]
     form: RewardForm
@@ -121,12 +123,17 @@ class BoundReward:
                 options = {}
             parameters = inspect.signature(target).parameters
             reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
-            if clash := sorted(options.keys() & set(reads)):
-                raise TypeError(f"the option {clash[0]!r} has the name of a reward's input")
+            ambiguous_names = sorted(options.keys() & set(reads))
+            if ambiguous_names:
+                raise TypeError(
+                    f"the option {ambiguous_names[0]!r} has the name of a reward's input"
+                )
             columns: tuple[str, ...] = ()
             if RECORDS not in reads:
                 columns = _columns_of(parameters, {*reads, *options})
-            inspect.signature(target).bind(**dict.fromkeys((*reads, *columns)), **options)
+            # Try a call with all arguments, without making it: this raises TypeError for unknown or missing options.
+            input_arguments = dict.fromkeys((*reads, *columns))
+            inspect.signature(target).bind(**input_arguments, **options)
         except TypeError as error:
             raise ValueError(
                 f"{error}; expected parameters named {', '.join(FIELDS)}, {RECORD} or {RECORDS}, and options"
@@ -136,11 +143,11 @@ class BoundReward:
                 f"its parameters are {list(parameters)}, expected some of {', '.join(FIELDS)}, {RECORD}, or "
                 f"{RECORDS} alone"
             )
-        # An object is called by its class's __call__ method, so look at that.
-        function = target
+        # To call an object means to call the __call__ method of its class.
+        called_function = target
         if not inspect.isroutine(target):
-            function = type(target).__call__
-        is_async = inspect.iscoroutinefunction(function)
+            called_function = type(target).__call__
+        is_async = inspect.iscoroutinefunction(called_function)
         return cls(partial(target, **options), RewardForm(reads, is_async, columns))
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Any:
@@ -174,8 +181,9 @@ def _construct(kind: type[Any], options: Mapping[str, Any]) -> Any:
 def _columns_of(
     parameters: Mapping[str, inspect.Parameter], known_names: Collection[str]
 ) -> tuple[str, ...]:
-    """Names of the required positional parameters that are not in ``known_names``. Keyword-only parameters are
-    options.
+    """Names of the required positional parameters that are not in ``known_names``.
+
+    Keyword-only parameters are options, not columns.
     """
     columns: list[str] = []
     for name, parameter in parameters.items():
@@ -192,14 +200,15 @@ class Reward:
 
     Attributes:
         target: ``package.module:function``, or a class whose objects are called.
-        runs_inline: Whether the verifier calls the function in its own process, without a time limit. Only
-            for string functions whose time is linear in the response's length.
-        gold_target: Like ``target``: a function that scores an answer 1 if responses can match
-            it, and ignores the response. None: ``target`` itself, and an answer need not match itself.
-        answer_target: Like ``target``: a function that extracts the part of a response that is compared
-            with the answer, for people to read. It imports no library. None: there is no such function.
-        reads_solutions: Whether gold answers may be worked solutions, whose final answer the reward gets. A user's
-            own reward gets the answer unchanged.
+        runs_inline: Whether the verifier calls the function in the verifier's process, without a time limit. Only for
+            functions of text whose time is linear in the response's length.
+        gold_target: Path, like ``target``, of the function that checks a gold answer before the run: it scores an
+            answer 1 if responses can match it, and ignores the response. None: ``target`` is called with the answer as
+            the response, and any score counts as a match.
+        answer_target: Path, like ``target``, of the function that extracts the part of a response that is compared with
+            the answer, to show it to people. It imports no library. None: there is no such function.
+        reads_solutions: Whether gold answers may be worked solutions, of which the reward gets the final answer. A
+            user's own reward gets the answer unchanged.
     """
 
     target: str
@@ -213,8 +222,10 @@ class Reward:
         return _import_function(self.target)
 
     def bind(self, options: Mapping[str, Any]) -> BoundReward:
-        """Import the function and bind its options. Raises ValueError if its signature does not fit a reward or the
-        options."""
+        """Import the function and bind its options.
+
+        Raises ValueError if the function's signature does not fit a reward or the options.
+        """
         target = self.load()
         try:
             return BoundReward.of(target, options)
@@ -223,27 +234,30 @@ class Reward:
 
     @property
     def checks_itself(self) -> bool:
-        """Whether the reward itself checks gold answers, as responses, and not a separate function."""
+        """Whether the reward checks gold answers with ``target``, and not with a separate function."""
         return self.gold_target in (None, self.target)
 
     def final(self, answer: str) -> str:
-        """The part of a problem's answer that responses are compared with: the final answer of a worked solution, if
-        the reward reads solutions; else all of it."""
+        """The part of a problem's answer with which responses are compared.
+
+        It is the final answer of a worked solution if the reward reads solutions; else the whole answer.
+        """
         if self.reads_solutions:
             return gold_answer(answer)
         return answer
 
-    def sees(self, record: RewardInput) -> RewardInput:
-        """``record`` with the final answer."""
+    def with_final_answer(self, record: RewardInput) -> RewardInput:
+        """A copy of ``record`` with the final answer in place of the whole answer."""
         return replace(record, answer=self.final(record.answer))
 
     def reason(self, response: str, answer: str, score: float) -> str:
         """Explain the score of ``response``, as far as possible without the reward's libraries."""
         if self.answer_target is None:
             return f"by {self.target}"
-        found_answer = _import_function(self.answer_target)(response[-_LONGEST_READ:])
-        if len(found_answer) > _LONGEST_SHOWN:
-            found_answer = f"{found_answer[:_LONGEST_SHOWN]}..."
+        find_answer = _import_function(self.answer_target)
+        found_answer = find_answer(response[-_MAX_SEARCHED:])
+        if len(found_answer) > _MAX_SHOWN:
+            found_answer = f"{found_answer[:_MAX_SHOWN]}..."
         if score > 0:
             return f"{found_answer!r} is right"
         if found_answer == answer:
@@ -318,12 +332,14 @@ def exact_integer(response: str, answer: str) -> float:
 
 
 def stated_result(response: str) -> str:
-    """The text after the response's last ``=``; without one, all of it."""
+    """The text after the response's last ``=``; the whole response if it has none."""
     return response.rpartition("=")[2].strip()
 
 
 def _normalise(integer: str) -> str:
     """``integer`` without plus sign and leading zeros."""
-    # Compare integers as text, because int() takes quadratic time.
+    # Compare integers as text, because int() takes quadratic time. Zero becomes "", with any sign.
     digits = integer.lstrip("+-").lstrip("0")
-    return ("-" if integer.startswith("-") and digits else "") + digits
+    if digits and integer.startswith("-"):
+        return f"-{digits}"
+    return digits

@@ -1,4 +1,4 @@
-"""A check of gold answers before a run: each is parsed, and scored against itself."""
+"""A check of gold answers before a run: each answer is parsed, and scored as a response to its own problem."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron_dppo.rewards.checked_answers import BadAnswers
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 _SHOWN = 3
+"""Largest number of bad answers that an error message lists."""
 
 
 def bad_answers(
@@ -30,11 +31,11 @@ def bad_answers(
     *,
     scores: bool = True,
 ) -> BadAnswers:
-    """Find the answers of each file that no response could match, or that a reward refuses. None if no reward needs an
-    answer.
+    """Find the answers of each file that no response could match, or that a reward refuses.
 
-    Each reward that needs answers scores each answer; equal answers once, if the reward reads nothing else of a
-    problem. Asynchronous rewards are not called, because each call may cost the service behind them.
+    Each reward that needs answers scores each answer. Equal answers are scored once if the reward reads nothing else of
+    a problem. Asynchronous rewards are not called, because each call may cost money. If no reward needs answers, no
+    answer is bad.
 
     Args:
         sets: Path of a file -> its problems.
@@ -45,12 +46,13 @@ def bad_answers(
         RewardUnavailableError: A score is unavailable.
         VerifierError: A reward fails in another way.
     """
-    bad: dict[str, dict[int, str]] = {path: {} for path in sets}
+    # Path -> problem id -> the error. The first error of an answer is kept.
+    errors_of: dict[str, dict[int, str]] = {path: {} for path in sets}
     for term in reward.terms.values():
-        row = find_reward(term.name)
+        term_reward = find_reward(term.name)
         changes: dict[str, Any] = {}
-        if not row.checks_itself:
-            changes = {"name": row.gold_target, "options": {}}
+        if not term_reward.checks_itself:
+            changes = {"name": term_reward.gold_target, "options": {}}
         if not scores:
             changes["workers"] = 1
         with Verifier.of(term.model_copy(update=changes)) as verifier:
@@ -58,65 +60,69 @@ def bad_answers(
             if not form.needs_answer:
                 continue
             for path, problems in sets.items():
-                bad[path] |= dict(problems.unanswered)
+                errors_of[path] |= dict(problems.unanswered)
             if scores and not form.is_async:
-                complaints_by_path = _complaints(verifier, form, sets, row, term.timeout_s)
-                for path, complaints in complaints_by_path.items():
-                    bad[path] = complaints | bad[path]
-    sorted_rows: dict[str, list[Any]] = {}
-    for path, rows in bad.items():
-        sorted_rows[path] = list(map(list, sorted(rows.items())))
-    return sorted_rows
+                new_errors_of = _answer_errors(verifier, form, sets, term_reward, term.timeout_s)
+                for path, new_errors in new_errors_of.items():
+                    errors_of[path] = new_errors | errors_of[path]
+    bad: BadAnswers = {}
+    for path, errors in errors_of.items():
+        bad[path] = [[problem_id, error] for problem_id, error in sorted(errors.items())]
+    return bad
 
 
-def _complaints(
+def _answer_errors(
     verifier: Verifier,
     form: RewardForm,
     sets: Mapping[str, ProblemSet],
     reward: Reward,
     timeout_s: float,
 ) -> dict[str, dict[int, str]]:
-    """The errors in answers, by file and problem id."""
-    sees_answers_alone = set(form.reads) <= {"response", "answer"} and not form.columns
-    keys: dict[tuple[str, int], Hashable] = {}
+    """The errors in answers: path of a file -> problem id -> the error."""
+    reads_answers_alone = set(form.reads) <= {"response", "answer"} and not form.columns
+    # Each problem has the key of its input. Problems with equal inputs share a key, so the input is scored once.
+    input_keys: dict[tuple[str, int], Hashable] = {}
     inputs: dict[Hashable, RewardInput] = {}
     for path, problems in sets.items():
         unanswered = dict(problems.unanswered)
-        for p in problems.problems:
-            if p.problem_id in unanswered:
+        for problem in problems.problems:
+            if problem.problem_id in unanswered:
                 continue
-            row_key = path, p.problem_id
-            answer = reward.final(p.answer)
-            keys[row_key] = answer if sees_answers_alone else row_key
-            record = RewardInput.of(p, answer)
+            problem_key = path, problem.problem_id
+            answer = reward.final(problem.answer)
+            input_key: Hashable = answer if reads_answers_alone else problem_key
+            input_keys[problem_key] = input_key
+            record = RewardInput.of(problem, answer)
             # A separate gold function gets the final answer here; for the reward itself the verifier does the same.
             if not reward.checks_itself:
-                record = reward.sees(record)
-            inputs.setdefault(keys[row_key], record)
+                record = reward.with_final_answer(record)
+            inputs.setdefault(input_key, record)
     with progress("check answers", len(inputs)) as bar:
         scores = verifier.check(list(inputs.values()), partial(bar.advance, 1))
-    # A service that is down is no error of the answer, which must not be dropped because of it.
+    # If a service is down, the answer is not at fault, and must not be dropped.
     outages = [score.unavailable for score in scores if score.unavailable is not None]
     if outages:
         raise RewardUnavailableError(
-            f"the answers can't be checked: {len(outages)} of {len(scores)} rewards could not be had: {outages[0]}"
+            f"the answers can't be checked: {len(outages)} of {len(scores)} rewards are unavailable: {outages[0]}"
         )
-    has_gold_target = reward.gold_target is not None
-    complaints: dict[Hashable, str | None] = {}
-    for key, score in zip(inputs, scores, strict=True):
-        complaints[key] = _complaint(score, has_gold_target, timeout_s)
-    complaints_by_path: dict[str, dict[int, str]] = {path: {} for path in sets}
-    for (path, row), key in keys.items():
-        if (complaint := complaints[key]) is not None:
-            complaints_by_path[path][row] = complaint
-    return complaints_by_path
+    must_match = reward.gold_target is not None
+    error_of_input: dict[Hashable, str | None] = {}
+    for input_key, score in zip(inputs, scores, strict=True):
+        error_of_input[input_key] = _answer_error(score, must_match, timeout_s)
+    errors_of: dict[str, dict[int, str]] = {path: {} for path in sets}
+    for (path, problem_id), input_key in input_keys.items():
+        error = error_of_input[input_key]
+        if error is not None:
+            errors_of[path][problem_id] = error
+    return errors_of
 
 
 def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
-    """Raise DataError if there are bad answers. The message names file and line of the first ones."""
-    faults = []
-    for path, rows in bad.items():
-        faults += [f"{sets[path].location(path, row)}: {reason}" for row, reason in rows]
+    """Raise DataError if there are bad answers. The message has file and line of the first ones."""
+    faults: list[str] = []
+    for path, errors in bad.items():
+        for problem_id, error in errors:
+            faults.append(f"{sets[path].location(path, problem_id)}: {error}")
     if faults:
         more = ""
         if len(faults) > _SHOWN:
@@ -129,14 +135,16 @@ def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
 
 def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
     """``problems`` of the file ``path`` without those with a bad answer. Raises DataError if none remains."""
-    dropped = {row for row, _ in bad[path]}
-    remaining = tuple(p for p in problems.problems if p.problem_id not in dropped)
+    dropped_ids = {problem_id for problem_id, _ in bad[path]}
+    remaining = tuple(p for p in problems.problems if p.problem_id not in dropped_ids)
     if not remaining:
-        raise DataError(f"{path}: no problem is left whose answer can be used; {bad[path][0][1]}")
-    return replace(problems, problems=remaining, bad_answers=len(dropped))
+        _, first_error = bad[path][0]
+        raise DataError(f"{path}: no problem is left whose answer can be used; {first_error}")
+    return replace(problems, problems=remaining, bad_answers=len(dropped_ids))
 
 
-def _complaint(score: Score, must_match: bool, timeout_s: float) -> str | None:
+def _answer_error(score: Score, must_match: bool, timeout_s: float) -> str | None:
+    """The error of an answer with this score; None for a good answer. ``must_match``: whether it must earn 1."""
     if score.refusal is not None:
         return score.refusal
     if score.timed_out:

@@ -6,13 +6,15 @@ import re
 
 from megatron_dppo.data.gold_answers import BOX, LONGEST_ANSWER, UNBRACED_BOX, braced
 
-# In Markdown the mark begins a heading, which has words: "#### Step 2", "#### 1. Find the area".
 _MARKED = re.compile(r"####(?!#)[ \t]*([^\n#]*)")
+"""``#### X``, GSM8K's form. Headings of Markdown begin with ``####``, too: "#### Step 2", "#### 1. Find the area"."""
 _NUMBER_OR_FORMULA = re.compile(r"[^\w\n\\]{0,8}(?:\d|\\[a-zA-Z(])")
 _HEADING = re.compile(r"\d+[.)]\s|.*(?<![\\a-zA-Z])[a-zA-Z]{2}")
+"""A number of a list, or a word."""
 _STATED = re.compile(
     r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*|\u7b54\u6848\s*(?:[\u662f\u4e3a\u70ba]\s*:?|:)\s*"
 )
+"""The words before a stated answer: ``answer is``, ``Answer:``, and the same in Chinese."""
 _ANSWER_BEGINS, _ANSWER_ENDS = "<answer>", "</answer>"
 _THINKING_BEGINS, _THINKING_ENDS = "<think>", "</think>"
 _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]")
@@ -22,64 +24,74 @@ _REASON = re.compile(r"(?i),?\s+(?:because|since|as|so|not)\s.*")
 _DENIAL = re.compile(
     r"(?i)\b(?:not|isn't|cannot|can't|never|neither|nor|wrong)\b|\u4e0d\u662f|\u4e0d\u4e3a"
 )
-# Limits: characters between two boxes of one answer; number of statements of an answer, counted from the end.
-_LONGEST_JOINT, _STATEMENTS = 30, 20
-_JOINT = re.compile(
+"""A word that negates an answer, in English or Chinese."""
+_MAX_SEPARATOR = 30
+"""Largest number of characters between two boxes that are one answer."""
+_MAX_STATEMENTS = 20
+"""Largest number of stated answers that are tried, from the last one back."""
+_BOX_SEPARATOR = re.compile(
     r"(?i)[\s$*.\\()]*(?:,|;|\b(?:and|or)\b|[\u548c\u6216\u53ca])[\s$*\\()]*(?:(?:and|or)\b[\s$*\\()]*)?"
     r"(?:[a-z]\w*\s*=[\s$]*)?"
 )
-_LISTED = re.compile(r"(?i)\s*(?:,|;|\bor\b|\u6216)\s*(?:or\b)?\s*")
+"""The text between two boxes that are one answer: a comma, a semicolon or "and", perhaps followed by ``y =``."""
+_FORMULA_SEPARATOR = re.compile(r"(?i)\s*(?:,|;|\bor\b|\u6216)\s*(?:or\b)?\s*")
 _STYLE = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|bm|boldsymbol)\s*\{")
 _PARENTHESISED_NUMBER = re.compile(r"\(\s*([+-]?\d+(?:\.\d+)?)\s*\)")
-_BEFORE = re.compile(r"(?:[\s$*~`#]|\\[,;:!])*")
-_AFTER = " \t\n\r$*~`.,;:\\"
+_LEADING_MARKUP = re.compile(r"(?:[\s$*~`#]|\\[,;:!])*")
+_TRAILING_MARKUP = " \t\n\r$*~`.,;:\\"
 
 _INVISIBLE = (0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF)
+_HYPHENS_AND_MINUS = (*range(0x2010, 0x2016), 0x2212, 0xFE63)
+_FULL_WIDTH = range(0xFF01, 0xFF5F)
 _ASCII_PUNCTUATION = {
     **dict.fromkeys(_INVISIBLE),
-    **dict.fromkeys((*range(0x2010, 0x2016), 0x2212, 0xFE63), "-"),
-    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
+    **dict.fromkeys(_HYPHENS_AND_MINUS, "-"),
+    **{code: chr(code - 0xFEE0) for code in _FULL_WIDTH},
+    # Chinese enumeration comma, full stop and comma.
     0x3001: ", ",
     0x3002: ". ",
     0xFF0C: ", ",
+    # Typographic apostrophe, and the slash of fractions.
     0x2019: "'",
     0x2044: "/",
     # Python's "\boxed{\frac12}" without an r in front has these two control characters.
     ord("\b"): r"\b",
     ord("\f"): r"\f",
 }
+"""Code of a character -> the text that replaces it; None removes the character."""
 _SPACE = re.compile(r"[^\S\n ]")
 
 
 def in_ascii_punctuation(text: str) -> str:
-    """Convert full-width characters to ASCII and every kind of space to one, and remove invisible characters."""
+    """Convert full-width characters to ASCII and other kinds of spaces to plain ones, and remove invisible characters."""
     return _SPACE.sub(" ", text.translate(_ASCII_PUNCTUATION))
 
 
 def final_answer(response: str) -> str:
     r"""The final answer of a response, without the markup around it; empty if there is none.
 
-    The last of ``\boxed{X}`` (``\framebox``, ``\fbox``), ``#### X`` (GSM8K's form), ``Answer: X`` (DAPO-Math's form),
-    ``answer is X`` (in Chinese too); in a response without these, the last formula of the last line, or that line.
-    Boxes in a row, ``\boxed{2} and \boxed{3}``, are one answer together. Only what follows ``</think>`` is read, and
-    of that the last ``<answer>`` where there is one. A box that is open at the end is no answer, and neither is
-    ``not $5$``.
+    Only the text after ``</think>`` is read, and of this text only the last ``<answer>`` if it has one. The answer is X
+    in the last of these forms: ``\boxed{X}`` (also ``\framebox``, ``\fbox``), ``#### X`` (GSM8K's form), ``Answer: X``
+    (DAPO-Math's form), ``answer is X`` (also in Chinese). In a text without any of them, the answer is the last formula
+    of the last line, or else the whole last line. Boxes in a row, ``\boxed{2} and \boxed{3}``, are one answer together.
+    A box that is not closed counts as an empty answer, and a negated formula, ``not $5$``, is no answer.
     """
     return without_markup(written_answer(response))
 
 
 def written_answer(response: str) -> str:
     """The final answer of a response with the markup around it."""
-    spoken = _in_answer_tag(_after_thinking(in_ascii_punctuation(response)))
-    answers = [*_boxed_answers(spoken), *_marked_answers(spoken), *_stated_answer(spoken)]
+    text = _in_answer_tag(_after_thinking(in_ascii_punctuation(response)))
+    answers = [*_boxed_answers(text), *_marked_answers(text), *_stated_answer(text)]
     if not answers:
-        return _last_line_answer(spoken)
-    answer = max(answers)[1]
+        return _last_line_answer(text)
+    _, last_answer = max(answers)
     # A box may hold a sentence: "The answer is 42".
-    statements = _stated_answer(answer)
+    statements = _stated_answer(last_answer)
     if statements:
-        return statements[0][1].lstrip("} ")
-    return answer
+        _, stated_answer = statements[0]
+        return stated_answer.lstrip("} ")
+    return last_answer
 
 
 def _after_thinking(response: str) -> str:
@@ -100,40 +112,45 @@ def _in_answer_tag(text: str) -> str:
     return text[start + len(_ANSWER_BEGINS) : end]
 
 
-_Positioned = tuple[int, str]
+_PositionedAnswer = tuple[int, str]
+"""A position in the text and an answer. The answer with the largest position is the last one."""
 
 
-def _boxed_answers(text: str) -> list[_Positioned]:
+def _boxed_answers(text: str) -> list[_PositionedAnswer]:
     """End position and content of each box. Boxes in a row count as one, which ends with the last of them."""
-    answers: list[_Positioned] = []
-    end = 0
+    answers: list[_PositionedAnswer] = []
+    previous_end = 0
     for match in BOX.finditer(text):
         start = match.end()
-        content = braced(text, match.end())
+        content = braced(text, start)
         if content is None:
             # The response was cut off inside the box: the box counts as an empty answer.
             answers.append((start, ""))
             continue
-        box_end = start + len(content) + 1
-        if answers and _is_joint(text, end, match.start()):
-            previous_content = answers.pop()[1]
-            content = _listed_with(previous_content, content.strip())
-        end = box_end
+        end = start + len(content) + 1
+        if answers and _is_separator(text, previous_end, match.start()):
+            _, previous_content = answers.pop()
+            content = _extended_list(previous_content, content.strip())
         answers.append((end, content))
+        previous_end = end
     return answers + [(m.start(1), m[1]) for m in UNBRACED_BOX.finditer(text)]
 
 
-def _is_joint(text: str, start: int, end: int) -> bool:
-    return end - start <= _LONGEST_JOINT and _JOINT.fullmatch(text, start, end) is not None
+def _is_separator(text: str, start: int, end: int) -> bool:
+    """Whether the text from ``start`` to ``end`` separates two boxes that are one answer."""
+    if end - start > _MAX_SEPARATOR:
+        return False
+    return _BOX_SEPARATOR.fullmatch(text, start, end) is not None
 
 
-def _listed_with(previous_content: str, content: str) -> str:
+def _extended_list(previous_content: str, content: str) -> str:
+    """The previous boxes' content with ``content`` added, unless it is there already or the list is too long."""
     if len(previous_content) > LONGEST_ANSWER or content in previous_content.split(", "):
         return previous_content
     return f"{previous_content}, {content}"
 
 
-def _marked_answers(text: str) -> list[_Positioned]:
+def _marked_answers(text: str) -> list[_PositionedAnswer]:
     """The text after each ``####`` in its line. Text that looks like a heading counts only in the last line."""
     end = len(text.rstrip())
     answers = []
@@ -144,22 +161,27 @@ def _marked_answers(text: str) -> list[_Positioned]:
     return answers
 
 
-def _stated_answer(text: str) -> list[_Positioned]:
-    """The last statement of the form ``answer is X``; empty if there is none, or all are negated."""
+def _stated_answer(text: str) -> list[_PositionedAnswer]:
+    """X of the last statement of the form ``answer is X``, as the only entry.
+
+    The list is empty if there is no such statement, or all of them are negated.
+    """
     matches = list(_STATED.finditer(text))
-    for match in reversed(matches[-_STATEMENTS:]):
-        statement = _display_at(text, match.end())
-        if statement is None:
-            end = text.find("\n", match.end())
-            line = text[match.end() : len(text) if end < 0 else end]
-            statement = _first_answer_of(line)
-        if statement:
-            return [(match.end(), statement)]
+    for match in reversed(matches[-_MAX_STATEMENTS:]):
+        answer = _display_at(text, match.end())
+        if answer is None:
+            line = text[match.end() :].partition("\n")[0]
+            answer = _first_answer_of(line)
+        if answer:
+            return [(match.end(), answer)]
     return []
 
 
 def _first_answer_of(line: str) -> str:
-    """The first formula or sentence of the text after ``Answer:``; empty if it is negated."""
+    """The first formula of ``line``, else its first sentence without a reason; empty if the answer is negated.
+
+    ``line``: the text after ``Answer:``.
+    """
     formula = _FORMULA.search(line)
     if formula is not None:
         if _DENIAL.search(line, 0, formula.start()):
@@ -172,46 +194,54 @@ def _first_answer_of(line: str) -> str:
 
 
 def _display_at(text: str, start: int) -> str | None:
-    """The content of a displayed formula that begins at ``start``, also over several lines; None if none does."""
+    """The content of the displayed formula that begins at ``start``, perhaps of several lines; None without one."""
     for begin, end in _DISPLAYED:
         if text.startswith(begin, start):
-            body, closed, _ = text[start + len(begin) :].partition(end)
-            return body.strip() if closed else None
+            content, closing_mark, _ = text[start + len(begin) :].partition(end)
+            return content.strip() if closing_mark else None
     return None
 
 
 def _last_line_answer(text: str) -> str:
-    """The last formula of the last line, with the formulas of its list; the line if it has no formula."""
+    """The last formula of the last line, with all formulas of its list; the line itself if it has no formula."""
     text = text.strip()
+    # A displayed formula of several lines at the end counts as the last line.
     for begin, end in _DISPLAYED:
         body = text.rstrip(".")
-        start = body.rfind(begin, 0, -len(end)) if body.endswith(end) else -1
+        if not body.endswith(end):
+            continue
+        start = body.rfind(begin, 0, -len(end))
         if start >= 0 and "\n" in body[start:]:
             return body[start + len(begin) : -len(end)].strip()
     line = text.rpartition("\n")[2]
     formulas = list(_FORMULA.finditer(line))
     if not formulas:
         return line
-    listed: list[str] = []
+    listed_formulas: list[str] = []
     previous_end = 0
     for formula in formulas:
         start = formula.start()
         if not _DENIAL.search(line, previous_end, start):
-            is_further = bool(listed) and _LISTED.fullmatch(line, previous_end, start)
-            listed = [*listed, _content(formula)] if is_further else [_content(formula)]
+            if not _FORMULA_SEPARATOR.fullmatch(line, previous_end, start):
+                # This formula begins a new list.
+                listed_formulas = []
+            listed_formulas.append(_content(formula))
         previous_end = formula.end()
-    return ", ".join(listed)
+    return ", ".join(listed_formulas)
 
 
 def _content(formula: re.Match[str]) -> str:
+    """The text inside the delimiters: ``_FORMULA`` has a group for each pair of delimiters."""
     return next(group for group in formula.groups() if group)
 
 
 def without_markup(text: str) -> str:
-    """``text`` without fonts, dollar signs and punctuation around the whole of it."""
+    """``text`` without fonts, dollar signs and punctuation around the whole text; ``(5)`` becomes 5."""
     text = _trimmed(text)
-    while (match := _STYLE.match(text)) and (content := braced(text, match.end())) is not None:
-        if match.end() + len(content) + 1 != len(text):
+    while match := _STYLE.match(text):
+        content = braced(text, match.end())
+        # The command must span the whole text.
+        if content is None or match.end() + len(content) + 1 != len(text):
             break
         text = _trimmed(content)
     number = _PARENTHESISED_NUMBER.fullmatch(text)
@@ -219,6 +249,6 @@ def without_markup(text: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    prefix = _BEFORE.match(text)
+    prefix = _LEADING_MARKUP.match(text)
     assert prefix is not None
-    return text[prefix.end() :].rstrip(_AFTER)
+    return text[prefix.end() :].rstrip(_TRAILING_MARKUP)

@@ -1,4 +1,4 @@
-"""The result of a check of gold answers, and the file that hands it from the process that starts a run to the ranks."""
+"""The result of the check of gold answers, and the file in which the process that starts a run passes it to the ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ VARIABLE = "MEGATRON_DPPO_CHECKED_ANSWERS"
 
 @contextmanager
 def checked_answers_file() -> Iterator[str]:
-    """Create the path of a file that only this user can read, for processes that start in this context. The file is
-    removed at the end."""
+    """Yield the path of a file that only this user can read, and put it into the environment of new processes.
+
+    The file is removed at the end of the context.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron_dppo-") as folder:
         path = os.environ[VARIABLE] = str(Path(folder) / "answers.json")
         try:
@@ -36,10 +38,10 @@ def hand_over(path: Path, scored: Mapping[str, str], bad: BadAnswers) -> None:
 
 
 def handed_over(scored: Mapping[str, str]) -> BadAnswers | None:
-    """Read the result that this start wrote for the same ``scored``; None without one."""
+    """Read the result that ``hand_over`` wrote in this start for equal ``scored``; None if there is no such result."""
     try:
         content = json.loads(Path(os.environ[VARIABLE]).read_text(encoding="utf-8"))
-    # There is no file if another launcher started this rank, or on another machine.
+    # There is no file if a launcher such as torchrun started this rank, or if the rank runs on another machine.
     except (KeyError, OSError, ValueError):
         return None
     if content["scored"] == dict(scored):

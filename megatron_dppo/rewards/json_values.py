@@ -1,4 +1,4 @@
-"""Values as JSON that keeps tuples and keys that are numbers: checks of reasoning-gym compare and look up these."""
+"""JSON that keeps tuples and dictionary keys that are no text, because the checks of reasoning-gym need both."""
 
 from __future__ import annotations
 

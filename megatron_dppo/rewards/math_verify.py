@@ -18,10 +18,11 @@ _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _VERDICTS = {"yes", "no", "true", "false", "none"}
 _ROUNDING = 6
-"""Decimals are compared by this many digits after the point. Answers below ``_SMALL`` are compared by their first six
-digits."""
+"""Decimals are compared by this many digits after the point; numbers below ``_SMALL``, by this many digits from their
+first one that is not 0."""
 _SMALL = 1e-3
 _STATEMENT_TOLERANCE = 0.01
+"""Relative difference of an equation's sides beyond which the equation is wrong. Smaller ones may be rounding."""
 
 
 def math_verify(response: str, answer: str) -> float:
@@ -29,10 +30,10 @@ def math_verify(response: str, answer: str) -> float:
 
     ``answers.final_answer`` defines the final answer of a response. Both answers are converted to one notation
     (``notation.plain_notation``: ``1\,234``, ``3 1/2``, ``0.\overline{3}``, full-width digits). Integers are compared
-    without leading zeros, words as words, choices by their letter or by the value after it, and numbers with a base
-    digit by digit. math-verify parses all other answers: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5. An
-    answer scores 0 if it has another unit, is negated (``not 5``) or is a bound (``5 or more``), or is part of a wrong
-    equation of numbers (``2 + 2 = 5``).
+    without leading zeros, words as words, choices by their letter or by the value after the letter, and numbers with a
+    base digit by digit. math-verify parses all other answers: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5.
+    An answer scores 0 if it has another unit, is negated (``not 5``) or is a bound (``5 or more``), or is part of a
+    wrong equation of numbers (``2 + 2 = 5``).
 
     The function has no time limit: nested powers can take unlimited time. Raises ValueError if ``answer`` cannot be
     parsed.
@@ -72,10 +73,13 @@ def _same_choice(candidate: str, gold_text: str) -> bool:
     if choice is None:
         return False
     letter, value_text = choice
-    if expected_letter := _CHOICE.fullmatch(gold_text):
+    expected_letter = _CHOICE.fullmatch(gold_text)
+    if expected_letter:
         return letter == expected_letter[1]
     value = without_markup(value_text)
-    return bool(value) and (_same_text(value, gold_text) or _equal(value, gold_text, False))
+    if not value:
+        return False
+    return _same_text(value, gold_text) or _equal(value, gold_text, written_as_text=False)
 
 
 def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
@@ -83,7 +87,8 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     candidate_words = notation.words_of(candidate)
     expected_words = notation.words_of(gold_text)
     are_words = candidate_words is not None and expected_words is not None
-    # math-verify would parse words as products of letters, and "on" would equal "no".
+    # math-verify would parse words as products of letters, and "on" would equal "no". Letters that may be a product,
+    # "ab", are left to math-verify.
     if are_words and (
         written_as_text or candidate_words == expected_words or expected_words in _VERDICTS
     ):
@@ -100,8 +105,8 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
         or _differ(notation.digits_and_base(plain), notation.digits_and_base(expected_plain))
     ):
         return False
-    parsed = [value for value in _parse(plain) if not _is_wrong_statement(value)]
-    return bool(verify(gold, parsed, float_rounding=_rounding(gold), timeout_seconds=None))
+    values = [value for value in _parse(plain) if not _is_wrong_statement(value)]
+    return bool(verify(gold, values, float_rounding=_rounding(gold), timeout_seconds=None))
 
 
 def _differ(part: object, expected_part: object) -> bool:
@@ -110,7 +115,10 @@ def _differ(part: object, expected_part: object) -> bool:
 
 
 def _is_wrong_statement(value: object) -> bool:
-    """Whether ``value`` is an equation of numbers whose sides differ by more than ``_STATEMENT_TOLERANCE``."""
+    """Whether ``value`` is an equation of numbers whose sides differ by more than ``_STATEMENT_TOLERANCE``.
+
+    A chain of equations is wrong if one of them is, before the first with a variable.
+    """
     for equation in _equations(value):
         if equation.free_symbols:
             return False
@@ -122,6 +130,7 @@ def _is_wrong_statement(value: object) -> bool:
 
 
 def _equations(value: object) -> list[Eq]:
+    """The equations in a parsed answer: math-verify parses ``a = b = c`` as a conjunction."""
     if isinstance(value, Eq):
         return [value]
     equations: list[Eq] = []
@@ -132,14 +141,15 @@ def _equations(value: object) -> list[Eq]:
 
 
 def _rounding(gold: list) -> int:
-    """Number of digits after the point to compare: more for a small number, so that six of its digits count."""
+    """Number of digits after the point to compare: more for a small number, so that ``_ROUNDING`` of its digits count."""
     value = gold[0]
     factors = value.args if isinstance(value, Mul) else (value,)
     if not all(map(_is_plain_number, factors)):
         return _ROUNDING
-    size = abs(float(value.doit()))
-    if 0 < size < _SMALL:
-        return _ROUNDING - math.ceil(math.log10(size))
+    magnitude = abs(float(value.doit()))
+    if 0 < magnitude < _SMALL:
+        leading_zeros = -math.ceil(math.log10(magnitude))
+        return _ROUNDING + leading_zeros
     return _ROUNDING
 
 
@@ -154,14 +164,17 @@ def _is_plain_number(factor: object) -> bool:
 def _same_text(candidate: str, gold_text: str) -> bool:
     if candidate == gold_text:
         return True
-    a = _INTEGER.fullmatch(candidate)
-    b = _INTEGER.fullmatch(gold_text)
-    return bool(a and b) and _signed(a) == _signed(b)
+    candidate_integer = _INTEGER.fullmatch(candidate)
+    gold_integer = _INTEGER.fullmatch(gold_text)
+    if candidate_integer is None or gold_integer is None:
+        return False
+    return _sign_and_digits(candidate_integer) == _sign_and_digits(gold_integer)
 
 
-def _signed(integer: re.Match[str] | None) -> tuple[bool, str]:
-    assert integer
-    return integer[1] == "-" and integer[2] != "0", integer[2]
+def _sign_and_digits(integer: re.Match[str]) -> tuple[bool, str]:
+    """Whether the integer is negative, and its digits without leading zeros."""
+    sign, digits = integer.groups()
+    return sign == "-" and digits != "0", digits
 
 
 def _parse_gold(answer: str) -> list:

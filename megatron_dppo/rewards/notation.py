@@ -1,9 +1,8 @@
-r"""Notations of an answer: digits of other scripts, thousands, mixed numbers, repeating decimals, currencies, units,
-and choices such as ``(B) 12``.
+r"""Notations of an answer: other digits, thousands, mixed numbers, repeating decimals, currencies, units and choices.
 
-``plain_notation`` converts an answer to a notation that math-verify parses. The other functions extract further parts
-by which two answers are compared: nouns, units, bases, choices, words, negations. Imports none of the rewards'
-libraries.
+``plain_notation`` converts an answer to a notation that math-verify parses. Each of the other functions extracts a part
+by which two answers are compared: nouns, units, bases, choices such as ``(B) 12``, words, negations. Imports none of
+the rewards' libraries.
 """
 
 from __future__ import annotations
@@ -18,51 +17,55 @@ _SUPERSCRIPTS = {ord(c): str(i) for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸�
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\))")
 
-_SIZES = re.compile(
+_FONT_COMMAND = re.compile(
     r"\\(?:bf|rm|it|sf|tt|displaystyle|textstyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])\s*"
 )
 _THIN_SPACE = r"(?:\\[,;:! ]|~|\\thinspace\s|\{,\}|\\!,\\!|,\\!)"
-_SET_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_THIN_SPACE}\d{{3}})+(?!\d)")
-_TYPED_THOUSANDS = re.compile(r"([+-]?\d{1,3}(?:[ '_]\d{3})+)((?:\.\d+)?(?:\s*\D.*)?)")
+_LATEX_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_THIN_SPACE}\d{{3}})+(?!\d)")
+r"""A number whose groups of three digits are separated by LaTeX: ``1\,234``."""
+_PLAIN_THOUSANDS = re.compile(r"([+-]?\d{1,3}(?:[ '_]\d{3})+)((?:\.\d+)?(?:\s*\D.*)?)")
+"""A number whose groups of three digits are separated by characters: ``1 234``, ``1'234``, ``1_234``."""
 _LAYOUT_SPACE = re.compile(r"~|(?<!\\)\\[,;: ]|\\!|\\q?quad(?![a-zA-Z])")
 _REPEATING = re.compile(
     r"(\d*)\.(\d*?)(?:\\overline\s*\{(\d+)\}|\\bar\s*\{(\d+)\}|\\dot\s*\{(\d)\}|\((\d+)\))"
 )
-_MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)")
-_MIXED_FORMULA = re.compile(r"([+-]?\d+)\s+(\\[dtc]?frac)")
+_MIXED_NUMBER = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)")
+_LATEX_MIXED_NUMBER = re.compile(r"([+-]?\d+)\s+(\\[dtc]?frac)")
 _EXPONENT = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)[eE]([+-]?\d+)")
 _CURRENCY = re.compile(
     r"([+-]?)\s*(?:(?:US|CA|AU|NZ|HK|A|C)?\\?\$|[€£¥₹₩]|\\(?:pounds|euro)(?![a-zA-Z])|(?:USD|EUR|GBP|CNY|RMB|INR|Rs)\b\.?)"
     r"\s*(?=[+-]?[\d.])"
 )
-_WORDS_OF_A_NUMBER = re.compile(
-    r"([+-]?[\d.,/]*\d)\s+([A-Za-z][a-z]{3,}(?:[ -][A-Za-z]+)*|[A-Z]{3})"
-)
-
-# math-verify would parse these variables as units.
-_VARIABLES = re.compile(r"(.*\d)\s*(t|c|d|ab|bc)")
+_NUMBER_AND_NOUN = re.compile(r"([+-]?[\d.,/]*\d)\s+([A-Za-z][a-z]{3,}(?:[ -][A-Za-z]+)*|[A-Z]{3})")
+_NUMBER_AND_VARIABLE = re.compile(r"(.*\d)\s*(t|c|d|ab|bc)")
+"""A number times a variable that math-verify would parse as a unit."""
 
 
 def plain_notation(text: str) -> str:
     """Convert ``text``, an answer without markup around it, to ASCII digits and to numbers that math-verify parses."""
     text = _in_ascii(text)
-    text = _SIZES.sub("", text)
+    text = _FONT_COMMAND.sub("", text)
     text = _REPEATING.sub(_as_fraction, text)
-    text = _SET_THOUSANDS.sub(_digits_only, text)
+    text = _LATEX_THOUSANDS.sub(_digits_only, text)
     text = _LAYOUT_SPACE.sub(" ", text).strip()
-    text = _CURRENCY.sub(r"\1", text, count=1) if _CURRENCY.match(text) else text
-    if typed := _TYPED_THOUSANDS.fullmatch(text):
-        text = re.sub("[ '_]", "", typed[1]) + typed[2]
-    if mixed := _MIXED.fullmatch(text):
-        sign, integer, numerator, denominator = mixed.groups()
+    if _CURRENCY.match(text):
+        text = _CURRENCY.sub(r"\1", text, count=1)
+    if match := _PLAIN_THOUSANDS.fullmatch(text):
+        number, rest = match.groups()
+        text = re.sub("[ '_]", "", number) + rest
+    if match := _MIXED_NUMBER.fullmatch(text):
+        sign, integer, numerator, denominator = match.groups()
         return rf"{sign}({integer}+\frac{{{numerator}}}{{{denominator}}})"
-    if exponent := _EXPONENT.fullmatch(text):
-        return rf"{exponent[1]} \times 10^{{{int(exponent[2])}}}"
-    if variables := _VARIABLES.fullmatch(text):
-        return rf"{variables[1]} \cdot {variables[2]}"
-    if counted := _WORDS_OF_A_NUMBER.fullmatch(text):
-        return rf"{counted[1]} \text{{ {counted[2]}}}"
-    return _MIXED_FORMULA.sub(r"\1\2", text)
+    if match := _EXPONENT.fullmatch(text):
+        number, exponent = match.groups()
+        return rf"{number} \times 10^{{{int(exponent)}}}"
+    if match := _NUMBER_AND_VARIABLE.fullmatch(text):
+        number, variable = match.groups()
+        return rf"{number} \cdot {variable}"
+    if match := _NUMBER_AND_NOUN.fullmatch(text):
+        number, noun = match.groups()
+        return rf"{number} \text{{ {noun}}}"
+    return _LATEX_MIXED_NUMBER.sub(r"\1\2", text)
 
 
 def _in_ascii(text: str) -> str:
@@ -90,8 +93,9 @@ def _character_in_ascii(character: str) -> str:
     digit = unicodedata.decimal(character, None)
     if digit is not None:
         return str(digit)
-    decomposed = unicodedata.normalize("NFKC", character)
-    numerator, slash, denominator = decomposed.partition("\u2044")
+    # The normal form of a fraction in one character has two numbers and the slash of fractions.
+    normal_form = unicodedata.normalize("NFKC", character)
+    numerator, slash, denominator = normal_form.partition("\u2044")
     if slash and numerator.isdigit() and denominator.isdigit():
         return rf"\frac{{{numerator}}}{{{denominator}}}"
     return character
@@ -113,12 +117,13 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 def noun_of(text: str) -> str | None:
     """The words after a number, ``apple`` of ``5 apples``; None if there are none, or if they are inside ``\\text``."""
-    match = _WORDS_OF_A_NUMBER.fullmatch(text)
+    match = _NUMBER_AND_NOUN.fullmatch(text)
     if match is None:
         return None
     return match[2].casefold().removesuffix("s")
 
 
+# "inche" is "inches" without its s.
 _UNIT_NAMES = {
     "mm": "mm millimeter millimetre",
     "cm": "cm centimeter centimetre",
@@ -152,14 +157,15 @@ _UNIT = re.compile(
 
 def unit_of(text: str) -> tuple[str, str] | None:
     """The unit after a number and its power, such as ``("cm", "2")``; None for no unit, or an unknown one."""
-    matches = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
-    if not matches:
+    matches_at_end = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
+    if not matches_at_end:
         return None
-    name = matches[0][1].lower()
+    name, power = matches_at_end[0].groups()
+    name = name.lower()
     unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
     if unit is None:
         return None
-    return (unit, matches[0][2] or "1")
+    return (unit, power or "1")
 
 
 _BASED = re.compile(r"([0-9a-zA-Z]+)_(?:(\d+)|\{(\d+)\}|\{\\text\{(\d+)\}\})")
@@ -200,8 +206,11 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 
 def words_of(text: str) -> str | None:
     """An answer that consists of words alone, in lower case with single spaces; None for any other answer."""
-    if (match := _TEXT.match(text)) and braced(text, match.end()) == text[match.end() : -1]:
-        text = text[match.end() : -1]
+    match = _TEXT.match(text)
+    if match:
+        content = text[match.end() : -1]
+        if braced(text, match.end()) == content:
+            text = content
     text = " ".join(text.split()).strip(" .")
     if _WORDS.fullmatch(text):
         return text.casefold()

@@ -1,11 +1,10 @@
-"""Rewards that another server computes: a reward model behind SGLang's ``/classify``, and a judge behind any endpoint
-for OpenAI's chat completions.
+"""Rewards that a server computes: a reward model behind SGLang's ``/classify``, or a judge behind chat completions.
 
-Both are asynchronous. The verifier bounds the number of concurrent requests, applies the time limit and retries. This
-module sends a request, parses its answer, and caches it: the responses of a group are often equal, and a worker sends
-one request for equal ones, also while the answer is pending. A broken connection, a status of 408, 429 or 5xx, and an
-invalid answer are RewardUnavailableErrors. Any other status means that the request itself is wrong, which ends the run.
-A redirect is such a status: its target is not the configured address, and must not set rewards.
+Both rewards are asynchronous. The verifier bounds the number of concurrent requests, applies the time limit and
+retries. This module sends a request, parses the answer, and caches it: the responses of a group are often equal, and a
+worker sends one request for equal responses, even while its answer is pending. A broken connection, a status of 408,
+429 or 5xx, and an invalid answer are RewardUnavailableErrors. Any other status means that the request itself is wrong,
+and ends the run. A redirect also ends the run: its target is not the configured address, and must not set rewards.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from megatron_dppo.system.network import url_fault, without_secrets
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPORARY = (408, 429)
-_REDIRECTS = range(300, 400)
-_LONGEST_SHOWN = 300
+_TEMPORARY_STATUS = (408, 429)
+_REDIRECT_STATUS = range(300, 400)
+_MAX_SHOWN = 300
+"""Largest number of characters of an answer or error in a message."""
 _PRESENCE_S = 10.0
-_LARGEST_BYTES = 1 << 24
-"""Size limit of an answer."""
-_CACHED = 65536
-"""Number of scores or judgements in a worker's cache."""
+"""Longest wait for an answer when it is checked whether a server runs."""
+_MAX_ANSWER_BYTES = 1 << 24
+_CACHE_SIZE = 65536
+"""Largest number of scores or judgements in a worker's cache."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer)\}")
 JUDGE_TEMPLATE = """\
 Judge the response to the request below by how correct, helpful and honest it is.
@@ -59,7 +59,8 @@ class JsonEndpoint:
     """
 
     def __init__(self, url: str, api_key_variable: str | None) -> None:
-        if fault := url_fault(url):
+        fault = url_fault(url)
+        if fault:
             raise ValueError(f"url: {fault}")
         self._url = url.rstrip("/")
         self._headers = {}
@@ -75,8 +76,10 @@ class JsonEndpoint:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request and return the JSON of its answer. Raises ValueError if the server refuses the request, and
-        RewardUnavailableError if there is no valid answer."""
+        """Send a request and return the JSON of its answer.
+
+        Raises ValueError if the server refuses the request, and RewardUnavailableError if there is no valid answer.
+        """
         address = f"{self._url}{path}"
         if self._session is None:
             # The verifier applies the time limit.
@@ -87,18 +90,18 @@ class JsonEndpoint:
                 content = bytearray()
                 async for piece in answer.content.iter_any():
                     content += piece
-                    if len(content) > _LARGEST_BYTES:
+                    if len(content) > _MAX_ANSWER_BYTES:
                         raise RewardUnavailableError(
-                            f"{address}: more than {_LARGEST_BYTES} bytes, expected an answer of fewer"
+                            f"{address}: more than {_MAX_ANSWER_BYTES} bytes, expected an answer of fewer"
                         )
         except aiohttp.ClientError as error:
             raise RewardUnavailableError(
                 f"{address}: {str(error) or type(error).__name__}"
             ) from error
         excerpt = self.excerpt(content.decode(errors="replace"))
-        if answer.status >= 500 or answer.status in _TEMPORARY:
+        if answer.status >= 500 or answer.status in _TEMPORARY_STATUS:
             raise RewardUnavailableError(f"{address}: status {answer.status}: {excerpt}")
-        if answer.status in _REDIRECTS:
+        if answer.status in _REDIRECT_STATUS:
             target = self.excerpt(answer.headers.get("Location", ""))
             raise ValueError(
                 f"{address}: status {answer.status}, a redirect to {target!r}, which is not followed; expected the "
@@ -113,7 +116,7 @@ class JsonEndpoint:
             raise RewardUnavailableError(f"{address}: no JSON: {excerpt}") from error
 
     async def absence(self) -> str | None:
-        """Describe why no server answers at the address within some seconds; None for any answer."""
+        """Describe why no server answers at the address within some seconds; None if a server sends any answer."""
         timeout = aiohttp.ClientTimeout(total=_PRESENCE_S)
         try:
             async with (
@@ -128,7 +131,7 @@ class JsonEndpoint:
 
     def excerpt(self, answer: Any) -> str:
         """The beginning of a server's answer, for a message, without the key, which a server may echo."""
-        return self.without_key(_text_of(answer))[:_LONGEST_SHOWN]
+        return self.without_key(_text_of(answer))[:_MAX_SHOWN]
 
     def without_key(self, text: str) -> str:
         """``text`` with the server's key replaced."""
@@ -150,7 +153,7 @@ def _text_of(answer: Any) -> str:
 
 
 class _Cache(OrderedDict[Hashable, Any]):
-    """The values of the last ``size`` keys, as futures."""
+    """The values of the ``size`` keys that were used last, as futures: a value may be pending."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -159,10 +162,13 @@ class _Cache(OrderedDict[Hashable, Any]):
     async def values_of(
         self,
         keys: Sequence[Hashable],
-        ask: Callable[[list[Hashable]], Awaitable[Sequence[Any]]],
+        compute: Callable[[list[Hashable]], Awaitable[Sequence[Any]]],
     ) -> list[Any]:
-        """The value of each key. ``ask`` computes the values of keys that are neither in the cache nor pending, in
-        order. Its exception is raised in every caller that waits for them, and is not cached."""
+        """The value of each key.
+
+        ``compute`` returns the values of the keys that are not in the cache, in order. Its exception is raised in every
+        caller that waits for these keys, and is not cached.
+        """
         new_keys = [key for key in dict.fromkeys(keys) if key not in self]
         for key in keys:
             self[key] = self.get(key) or asyncio.get_running_loop().create_future()
@@ -172,8 +178,8 @@ class _Cache(OrderedDict[Hashable, Any]):
             self.popitem(last=False)
         if new_keys:
             try:
-                values = dict(zip(new_keys, await ask(new_keys), strict=True))
-            # Catch every exception, cancellation too: other callers must not wait for an answer that never comes.
+                values = dict(zip(new_keys, await compute(new_keys), strict=True))
+            # Catch every exception, cancellation too: other callers must not wait for a value that never comes.
             except BaseException as error:
                 failure: Exception = RewardUnavailableError("an equal request was given up")
                 if isinstance(error, Exception):
@@ -194,8 +200,8 @@ async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]
     """List the servers that do not answer now, as ``KEY.url: no answer from URL ...``.
 
     Args:
-        services: Key of an options table -> its options, of which ``url`` is read. Invalid URLs are skipped, because
-            the check of the options reports them.
+        services: Key of an options table in the configuration -> its options, of which ``url`` is read. Invalid URLs
+            are skipped, because the check of the options reports them.
     """
     endpoints: dict[str, JsonEndpoint] = {}
     for key, options in services.items():
@@ -214,8 +220,8 @@ async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]
 class RewardModel:
     """The score of a sequence classifier with one label, as SGLang serves it (``--is-embedding``).
 
-    It reads the conversation in its own chat template, with the response as the last turn, and without doubled special
-    tokens. One request has all responses of a call that are not in the cache.
+    The reward model reads the conversation, rendered by its own chat template with the response as the last turn. One
+    request has all responses of a call that are not in the cache.
 
     Args:
         url: URL of the server.
@@ -227,17 +233,21 @@ class RewardModel:
         self._endpoint = JsonEndpoint(url, api_key_variable)
         # Load the tokenizer now: in the first call its time would count towards the server's time limit.
         self._tokenizer = _loaded_tokenizer(tokenizer)
-        self._control = ControlTokens(self._tokenizer)
-        self._cache = _Cache(_CACHED)
+        self._control_tokens = ControlTokens(self._tokenizer)
+        self._cache = _Cache(_CACHE_SIZE)
 
     async def __call__(self, records: Sequence[RewardInput]) -> list[float]:
         """Score responses. Raises ValueError and RewardUnavailableError."""
-        ids = [self._token_ids(record) for record in records]
-        keys = [hashlib.blake2b(repr(tokens).encode()).digest() for tokens in ids]
-        tokens: dict[Hashable, list[int]] = dict(zip(keys, ids, strict=True))
+        keys: list[Hashable] = []
+        ids_of_key: dict[Hashable, list[int]] = {}
+        for record in records:
+            token_ids = self._token_ids(record)
+            key = hashlib.blake2b(repr(token_ids).encode()).digest()
+            keys.append(key)
+            ids_of_key[key] = token_ids
 
-        async def ask(new_keys: Sequence[Hashable]) -> list[float]:
-            body = {"input_ids": [tokens[key] for key in new_keys]}
+        async def compute(new_keys: Sequence[Hashable]) -> list[float]:
+            body = {"input_ids": [ids_of_key[key] for key in new_keys]}
             answer = await self._endpoint.post("/classify", body)
             try:
                 return _labels_of(answer, len(new_keys))
@@ -246,27 +256,27 @@ class RewardModel:
                     f"/classify answered {self._endpoint.excerpt(answer)}: {error}"
                 ) from error
 
-        return await self._cache.values_of(keys, ask)
+        return await self._cache.values_of(keys, compute)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
-        # If a policy writes the characters <|im_end|>, its turn must not end there: the rest would look like another
-        # turn, which could praise the response.
-        content = self._control.hold(record.response, self._control.special)
+        # If a policy writes the characters <|im_end|>, its turn must not end there: the text after them would look like
+        # another turn, which could praise the response.
+        content = self._control_tokens.hold(record.response, self._control_tokens.special)
         turns = [*record.messages, {"role": "assistant", "content": content}]
-        # Render to text and encode it without special tokens: the template has written the tokens of the beginning.
-        return self._control.encode(render(self._tokenizer, turns, asks=False))
+        # Render to text and encode it without adding special tokens: the template has written them already.
+        return self._control_tokens.encode(render(self._tokenizer, turns, asks=False))
 
 
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Load a reward model's tokenizer. Raises ValueError if there is none, or it has no chat template."""
-    # Import lazily: it takes seconds, and a judge needs none of it.
+    # Import lazily: the import takes seconds, and a judge does not need the library.
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     # Damaged files can raise any exception; the tokenizers library raises bare Exceptions.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_LONGEST_SHOWN]
+        reason = " ".join(str(error).split())[:_MAX_SHOWN]
         raise ValueError(
             f"tokenizer: got {folder!r}, expected the folder or the hub's name of a tokenizer: "
             f"{type(error).__name__}: {reason}"
@@ -277,8 +287,10 @@ def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def _labels_of(answer: Any, count: int) -> list[float]:
-    """The number for each sequence. Raises TypeError if the answer is invalid, and ValueError if the model has several
-    labels."""
+    """The number for each sequence.
+
+    Raises TypeError if the answer is invalid, and ValueError if the model has several labels.
+    """
     rows = answer if isinstance(answer, list) else [answer]
     if len(rows) != count:
         raise TypeError(f"{len(rows)} results, expected {count}, one for each sequence")
@@ -309,11 +321,11 @@ class Judge:
         model: Name of the model at this endpoint.
         template: The question, with the placeholders ``{prompt}``, ``{response}`` and ``{answer}``.
         system_prompt: System message before the question; None: none.
-        pattern: Regular expression whose first group is the score; the last match counts.
+        pattern: Regular expression whose first group is the score; the last match in the reply counts.
         lowest, highest: Scores that correspond to the rewards 0 and 1. A score outside of this range is invalid.
         unparsed: Reward of a reply without a valid score. None: the reward is unavailable, so that the judge is called
             again, and after the last attempt the response is replaced.
-        request: Further fields of the request; they override temperature 0 and at most 512 tokens.
+        request: Further fields of the request. They override the defaults ``temperature: 0`` and ``max_tokens: 512``.
         api_key_variable: Environment variable with the endpoint's key; None: the endpoint needs no key.
     """
 
@@ -348,7 +360,7 @@ class Judge:
         self._settings = {"model": model, "temperature": 0.0, "max_tokens": 512, **(request or {})}
         self._range = (lowest, highest)
         self._unparsed = unparsed
-        self._cache = _Cache(_CACHED)
+        self._cache = _Cache(_CACHE_SIZE)
 
     async def __call__(self, record: RewardInput) -> RewardResult:
         """Score a response. Raises ValueError and RewardUnavailableError."""
@@ -358,24 +370,25 @@ class Judge:
 
     async def _judge(self, questions: Sequence[Hashable]) -> list[RewardResult]:
         (question,) = questions
-        reply = await self._ask(str(question))
+        reply = await self._reply_to(str(question))
         score = self._score(reply)
-        last_words = self._endpoint.without_key(reply)[-_LONGEST_SHOWN:]
+        last_words = self._endpoint.without_key(reply)[-_MAX_SHOWN:]
         excerpt = " ".join(last_words.split())
-        if score is None and self._unparsed is None:
+        if score is not None:
+            return [RewardResult(score, reason=excerpt)]
+        if self._unparsed is None:
             raise RewardUnavailableError(f"the judge gave no score: {excerpt!r}")
-        if score is None:
-            return [RewardResult(float(self._unparsed or 0.0), reason=f"no score: {excerpt}")]
-        return [RewardResult(score, reason=excerpt)]
+        return [RewardResult(float(self._unparsed), reason=f"no score: {excerpt}")]
 
     def _question(self, record: RewardInput) -> str:
         # Replace all placeholders in one pass, so that the characters of a response are never read as a placeholder.
-        def value(match: re.Match[str]) -> str:
+        def field_text(match: re.Match[str]) -> str:
             return str(getattr(record, match[1]))
 
-        return _PLACEHOLDER.sub(value, self._template)
+        return _PLACEHOLDER.sub(field_text, self._template)
 
-    async def _ask(self, question: str) -> str:
+    async def _reply_to(self, question: str) -> str:
+        """Send a question to the judge and return its reply. Raises ValueError and RewardUnavailableError."""
         messages = [{"role": "user", "content": question}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})

@@ -25,7 +25,8 @@ except ImportError as error:
         f"{error}; tasks of reasoning-gym need: pip install 'megatron-dppo[reasoning-gym]'"
     ) from error
 
-_LONGEST_WHY = 80
+_MAX_EXCERPT = 80
+"""Largest number of characters of an answer, or of an error, in a reason."""
 COMPOSITE = "composite"
 """The name of mixtures of other tasks; it is not a task."""
 
@@ -54,26 +55,27 @@ def problems(
         raise ValueError(f"task {task}, configuration {options}: {error}") from error
     for index in range(count):
         entry = dataset[index]
-        answer = {}
+        row = {"problem": entry["question"]}
         if entry["answer"] is not None:
-            answer = {"answer": str(entry["answer"])}
-        metadata = {"task": task, "config": options, "entry": to_json(entry["metadata"])}
-        yield {"problem": entry["question"], **answer, "metadata": metadata}
+            row["answer"] = str(entry["answer"])
+        row["metadata"] = {"task": task, "config": options, "entry": to_json(entry["metadata"])}
+        yield row
 
 
 def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
     """Score the response's answer, from 0 to 1, with the task's own check.
 
     ``answer_in`` is the place of the answer: ``tag``, the last ``<answer>``; ``box``, the last ``\\boxed``; or
-    ``whole``, the whole response. A response without an answer scores 0, and so does one for which the check raises an
-    exception. Raises ValueError if the metadata is not that of a task.
+    ``whole``, the whole response. A response scores 0 if it has no answer, or if the check raises an exception. Raises
+    ValueError if the problem's metadata does not have the keys that ``problems`` writes.
     """
     if answer_in not in _FINDERS:
         raise ValueError(f"answer_in: got {answer_in!r}, expected {', '.join(_FINDERS)}")
     metadata = record.metadata
     if not {"task", "entry"} <= metadata.keys():
         raise ValueError(
-            f"its metadata has {sorted(metadata)}, expected those of megatron-dppo data generate: task, entry"
+            f"the problem's metadata has the keys {sorted(metadata)}, expected 'task' and 'entry', which the command "
+            "'megatron-dppo data generate' writes"
         )
     answer = _FINDERS[answer_in](record.response)
     if answer is None:
@@ -83,19 +85,24 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
         "answer": record.answer or None,
         "metadata": from_json(metadata["entry"]),
     }
-    dataset = _dataset(metadata["task"], json.dumps(metadata.get("config") or {}, sort_keys=True))
+    config_json = json.dumps(metadata.get("config") or {}, sort_keys=True)
+    dataset = _dataset(metadata["task"], config_json)
     try:
         value = float(dataset.score_answer(answer, entry))
-    # The verifier handles a process without memory.
+    # Do not score 0 when the process is out of memory: rewards/verifier.py handles this error.
     except MemoryError:
         raise
     # A check may raise any exception for an answer that it cannot parse.
     except Exception as error:
-        message = str(error)[:_LONGEST_WHY]
-        reason = f"the task's check failed on it: {type(error).__name__}: {message}"
+        message = str(error)[:_MAX_EXCERPT]
+        reason = (
+            f"the task's check raised an error for the answer: {type(error).__name__}: {message}"
+        )
         return RewardResult(0.0, reason=reason)
-    excerpt = answer if len(answer) <= 80 else f"{answer[:80]}..."
-    return RewardResult(value, reason=f"{excerpt!r} by {metadata['task']}")
+    excerpt = answer
+    if len(answer) > _MAX_EXCERPT:
+        excerpt = f"{answer[:_MAX_EXCERPT]}..."
+    return RewardResult(value, reason=f"answer {excerpt!r}, checked by task {metadata['task']}")
 
 
 def _boxed(response: str) -> str | None:
@@ -107,6 +114,9 @@ _FINDERS = {"tag": extract_answer, "box": _boxed, "whole": str}
 
 
 @functools.cache
-def _dataset(task: str, config: str) -> Any:
-    """The object that scores a task's answers. It is cached, because some take seconds to build."""
-    return reasoning_gym.create_dataset(task, **json.loads(config))
+def _dataset(task: str, config_json: str) -> Any:
+    """The object that scores a task's answers. It is cached, because some tasks take seconds to build it.
+
+    ``config_json`` is the task's configuration as JSON text, because arguments of a cached function must be hashable.
+    """
+    return reasoning_gym.create_dataset(task, **json.loads(config_json))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-_LONGEST_SHOWN_VALUE = 200
+_MAX_SHOWN = 200
+"""Largest number of characters of a value in an error."""
 LARGEST_REWARD = 1e18
 """Largest absolute value. The squares of a group's rewards are summed in float32, whose largest number is 3.4e38."""
 USABLE_NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
@@ -29,17 +30,21 @@ class RewardResult:
 
 
 def result_of(value: Any) -> RewardResult | str:
-    """Convert the return value of a reward to a result; or describe the error in it."""
+    """Convert the return value of a reward to a result, or return a description of the error in it."""
     result = value
     if not isinstance(value, RewardResult):
         result = RewardResult(value)
-    for name, number in {"": result.value, **result.components}.items():
-        key_text = f" as {name!r}" if name else ""
+    # The value itself has the name "".
+    named_numbers = {"": result.value, **result.components}
+    for name, number in named_numbers.items():
+        name_text = f" as {name!r}" if name else ""
         if not isinstance(number, Real):
-            kind = type(number).__name__
-            return f"it returned a {kind}{key_text}, expected a finite number or a RewardResult"
+            type_name = type(number).__name__
+            return (
+                f"it returned a {type_name}{name_text}, expected a finite number or a RewardResult"
+            )
         if not is_usable(number):
-            return f"it returned {_shown(number)}{key_text}, expected {USABLE_NUMBER}"
+            return f"it returned {_shown(number)}{name_text}, expected {USABLE_NUMBER}"
     components = {name: float(number) for name, number in result.components.items()}
     return RewardResult(float(result.value), components, str(result.reason))
 
@@ -55,7 +60,7 @@ def is_usable(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     try:
-        return str(value)[:_LONGEST_SHOWN_VALUE]
+        return str(value)[:_MAX_SHOWN]
     # str() raises ValueError for integers of more than some thousand digits.
     except ValueError:
         return "a number of thousands of digits"

@@ -1,7 +1,7 @@
 """A trial of a run's rewards before the run, with unusual responses to one problem.
 
-A policy produces such responses sooner or later: a reward that fails on an empty response, for example, would end the
-run in the step with the first one.
+A policy produces such responses sooner or later. A reward that fails for an empty response, for example, would end the
+run in the step with the first empty response.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megatron_dppo.data.problems import ProblemSet
 from megatron_dppo.rewards import RewardInput, find_reward
 from megatron_dppo.rewards.verifier import Verifier, VerifierError, require
 
-_LONGEST = 50_000
-"""Characters of the long response."""
-_CHARACTERS_OF_A_TOKEN = 4
+_MAX_CHARACTERS = 50_000
+"""Largest number of characters of the long response."""
+_CHARACTERS_PER_TOKEN = 4
 
 
 def reward_faults(
@@ -26,22 +26,23 @@ def reward_faults(
 ) -> Iterator[str]:
     """Yield the errors of the run's rewards for an empty, a truncated and a long response to the first problem.
 
-    The trial skips ``exact_integer`` and ``math_verify``, which score every answer before a start, and asynchronous
-    rewards, because each call may cost the service behind them. A call that takes too long is no error.
+    The trial skips ``exact_integer`` and ``math_verify``, which score every gold answer before a start, and
+    asynchronous rewards, because each call may cost money. A call that takes too long is no error.
 
     Args:
         path: Path of the problems' file.
         problem_set: The file's problems, at least one.
         reward: The run's rewards.
-        response_tokens: Tokens of the longest response of the run.
+        response_tokens: Largest number of tokens of a response in the run.
     """
     problem = problem_set.problems[0]
-    half = problem.answer[: len(problem.answer) // 2]
+    half_answer = problem.answer[: len(problem.answer) // 2]
+    long_length = min(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * response_tokens)
     responses = {
         "an empty response": "",
-        "a truncated response": f"The answer is \\boxed{{{half}",
-        "a long response": ("so " * _LONGEST)[: min(_LONGEST, _CHARACTERS_OF_A_TOKEN * response_tokens)],
-    }  # fmt: skip
+        "a truncated response": f"The answer is \\boxed{{{half_answer}",
+        "a long response": ("so " * long_length)[:long_length],
+    }
     for name, term in reward.terms.items():
         if find_reward(term.name).reads_solutions:
             continue
@@ -54,6 +55,7 @@ def reward_faults(
 
 
 def _fault(term: RewardTerm, record: RewardInput) -> str | None:
+    """The error of a reward for one response; None without an error, or for an asynchronous reward."""
     with Verifier.of(term.model_copy(update={"workers": 1, "attempts": 1})) as verifier:
         try:
             if not verifier.form().is_async:

@@ -4,16 +4,19 @@ A process cannot interrupt its own endless check: math-verify's own limit needs 
 expression nor an integer power checks for interrupts while it runs. So checks run in a worker process, which the
 verifier kills at the time limit.
 
-The worker (``system/workers.py``) receives the reward's name, options and time limit. Once it is ready, it answers with
-the reward's form (RewardForm). Then each call is a list of RewardInputs, and its answer a Score for each. A Score has a
-value; or a refusal, if the reward raised ValueError or returned no number; or it says that the reward is unavailable
-(RewardUnavailableError, OSError, and known errors of HTTP clients). The worker answers in JSON, because nothing may be
-unpickled that comes from a process in which responses may run. It imports the reward and nothing heavier. Any other
-exception of the reward ends the worker with its traceback.
+The worker (``system/workers.py``) receives the reward's name, options and time limit. Once the worker is ready, it
+answers with the reward's form (RewardForm). Then each call is a list of RewardInputs, and the answer a list with a
+Score for each. A Score has one of three contents: a value; a refusal, if the reward raised ValueError or returned no
+number; or the reason why the reward is unavailable (RewardUnavailableError, OSError, and known errors of HTTP clients).
+Any other exception of the reward ends the worker with a traceback.
 
-Checks run in a child of the worker's first process, the guard. Processes that a check starts end with the check, even
-in another session or with another parent. Processes that the reward's module started at its import live as long as the
-worker. The guard ends all of them when the child dies, or when the verifier has closed the connection.
+The worker answers in JSON, because the verifier must not unpickle anything from a process in which the code of a
+response may run. The worker imports the reward and nothing heavier.
+
+Checks run in a child of the worker's first process, which is called the guard. Processes that a check starts are ended
+after the check, even in another session or with another parent. Processes that the reward's module started at its
+import live as long as the worker. The guard ends all of them when the child dies, or when the verifier has closed the
+connection.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ _PACKAGE = Path(__file__).parents[1]
 BACK_OFF_S = 0.5
 """Pause before the second attempt at a reward that is unavailable. The pause doubles for each further attempt."""
 LONGEST_BACK_OFF_S = 60.0
-_LONGEST_REFUSAL = 200
+_MAX_REFUSAL = 200
+"""Largest number of characters of a reward's error in a refusal."""
 OnScore = Callable[[], None]
 
 
@@ -77,11 +81,12 @@ class Score:
     Attributes:
         value: The reward. It is 0 for a check that timed out, crashed or was refused, and NaN if ``unavailable``.
         timed_out: Whether the check was killed at the time limit.
-        crashed: Whether the operating system ended it, for example because it asked for too much memory.
-        refusal: The reward's error about this response; None for none.
+        crashed: Whether the operating system ended the check's process, for example because it needed too much memory.
+        refusal: The reward's error about this response; None without an error.
         components: As in RewardResult.
         reason: As in RewardResult.
-        unavailable: The reason why no reward could be computed; None for none. Callers must not use ``value`` then.
+        unavailable: The reason why no reward could be computed; None if one was. Callers must not use ``value`` of an
+            unavailable reward.
     """
 
     value: float
@@ -114,8 +119,8 @@ class Verifier:
     Args:
         name: Name of the reward.
         timeout_s: Wall-clock seconds for one call, from the moment a worker has received it.
-        workers: Number of processes. They start on entry, and are replaced after a kill. A reward that runs inline has
-            none.
+        workers: Number of processes. They start on entry, and are replaced after a kill. A reward that runs inline
+            needs no process.
         options, batch_size, attempts, on_timeout, memory_gib, passed_variables: As in RewardTerm.
     """
 
@@ -136,15 +141,19 @@ class Verifier:
             raise ValueError(
                 f"a verifier needs timeout_s > 0 and workers >= 1, got {timeout_s} and {workers}"
             )
-        self._name, self._timeout_s = name, timeout_s
+        self._name = name
+        self._timeout_s = timeout_s
         self._options = dict(options or {})
-        self._batch_size, self._attempts, self._on_timeout = batch_size, attempts, on_timeout
+        self._batch_size = batch_size
+        self._attempts = attempts
+        self._on_timeout = on_timeout
         self._memory_gib = memory_gib
         self._variable_names = [*passed_variables, *named_in_options(self._options)]
         self._reward = find_reward(name)
-        self._count = 0 if self._reward.runs_inline else workers
-        self._pool = WorkerPool(self._start_worker, self._count)
+        self._worker_count = 0 if self._reward.runs_inline else workers
+        self._pool = WorkerPool(self._start_worker, self._worker_count)
         self._waiting: deque[tuple[RewardInput, Future[Score]]] = deque()
+        """Responses that no worker has taken yet, with the futures of their scores."""
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -166,9 +175,9 @@ class Verifier:
 
     def __enter__(self) -> Self:
         self._closing.clear()
-        if self._count:
+        if self._worker_count:
             self._pool.fill()
-            self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
+            self._threads = ThreadPoolExecutor(self._worker_count, thread_name_prefix="rewards")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,8 +188,10 @@ class Verifier:
         if threads is not None:
             threads.shutdown(cancel_futures=True)
         while self._waiting:
-            self._waiting.popleft()[1].cancel()
-        self._pool = WorkerPool(self._start_worker, self._count)
+            _, future = self._waiting.popleft()
+            future.cancel()
+        # The verifier may be entered again.
+        self._pool = WorkerPool(self._start_worker, self._worker_count)
 
     def form(self) -> RewardForm:
         """The reward's form. Waits for the first worker. Raises VerifierError if the worker cannot start."""
@@ -200,7 +211,7 @@ class Verifier:
     def _submit(self, inputs: Sequence[RewardInput]) -> list[Future[Score]]:
         """Queue all inputs under one lock, so that workers find as many as they can take in one call."""
         futures: list[Future[Score]] = [Future() for _ in inputs]
-        inputs = [self._reward.sees(record) for record in inputs]
+        inputs = [self._reward.with_final_answer(record) for record in inputs]
         if self._reward.runs_inline:
             for record, future in zip(inputs, futures, strict=True):
                 try:
@@ -247,8 +258,10 @@ class Verifier:
         return scores
 
     def _score_next(self) -> None:
-        """Score the next response, or as many as the reward takes at once, with an idle worker. Runs in a thread of the
-        pool, which has as many threads as there are workers."""
+        """Score the next response, or as many as the reward takes at once, with an idle worker.
+
+        It runs in one of the threads, of which there are as many as workers.
+        """
         use = _WorkerUse(self._pool)
         batch: list[tuple[RewardInput, Future[Score]]] = []
         try:
@@ -266,7 +279,7 @@ class Verifier:
             use.end()
 
     def _fill(self, batch: list[tuple[RewardInput, Future[Score]]], size: int) -> None:
-        """Move waiting responses to ``batch`` until it has ``size``."""
+        """Move waiting responses to ``batch`` until it has ``size`` of them or none is waiting."""
         with self._lock:
             while self._waiting and len(batch) < size:
                 record, future = self._waiting.popleft()
@@ -279,19 +292,22 @@ class Verifier:
         form: RewardForm,
         inputs: Sequence[RewardInput],
     ) -> list[Score]:
+        """Score ``inputs`` in one call. Repeat the call for unavailable rewards, up to the number of attempts."""
         scores = use.scores(inputs)
-        if form.takes_many and len(inputs) > 1 and (scores[0].timed_out or scores[0].crashed):
-            # One input of the batch caused this: score each in a call of its own.
+        # A timeout or crash of a batch is in all of its scores.
+        has_failed = scores[0].timed_out or scores[0].crashed
+        if form.takes_many and len(inputs) > 1 and has_failed:
+            # One input of the batch is the cause: score each input in a call of its own.
             scores = []
             for record in inputs:
                 scores += use.scores([record])
         for attempt in range(1, self._attempts):
-            missing_rows = [i for i, score in enumerate(scores) if score.unavailable is not None]
-            pause = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
-            if not missing_rows or self._closing.wait(pause):
+            missing_indices = [i for i, score in enumerate(scores) if score.unavailable is not None]
+            pause_s = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
+            if not missing_indices or self._closing.wait(pause_s):
                 break
-            new_scores = use.scores([inputs[i] for i in missing_rows])
-            for i, score in zip(missing_rows, new_scores, strict=True):
+            new_scores = use.scores([inputs[i] for i in missing_indices])
+            for i, score in zip(missing_indices, new_scores, strict=True):
                 scores[i] = score
         return scores
 
@@ -316,13 +332,14 @@ class _WorkerUse:
     def scores(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """Score ``inputs`` in one call."""
         self._renew()
-        is_used = self.worker.is_used
+        had_earlier_calls = self.worker.is_used
         scores = self.worker.scores(inputs)
-        if is_used and (crashed := [i for i, score in enumerate(scores) if score.crashed]):
+        crashed_indices = [i for i, score in enumerate(scores) if score.crashed]
+        if had_earlier_calls and crashed_indices:
             # Earlier calls may have caused the crash, for example by memory that they left: use a new process.
             self._renew()
-            new_scores = self.worker.scores([inputs[i] for i in crashed])
-            for i, score in zip(crashed, new_scores, strict=True):
+            new_scores = self.worker.scores([inputs[i] for i in crashed_indices])
+            for i, score in zip(crashed_indices, new_scores, strict=True):
                 scores[i] = score
         return scores
 
@@ -336,8 +353,10 @@ class _WorkerUse:
 
 
 def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
-    """Raise VerifierError, which begins with ``prefix``, if a reward refused a response: an error in the program or in
-    the data."""
+    """Raise VerifierError, which begins with ``prefix``, if a reward refused a response.
+
+    A refusal is an error in the program or in the data.
+    """
     for score, record in zip(scores, inputs, strict=True):
         if score.refusal is not None:
             raise VerifierError(f"{prefix}{score.refusal}; {_shown(record)}")
@@ -356,7 +375,7 @@ def _shorten(text: str) -> str:
 class RewardWorker(RestrictedWorker):
     """One worker process of a reward, with one call at a time. The arguments are those of Verifier.
 
-    ``variable_names`` are the environment variables with keys that it gets.
+    ``variable_names`` are the environment variables with credentials that the process gets.
     """
 
     def __init__(
@@ -374,7 +393,9 @@ class RewardWorker(RestrictedWorker):
             memory_gib=memory_gib,
             variable_names=variable_names,
         )
-        self._name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
+        self._name = name
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
 
     def form(self) -> RewardForm:
         """The reward's form. Waits until the worker is ready. Raises VerifierError if it cannot start."""
@@ -392,42 +413,54 @@ class RewardWorker(RestrictedWorker):
     def scores(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """Score ``inputs`` in one call. The time limit begins when the process is ready and has received the call."""
         form = self.form()
-        # The worker of an asynchronous reward applies the limit to each response itself.
-        limit = self._timeout_s + (GRACE_S if form.is_async else 0.0)
+        # The worker of an asynchronous reward applies ``timeout_s`` to each response itself.
+        limit_s = self._timeout_s
+        if form.is_async:
+            limit_s += GRACE_S
         try:
-            answer = self.ask(pickle.dumps(list(inputs)), limit)
+            answer = self.ask(pickle.dumps(list(inputs)), limit_s)
         except TimeoutError:
             timeout = Score(0.0, timed_out=True)
-            score = self._blame_service(form, timeout, f"no answer within {limit:g} s")
+            score = self._without_service_fault(form, timeout, f"no answer within {limit_s:g} s")
             return [score] * len(inputs)
         except WorkerLostError as lost:
-            reason = f"its process ended within {limit:g} s"
-            return [self._blame_service(form, self._crash(lost, inputs), reason)] * len(inputs)
+            crash = self._crash(lost, inputs)
+            score = self._without_service_fault(
+                form, crash, f"its process ended within {limit_s:g} s"
+            )
+            return [score] * len(inputs)
         scores = _scores_of_call(answer, len(inputs))
         if any(score.crashed for score in scores):
-            # The cause would remain in this process: full memory, or answers that a response has written.
+            # The cause would remain in this process: full memory, or answers that the code of a response has written.
             self.kill()
         reason = "its process had no memory left, or was to exit"
-        return [self._blame_service(form, score, reason) for score in scores]
+        return [self._without_service_fault(form, score, reason) for score in scores]
 
-    def _blame_service(self, form: RewardForm, score: Score, reason: str) -> Score:
-        """Remove the value of a score that timed out or crashed, if a service and not the response is the cause: for
-        asynchronous rewards, and as ``on_timeout`` says. Other scores are returned unchanged."""
-        is_fault = score.timed_out or score.crashed
-        if not (is_fault and (form.is_async or self._on_timeout == "unavailable")):
-            return score
-        return replace(Score.without_value(reason), crashed=score.crashed)
+    def _without_service_fault(self, form: RewardForm, score: Score, reason: str) -> Score:
+        """Make a score that timed out or crashed unavailable if a service, not the response, counts as the cause.
+
+        That is so for asynchronous rewards, and with ``on_timeout: unavailable``. Other scores are returned unchanged.
+        """
+        has_failed = score.timed_out or score.crashed
+        is_service_fault = form.is_async or self._on_timeout == "unavailable"
+        if has_failed and is_service_fault:
+            return replace(Score.without_value(reason), crashed=score.crashed)
+        return score
 
     def _crash(self, lost: WorkerLostError, inputs: Sequence[RewardInput]) -> Score:
         """The score of a call in which a signal ended the process. Raises VerifierError if the process exited."""
+        # A negative code is that of a signal.
         if lost.code >= 0:
             raise self._error(lost, inputs)
-        # The worker's own alarm ends it if this process was too slow to kill it.
+        # The worker's own alarm ends it if the verifier was too slow to kill it.
         is_late = lost.code == -signal.SIGALRM
         return Score(0.0, timed_out=is_late, crashed=not is_late)
 
     def _error(self, lost: WorkerLostError, inputs: Sequence[RewardInput] = ()) -> VerifierError:
-        """The error of a process that has exited, with its output. ``inputs``: of the call that ended it."""
+        """The error of a process that has exited, with the process's output.
+
+        ``inputs``: the inputs of the call in which it exited; empty if it exited at its start.
+        """
         hint = withheld_hint(lost.output, "passed_variables of this reward")
         call = ""
         if inputs:
@@ -439,7 +472,7 @@ class RewardWorker(RestrictedWorker):
 
 
 def _scores_of_call(content: bytes, count: int) -> list[Score]:
-    """Parse a worker's answer. Any content but the scores counts as a crash."""
+    """Parse a worker's answer. Any content other than ``count`` scores counts as a crash."""
     try:
         scores = [Score(*row) for row in json.loads(content)]
     # Code that a reward runs may have sent this content.
@@ -504,8 +537,8 @@ def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
     return [Score.of(value) for value in returned]
 
 
-# (package, class) of HTTP clients' errors for a service that cannot be reached, is too busy, or broke the connection.
-# They are not OSErrors.
+# (package, class) of exceptions that HTTP clients raise for a service that cannot be reached, is too busy, or broke the
+# connection. They are not OSErrors.
 _SERVICE_ERRORS = {
     ("http", "HTTPException"),
     ("httpx", "TransportError"),
@@ -519,24 +552,29 @@ _SERVICE_ERRORS = {
 
 def _failure(error: Exception | SystemExit) -> Score:
     """Convert an exception of a reward to a score. Raises an exception that is an error of the program."""
-    # A response that the reward runs may cause these, as it may cause a signal.
+    # The code of a response that the reward runs may cause these exceptions, as it may cause a signal.
     if isinstance(error, MemoryError | SystemExit):
         return Score(0.0, crashed=True)
-    reason = str(error)[:_LONGEST_REFUSAL]
+    reason = str(error)[:_MAX_REFUSAL]
     # Compare names, because the clients' packages are not imported here.
-    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(error).__mro__}
-    if isinstance(error, RewardUnavailableError | OSError) or names & _SERVICE_ERRORS:
+    class_names: set[tuple[str, str]] = set()
+    for base_class in type(error).__mro__:
+        package = base_class.__module__.partition(".")[0]
+        class_names.add((package, base_class.__name__))
+    if isinstance(error, RewardUnavailableError | OSError) or class_names & _SERVICE_ERRORS:
         return Score.without_value(reason or type(error).__name__)
     if not isinstance(error, ValueError):
         raise error
+    # Add the line of a user's reward, whose message may not tell the cause.
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    if Path(frame.filename).parent == Path(__file__).parent:
+    is_own_reward = Path(frame.filename).parent == Path(__file__).parent
+    if is_own_reward:
         return Score(0.0, refusal=reason)
     return Score(0.0, refusal=f"{reason} ({Path(frame.filename).name}, line {frame.lineno})")
 
 
-# Seconds after the verifier's limit at which the worker ends itself, in case the verifier is gone.
 GRACE_S = 5.0
+"""Seconds after the verifier's limit at which the worker ends itself, in case the verifier is gone."""
 
 
 def serve(
@@ -550,8 +588,11 @@ def serve(
     logging.disable(logging.WARNING)
     processes.adopt_orphans()
     reward = find_reward(name).bind(options)
-    helpers = processes.child_ids()
-    limit = timeout_s + (GRACE_S if reward.form.is_async else 0.0)
+    # Processes that the reward's module started at its import.
+    lasting_processes = processes.child_ids()
+    limit_s = timeout_s
+    if reward.form.is_async:
+        limit_s += GRACE_S
     connection.answer(start, json.dumps(reward.form).encode())
     # Use one event loop for the worker's life, so that connections stay open between calls.
     with asyncio.Runner() as runner:
@@ -562,13 +603,13 @@ def serve(
                 return
             inputs = pickle.loads(call.content)
             # The default action of SIGALRM ends the process, whatever the reward does.
-            signal.setitimer(signal.ITIMER_REAL, limit + GRACE_S)
+            signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
             if reward.form.is_async:
                 scores = runner.run(scores_in_time(reward, inputs, timeout_s))
             else:
                 scores = scores_of(reward, inputs)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            processes.kill_children(spared=helpers)
+            processes.kill_children(spared=lasting_processes)
             rows = [astuple(score) for score in scores]
             connection.answer(call, json.dumps(rows).encode())
 
@@ -587,22 +628,22 @@ def main() -> None:
 
 
 def users_traceback(error: Exception) -> str:
-    """The traceback without its first frames, as far as they are in this package or in the standard library's asyncio.
+    """The traceback from the first frame on that is neither in this package nor in the standard library's asyncio.
 
-    The whole traceback if all frames are.
+    If there is no such frame, the whole traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     skipped_folders = (str(_PACKAGE), str(Path(asyncio.__file__).parent))
-    start = 0
+    first_shown = 0
     for number, frame in enumerate(frames):
         if not frame.filename.startswith(skipped_folders):
-            start = number
+            first_shown = number
             break
-    users_part = error.__traceback__
-    for _ in range(start):
-        assert users_part is not None
-        users_part = users_part.tb_next
-    return "".join(traceback.format_exception(type(error), error, users_part))
+    shown_part = error.__traceback__
+    for _ in range(first_shown):
+        assert shown_part is not None
+        shown_part = shown_part.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown_part))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from megatron_dppo.system.imports import ImportTargetError, import_target
 class ComputeScore:
     """Calls verl's function with the columns of verl's data files.
 
-    ``data_source`` and ``extra_info`` are columns of the problem's record, which needs ``metadata_key: "*"``. Where the
-    function returns a dictionary, its ``score`` is the reward, and its other numbers are components.
+    ``data_source`` and ``extra_info`` are columns of the problem's record, for which the file needs
+    ``metadata_key: "*"``. If the function returns a dictionary, its ``score`` is the reward, and its other numbers are
+    components of the reward.
 
     Args:
         function: ``package.module:function`` with verl's four parameters.
-        arguments: further keyword arguments, as verl's ``custom_reward_function.reward_kwargs``.
+        arguments: keyword arguments in addition, as verl's ``custom_reward_function.reward_kwargs``.
     """
 
     def __init__(self, function: str, arguments: Mapping[str, Any] | None = None) -> None:

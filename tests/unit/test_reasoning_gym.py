@@ -71,11 +71,16 @@ def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer_in", "response", "value", "reason"),
     [
-        ("tag", "<answer>1</answer> no: <answer> 3 4 </answer>", 1.0, "'3 4' by arc_1d"),
+        (
+            "tag",
+            "<answer>1</answer> no: <answer> 3 4 </answer>",
+            1.0,
+            "answer '3 4', checked by task arc_1d",
+        ),
         ("tag", "3 4", 0.0, "no answer in a tag"),
-        ("box", r"\boxed{3 4}", 1.0, "'3 4' by arc_1d"),
+        ("box", r"\boxed{3 4}", 1.0, "answer '3 4', checked by task arc_1d"),
         ("box", "<answer>3 4</answer>", 0.0, "no answer in a box"),
-        ("whole", "3 4", 1.0, "'3 4' by arc_1d"),
+        ("whole", "3 4", 1.0, "answer '3 4', checked by task arc_1d"),
     ],
 )
 def test_where_the_answer_stands(answer_in: str, response: str, value: float, reason: str) -> None:
@@ -98,7 +103,7 @@ def test_an_answer_that_a_check_fails_on_is_wrong(task: str, answer: str, error:
     text = f"<answer>{answer}</answer>"
     result = gym.score(RewardInput(text, line["answer"], line["problem"], (), line["metadata"]))
     assert result.value == 0.0
-    assert result.reason.startswith(f"the task's check failed on it: {error}")
+    assert result.reason.startswith(f"the task's check raised an error for the answer: {error}")
 
 
 def test_what_is_no_task_is_named() -> None:
