@@ -1,7 +1,7 @@
 """Environments, which answer the policy's turns and reward them: their interface, their table, and two small ones.
 
-A new environment is a class and, to ship it, a row in the table; ``docs/environments.md``. The module imports no
-environment's libraries.
+To add an environment, write a class and, to ship it with the package, a row of ``ENVIRONMENTS``
+(``docs/environments.md``). This module imports no environment's libraries.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from megatron_dppo.system.imports import ImportTargetError, import_target, is_as
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
-_LONGEST = 200
+_MAX_CHARACTERS = 200
+"""Largest number of characters of a bad value in an error, and of an expression of the calculator."""
 
 
 class EnvironmentFaultError(RunError):
     """An environment crashed, hung, or gave an invalid answer. The run continues without this sample.
 
-    ``is_shared``: the process that ended had other episodes too, so the episode at fault is unknown.
+    ``is_shared``: whether the process that ended had other episodes too, so that the episode at fault is unknown.
     """
 
     def __init__(self, message: str, *, is_shared: bool = False) -> None:
@@ -41,9 +42,9 @@ class Turn:
 
     Attributes:
         text: text without the token that ended the turn.
-        token_ids: tokens with the one that ended the turn.
-        is_truncated: whether the turn was cut off at the length limit. It is then the last one unless
-            ``environment.cut_turns`` is ``answer``.
+        token_ids: the turn's tokens, including the token that ended it.
+        is_truncated: whether the turn was cut off at the length limit. A truncated turn is the last one of its episode
+            unless ``environment.cut_turns`` is ``answer``.
         prompt_tokens: number of tokens before the turn.
     """
 
@@ -55,15 +56,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChatCall:
-    """Messages in the form of a chat API and the chat template: those since the branch's last turn, or all of a new
-    branch.
+    """A request for a turn, in the form of a chat API: the messages before the turn.
 
     Attributes:
-        messages: the messages.
+        messages: the messages since the last turn of the branch; all messages if the branch is new.
         tools: definitions of tools, the same in each call of a branch.
-        max_tokens: limit of the requested turn; None: the run's.
-        branch: number of the branch that continues. The number of branches so far means a new one, whose prompt
-            these messages are. The first call begins branch 0.
+        max_tokens: largest number of tokens of the requested turn; None: the run's limit.
+        branch: number of the branch that continues. If it equals the number of branches so far, a new branch begins,
+            and the messages are its prompt. The first call begins branch 0.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -72,26 +72,22 @@ class ChatCall:
     branch: int = 0
 
     def __post_init__(self) -> None:
-        for name, parts in (("messages", self.messages), ("tools", self.tools)):
-            is_list = isinstance(parts, Sequence) and all(isinstance(m, Mapping) for m in parts)
-            _require(is_list, name, parts, "a list of objects")
-        token_limit = self.max_tokens
-        _require(
-            token_limit is None or (type(token_limit) is int and token_limit > 0),
-            "max_tokens",
-            token_limit,
-            "1 or more",
-        )
+        for name, entries in (("messages", self.messages), ("tools", self.tools)):
+            is_list = isinstance(entries, Sequence) and all(isinstance(m, Mapping) for m in entries)
+            _require(is_list, name, entries, "a list of objects")
+        max_tokens = self.max_tokens
+        is_limit = max_tokens is None or (type(max_tokens) is int and max_tokens > 0)
+        _require(is_limit, "max_tokens", max_tokens, "1 or more")
         is_number = type(self.branch) is int and self.branch >= 0
         _require(is_number, "branch", self.branch, "the number of a branch")
 
 
 Observation = str | ChatCall
-"""An observation: text becomes a message in the role ``environment.role``."""
+"""An observation: text, which becomes a message in the role ``environment.role``, or whole messages."""
 
 
 def observation_of(value: Any) -> Observation:
-    """Return the observation of a decoded JSON value. Raises TypeError for a bad value."""
+    """Convert a decoded JSON value to an observation. Raises TypeError for a bad value."""
     if isinstance(value, dict):
         names = [field.name for field in fields(ChatCall)]
         if "messages" not in value or not value.keys() <= set(names):
@@ -110,12 +106,12 @@ class Step:
     """The environment's answer to a turn.
 
     Attributes:
-        observation: text or messages after the turn; unused where the episode is ``done``.
+        observation: text or messages after the turn; unused if the episode is ``done``.
         reward: reward of this turn, a finite number of at most 1e18 in absolute value.
         done: whether the episode has ended.
-        is_scored: on the last turn, whether the run's rewards also score its text, as they do a response without an
-            environment.
-        scored_text: text that the rewards score in place of the turn's.
+        is_scored: for the last turn: whether the run's rewards also score its text, as the text of a response without
+            an environment.
+        scored_text: text that the run's rewards score in place of the turn's text.
     """
 
     observation: Observation = ""
@@ -133,34 +129,35 @@ class Step:
         _require(text is None or isinstance(text, str), "scored_text", text, "text or none")
 
 
-def _require(is_right: bool, name: str, value: object, expectation: str) -> None:
-    if not is_right:
-        raise ValueError(f"{name}: got {str(value)[:_LONGEST]!r}, expected {expectation}")
+def _require(is_valid: bool, name: str, value: object, expectation: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name}: got {str(value)[:_MAX_CHARACTERS]!r}, expected {expectation}")
 
 
 class Environment(Protocol):
-    """One episode. A class of ``ENVIRONMENTS`` is called with ``environment.options``.
+    """One episode. The class is called with ``environment.options``.
 
     A method may take up to ``environment.step_timeout_s``; other episodes run meanwhile. An exception is a fault of the
-    environment, never a reward of 0. After a fault elsewhere the same turns may be replayed in a new environment of the
-    same problem; where its answers differ, the episode is sampled again.
+    environment, never a reward of 0. After a fault, the same turns are replayed in a new environment of the same
+    problem; if its answers differ, the episode is sampled again.
     """
 
     async def reset(self, problem: Problem) -> Observation:
         """Begin the episode and return the first observation.
 
-        The observation follows the problem's own prompt as one more user message; empty where the prompt is complete. A
-        ChatCall replaces the prompt, where the class has ``makes_prompts``.
+        Text follows the problem's own prompt as one more user message; empty text: the prompt is complete. A ChatCall
+        replaces the prompt, and needs the attribute ``makes_prompts`` of the class to be True.
         """
 
-    async def step(self, turn: Turn) -> Step: ...
+    async def step(self, turn: Turn) -> Step:
+        """Answer the policy's turn."""
 
     async def close(self) -> None:
-        """End the episode, which is over or was cancelled."""
+        """Free the episode's resources, after its end or when it is cancelled."""
 
 
 class SingleTurn:
-    """The run's rewards as an environment: the first turn is the last one, and earns their sum."""
+    """The run's rewards as an environment: the first turn ends the episode, and the run's rewards score it."""
 
     async def reset(self, problem: Problem) -> str:
         return ""
@@ -172,7 +169,7 @@ class SingleTurn:
         return
 
 
-_MOST_DIGITS = 30
+_MAX_DIGITS = 30
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -185,14 +182,14 @@ class Calculator:
 
     Args:
         call: text that begins an expression.
-        wrong: answer to a bad expression.
-        call_reward: reward of a good call, in addition to the rewards of the last turn.
+        wrong: answer to an invalid expression.
+        call_reward: reward of a turn with a valid expression, in addition to the rewards of the last turn.
     """
 
     def __init__(self, call: str = "?", wrong: str = "error", call_reward: float = 0.0) -> None:
         self._call = call
         self._wrong = wrong
-        self._reward = call_reward
+        self._call_reward = call_reward
 
     async def reset(self, problem: Problem) -> str:
         return ""
@@ -202,7 +199,7 @@ class Calculator:
         if not call:
             return Step(done=True, is_scored=True)
         try:
-            return Step(str(calculate(expression)), reward=self._reward)
+            return Step(str(calculate(expression)), reward=self._call_reward)
         except ValueError:
             return Step(self._wrong)
 
@@ -215,8 +212,8 @@ def calculate(expression: str) -> int:
 
     Raises ValueError for anything else, and for numbers beyond 30 digits.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"{len(expression)} characters, expected at most {_LONGEST}")
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"{len(expression)} characters, expected at most {_MAX_CHARACTERS}")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -233,8 +230,8 @@ def _value(node: ast.expr) -> int:
         value = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     else:
         raise ValueError(f"{type(node).__name__} is no sum, difference or product")
-    if abs(value) >= 10**_MOST_DIGITS:
-        raise ValueError(f"a number of more than {_MOST_DIGITS} digits")
+    if abs(value) >= 10**_MAX_DIGITS:
+        raise ValueError(f"a number of more than {_MAX_DIGITS} digits")
     return value
 
 
@@ -251,7 +248,7 @@ ENVIRONMENTS: dict[str, str] = {
 def find_environment(name: str) -> Callable[..., Environment]:
     """Find an environment's class by its name in ``ENVIRONMENTS``, its entry point's name, or ``package.module:Class``.
 
-    Raises ValueError for any other name, and where it can't be imported.
+    Raises ValueError for any other name, and if the class can't be imported.
     """
     target = name if ":" in name else ENVIRONMENTS.get(name)
     if target is None:
@@ -269,15 +266,15 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def makes_prompts(name: str | None) -> bool:
-    """Whether episodes begin with the environment's prompt in place of the problem's."""
+    """Whether episodes begin with a prompt of the environment in place of the problem's prompt."""
     return name is not None and getattr(find_environment(name), "makes_prompts", False)
 
 
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
-    """Raise ValueError where the environment does not exist, or does not take these options.
+    """Raise ValueError if the environment does not exist, or does not take these options. None: no environment.
 
-    A class may check values of options and this machine, too: its ``check_options``, called with the options, raises
-    ValueError.
+    A class may have a method ``check_options``, which is called with the options. It checks their values and this
+    machine, and raises ValueError.
     """
     if name is None:
         return
@@ -291,18 +288,18 @@ def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
         check = getattr(environment, "check_options", None)
         if check is not None:
             check(**options)
-        # A function returns an environment, so check the methods of its result.
-        candidate = environment if isinstance(environment, type) else environment(**options)
+        # A class is checked itself; a function returns an environment, so its result is checked.
+        checked_object = environment if isinstance(environment, type) else environment(**options)
     except ValueError:
         raise
     # User code may raise any exception.
     except (Exception, SystemExit) as error:
         raise ValueError(f"options: {reason_of(error)}, of {name}") from error
-    _require_methods(candidate, name)
+    _require_methods(checked_object, name)
 
 
 def _require_methods(environment: Any, name: str) -> None:
-    """Raise ValueError where a class or an object lacks a method of an environment."""
+    """Raise ValueError if a class or an object lacks a method of an environment."""
     for method in ("reset", "step", "close"):
         function = getattr(environment, method, None)
         # A class may define methods dynamically, through __getattr__.

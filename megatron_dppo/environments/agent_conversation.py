@@ -15,16 +15,18 @@ from typing import Any
 from megatron_dppo.environments import ChatCall, Turn
 
 MODEL = "policy"
+"""Name of the model in the API of a session."""
 _SHOWN = 80
-_MOST_LEVELS = 200
-"""Most levels of brackets in a call. Python's limit of nested calls, in which calls are written and compared, is
-1,000.
-"""
+"""Largest number of characters of a value in an error."""
+_MAX_LEVELS = 200
+"""Largest number of nested lists and objects in a call. Functions that write or compare a call recurse once for each
+level, and Python allows 1,000 recursions."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ANSWERED = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
+_READ_FIELDS = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
+"""Fields of a request that are accepted with any value."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
-# Values of settings that have no effect.
-_HARMLESS: Mapping[str, Any] = {
+# Values of further fields that change nothing, so they are accepted.
+_HARMLESS_VALUES: Mapping[str, Any] = {
     "n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False, "store": False,
     "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
 }  # fmt: skip
@@ -33,7 +35,7 @@ MOST_BRANCHES = 8
 
 
 ToolFormat = Callable[[str], tuple[str, list[tuple[Any, Any]]]]
-"""Splits a turn's text into its text outside of calls, and the name and arguments of each tool call.
+"""Splits a turn's text into the text outside of tool calls, and the (name, arguments) of each tool call.
 
 Raises KeyError, TypeError or ValueError for a call that can't be parsed.
 """
@@ -46,7 +48,7 @@ def of_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
 
 
 def of_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """Parse ``{"name", "parameters"}`` and nothing else: one call."""
+    """Parse ``{"name", "parameters"}``: one call, without other text."""
     call = json.loads(text)
     return "", [(call["name"], call["parameters"])]
 
@@ -56,7 +58,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": of_hermes, "llama3_json": of
 
 
 class RefusedCallError(Exception):
-    """A call that can't be answered; ``status`` is its HTTP status."""
+    """A call that can't be answered; ``status`` is the HTTP status of the response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -68,23 +70,26 @@ class _Branch:
     """A branch of the session.
 
     Attributes:
+        tools: definitions of tools, the same in each call of the branch.
         messages: messages up to the last turn.
-        tools: tools of each of the branch's calls.
-        is_asked: whether a call waits for the branch's next turn.
+        has_waiting_call: whether a call waits for the branch's next turn.
     """
 
     tools: list[dict[str, Any]]
     messages: Sequence[dict[str, Any]] = ()
-    is_asked: bool = True
+    has_waiting_call: bool = True
 
     def deviation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
-        """Return why a call with these messages doesn't continue the branch; empty where it does."""
-        if self.is_asked:
+        """Return why a call with these messages doesn't continue the branch; empty if it does."""
+        if self.has_waiting_call:
             return "another call of it waits"
         for i, expected_message in enumerate(self.messages):
-            sent = messages[i] if i < len(messages) else None
-            if sent != expected_message:
-                return f"message {i}: got {shortened(sent)}, expected {shortened(expected_message)}"
+            sent_message = messages[i] if i < len(messages) else None
+            if sent_message != expected_message:
+                return (
+                    f"message {i}: got {shortened(sent_message)}, "
+                    f"expected {shortened(expected_message)}"
+                )
         if tools != self.tools:
             return "tools: got others than in its first call"
         new_messages = messages[len(self.messages) :]
@@ -95,15 +100,15 @@ class _Branch:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the agent. ``completion`` is its future answer.
+    """A call of the agent. ``completion`` is the future of its answer.
 
-    ``is_waited_for`` is False where the client has disconnected; it may send the call again.
+    ``has_client`` is False if the client has disconnected; it may send the call again.
     """
 
     branch: _Branch
     messages: list[dict[str, Any]]
     completion: asyncio.Future[dict[str, Any]]
-    is_waited_for: bool = True
+    has_client: bool = True
 
 
 class Conversation:
@@ -111,13 +116,13 @@ class Conversation:
 
     Args:
         ignored: fields of a request that are dropped.
-        most_branches: most branches in a session.
+        most_branches: largest number of branches in a session.
         tool_format: parser of the policy's tool calls.
-        sampling: the run's sampling settings by their names in a request, which may ask for the same value.
+        sampling: the run's sampling settings by their names in a request. A request may have the same values.
 
     Attributes:
-        calls: requests for turns of the policy, one after another.
-        refusal: the reason of the last refused call.
+        calls: requests for turns of the policy, in the order of their arrival.
+        refusal: why the last refused call was refused; empty if none was.
     """
 
     def __init__(
@@ -130,38 +135,43 @@ class Conversation:
         self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
         self.refusal = ""
         self._ignored = ignored
-        self._accepted_values = {**_HARMLESS, **(sampling or {})}
+        self._accepted_values = {**_HARMLESS_VALUES, **(sampling or {})}
         self._most_branches = most_branches
         self._tool_format = tool_format
         self._branches: list[_Branch] = []
-        # Calls without a turn, then calls whose answer no client has received.
+        # Calls that have no turn yet.
         self._unanswered: deque[_Call] = deque()
-        self._open: list[_Call] = []
-        self._turns = 0
+        # Calls whose answer no client has received yet.
+        self._undelivered: list[_Call] = []
+        self._turn_count = 0
 
     def answer(self, turn: Turn) -> None:
-        """Give the policy's turn to the oldest waiting call."""
+        """Answer the oldest waiting call with the policy's turn."""
         call = self._unanswered.popleft()
         branch = call.branch
         tool_format = self._tool_format if branch.tools else None
-        message, tool_calls = _message_of(turn.text, self._turns, tool_format)
+        message, tool_calls = _message_of(turn.text, self._turn_count, tool_format)
         branch.messages = [*call.messages, _plain(message, "the turn")]
-        branch.is_asked = False
-        self._turns += 1
-        reason = "stop"
+        branch.has_waiting_call = False
+        self._turn_count += 1
+        finish_reason = "stop"
         if turn.is_truncated:
-            reason = "length"
+            finish_reason = "length"
         elif tool_calls:
-            reason = "tool_calls"
+            finish_reason = "tool_calls"
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": finish_reason,
+            "logprobs": None,
+        }
         sampled = len(turn.token_ids)
         completion = {
-            "id": f"chatcmpl-{self._turns}",
+            "id": f"chatcmpl-{self._turn_count}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": MODEL,
-            "choices": [
-                {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-            ],
+            "choices": [choice],
             "usage": {
                 "prompt_tokens": turn.prompt_tokens,
                 "completion_tokens": sampled,
@@ -171,62 +181,65 @@ class Conversation:
         call.completion.set_result(completion)
 
     @contextmanager
-    def asked(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
-        """Forward a request to the policy, or resume one that its client gave up; yield the future ``chat.completion``.
+    def completion_of(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
+        """Forward a request to the policy, and yield the future of its ``chat.completion``.
 
-        The block must await the future without cancelling it. Raises RefusedCallError.
+        A request that repeats a call whose client has disconnected gets the answer of that call. The block must await
+        the future without cancelling it. Raises RefusedCallError.
         """
         try:
             call = self._call_of(body)
         except RefusedCallError:
             raise
-        # A client would repeat a call that ends with status 500 for ever.
+        # Status 400 instead of 500: a client would repeat a call that ends with status 500 for ever.
         except Exception as error:
-            kind = type(error).__name__
-            raise RefusedCallError(400, f"the call can't be read: {kind}: {error}") from error
-        call.is_waited_for = True
+            error_name = type(error).__name__
+            raise RefusedCallError(400, f"the call can't be read: {error_name}: {error}") from error
+        call.has_client = True
         try:
             yield call.completion
-            self._open.remove(call)
+            self._undelivered.remove(call)
         finally:
-            call.is_waited_for = False
+            call.has_client = False
 
     def _call_of(self, body: Any) -> _Call:
+        """Return the call of a request: an undelivered one that it repeats, or a new one, which is queued."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise RefusedCallError(400, "expected a JSON object with a list of messages")
-        if _is_deeper(body, _MOST_LEVELS):
-            raise RefusedCallError(400, f"expected at most {_MOST_LEVELS} levels of nested JSON")
+        if _is_deeper(body, _MAX_LEVELS):
+            raise RefusedCallError(400, f"expected at most {_MAX_LEVELS} levels of nested JSON")
         stream_options = body.get("stream_options")
         if not isinstance(stream_options, dict | None):
             raise RefusedCallError(
                 400, f"stream_options: got {shortened(stream_options)}, expected an object"
             )
-        limit = self._limit_of(body)
+        max_tokens = self._max_tokens_of(body)
         messages = [_plain(m, f"message {i}") for i, m in enumerate(body["messages"])]
         tools = _checked_tools(body.get("tools") or [])
         if not messages:
             raise RefusedCallError(400, "messages: got none, expected one or more")
-        for call in self._open:
-            if not call.is_waited_for and (call.messages, call.branch.tools) == (messages, tools):
+        for call in self._undelivered:
+            is_repeated = call.messages == messages and call.branch.tools == tools
+            if is_repeated and not call.has_client:
                 return call
-        number = self._branch_of(messages, tools)
-        if number == len(self._branches):
+        branch_number = self._branch_of(messages, tools)
+        if branch_number == len(self._branches):
             self._branches.append(_Branch(tools))
-        branch = self._branches[number]
-        branch.is_asked = True
+        branch = self._branches[branch_number]
+        branch.has_waiting_call = True
         call = _Call(branch, messages, asyncio.get_running_loop().create_future())
-        self._open.append(call)
+        self._undelivered.append(call)
         self._unanswered.append(call)
         new_messages = messages[len(branch.messages) :]
-        self.calls.put_nowait(ChatCall(new_messages, tools, limit, number))
+        self.calls.put_nowait(ChatCall(new_messages, tools, max_tokens, branch_number))
         return call
 
     def _branch_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
-        """Return the number of the newest branch that these messages continue; else that of a new branch."""
+        """Return the number of the newest branch that these messages continue, or else the number of a new branch."""
         deviations = [branch.deviation(messages, tools) for branch in self._branches]
-        fitting_branches = [number for number, reason in enumerate(deviations) if not reason]
-        if fitting_branches:
-            return fitting_branches[-1]
+        fitting_numbers = [number for number, reason in enumerate(deviations) if not reason]
+        if fitting_numbers:
+            return fitting_numbers[-1]
         if len(deviations) == self._most_branches:
             raise RefusedCallError(
                 409,
@@ -235,13 +248,15 @@ class Conversation:
             )
         return len(deviations)
 
-    def _limit_of(self, body: Mapping[str, Any]) -> int | None:
-        """Return the largest number of tokens of the turn. Raises RefusedCallError for settings that belong to the
-        run.
+    def _max_tokens_of(self, body: Mapping[str, Any]) -> int | None:
+        """Return the largest number of tokens of the turn; None without a limit.
+
+        Raises RefusedCallError for a field that would change the run's own settings.
         """
         for name, value in body.items():
-            is_known = name in _ANSWERED or name in _LIMITS or name in self._ignored
-            if not (is_known or value is None or value == self._accepted_values.get(name)):
+            is_known = name in _READ_FIELDS or name in _LIMITS or name in self._ignored
+            is_harmless = value is None or value == self._accepted_values.get(name)
+            if not (is_known or is_harmless):
                 raise RefusedCallError(
                     400,
                     f"{name}: got {shortened(value)}, but the run's settings hold: leave it out, or name it in "
@@ -254,7 +269,7 @@ class Conversation:
 
 
 def _plain(message: Any, location: str) -> dict[str, Any]:
-    """Return a message in the form that chat templates take, the same for all ways in which clients write it."""
+    """Convert a message to the form that chat templates take. Messages that differ in form alone become equal."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RefusedCallError(
             400, f"{location}: got {shortened(message)}, expected a role and content"
@@ -266,8 +281,12 @@ def _plain(message: Any, location: str) -> dict[str, Any]:
         )
     content = _text_of(message.get("content"), location)
     is_turn = message["role"] == "assistant"
-    role = "system" if message["role"] == "developer" else message["role"]
-    plain = {"role": role, "content": content.strip() if is_turn else content}
+    if is_turn:
+        content = content.strip()
+    role = message["role"]
+    if role == "developer":
+        role = "system"
+    plain = {"role": role, "content": content}
     if is_turn and message.get("tool_calls"):
         plain["tool_calls"] = _plain_calls(message["tool_calls"], location)
     for name in ("tool_call_id", "name"):
@@ -299,19 +318,20 @@ def _text_of(content: Any, location: str) -> str:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether a JSON value is nested in more than ``levels`` lists and objects."""
-    values = [value]
+    """Whether a JSON value has more than ``levels`` nested lists and objects."""
+    level_values = [value]
     for _ in range(levels + 1):
-        containers = [v for v in values if isinstance(v, list | dict)]
-        values = []
-        for container in containers:
-            values += container.values() if isinstance(container, dict) else container
+        containers = [v for v in level_values if isinstance(v, list | dict)]
         if not containers:
             return False
+        level_values = []
+        for container in containers:
+            level_values += container.values() if isinstance(container, dict) else container
     return True
 
 
 def _checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return ``tools`` if they are definitions of functions. Raises RefusedCallError."""
     if not isinstance(tools, list):
         raise RefusedCallError(400, f"tools: got {shortened(tools)}, expected a list")
     for tool in tools:
@@ -335,10 +355,11 @@ def _plain_calls(calls: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _plain_call(call: Any, location: str) -> dict[str, Any]:
+    """Convert a tool call of a message: its arguments, JSON text in the API, become an object."""
     try:
         name = call["function"]["name"]
         arguments = json.loads(call["function"]["arguments"])
-        if not isinstance(name, str) or _is_deeper(arguments, _MOST_LEVELS):
+        if not isinstance(name, str) or _is_deeper(arguments, _MAX_LEVELS):
             raise ValueError(name)
         function = {"name": name, "arguments": arguments}
         return {"type": "function", "id": call["id"], "function": function}
@@ -354,27 +375,30 @@ def _message_of(
     turn: int,
     tool_format: ToolFormat | None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a turn's text as a message, and its tool calls. Text with an unreadable call stays text.
+    """Return a turn's text as a message, and its tool calls. A text with an invalid call is a message without calls.
 
-    ``turn``: number of the turn. ``tool_format``: parser of the calls; None where there are no tools.
+    ``turn``: number of the turn. ``tool_format``: parser of the calls; None without tools.
     """
+    text_message = {"role": "assistant", "content": text}
+    if tool_format is None:
+        return text_message, []
+    calls: list[dict[str, Any]] = []
     try:
-        content, named_calls = (text, []) if tool_format is None else tool_format(text)
-        if _is_deeper([a for _, a in named_calls], _MOST_LEVELS):
+        content, named_calls = tool_format(text)
+        if _is_deeper([arguments for _, arguments in named_calls], _MAX_LEVELS):
             raise ValueError("arguments that no call may have")
-        functions = [{"name": str(n), "arguments": json.dumps(dict(a))} for n, a in named_calls]
+        for i, (name, arguments) in enumerate(named_calls):
+            function = {"name": str(name), "arguments": json.dumps(dict(arguments))}
+            calls.append({"id": f"call_{turn}_{i}", "type": "function", "function": function})
     except (KeyError, TypeError, ValueError, RecursionError):
-        functions = []
-    if not functions:
-        return {"role": "assistant", "content": text}, []
-    calls = [
-        {"id": f"call_{turn}_{i}", "type": "function", "function": function}
-        for i, function in enumerate(functions)
-    ]
+        return text_message, []
+    if not calls:
+        return text_message, []
     return {"role": "assistant", "content": content or None, "tool_calls": calls}, calls
 
 
 def shortened(value: Any) -> str:
+    """A JSON value in at most ``_SHOWN`` characters."""
     text = json.dumps(value, ensure_ascii=False)
     if len(text) <= _SHOWN:
         return text

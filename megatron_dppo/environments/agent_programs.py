@@ -24,7 +24,10 @@ from megatron_dppo.system import processes, secret_variables
 from megatron_dppo.system.imports import ImportTargetError, import_target, is_async
 
 _SANDBOX_START_S = 30.0
-_SHOWN = 80
+_MAX_OUTPUT_SHOWN = 160
+"""Number of characters at the end of a failed command's output that the error has."""
+_MAX_OUTPUT_READ = 65536
+"""Number of bytes at the end of a command's output that are read."""
 FUNCTION_PATH = re.compile(r"[\w.]+:\w+")
 
 
@@ -38,14 +41,15 @@ class AgentSession:
 
 
 AgentResult = float | str | None
-"""Result of an agent: its reward; or a text that the run's rewards score; or None: they score the last turn's text."""
+"""Result of an agent: its reward; or a text that the run's rewards score; or None: the rewards score the last turn."""
 AgentFunction = Callable[[Problem, AgentSession], Coroutine[Any, Any, AgentResult]]
 
 
 def agent_of(agent: str, sandbox_paths: Sequence[str] | None = None) -> AgentFunction:
-    """Return the function that runs an agent. Raises ValueError for an unknown one.
+    """Return the function that runs an agent. Raises ValueError for an unknown agent.
 
-    ``sandbox_paths`` are the paths in a command's sandbox in addition to the current folder; None: no sandbox.
+    ``agent``: ``package.module:function``, or a command. ``sandbox_paths``: the paths that a command's sandbox has in
+    addition to the current folder; None: no sandbox.
     """
     if not FUNCTION_PATH.fullmatch(agent):
         command = shlex.split(agent)
@@ -61,9 +65,9 @@ def agent_of(agent: str, sandbox_paths: Sequence[str] | None = None) -> AgentFun
     except ImportTargetError as error:
         raise ValueError(f"options: the agent {agent!r} can't be imported: {error}") from error
     if not callable(function) or not is_async(function):
-        kind = type(function).__name__
+        type_name = type(function).__name__
         raise ValueError(
-            f"options: agent: {agent} is a {kind}, expected an async function of a problem and a session"
+            f"options: agent: {agent} is a {type_name}, expected an async function of a problem and a session"
         )
     try:
         inspect.signature(function).bind("problem", "session")
@@ -80,6 +84,7 @@ async def _run_command(
     session: AgentSession,
     sandbox_paths: Sequence[str] | None = None,
 ) -> AgentResult:
+    """Run a command with the problem as JSON on its standard input, and return its result."""
     variables = {
         "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
         "OPENAI_MODEL": session.model,
@@ -92,54 +97,61 @@ async def _run_command(
         problem_file.write(json.dumps(asdict(problem)).encode())
         problem_file.seek(0)
         with (
-            _walled(command, sandbox_paths, variables) as (sandbox_command, environment, inherited),
+            _sandboxed_if(sandbox_paths, command, variables) as (
+                whole_command,
+                environment,
+                inherited,
+            ),
             processes.guarded(
-                sandbox_command,
+                whole_command,
                 environment=environment,
                 stdin=problem_file.fileno(),
                 output=output.fileno(),
                 errors=errors.fileno(),
                 inherited=inherited,
-                # The limit is the worker's and too low for programs in it: node, for one, reserves far more than it
-                # uses.
+                # Lift the worker's limit of address space, which is too low for some programs: node, for example,
+                # reserves far more than it uses.
                 lifts_memory_limit=True,
             ) as process,
         ):
-            code = await _ended(process)
-        printed = _end_of(output)
-        complaints = _end_of(errors)
+            code = await _exit_code_of(process)
+        output_text = _end_of(output)
+        error_text = _end_of(errors)
     if code != 0:
-        text = (complaints or printed)[-2 * _SHOWN :]
-        raise RuntimeError(f"its command {processes.describe_exit(code)}: {text}")
-    return result_of(printed)
+        shown_text = (error_text or output_text)[-_MAX_OUTPUT_SHOWN:]
+        raise RuntimeError(f"its command {processes.describe_exit(code)}: {shown_text}")
+    return result_of(output_text)
 
 
 @contextmanager
-def _walled(
-    command: Sequence[str],
+def _sandboxed_if(
     sandbox_paths: Sequence[str] | None,
+    command: Sequence[str],
     variables: Mapping[str, str],
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
-    """Yield the command and the variables, in a sandbox where there is one, and the descriptors that it needs."""
+    """Yield the whole command, its environment, and the descriptors that it must inherit.
+
+    With ``sandbox_paths``, the whole command runs ``command`` in a sandbox.
+    """
     environment = {**secret_variables.program_environment(os.environ), **variables}
     if sandbox_paths is None:
         yield command, environment, ()
         return
     with sandboxed(command, environment, sandbox_paths) as (
-        sandbox_command,
+        whole_command,
         environment,
         filter_fd,
     ):
-        yield sandbox_command, environment, [filter_fd]
+        yield whole_command, environment, [filter_fd]
 
 
 def check_sandbox(paths: Sequence[str]) -> None:
-    """Raise SandboxError where a program can't run in a sandbox with ``paths``."""
+    """Raise SandboxError if a program can't run in a sandbox with ``paths``."""
     variables = secret_variables.program_environment(os.environ)
-    with sandboxed(["echo", "42"], variables, paths) as (sandbox_command, environment, filter_fd):
+    with sandboxed(["echo", "42"], variables, paths) as (whole_command, environment, filter_fd):
         try:
             completed = subprocess.run(
-                sandbox_command,
+                whole_command,
                 env=environment,
                 pass_fds=[filter_fd],
                 capture_output=True,
@@ -155,18 +167,21 @@ def check_sandbox(paths: Sequence[str]) -> None:
 
 
 def _end_of(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+    """Return the text at the end of ``file``."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _MAX_OUTPUT_READ))
     return file.read().decode(errors="replace").strip()
 
 
-async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the exit code, without a thread."""
+async def _exit_code_of(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of the process without a thread, and return its exit code."""
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
+    has_ended = asyncio.Event()
+    # A process descriptor becomes readable when its process ends.
     descriptor = os.pidfd_open(process.pid)
-    loop.add_reader(descriptor, ended.set)
+    loop.add_reader(descriptor, has_ended.set)
     try:
-        await ended.wait()
+        await has_ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
@@ -174,27 +189,26 @@ async def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def result_of(output: str) -> AgentResult:
-    """Return the result in the last line of a command's output; None without one.
+    """Return the result in the last line of a command's output: its ``reward``, or else its ``answer``.
 
-    Raises ValueError for a reward that is no number, and for an answer that is neither text nor a number.
+    Returns None if the last line is no JSON object with one of these fields. Raises ValueError for a reward that is no
+    number, and for an answer that is neither text nor a number.
     """
+    last_line = output.rpartition("\n")[2]
     try:
-        values = json.loads(output.rpartition("\n")[2])
+        fields = json.loads(last_line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict):
+    if not isinstance(fields, dict):
         return None
-    for name, (kinds, expectation) in _RESULTS.items():
-        if name not in values:
-            continue
-        value = values[name]
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ValueError(f"{name}: got {shortened(value)}, expected {expectation}")
-        if name == "reward":
-            return float(value)
-        return str(value)
+    if "reward" in fields:
+        reward = fields["reward"]
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise ValueError(f"reward: got {shortened(reward)}, expected a number")
+        return float(reward)
+    if "answer" in fields:
+        answer = fields["answer"]
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise ValueError(f"answer: got {shortened(answer)}, expected text or a number")
+        return str(answer)
     return None
-
-
-_RESULTS = {"reward": ((int, float), "a number"), "answer": ((str, int, float), "text or a number")}
-"""Fields of a command's last line, of which the first present one counts, with their types and names of types."""

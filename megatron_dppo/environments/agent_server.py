@@ -13,24 +13,29 @@ from aiohttp import web
 from megatron_dppo.environments.agent_conversation import MODEL, Conversation, RefusedCallError
 from megatron_dppo.system.network import url_host
 
-_LARGEST_BYTES = 1 << 20
+_MAX_BODY_BYTES = 1 << 20
 _KEEP_ALIVE_S = 15.0
+"""Seconds between two comments on a stream without an answer yet."""
 
 
 async def serve(conversation: Conversation, key: str, host: str) -> tuple[web.AppRunner, str]:
-    """Start the session's server and return it with the base URL of its API."""
+    """Start the session's server on a free port of ``host``, and return it with the base URL of its API.
+
+    Clients must send ``key``.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
         refusal: RefusedCallError
         try:
-            sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+            authorization = request.headers.get("Authorization", "")
+            sent_bytes = authorization.encode(errors="surrogateescape")
+            if not hmac.compare_digest(sent_bytes, f"Bearer {key}".encode()):
                 raise RefusedCallError(401, "the key is not this session's")
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
             refusal = RefusedCallError(
-                413, f"the body has more than the {_LARGEST_BYTES} bytes that a call may have"
+                413, f"the body has more than the {_MAX_BODY_BYTES} bytes that a call may have"
             )
         except RefusedCallError as error:
             refusal = error
@@ -50,13 +55,14 @@ async def serve(conversation: Conversation, key: str, host: str) -> tuple[web.Ap
         # An unknown charset is a LookupError; deeply nested brackets are a RecursionError.
         except (ValueError, LookupError, RecursionError) as error:
             raise RefusedCallError(400, f"the body is no JSON: {error}") from error
-        with conversation.asked(body) as completion:
+        with conversation.completion_of(body) as completion:
             if body.get("stream"):
                 return await _stream(request, body, completion)
-            # Shield the turn: a client that disconnected may ask again.
+            # Shield the future: if the client disconnects, this handler is cancelled, but the client may send the call
+            # again and then gets this turn.
             return web.json_response(await asyncio.shield(completion))
 
-    app = web.Application(middlewares=[check], client_max_size=_LARGEST_BYTES)
+    app = web.Application(middlewares=[check], client_max_size=_MAX_BODY_BYTES)
     app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", complete)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
@@ -71,8 +77,8 @@ async def _stream(
 ) -> web.StreamResponse:
     """Send the answer as server-sent events.
 
-    Comments keep the connection alive until the turn is sampled. The turn follows in one piece, because its tool calls
-    are known only at its end.
+    Comments keep the connection alive until the turn is sampled. The turn then follows in one chunk, because its tool
+    calls are known only at its end.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
@@ -83,17 +89,19 @@ async def _stream(
     (choice,) = answer["choices"]
     message = dict(choice["message"])
     if "tool_calls" in message:
+        # Tool calls of a stream have an index.
         message["tool_calls"] = [{"index": i, **c} for i, c in enumerate(message["tool_calls"])]
-    pieces = [
-        [{"index": 0, "delta": message, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}],
+    message_choice = {"index": 0, "delta": message, "finish_reason": None}
+    end_choice = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    chunks: list[dict[str, Any]] = [
+        {"choices": [message_choice], "usage": None},
+        {"choices": [end_choice], "usage": None},
     ]
-    usage: list[Any] = [None, None]
-    if (body.get("stream_options") or {}).get("include_usage"):
-        pieces.append([])
-        usage.append(answer["usage"])
-    for choices, used in zip(pieces, usage, strict=True):
-        chunk = {**answer, "object": "chat.completion.chunk", "choices": choices, "usage": used}
+    stream_options = body.get("stream_options") or {}
+    if stream_options.get("include_usage"):
+        chunks.append({"choices": [], "usage": answer["usage"]})
+    for fields in chunks:
+        chunk = {**answer, "object": "chat.completion.chunk", **fields}
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     return response

@@ -1,9 +1,9 @@
-"""Agents as environments: a program without knowledge of training calls the policy by OpenAI's chat completions.
+"""Agents as environments: a program that knows nothing of training calls the policy by OpenAI's chat completions.
 
-The program's session becomes an episode. The session's server listens where the agent runs, under a key of its own. A
-call waits until the policy's turn is sampled; the new messages of a call are the environment's observation. A call
-whose messages don't begin with those of a branch (a shortened history, or another agent) begins a new branch.
-Simultaneous calls are answered one after another.
+The program's session becomes an episode. Each session has a server with a key of its own, on the machine where the
+agent runs. A call waits until the policy's turn is sampled; the new messages of a call are the environment's
+observation. A call whose messages don't begin with the messages of a branch (because the agent shortened its history,
+or because another agent calls) begins a new branch. Simultaneous calls are answered one after another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from megatron_dppo.environments.agent_server import serve
 from megatron_dppo.system.network import host_fault
 
 _CANCEL_S = 5.0
-_SHOWN = 80
+"""Longest wait for a cancelled agent to end."""
+_MAX_ERROR_SHOWN = 80
+"""Largest number of characters of an agent's error in a fault."""
 
 
 class Agent:
@@ -37,12 +39,11 @@ class Agent:
 
     Args:
         agent: ``package.module:function``, an AgentFunction, or else a command. A command receives OPENAI_BASE_URL,
-            OPENAI_API_KEY and OPENAI_MODEL as variables and the problem as JSON on standard input. A last line of
-            output ``{"reward": 0.5}`` or ``{"answer": "8"}`` is its result, and an exit code other than 0 a fault.
-        ignored: fields of a request that are dropped. Without this they are refused, because the run's own settings
-            apply.
+            OPENAI_API_KEY and OPENAI_MODEL as variables and the problem as JSON on standard input. Its result is the
+            last line of its output, ``{"reward": 0.5}`` or ``{"answer": "8"}``. An exit code other than 0 is a fault.
+        ignored: fields of a request that are dropped. Other fields that would change the run's settings are refused.
         host: address that the session's server listens on.
-        branches: most branches in a session.
+        branches: largest number of branches in a session.
         tool_format: format of the policy's tool calls, a name in ``TOOL_FORMATS``.
         sandbox: whether a command runs in a sandbox (``sandbox.sandboxed``).
         sandbox_paths: paths that the sandbox contains in addition to the current folder.
@@ -62,9 +63,11 @@ class Agent:
     ) -> None:
         _check_values(ignored, branches, tool_format)
         _check_sandbox_values(agent, sandbox, sandbox_paths)
-        self._agent, self._host = agent, host
+        self._agent = agent
+        self._host = host
         self._sandbox_paths = tuple(sandbox_paths) if sandbox else None
-        self._ignored, self._branches = frozenset(ignored), branches
+        self._ignored = frozenset(ignored)
+        self._most_branches = branches
         self._tool_format = TOOL_FORMATS[tool_format]
         self._conversation = self._new_conversation({})
         self._task: asyncio.Task[AgentResult] | None = None
@@ -75,35 +78,36 @@ class Agent:
         """Raise ValueError for bad options, SandboxError if they ask for a sandbox that this machine lacks."""
         environment = cls(**options)
         agent_of(environment._agent)
-        # A check of the host resolves its name. The constructor does not, because every episode calls it.
-        if fault := host_fault(environment._host):
+        # ``host_fault`` resolves the host's name. The constructor, which every episode calls, does not.
+        fault = host_fault(environment._host)
+        if fault:
             raise ValueError(f"options: host: {fault}")
         if environment._sandbox_paths is not None:
             check_sandbox(environment._sandbox_paths)
 
     def note_sampling(self, sampling: Mapping[str, float]) -> None:
-        """Accept calls that ask for the run's own ``sampling`` settings. Called before ``reset``."""
+        """Accept calls with the run's own ``sampling`` settings. Called before ``reset``."""
         self._conversation = self._new_conversation(sampling)
 
     def _new_conversation(self, sampling: Mapping[str, float]) -> Conversation:
-        return Conversation(self._ignored, self._branches, self._tool_format, sampling)
+        return Conversation(self._ignored, self._most_branches, self._tool_format, sampling)
 
     async def reset(self, problem: Problem) -> ChatCall:
-        run = agent_of(self._agent, self._sandbox_paths)
+        run_agent = agent_of(self._agent, self._sandbox_paths)
         key = secrets.token_urlsafe(32)
         self._server, url = await serve(self._conversation, key, self._host)
-        self._task = asyncio.create_task(run(problem, AgentSession(url, key)))
-        first_call = await self._next()
+        self._task = asyncio.create_task(run_agent(problem, AgentSession(url, key)))
+        first_call = await self._next_call_or_end()
         if isinstance(first_call, Step):
             raise RuntimeError(f"{self._refusal()}the agent ended without a call")
         return first_call
 
     async def step(self, turn: Turn) -> Step:
         self._conversation.answer(turn)
-        answer = await self._next()
-        if isinstance(answer, Step):
-            return answer
-        return Step(answer)
+        call_or_end = await self._next_call_or_end()
+        if isinstance(call_or_end, Step):
+            return call_or_end
+        return Step(call_or_end)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -112,8 +116,8 @@ class Agent:
         if self._server is not None:
             await self._server.cleanup()
 
-    async def _next(self) -> ChatCall | Step:
-        """Return the agent's next call, or its end."""
+    async def _next_call_or_end(self) -> ChatCall | Step:
+        """Return the agent's next call; or, if the agent ends, the last step of the episode."""
         assert self._task is not None
         call = asyncio.ensure_future(self._conversation.calls.get())
         try:
@@ -125,7 +129,7 @@ class Agent:
         try:
             result = self._task.result()
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error)[:_SHOWN]}"
+            reason = f"{type(error).__name__}: {str(error)[:_MAX_ERROR_SHOWN]}"
             raise RuntimeError(f"{self._refusal()}the agent failed: {reason}") from error
         if isinstance(result, int | float):
             return Step(done=True, reward=float(result))
@@ -134,6 +138,7 @@ class Agent:
         return Step(done=True, is_scored=True, scored_text=result)
 
     def _refusal(self) -> str:
+        """Return the beginning of an error: why a call was refused, which may have ended the agent; else empty."""
         refusal = self._conversation.refusal
         if refusal:
             return f"a call was refused: {refusal}; "

@@ -1,11 +1,12 @@
 """Episodes: the turns of a policy and the answers of an environment as one trajectory, token by token.
 
-The prompt of a turn is every token of its branch so far, as it was sampled or given, followed by the tokens of the chat
-template (``TurnTemplate``), whose loss mask is False. Recorded routing is requested from the first missing row. So
-versions, log-probabilities and routing of each token come from the call that sampled it.
+The prompt of a turn has all tokens of its branch so far, exactly as they were sampled or given, followed by the tokens
+that the chat template inserts (``TurnTemplate``), whose loss mask is False. Recorded routing is requested from the
+first missing row on. So versions, log-probabilities and routing of each token come from the call that sampled it.
 
-A new branch begins with a prompt that the template makes of messages. Turns of other branches among them are given, not
-sampled. So each sampled token is trained on once, in the branch that it was sampled in.
+A new branch begins with a prompt that the template renders from messages. If the messages contain turns of other
+branches, their tokens are part of the prompt, with a loss mask of False. So each sampled token is trained on once, in
+the branch in which it was sampled.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class EpisodeLimits:
     """Limits of an episode.
 
     Attributes:
-        turns: most turns of the policy.
-        tokens: most tokens of a trajectory with its prompt, all branches together.
-        observation_tokens: most tokens of one observation, including the template's.
-        retries: faults after which a sample is replaced.
+        turns: largest number of turns of the policy.
+        tokens: largest number of tokens of a trajectory with its prompt, all branches together.
+        observation_tokens: largest number of tokens of one observation, including those of the template.
+        retries: number of faults of the environment after which the episode is played again; one more replaces the
+            sample.
         answers_cut_turns: whether an episode continues after a turn that was cut off.
     """
 
@@ -58,27 +60,29 @@ class _Episode:
     """The state of an episode.
 
     Attributes:
-        observation: the first observation, which ``request`` contains.
-        last: the newest observation.
-        past: turns with the environment's answers.
-        branch_numbers: branch of each sampled turn.
+        request: the request for the first turn.
+        first_observation: the first observation, which ``request`` contains.
+        last_observation: the newest observation.
+        answered_turns: turns with the environment's answers.
         branches: all tokens of each branch so far.
+        branch_numbers: branch of each sampled turn, in the order of sampling.
         turn: sampled turn without an answer yet.
-        delta: tokens before the next turn; for a new branch its whole prompt.
+        delta: tokens between the last turn and the next one; for a new branch its whole prompt.
         turn_limit: configuration key that limits the present turn.
+        finish_reason: why the episode ended; None while it continues.
         ended_by: limit that ended the episode, in words.
     """
 
     request: GenerationRequest
-    observation: Observation = ""
-    last: Observation = ""
-    past: list[tuple[Turn, Step]] = field(default_factory=list)
+    first_observation: Observation = ""
+    last_observation: Observation = ""
+    answered_turns: list[tuple[Turn, Step]] = field(default_factory=list)
     branches: list[Trajectory] = field(default_factory=list)
     branch_numbers: list[int] = field(default_factory=list)
     turn: Turn | None = None
     delta: Sequence[int] = ()
     turn_limit: str = ""
-    ended: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     ended_by: str = ""
 
     def __post_init__(self) -> None:
@@ -86,21 +90,23 @@ class _Episode:
 
     def begin(self) -> None:
         """Reset the episode to its first observation."""
-        self.past = []
+        self.answered_turns = []
         self.branches = []
         self.branch_numbers = []
         self.turn = None
-        self.last, self.delta = self.observation, self.request.prompt_ids
+        self.last_observation = self.first_observation
+        self.delta = self.request.prompt_ids
 
     @property
     def branch(self) -> int:
         """Number of the branch that the next turn belongs to."""
-        if isinstance(self.last, ChatCall):
-            return self.last.branch
+        if isinstance(self.last_observation, ChatCall):
+            return self.last_observation.branch
         return 0
 
     @property
     def length(self) -> int:
+        """Number of tokens of all branches."""
         return sum(branch.length for branch in self.branches)
 
 
@@ -108,20 +114,20 @@ class _Episode:
 class Episodes:
     """Plays the episodes of a rank; ``play`` is the function of a ``GenerationJob``.
 
-    ``faults`` counts each kind of fault of the environments.
+    ``faults`` counts the faults of the environments by their message.
     """
 
     pool: EnvironmentPool
     template: TurnTemplate
     limits: EpisodeLimits
     faults: Counter[str] = field(default_factory=Counter)
-    _taken: Counter[str] = field(default_factory=Counter)
+    _taken_faults: Counter[str] = field(default_factory=Counter)
     _has_warned: bool = False
 
     def take_faults(self) -> Counter[str]:
         """Return the ``faults`` since the last call."""
-        new_faults = self.faults - self._taken
-        self._taken = self.faults.copy()
+        new_faults = self.faults - self._taken_faults
+        self._taken_faults = self.faults.copy()
         return new_faults
 
     async def play(
@@ -133,27 +139,30 @@ class Episodes:
         """Play an episode that begins with ``request`` and return its trajectory.
 
         After more faults of the environment than allowed, the trajectory is ``failed`` and has only the prompt. A fault
-        costs no sampled token: the turns are replayed in a new environment, and only where its answers differ the
-        policy starts again.
+        costs no sampled token: the turns are replayed in a new environment. Only if its answers differ, the turns are
+        sampled again. ``ask`` sends a request to the engine and returns its response.
         """
         episode = _Episode(request)
-        faults = 0
+        fault_count = 0
         needs_own_process = False
         while True:
             try:
                 async with self._opened(alone=needs_own_process) as environment:
                     self._begin(episode, problem, request, await environment.reset(problem))
-                    await self._repeat(environment, episode)
-                    while episode.ended is None:
+                    await self._replay(environment, episode)
+                    while episode.finish_reason is None:
                         await self._advance(environment, episode, ask)
                 return _finished(episode)
             except EnvironmentFaultError as fault:
-                # Where the process had several episodes, the next attempt, in a process of its own, shows which one is
-                # at fault.
-                faults += not fault.is_shared
-                needs_own_process = needs_own_process or fault.is_shared
-                self._note(problem, fault, is_last=faults > self.limits.retries)
-                if faults > self.limits.retries:
+                # If the process had several episodes, this one may be innocent. Don't count the fault, but play the
+                # episode in a process of its own, so that its next fault is surely its own.
+                if fault.is_shared:
+                    needs_own_process = True
+                else:
+                    fault_count += 1
+                is_last = fault_count > self.limits.retries
+                self._note(problem, fault, is_last=is_last)
+                if is_last:
                     return _failed(request, str(fault))
 
     @asynccontextmanager
@@ -171,52 +180,57 @@ class Episodes:
         request: GenerationRequest,
         observation: Observation,
     ) -> None:
-        """Append a new environment's first observation to the prompt of ``request``, or replace the prompt.
+        """Begin the episode with a new environment's first observation, which is added to the prompt or replaces it.
 
-        Turns that followed another first observation are sampled again.
+        An earlier attempt's turns stay if its environment had the same first observation; otherwise they are removed,
+        to be sampled again.
         """
-        if observation == episode.observation:
+        if observation == episode.first_observation:
             return
-        ids: Sequence[int] = problem.prompt_ids
+        prompt_ids: Sequence[int] = problem.prompt_ids
         if observation:
-            ids = self._encoded(partial(self.template.opening, problem, observation))
+            prompt_ids = self._encoded(partial(self.template.opening, problem, observation))
         if not isinstance(observation, ChatCall):
-            self._check_length(len(ids) - len(problem.prompt_ids))
+            self._check_length(len(prompt_ids) - len(problem.prompt_ids))
         elif observation.branch:
             raise EnvironmentFaultError(f"reset: branch {observation.branch}, expected 0")
-        if len(ids) >= self.limits.tokens:
+        if len(prompt_ids) >= self.limits.tokens:
             raise EnvironmentFaultError(
-                f"reset: a prompt of {len(ids)} tokens, expected fewer than {self.limits.tokens} "
+                f"reset: a prompt of {len(prompt_ids)} tokens, expected fewer than {self.limits.tokens} "
                 "(environment.max_tokens)"
             )
-        episode.request = replace(request, prompt_ids=ids)
-        episode.observation = observation
+        episode.request = replace(request, prompt_ids=prompt_ids)
+        episode.first_observation = observation
         episode.begin()
 
-    def _encoded(self, tokens: Callable[[], list[int]]) -> list[int]:
-        """Return the tokens of an observation. Raises EnvironmentFaultError where the template can't encode it."""
+    def _encoded(self, encode: Callable[[], list[int]]) -> list[int]:
+        """Return the tokens of an observation, the result of ``encode``.
+
+        Raises EnvironmentFaultError if the template can't encode the observation.
+        """
         try:
-            return tokens()
+            return encode()
         # A template or a tokenizer may raise anything for text from outside.
         except Exception as error:
-            kind = ""
+            error_name = ""
             if not isinstance(error, TurnTemplateError):
-                kind = f"{type(error).__name__}: "
+                error_name = f"{type(error).__name__}: "
             raise EnvironmentFaultError(
-                f"what it said can't be put to the model: {kind}{error}"
+                f"what it said can't be put to the model: {error_name}{error}"
             ) from error
 
     def _check_length(self, tokens: int) -> None:
+        """Raise EnvironmentFaultError if an observation of ``tokens`` tokens is too long."""
         if tokens > self.limits.observation_tokens:
             raise EnvironmentFaultError(
                 f"an observation of {tokens} tokens, expected at most {self.limits.observation_tokens} "
                 "(environment.max_observation_tokens)"
             )
 
-    async def _repeat(self, environment: Environment, episode: _Episode) -> None:
-        """Replay the episode's turns in a new environment."""
-        for turn, answered in episode.past:
-            if await environment.step(turn) != answered:
+    async def _replay(self, environment: Environment, episode: _Episode) -> None:
+        """Replay the episode's turns in a new environment. Raises EnvironmentFaultError if its answers differ."""
+        for turn, earlier_step in episode.answered_turns:
+            if await environment.step(turn) != earlier_step:
                 log.warning(
                     "an environment answered the same turns otherwise: its episode begins anew"
                 )
@@ -229,34 +243,38 @@ class Episodes:
         episode: _Episode,
         ask: Callable[[GenerationRequest], Awaitable[Trajectory]],
     ) -> None:
-        """Sample one turn and get the environment's answer to it."""
+        """Sample one turn and get the environment's answer to it.
+
+        A turn that was sampled before a fault of the environment is not sampled again.
+        """
         turn = episode.turn
         if turn is None:
-            answer = await ask(self._request(episode))
+            response = await ask(self._request(episode))
             branches = episode.branches
             number = episode.branch
             if number < len(branches):
-                branches[number] = join(branches[number], answer)
+                branches[number] = join(branches[number], response)
             else:
-                branches.append(answer)
+                branches.append(response)
             episode.branch_numbers.append(number)
-            ids = tuple(answer.response_ids.tolist())
-            prompt_length = len(answer.prompt_ids)
-            episode.turn = turn = Turn(answer.text, ids, answer.truncated, prompt_length)
+            turn_ids = tuple(response.response_ids.tolist())
+            prompt_length = len(response.prompt_ids)
+            turn = Turn(response.text, turn_ids, response.truncated, prompt_length)
+            episode.turn = turn
         step = await environment.step(turn)
         if turn.is_truncated and (step.done or not self.limits.answers_cut_turns):
-            self._end_cut(episode, turn, is_done=step.done)
+            self._end_truncated(episode, turn, is_done=step.done)
         elif step.done:
-            episode.ended = "stop"
+            episode.finish_reason = "stop"
         else:
-            self._go_on(episode, turn, step)
-        episode.past.append((turn, step))
+            self._prepare_next_turn(episode, step.observation)
+        episode.answered_turns.append((turn, step))
         episode.turn = None
 
-    def _end_cut(self, episode: _Episode, turn: Turn, *, is_done: bool) -> None:
+    def _end_truncated(self, episode: _Episode, turn: Turn, *, is_done: bool) -> None:
         """End the episode after a turn that was cut off. ``is_done``: whether the environment ends it, too."""
-        episode.ended = "length"
-        number = len(episode.past) + 1
+        episode.finish_reason = "length"
+        number = len(episode.answered_turns) + 1
         tokens = len(turn.token_ids)
         episode.ended_by = f"turn {number} was cut off at {tokens} tokens ({episode.turn_limit})"
         if is_done or self._has_warned:
@@ -268,17 +286,16 @@ class Episodes:
             episode.ended_by,
         )
 
-    def _go_on(self, episode: _Episode, turn: Turn, step: Step) -> None:
-        """Set the tokens before the next turn, or end the episode where no turn or token remains."""
-        observation = step.observation
+    def _prepare_next_turn(self, episode: _Episode, observation: Observation) -> None:
+        """Set the tokens before the next turn, or end the episode if no turn or token remains."""
         limits = self.limits
-        episode.last = observation
+        episode.last_observation = observation
         if episode.branch > len(episode.branches):
             raise EnvironmentFaultError(
                 f"branch {episode.branch}, expected one of the {len(episode.branches)} there are, or the next"
             )
         if isinstance(observation, ChatCall) and observation.branch == len(episode.branches):
-            # The prompt of a branch repeats other branches' turns, so the limit of an observation does not apply.
+            # The prompt of a new branch repeats turns of other branches, so the limit of an observation does not apply.
             delta = self._encoded(partial(self.template.prompt, observation))
         else:
             last_token = episode.branches[episode.branch].token_ids[-1:].tolist()
@@ -289,21 +306,21 @@ class Episodes:
                 "an observation of no tokens, expected one: nothing would tell two turns apart"
             )
         episode.delta = delta
-        if len(episode.past) + 1 == limits.turns:
-            episode.ended = "length"
+        if len(episode.answered_turns) + 1 == limits.turns:
+            episode.finish_reason = "length"
             episode.ended_by = f"all {limits.turns} turns were used (environment.max_turns)"
         elif episode.length + len(delta) >= limits.tokens:
-            episode.ended = "length"
+            episode.finish_reason = "length"
             episode.ended_by = f"no token was left of {limits.tokens} (environment.max_tokens)"
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """Return the engine's request for the next turn."""
         first_request = episode.request
-        observation = episode.last
-        prompt_length = episode.length + len(episode.delta)
+        observation = episode.last_observation
+        used_tokens = episode.length + len(episode.delta)
         limits = {
             "rollout.max_response_tokens": first_request.sampling.max_new_tokens,
-            "environment.max_tokens": self.limits.tokens - prompt_length,
+            "environment.max_tokens": self.limits.tokens - used_tokens,
         }
         if isinstance(observation, ChatCall) and observation.max_tokens is not None:
             limits["the call's max_tokens"] = observation.max_tokens
@@ -312,7 +329,7 @@ class Episodes:
         number = episode.branch
         seed = first_request.sampling.seed
         if number and seed is not None:
-            # The server samples by seed and position: two branches with the same prompt would have the same answer.
+            # The server samples by seed and position: two branches with equal prompts would get equal turns.
             seed = seed_of(seed, "branch", number)
         sampling = replace(first_request.sampling, max_new_tokens=max_tokens, seed=seed)
         request = replace(first_request, sampling=sampling)
@@ -321,6 +338,7 @@ class Episodes:
         return replace(request, prompt_ids=episode.delta)
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
+        """Count and log a fault. ``is_last``: whether the episode is given up."""
         self.faults[str(fault)[:300]] += 1
         consequence = "it begins again"
         if is_last:
@@ -329,23 +347,32 @@ class Episodes:
 
 
 def _finished(episode: _Episode) -> Trajectory:
-    assert episode.ended is not None
-    numbers = episode.branch_numbers
-    # Sort by the order of the turns in the branches.
-    times = sorted(range(len(numbers)), key=numbers.__getitem__)
-    turn, step = episode.past[-1]
+    """Return the trajectory of an episode that has ended."""
+    assert episode.finish_reason is not None
+    # The trajectory has the turns branch by branch, each with its position in the order of sampling.
+    branch_numbers = episode.branch_numbers
+    turn_times = sorted(range(len(branch_numbers)), key=branch_numbers.__getitem__)
+    turn_rewards: list[float] = []
+    for time in turn_times:
+        _, step = episode.answered_turns[time]
+        turn_rewards.append(float(step.reward))
+    last_turn, last_step = episode.answered_turns[-1]
+    scored_text = last_step.scored_text
+    if scored_text is None:
+        scored_text = last_turn.text
     return replace(
         Trajectory.of_branches(episode.branches),
-        finish_reason=episode.ended,
+        finish_reason=episode.finish_reason,
         ended_by=episode.ended_by,
-        text=turn.text if step.scored_text is None else step.scored_text,
-        turn_rewards=tuple(float(episode.past[time][1].reward) for time in times),
-        turn_times=tuple(times),
-        wants_score=step.is_scored,
+        text=scored_text,
+        turn_rewards=tuple(turn_rewards),
+        turn_times=tuple(turn_times),
+        wants_score=last_step.is_scored,
     )
 
 
 def _failed(request: GenerationRequest, reason: str) -> Trajectory:
+    """Return the trajectory of an episode that is given up: the prompt alone."""
     return Trajectory.of_response(
         request.prompt_ids,
         [],

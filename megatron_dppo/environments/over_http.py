@@ -1,4 +1,6 @@
-"""An environment that runs in an HTTP server, because its libraries need their own Python. It answers three POSTs:
+"""An environment in an HTTP server, for environments whose libraries need their own Python.
+
+The server answers three POST requests:
 
     /reset  {"problem": {problem_id, prompt, answer, messages, metadata[, tools]}}
                                                     -> {"episode": text, "observation": text}
@@ -6,8 +8,8 @@
                                                         "scored": bool}
     /close  {"episode"}                             -> {}
 
-``episode`` is the server's own name of the episode. An answer to /step may leave out fields with the defaults of
-``Step``. Any status other than 200 is a fault. ``tools/serve_environment.py`` is such a server.
+``episode`` is the server's own name of the episode. A field that is missing in an answer to /step has the default of
+``Step``. Any status other than 200 is a fault of the environment. ``tools/serve_environment.py`` is such a server.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import Observation, Step, Turn
 from megatron_dppo.rewards.over_http import JsonEndpoint, service_faults
 
-_STEP = {"observation", "reward", "done", "scored"}
+_STEP_FIELDS = {"observation", "reward", "done", "scored"}
 
 
 class OverHttp:
@@ -57,20 +59,24 @@ class OverHttp:
     async def step(self, turn: Turn) -> Step:
         body = {"episode": self._episode, "text": turn.text, "truncated": turn.is_truncated}
         answer: Any = await self._endpoint.post("/step", body)
-        if not isinstance(answer, dict) or not answer.keys() <= _STEP:
+        if not isinstance(answer, dict) or not answer.keys() <= _STEP_FIELDS:
             raise ValueError(
-                f"/step answered {self._endpoint.excerpt(answer)}, expected an object of {sorted(_STEP)}"
+                f"/step answered {self._endpoint.excerpt(answer)}, expected an object of {sorted(_STEP_FIELDS)}"
             )
         is_scored = answer.pop("scored", False)
         return self._checked({**answer, "is_scored": is_scored})
 
     def _checked(self, fields: Mapping[str, Any]) -> Step:
-        """Build the step of an answer. Raises TypeError and ValueError for bad values, without the server's key."""
+        """Build the step of an answer.
+
+        Raises TypeError and ValueError for bad values; the messages do not have the server's key, which it may echo.
+        """
         try:
             return Step(**fields)
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(self._endpoint.without_key(str(error))) from None
+        except TypeError as error:
+            raise TypeError(self._endpoint.without_key(str(error))) from None
+        except ValueError as error:
+            raise ValueError(self._endpoint.without_key(str(error))) from None
 
     async def close(self) -> None:
         try:

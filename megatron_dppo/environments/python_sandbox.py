@@ -2,11 +2,15 @@
 
 Any other turn is the answer to the problem, and ends the episode.
 
-A snippet runs by bubblewrap (``bwrap``) in an interpreter of its own that has only the standard library: its own
-namespaces for users, processes, network, IPC and mounts; a root that holds the interpreter and the system's libraries,
-all of it read-only, without /proc, /dev, /etc, /tmp and any home; no capabilities; one process and one thread, no
-socket, no shared memory, no further namespaces (a filter of system calls); limits on CPU seconds, memory, output and
-wall time. A snippet never runs without these limits: where bubblewrap can't provide them, a run is refused.
+A snippet runs in an interpreter of its own, with the standard library alone, inside a sandbox of bubblewrap
+(``bwrap``):
+
+- namespaces of its own for users, processes, network, IPC and mounts; no capabilities;
+- a root with the interpreter and the system's libraries, read-only, without /proc, /dev, /etc, /tmp and any home;
+- a filter of system calls: one process, one thread, no socket, no shared memory, no other namespaces;
+- limits on CPU seconds, memory, output and wall time.
+
+A snippet never runs without these limits: if bubblewrap can't provide them, the run is refused.
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
 _START_S = 30.0
+"""Longest time for the sandbox to start."""
 _STARTED = b"started\n"
-# The snippet comes by standard input, so it can be longer than an argument.
+# The program that runs a snippet. It reads the snippet from standard input, which may be longer than an argument.
 _BOOT = (
     f"import sys; print({_STARTED.decode().strip()!r}, flush=True)\n"
     "try: exec(compile(sys.stdin.read(), '<snippet>', 'exec'), {'__name__': '__main__'})\n"
@@ -52,11 +57,11 @@ class Python:
 
     Args:
         begin: mark before a snippet.
-        end: mark after a snippet. If the turn lacks it, for example because it is a stop text, the snippet is the rest
-            of the turn.
-        seconds: CPU time; the limit of the wall time is twice as long.
-        memory_mib: address space of a snippet.
-        longest_output: bytes of output that are kept. A byte may take a token, and
+        end: mark after a snippet. If the turn lacks the mark, for example because it is a stop text, the snippet is the
+            rest of the turn.
+        seconds: limit of the CPU time; the limit of the wall time is twice as long.
+        memory_mib: limit of a snippet's address space.
+        longest_output: number of bytes of output that are kept. A byte may take a token, and
             ``environment.max_observation_tokens`` limits the observation.
     """
 
@@ -70,7 +75,8 @@ class Python:
     ) -> None:
         if not begin or not end or min(seconds, memory_mib, longest_output) < 1:
             raise ValueError("expected marks that are not empty, and bounds of 1 or more")
-        self._marks = begin, end
+        self._begin_mark = begin
+        self._end_mark = end
         self._run = functools.partial(
             run_snippet,
             seconds=seconds,
@@ -93,11 +99,11 @@ class Python:
         return ""
 
     async def step(self, turn: Turn) -> Step:
-        begin, end = self._marks
-        _, mark, code = turn.text.partition(begin)
-        if not mark:
+        _, begin_mark, text_after = turn.text.partition(self._begin_mark)
+        if not begin_mark:
             return Step(done=True, is_scored=True)
-        return Step(await self._run(code.partition(end)[0].strip()))
+        snippet = text_after.partition(self._end_mark)[0].strip()
+        return Step(await self._run(snippet))
 
     async def close(self) -> None:
         return
@@ -110,12 +116,12 @@ async def run_snippet(
     memory_mib: int = 256,
     longest_output: int = 900,
 ) -> str:
-    """Run ``snippet`` and return what it printed, its exception included, without surrounding white space.
+    """Run ``snippet`` and return its output, with the message of its exception, without surrounding white space.
 
     A text in brackets follows if the snippet was stopped, or ended with an exit code other than 0. This process runs at
     most as many snippets at the same time as there are cores. Raises SandboxError if the sandbox does not start.
     """
-    async with _places(asyncio.get_running_loop()):
+    async with _snippet_slots(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -127,35 +133,50 @@ async def run_snippet(
             )
         assert process.stdin is not None
         assert process.stdout is not None
-        printed, ending = b"", ""
+        output = b""
+        ending = ""
+        wall_seconds = 2 * seconds
         try:
             process.stdin.write(snippet.encode(errors="replace"))
             process.stdin.close()
-            started = await _first_line(process.stdout)
-            if started != _STARTED:
-                sandbox_error = started.decode(errors="replace").strip()
+            first_line = await _first_line(process.stdout)
+            if first_line != _STARTED:
+                sandbox_error = first_line.decode(errors="replace").strip()
                 raise SandboxError(f"the sandbox does not start: {sandbox_error[:500]}; {ALLOW}")
-            async with asyncio.timeout(2 * seconds):
-                while len(printed) <= longest_output and (more := await process.stdout.read(65536)):
-                    printed += more
-                if len(printed) > longest_output:
+            async with asyncio.timeout(wall_seconds):
+                while len(output) <= longest_output:
+                    piece = await process.stdout.read(65536)
+                    if not piece:
+                        break
+                    output += piece
+                if len(output) > longest_output:
                     ending = f"[cut after {longest_output} bytes]"
-                elif code := await process.wait():
-                    # bwrap reports a signal as a shell does; a snippet may also end itself with such a code.
-                    is_signal = code - 128 in set(signal.Signals)
-                    ending = f"[{describe_exit(128 - code if is_signal else code)}]"
-                    if code - 128 == signal.SIGXCPU:
-                        ending = f"[used up {seconds} s of CPU time]"
+                else:
+                    ending = _ending_of(await process.wait(), seconds)
         except TimeoutError:
-            ending = f"[did not end within {2 * seconds} s]"
+            ending = f"[did not end within {wall_seconds} s]"
         finally:
-            # The kernel then ends the processes inside, because they are in a process namespace whose parent is bwrap.
+            # When bwrap ends, the kernel ends the snippet, which is in a process namespace below bwrap.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             # Unread output would keep wait() from returning.
             await process.stdout.read()
             await process.wait()
-    return f"{printed[:longest_output].decode(errors='replace').strip()} {ending}".strip()
+    text = output[:longest_output].decode(errors="replace").strip()
+    return f"{text} {ending}".strip()
+
+
+def _ending_of(code: int, seconds: int) -> str:
+    """Return the text about the exit code of a snippet: empty for 0, else in brackets."""
+    if code == 0:
+        return ""
+    # bwrap reports a signal as a shell does, as 128 plus the signal. A snippet may also exit with such a code.
+    signal_number = code - 128
+    if signal_number == signal.SIGXCPU:
+        return f"[used up {seconds} s of CPU time]"
+    if signal_number in set(signal.Signals):
+        code = -signal_number
+    return f"[{describe_exit(code)}]"
 
 
 async def _first_line(output: asyncio.StreamReader) -> bytes:
@@ -167,27 +188,28 @@ async def _first_line(output: asyncio.StreamReader) -> bytes:
 
 
 @functools.cache
-def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+def _snippet_slots(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """The slots for running snippets; one semaphore per event loop, because it belongs to one loop."""
     return asyncio.Semaphore(os.cpu_count() or 1)
 
 
 @contextlib.contextmanager
 def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
     """Yield the command that runs ``_BOOT`` in the sandbox, and a descriptor that it needs. Raises SandboxError."""
-    sandbox = find_program("bwrap")
-    limits = find_program("prlimit")
+    bwrap = find_program("bwrap")
+    prlimit = find_program("prlimit")
     with open_filter(is_snippet=True) as filter_fd:
-        # At the first limit of CPU time the kernel sends a signal that tells the reason; a second later it kills the
-        # process.
+        # At the soft limit of CPU time the kernel sends SIGXCPU, which tells the reason; at the hard limit, a second
+        # later, it kills the process.
         yield (
             [
-                limits,
+                prlimit,
                 f"--as={memory_mib << 20}",
                 f"--cpu={seconds}:{seconds + 1}",
                 "--fsize=0",
                 "--core=0",
                 "--nofile=32",
-                sandbox,
+                bwrap,
                 *NAMESPACES,
                 "--unshare-net",
                 *_files(),
@@ -217,15 +239,19 @@ def _interpreter() -> Path:
 
 
 def _files() -> Iterator[str]:
-    """Yield mounts of the interpreter, its standard library without packages, and the system's libraries, read-only."""
-    standard = Path(sysconfig.get_path("stdlib")).resolve()
-    python = Path(sys.base_prefix).resolve() / "lib"
+    """Yield bwrap's arguments that mount the interpreter, its standard library and the system's libraries, read-only.
+
+    Empty folders hide the installed packages.
+    """
+    standard_library = Path(sysconfig.get_path("stdlib")).resolve()
+    python_libraries = Path(sys.base_prefix).resolve() / "lib"
     yield from system_libraries()
-    for path in dict.fromkeys([python, standard]):
+    for path in dict.fromkeys([python_libraries, standard_library]):
         if path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
     yield from ("--ro-bind", str(_interpreter()), str(_interpreter()))
     for packages in ("site-packages", "dist-packages"):
-        if (standard / packages).is_dir():
-            yield from ("--tmpfs", str(standard / packages))
-            yield from ("--remount-ro", str(standard / packages))
+        folder = standard_library / packages
+        if folder.is_dir():
+            yield from ("--tmpfs", str(folder))
+            yield from ("--remount-ro", str(folder))

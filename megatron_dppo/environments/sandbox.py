@@ -1,6 +1,6 @@
 """The limits of a sandbox: arguments of bubblewrap (``bwrap``) and a filter of system calls.
 
-Two kinds of programs run inside: snippets of ``python_sandbox``, which may do nearly nothing, and commands of
+Two kinds of programs run in a sandbox: snippets of ``python_sandbox``, which may do nearly nothing, and commands of
 ``agents``, which may start processes, use the network and allocate memory.
 """
 
@@ -28,9 +28,8 @@ NAMESPACES = (
     "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL", "--new-session",
     "--die-with-parent",
 )  # fmt: skip
-"""Arguments of both kinds: namespaces except the network's, no capabilities, no terminal, and an end with the
-parent.
-"""
+"""Arguments for both kinds of programs: namespaces except the network's, the user and group nobody (65534), no
+capabilities, no terminal, and an end when the parent ends."""
 
 
 class SandboxError(RunError, ValueError):
@@ -38,8 +37,9 @@ class SandboxError(RunError, ValueError):
 
 
 def find_program(name: str) -> str:
-    """Return the path of ``bwrap`` or ``prlimit``. Raises SandboxError where it is missing, or the machine has no
-    filter.
+    """Return the path of ``bwrap`` or ``prlimit``.
+
+    Raises SandboxError if the program is missing, or if ``filter_program`` does not support this machine.
     """
     if sys.platform != "linux" or platform.machine() not in _AUDIT_NUMBERS:
         machines = " or ".join(_AUDIT_NUMBERS)
@@ -72,7 +72,9 @@ _SYSTEM_FILES = (
     "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/services", "/etc/passwd", "/etc/group",
     "/etc/localtime", "/etc/mime.types", "/opt",
 )  # fmt: skip
-_PRIVATE = "/tmp"
+"""Files that programs need for libraries, certificates, names of hosts and users, and the time zone."""
+_PRIVATE_FOLDER = "/tmp"
+"""The empty folder that a command's sandbox has as its home."""
 
 
 @contextlib.contextmanager
@@ -84,8 +86,8 @@ def sandboxed(
     """Yield ``command`` in a sandbox: its arguments, its variables, and a descriptor that it must inherit.
 
     The sandbox has the network, its own processes and an empty home. Of the machine's files it has, read-only, the
-    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also where
-    the current folder contains the user's home.
+    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also if
+    the current folder contains the user's home, because the sandbox would have the home then.
     """
     files = list(_program_files(paths))
     sandbox = find_program("bwrap")
@@ -94,10 +96,12 @@ def sandboxed(
             sandbox, *NAMESPACES, *files, "--chdir", os.getcwd(), "--seccomp", str(filter_fd),
             "--", *command,
         ]  # fmt: skip
-        yield sandbox_command, {**variables, "HOME": _PRIVATE, "TMPDIR": _PRIVATE}, filter_fd
+        private_folders = {"HOME": _PRIVATE_FOLDER, "TMPDIR": _PRIVATE_FOLDER}
+        yield sandbox_command, {**variables, **private_folders}, filter_fd
 
 
 def _program_files(paths: Sequence[str]) -> Iterator[str]:
+    """Yield bwrap's arguments that mount the files of a command's sandbox."""
     current_folder = Path.cwd()
     home = Path.home()
     if home.is_relative_to(current_folder):
@@ -109,15 +113,16 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
     yield from root_folders("/lib", "/lib64", "/bin", "/sbin")
     for path in _SYSTEM_FILES:
         yield from ("--ro-bind-try", path, path)
-    yield from ("--proc", "/proc", "--dev", "/dev", "--tmpfs", _PRIVATE)
-    # Mount them after the empty /tmp, which may contain them.
+    yield from ("--proc", "/proc", "--dev", "/dev", "--tmpfs", _PRIVATE_FOLDER)
+    # Mount these folders after the empty /tmp: some of them may be in /tmp.
     for path in [sys.base_prefix, sys.prefix, *paths, str(current_folder)]:
         if not Path(path).exists():
             raise SandboxError(f"{path}: there is no such file or folder to show in the sandbox")
         resolved = os.path.realpath(path)
         yield from ("--ro-bind", resolved, resolved)
-        # Links inside the current folder exist already.
-        if path != resolved and not Path(path).absolute().is_relative_to(current_folder):
+        # A path through links must exist in the sandbox too. Links inside the current folder do already.
+        is_inside_current = Path(path).absolute().is_relative_to(current_folder)
+        if path != resolved and not is_inside_current:
             yield from ("--ro-bind", resolved, os.path.abspath(path))
 
 
@@ -175,31 +180,37 @@ DENIED_TO_SNIPPETS: Calls = {
     "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }  # fmt: skip
-"""Further system calls that a snippet may not make: it has one process, one thread and one kind of memory."""
+"""System calls that a snippet may not make: it has one process, one thread and one kind of memory."""
 
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64 of linux/audit.h."""
 _X32 = 0x40000000
+"""__X32_SYSCALL_BIT: numbers from here on are calls of the x32 ABI, which would bypass the filter."""
+# Opcodes of BPF (linux/bpf_common.h): load a word, jump if equal, jump if greater or equal, return.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+# Results of linux/seccomp.h: kill the process, return the error 1 (EPERM), allow the call.
 _KILL, _REFUSE, _PASS = 0x80000000, 0x00050001, 0x7FFF0000
 
 
 def denied_numbers(denied: Calls, machine: str) -> list[int]:
-    """Return the numbers of these calls on ``machine``, x86_64 or aarch64."""
+    """Return the numbers of the ``denied`` calls on ``machine``, x86_64 or aarch64."""
     column = list(_AUDIT_NUMBERS).index(machine)
-    numbers = [numbers[column] for numbers in denied.values()]
-    return sorted(number for number in numbers if number is not None)
+    machine_numbers = [numbers[column] for numbers in denied.values()]
+    return sorted(number for number in machine_numbers if number is not None)
 
 
 def filter_program(denied: Calls, machine: str) -> bytes:
     """Return a filter of system calls as the kernel's classic BPF program (seccomp(2)).
 
-    A denied call returns EPERM. The process ends where it makes any call by another architecture's numbers.
+    A denied call returns EPERM. The process is killed if it makes any call by another architecture's numbers.
     """
+    # An instruction is (opcode, instructions to skip if true, instructions to skip if false, operand). The operand of
+    # a load is an offset in struct seccomp_data: 0 for the call's number, 4 for the architecture.
     program = [
-        (_LOAD, 0, 0, 4),  # the architecture
+        (_LOAD, 0, 0, 4),
         (_IF_EQUAL, 1, 0, _AUDIT_NUMBERS[machine]),
         (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),  # the number
+        (_LOAD, 0, 0, 0),
         (_IF_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
     ]
@@ -210,8 +221,10 @@ def filter_program(denied: Calls, machine: str) -> bytes:
 
 
 @functools.cache
-def _filter_here(is_snippet: bool) -> bytes:
-    return filter_program(DENIED_TO_SNIPPETS if is_snippet else DENIED, platform.machine())
+def _filter_of_machine(is_snippet: bool) -> bytes:
+    """Return the filter for this machine."""
+    denied = DENIED_TO_SNIPPETS if is_snippet else DENIED
+    return filter_program(denied, platform.machine())
 
 
 @contextlib.contextmanager
@@ -219,7 +232,7 @@ def open_filter(*, is_snippet: bool) -> Iterator[int]:
     """Open a descriptor of the filter for ``bwrap --seccomp``."""
     filter_fd = os.memfd_create("filter")
     try:
-        os.write(filter_fd, _filter_here(is_snippet))
+        os.write(filter_fd, _filter_of_machine(is_snippet))
         os.lseek(filter_fd, 0, os.SEEK_SET)
         yield filter_fd
     finally:

@@ -1,9 +1,9 @@
 """The tokens that the chat template inserts between two turns of a conversation.
 
-Sampled tokens are never encoded again. After them come the tokens of the template's own text, from the end of the turn
-to the beginning of the next one: <|im_end|>, newline, <|im_start|>tool, newline, 4<|im_end|>, newline,
-<|im_start|>assistant, newline. The first of these is left out where the policy sampled it; the newline after it is
-kept, because only the template writes it.
+Sampled tokens are never encoded again. They are followed by the tokens of the text that the template writes from the
+end of a turn to the beginning of the next turn. For the observation "4" of a tool, for example, the text is <|im_end|>,
+newline, <|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The token <|im_end|> at its
+beginning is left out if the policy sampled it. The newline after it is kept, because only the template writes it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from megatron_dppo.environments import (
     Observation,
 )
 
-# A text that no template and no message contains.
-_MARK = "Turn7q3v9z"
+# Texts that no template and no message contains: the content of a turn, and the content of other messages.
+_TURN_MARK = "Turn7q3v9z"
 _PROBE = "Probe5x8w2k"
 Message = Mapping[str, Any]
 _Hold = Callable[[Message], Message]
+"""Replaces control tokens in a message by marks (``ControlTokens.hold``)."""
 KNOWN_ROLES = (
     "user",
     "tool",
@@ -48,21 +49,23 @@ class TurnTemplateError(DataError):
 
 
 class TurnTemplate:
-    """The tokens after a turn, by the chat template.
+    """The tokens that the chat template inserts after a turn.
 
-    An observation is text: where it contains the characters of a control token, such as ``<|im_end|>``, it is encoded
-    as the tokens of these characters, and never ends a turn. Control tokens are the tokenizer's special ones, and added
-    ones that the template writes around a message of that role, such as ``</tool_response>``. ``generation_tokens`` is
-    the number of tokens with which a prompt asks for an answer.
+    If an observation contains the characters of a control token, such as ``<|im_end|>``, they are encoded as ordinary
+    text, so an observation never ends a turn. Control tokens are the tokenizer's special tokens, and the added tokens
+    that the template writes around a message of the observation's role, such as ``</tool_response>``.
+
+    ``generation_tokens`` is the number of tokens of the generation prompt.
 
     Args:
         tokenizer: tokenizer with the chat template.
         role: role of the observations.
         is_chat: whether to use the chat template; without it, an observation's text follows the turn directly.
-        arguments: further variables of the template (``data.chat_template_arguments``).
+        arguments: variables of the template (``data.chat_template_arguments``).
 
-    Raises TurnTemplateError where the text after a turn depends on earlier messages, where a message in that role
-    disappears, or where the text after a turn has other tokens behind the turn than alone.
+    Raises:
+        TurnTemplateError: the text after a turn depends on earlier messages, the template drops a message of ``role``,
+            or the text after a turn has other tokens when it is encoded alone.
     """
 
     def __init__(
@@ -77,140 +80,152 @@ class TurnTemplate:
         self._role = role
         self._is_chat = is_chat
         self._arguments = arguments or {}
-        self._control = ControlTokens(tokenizer)
-        # Roles whose messages are known to be allowed after a turn.
-        self._roles: set[str] = set()
-        self._framing: dict[str, frozenset[str]] = {}
+        self._control_tokens = ControlTokens(tokenizer)
+        # Roles that ``_check`` has accepted.
+        self._checked_roles: set[str] = set()
+        # Role -> the control tokens that the text of a message in this role may not contain.
+        self._held_tokens: dict[str, frozenset[str]] = {}
         self.generation_tokens = 0
         if is_chat:
             self._check(role)
-            generation_prompt = self._render([_USER])
-            unasked = self._render([_USER], asks=False)
-            self.generation_tokens = len(self._encoded(generation_prompt.removeprefix(unasked)))
+            prompt = self._render([_USER])
+            bare_prompt = self._render([_USER], asks=False)
+            generation_prompt = prompt.removeprefix(bare_prompt)
+            self.generation_tokens = len(self._encoded(generation_prompt))
 
     def opening(self, problem: Problem, observation: Observation) -> list[int]:
         """Return the tokens of the problem's prompt with ``observation`` as one more user message, or as more text.
 
-        For a ChatCall the prompt is the call's own. Raises TurnTemplateError where the template takes no such message,
-        or the prompt's tokens change.
+        For a ChatCall, the prompt has the call's messages alone. Raises TurnTemplateError if the template does not take
+        such a message, or if the tokens of the problem's prompt change.
         """
         if isinstance(observation, ChatCall):
             return self.prompt(observation)
         if not self._is_chat:
             return [*problem.prompt_ids, *self._plain(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
-        unasked = self._render(messages, problem.tools, asks=False)
+        # The observation comes before the generation prompt.
+        bare_prompt = self._render(messages, problem.tools, asks=False)
+        bare_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
 
         def with_observation(hold: _Hold) -> str:
             held_message = hold({"role": "user", "content": observation})
             return self._render([*messages, held_message], problem.tools)
 
-        text = self._with_held(with_observation)
-        unasked_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
-        ids = [*unasked_ids, *self._encoded(text.removeprefix(unasked))]
-        if ids != self._encoded(text) or observation.strip() not in self._control.release(text):
+        text = self._held_text(with_observation)
+        ids = [*bare_ids, *self._encoded(text.removeprefix(bare_prompt))]
+        has_observation = observation.strip() in self._control_tokens.release(text)
+        if ids != self._encoded(text) or not has_observation:
             raise TurnTemplateError(
-                f"the chat template does not put a second message of the user after {unasked!r}, but says {text!r}"
+                f"the chat template does not put a second message of the user after {bare_prompt!r}, but says {text!r}"
             )
         return ids
 
     def prompt(self, call: ChatCall) -> list[int]:
-        """Return the tokens of messages that begin a branch, including earlier turns of the policy.
+        """Return the tokens of messages that begin a branch. They may include earlier turns of the policy.
 
-        Raises TurnTemplateError where the template leaves out a message, a tool call or a tool.
+        Raises TurnTemplateError if the template leaves out a message, a tool call or a tool.
         """
         if not self._is_chat:
             raise TurnTemplateError(
                 "messages are given where data.apply_chat_template is false, expected plain text"
             )
-        self._require(call)
+        self._require_complete(call)
 
-        def prompt(hold: _Hold) -> str:
+        def prompt_text(hold: _Hold) -> str:
             return self._render([hold(m) for m in call.messages], [hold(t) for t in call.tools])
 
-        return self._encoded(self._with_held(prompt))
+        return self._encoded(self._held_text(prompt_text))
 
     def delta(self, turn_ids: Sequence[int], observation: Observation) -> list[int]:
-        """Return the tokens between a turn with the tokens ``turn_ids`` and the next: int32, none of them sampled.
+        """Return the tokens between a turn that ends with ``turn_ids`` and the next turn. None of them is sampled.
 
         Raises TurnTemplateError for a role of a ChatCall that the template can't write after a turn.
         """
-        if not isinstance(observation, ChatCall):
-            if not self._is_chat:
-                return self._plain(observation)
-            observation = ChatCall([{"role": self._role, "content": observation}])
-        for role in {message["role"] for message in observation.messages} - self._roles:
+        if isinstance(observation, ChatCall):
+            call = observation
+        elif self._is_chat:
+            call = ChatCall([{"role": self._role, "content": observation}])
+        else:
+            return self._plain(observation)
+        for role in {message["role"] for message in call.messages} - self._checked_roles:
             self._check(role)
-        call = observation
 
-        def after_turn(hold: _Hold) -> str:
+        def text_after_turn(hold: _Hold) -> str:
             tools = [hold(tool) for tool in call.tools]
-            return self._after([_USER], *map(hold, call.messages), tools=tools)[1]
+            _, text_after = self._split_at_turn([_USER], *map(hold, call.messages), tools=tools)
+            return text_after
 
-        ids = self._encoded(self._with_held(after_turn))
+        ids = self._encoded(self._held_text(text_after_turn))
         # Don't repeat an end-of-turn token that was sampled.
         if ids and len(turn_ids) and ids[0] == turn_ids[-1]:
             return ids[1:]
         return ids
 
-    def _with_held(self, text_of: Callable[[_Hold], str]) -> str:
-        """Return the text of ``text_of`` with marks in place of the control tokens in messages and tools.
+    def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
+        """Render with marks in place of the control tokens in messages and tools.
 
-        A template may parse added tokens that are not special, such as those around a thought. These then stay as they
-        are. Raises TurnTemplateError where the template parses a special token of a message.
+        ``text_of`` renders messages, to each of which it applies its argument. A template may read added tokens that
+        are not special in a message, such as those around a thought; they are then not replaced. Raises
+        TurnTemplateError if the template reads special tokens in a message.
         """
         text = text_of(self._hold)
-        if not self._control.has_marks(text):
+        if not self._control_tokens.has_marks(text):
             return text
-        plain_text = text_of(dict)
-        if self._control.release(text) != plain_text:
+        # If the template reads a token that is replaced by a mark, it renders another text.
+        unmarked_text = text_of(dict)
+        if self._control_tokens.release(text) != unmarked_text:
             text = text_of(self._hold_special)
-        if self._control.release(text) != plain_text:
+        if self._control_tokens.release(text) != unmarked_text:
             raise TurnTemplateError(
                 "the chat template alters a message that holds the text of a special token"
             )
         return text
 
     def _hold(self, message: Message) -> dict[str, Any]:
-        """Return a message, or a tool's definition, without control tokens."""
+        """Replace the control tokens in a message, or in a tool's definition, which has no role, by marks."""
         role = message.get("role", "")
-        if role not in self._framing:
-            self._framing[role] = self._frame_of(role)
-        held_message: dict[str, Any] = self._control.hold(message, self._framing[role])
+        if role not in self._held_tokens:
+            self._held_tokens[role] = self._tokens_to_hold(role)
+        held_message: dict[str, Any] = self._control_tokens.hold(message, self._held_tokens[role])
         return held_message
 
     def _hold_special(self, message: Message) -> dict[str, Any]:
-        held_message: dict[str, Any] = self._control.hold(message, self._control.special)
+        """Replace the special tokens alone by marks."""
+        special = self._control_tokens.special
+        held_message: dict[str, Any] = self._control_tokens.hold(message, special)
         return held_message
 
-    def _frame_of(self, role: str) -> frozenset[str]:
-        """Return the control tokens that frame a message in ``role``, which its text may not hold.
+    def _tokens_to_hold(self, role: str) -> frozenset[str]:
+        """Return the control tokens that the text of a message in ``role`` may not contain.
 
-        The assistant's text may hold those that are not special, such as the tokens around a thought.
+        They are the special tokens, and the tokens that the template writes around such a message. The assistant's text
+        may contain tokens that are not special, such as those around a thought.
         """
-        special = self._control.special
+        special = self._control_tokens.special
         if role in ("", "assistant"):
             return special
         try:
-            _, text_after = self._after([_USER], {"role": role, "content": _PROBE})
+            _, text_after = self._split_at_turn([_USER], {"role": role, "content": _PROBE})
         except TurnTemplateError:
             return special
-        return special | self._control.written_in(text_after)
+        return special | self._control_tokens.written_in(text_after)
 
     def _plain(self, observation: str) -> list[int]:
         """Return the tokens of an observation without a template."""
-        return self._encoded(self._control.hold(observation, self._control.special))
+        special = self._control_tokens.special
+        return self._encoded(self._control_tokens.hold(observation, special))
 
-    def _after(
+    def _split_at_turn(
         self,
         history: Sequence[Message],
         *replies: Message,
         tools: Sequence[Message] = (),
     ) -> tuple[str, str]:
-        """Return the text up to the end of a turn's content, and the text after it."""
-        turn = {"role": "assistant", "content": _MARK}
+        """Render ``history``, a turn and ``replies``; split the text at the end of the turn's content."""
+        turn = {"role": "assistant", "content": _TURN_MARK}
         text = self._render([*history, turn, *replies], tools)
-        text_before, mark, text_after = text.partition(_MARK)
+        text_before, mark, text_after = text.partition(_TURN_MARK)
         if not mark:
             raise TurnTemplateError(
                 "the chat template leaves out, or alters, what the assistant said before a message of "
@@ -239,24 +254,29 @@ class TurnTemplate:
                 f"the chat template fails on messages of {roles}: {error}"
             ) from error
 
-    def _require(self, call: ChatCall) -> None:
-        """Raise TurnTemplateError where the template leaves out a message, a tool call or a tool."""
+    def _require_complete(self, call: ChatCall) -> None:
+        """Raise TurnTemplateError if the template leaves out a message, a tool call or a tool."""
         for message in call.messages:
             self._require_known(str(message["role"]))
-        marked = [_marked(message, i) for i, message in enumerate(call.messages)]
-        text = self._render(marked, call.tools)
-        # A tool call may have no other content, and a template no place for it.
-        lost = [f"a message of {m['role']}" for m in marked if m["content"] not in text]
-        for message, probed in zip(call.messages, marked, strict=True):
-            for sent, probe in zip(_calls_of(message), _calls_of(probed), strict=True):
-                if probe["function"]["name"] not in text:
-                    lost.append(f"a call of the tool {sent['function']['name']!r}")
-        names = [tool["function"]["name"] for tool in call.tools]
-        lost += [f"the tool {name!r}" for name in names if name not in text]
-        if lost:
-            raise TurnTemplateError(f"the chat template leaves out, or alters, {lost[0]}")
+        probes = [_with_probes(message, i) for i, message in enumerate(call.messages)]
+        text = self._render(probes, call.tools)
+        missing_parts: list[str] = []
+        for probe in probes:
+            if probe["content"] not in text:
+                missing_parts.append(f"a message of {probe['role']}")
+        for message, probe in zip(call.messages, probes, strict=True):
+            for tool_call, call_probe in zip(_calls_of(message), _calls_of(probe), strict=True):
+                if call_probe["function"]["name"] not in text:
+                    missing_parts.append(f"a call of the tool {tool_call['function']['name']!r}")
+        for tool in call.tools:
+            name = tool["function"]["name"]
+            if name not in text:
+                missing_parts.append(f"the tool {name!r}")
+        if missing_parts:
+            raise TurnTemplateError(f"the chat template leaves out, or alters, {missing_parts[0]}")
 
     def _takes(self, messages: Sequence[Message]) -> bool:
+        """Return whether the template renders these messages without an error."""
         try:
             self._render(messages)
         except TurnTemplateError:
@@ -264,7 +284,7 @@ class TurnTemplate:
         return True
 
     def _encoded(self, text: str) -> list[int]:
-        return self._control.encode(text)
+        return self._control_tokens.encode(text)
 
     def _require_known(self, role: str) -> None:
         """Raise TurnTemplateError for an unknown role: many templates write any role that they are given."""
@@ -277,49 +297,58 @@ class TurnTemplate:
             )
 
     def _check(self, role: str) -> None:
+        """Raise TurnTemplateError unless the tokens after a turn are known for a message in ``role``."""
         if self._tokenizer.chat_template is None:
             raise TurnTemplateError(
                 "the tokenizer has no chat template; set data.apply_chat_template to false for plain text"
             )
         self._require_known(role)
         probe = {"role": role, "content": _PROBE}
-        text_before, text_after = self._after([_USER], probe)
+        text_before, text_after = self._split_at_turn([_USER], probe)
         if _PROBE not in text_after:
             raise TurnTemplateError(
                 f"the chat template drops a message of {role} after a turn (environment.role), expected it in "
                 f"{text_after!r}"
             )
         earlier_turn = {"role": "assistant", "content": "2"}
-        longer = [_USER, earlier_turn, {"role": role, "content": "3"}]
-        system = [{"role": "system", "content": "4"}, _USER]
-        for history in (longer, system) if self._takes(system) else (longer,):
-            other = self._after(history, probe)[1]
-            if other != text_after:
+        longer_history = [_USER, earlier_turn, {"role": role, "content": "3"}]
+        histories: list[Sequence[Message]] = [longer_history]
+        history_with_system = [{"role": "system", "content": "4"}, _USER]
+        if self._takes(history_with_system):
+            histories.append(history_with_system)
+        for history in histories:
+            _, other_text = self._split_at_turn(history, probe)
+            if other_text != text_after:
                 raise TurnTemplateError(
-                    f"the chat template is not stable: after a turn stands {text_after!r}, but {other!r} where "
+                    f"the chat template is not stable: after a turn stands {text_after!r}, but {other_text!r} where "
                     f"{len(history)} messages precede it; expected the same, as sampled tokens are never encoded again"
                 )
-        if self._encoded(text_before + text_after) != self._encoded(text_before) + self._encoded(
-            text_after
-        ):
+        whole_ids = self._encoded(text_before + text_after)
+        if whole_ids != self._encoded(text_before) + self._encoded(text_after):
             raise TurnTemplateError(
                 f"{text_after!r} has other tokens behind a turn than alone, so the tokens after a turn are unknown"
             )
-        self._roles.add(role)
+        self._checked_roles.add(role)
 
 
 def _calls_of(message: Message) -> Sequence[Any]:
     return message.get("tool_calls", ())
 
 
-def _marked(message: Message, number: int) -> dict[str, Any]:
-    """Return the message with unique texts in place of its content and of the name of each tool that it calls."""
-    probe = f"{_PROBE}{number}z"
+def _with_probes(message: Message, number: int) -> dict[str, Any]:
+    """Return the message with unique texts in place of its content and of the name of each tool that it calls.
+
+    The content of a message of tool calls alone stays empty, because a template may have no place for it.
+    """
     calls = _calls_of(message)
-    marked = {**message, "content": probe if message["content"] or not calls else ""}
+    content = f"{_PROBE}{number}z"
+    if calls and not message["content"]:
+        content = ""
+    probe = {**message, "content": content}
     if calls:
-        functions = [
-            {**c["function"], "name": f"{_PROBE}{number}c{i}z"} for i, c in enumerate(calls)
-        ]
-        marked["tool_calls"] = [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]
-    return marked
+        call_probes: list[dict[str, Any]] = []
+        for i, call in enumerate(calls):
+            function = {**call["function"], "name": f"{_PROBE}{number}c{i}z"}
+            call_probes.append({**call, "function": function})
+        probe["tool_calls"] = call_probes
+    return probe

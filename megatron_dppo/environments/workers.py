@@ -5,8 +5,8 @@ A worker (``system/workers.py``) receives an EnvironmentSpec. Then it answers ea
 on one event loop.
 
 A call that takes too long is cancelled. A process that does not answer the cancellation is blocked; it is killed, and
-replaced like one that ended by itself. Where it had several episodes, the episode at fault is unknown: each begins
-again in a process of its own, and only the one at fault fails there again.
+replaced like a process that ended by itself. If the process had several episodes, the episode at fault is unknown: each
+of them begins again in a process of its own, and only the episode at fault fails there again.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ from megatron_dppo.system.workers import (
 
 _MODULE = "megatron_dppo.environments.workers"
 _CANCEL_S = 5.0
-_LONGEST_OUTPUT = 2000
+"""Longest wait for the answer to a cancellation, or for the end of an episode."""
+_MAX_OUTPUT = 2000
+"""Number of characters at the end of a dead process's output that a fault has."""
 _PASSED_KEY = "environment.passed_variables"
-_LONGEST_FAULT = 200
+_MAX_FAULT = 200
+"""Largest number of characters of an environment's exception in a fault."""
 T = TypeVar("T")
 
 
@@ -63,8 +66,8 @@ class EnvironmentSpec:
         name: name of the class, as in ``find_environment``.
         options: arguments of the class.
         step_timeout_s: longest time of one call.
-        memory_gib: a worker's address space.
-        largest_bytes: longest answer, as JSON.
+        memory_gib: limit of a worker's address space.
+        largest_bytes: largest number of bytes of an answer, as JSON.
         passed_variables: as in EnvironmentConfig.
         sampling: the run's sampling settings by their names in OpenAI's requests, for environments whose programs
             may ask for them (``note_sampling``).
@@ -80,47 +83,50 @@ class EnvironmentSpec:
 
     @property
     def variable_names(self) -> list[str]:
-        """Return the variables with keys that a worker receives."""
+        """Return the names of the environment variables with credentials that a worker receives."""
         return [*self.passed_variables, *named_in_options(self.options)]
 
 
 class EnvironmentPool:
-    """``workers`` processes for the episodes of a rank, started when they are first needed; ``close`` ends them.
+    """The processes for the episodes of a rank, started when they are first needed; ``close`` ends them.
 
-    ``open`` and the environments that it returns belong to one event loop.
+    ``workers`` processes share all episodes. In addition, an episode may have a process of its own (``open``). ``open``
+    and the environments that it returns belong to one event loop.
     """
 
     def __init__(self, spec: EnvironmentSpec, workers: int) -> None:
-        self._spec, self.name = spec, spec.name
-        self._shared = WorkerPool(self._start_worker, workers)
-        self._alone: set[EnvironmentWorker] = set()
-        self._lone_places = asyncio.Semaphore(max(workers, os.cpu_count() or 1))
+        self.name = spec.name
+        self._spec = spec
+        self._shared_workers = WorkerPool(self._start_worker, workers)
+        self._lone_workers: set[EnvironmentWorker] = set()
+        self._lone_slots = asyncio.Semaphore(max(workers, os.cpu_count() or 1))
 
     async def open(self, *, alone: bool = False) -> RemoteEnvironment:
         """Return a new environment; ``alone``: in a process without other episodes. Raises EnvironmentFaultError."""
         if not alone:
-            return RemoteEnvironment(self, self._shared.take())
-        await self._lone_places.acquire()
+            return RemoteEnvironment(self, self._shared_workers.take())
+        await self._lone_slots.acquire()
         worker = self._start_worker()
-        self._alone.add(worker)
+        self._lone_workers.add(worker)
         return RemoteEnvironment(self, worker)
 
     def is_alone(self, worker: EnvironmentWorker) -> bool:
-        return worker in self._alone
+        """Whether the worker has one episode alone, after which it ends."""
+        return worker in self._lone_workers
 
     def leave(self, worker: EnvironmentWorker) -> None:
-        """End an episode of the worker."""
+        """Note that an episode of the worker has ended."""
         if self.is_alone(worker):
-            self._alone.remove(worker)
+            self._lone_workers.remove(worker)
             worker.kill()
-            self._lone_places.release()
+            self._lone_slots.release()
         else:
-            self._shared.release(worker)
+            self._shared_workers.release(worker)
 
     def close(self) -> None:
         """End the processes and cancel their work. A second call has no effect."""
-        self._shared.close()
-        for worker in self._alone:
+        self._shared_workers.close()
+        for worker in self._lone_workers:
             worker.kill()
 
     def _start_worker(self) -> EnvironmentWorker:
@@ -141,11 +147,17 @@ class RemoteEnvironment(Environment):
     async def step(self, turn: Turn) -> Step:
         return await self._answer("step", asdict(turn), _step_of)
 
-    async def _answer(self, operation: str, values: dict[str, Any], of: Callable[[Any], T]) -> T:
+    async def _answer(
+        self,
+        operation: str,
+        values: dict[str, Any],
+        parse: Callable[[Any], T],
+    ) -> T:
+        """Call an operation of the environment, and return its answer as ``parse`` converts it."""
         answer = await self._worker.request(operation, self._episode, values)
         try:
-            return of(answer)
-        # The answer comes from a class of the environment's own, which may check nothing.
+            return parse(answer)
+        # A subclass of Step or ChatCall in the worker may have skipped the checks of the values.
         except (ArithmeticError, TypeError, ValueError) as error:
             raise EnvironmentFaultError(f"{self._pool.name}: {operation}: {error}") from error
 
@@ -158,13 +170,16 @@ class RemoteEnvironment(Environment):
                 # The process ends next.
                 await self._worker.finish(self._episode)
             else:
-                self._worker.tell("close", self._episode)
+                self._worker.send("close", self._episode)
         finally:
             self._pool.leave(self._worker)
 
 
 class EnvironmentWorker(RestrictedWorker):
-    """A process of environments, used from the event loop that created it. ``episodes`` numbers its episodes."""
+    """A process of environments, used from the event loop that created it.
+
+    ``episodes`` yields the numbers of new episodes.
+    """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         super().__init__(
@@ -172,6 +187,7 @@ class EnvironmentWorker(RestrictedWorker):
             asdict(spec),
             memory_gib=spec.memory_gib,
             variable_names=spec.variable_names,
+            # The worker itself enforces ``largest_bytes``. Add room for the fault that it sends instead.
             largest_answer=spec.largest_bytes + 4096,
         )
         self.episodes = itertools.count()
@@ -182,24 +198,24 @@ class EnvironmentWorker(RestrictedWorker):
 
     async def request(self, operation: str, episode: int, values: dict[str, Any]) -> Any:
         """Return the environment's answer. Raises EnvironmentFaultError."""
-        await self._started()
-        limit = self._spec.step_timeout_s
+        await self._wait_until_ready()
+        limit_s = self._spec.step_timeout_s
         try:
-            async with asyncio.timeout(limit):
-                return await self._ask(operation, episode, values)
+            async with asyncio.timeout(limit_s):
+                return await self._call(operation, episode, values)
         except TimeoutError:
             pass
         try:
             async with asyncio.timeout(_CANCEL_S):
-                await self._ask("cancel", episode, {})
+                await self._call("cancel", episode, {})
         except TimeoutError:
-            self.kill(f"no answer to {operation} within {limit:g} s, and none to anything else")
-            raise self._lost() from None
+            self.kill(f"no answer to {operation} within {limit_s:g} s, and none to anything else")
+            raise self._fault_of_end() from None
         raise EnvironmentFaultError(
-            f"{self._spec.name}: no answer to {operation} within {limit:g} s"
+            f"{self._spec.name}: no answer to {operation} within {limit_s:g} s"
         )
 
-    def tell(self, operation: str, episode: int) -> None:
+    def send(self, operation: str, episode: int) -> None:
         """Send a message without waiting for its answer."""
         if not self.is_dead:
             message = {"operation": operation, "episode": episode}
@@ -209,35 +225,40 @@ class EnvironmentWorker(RestrictedWorker):
         """Wait until the episode's environment is closed, or until a time limit."""
         with contextlib.suppress(TimeoutError, EnvironmentFaultError):
             async with asyncio.timeout(_CANCEL_S):
-                await self._ask("close", episode, {})
+                await self._call("close", episode, {})
 
     def kill(self, reason: str = "it was closed") -> None:
         self._note_end()
         super().kill(reason)
 
-    async def _started(self) -> None:
+    async def _wait_until_ready(self) -> None:
+        """Wait for the start of the process, and kill it if it takes too long.
+
+        This method does not raise for a process that ended: the request that follows does.
+        """
         if self.ready.done():
             return
         start = asyncio.wrap_future(self.ready)
+        # Read the exception: asyncio logs an error if nobody does.
         start.add_done_callback(lambda future: future.cancelled() or future.exception())
         done, _ = await asyncio.wait([start], timeout=START_LIMIT_S)
-        # The request reports the end of a worker.
         if not done:
             self.kill(f"it did not start in {START_LIMIT_S:g} s")
 
-    async def _ask(self, operation: str, episode: int, values: dict[str, Any]) -> Any:
+    async def _call(self, operation: str, episode: int, values: dict[str, Any]) -> Any:
+        """Send a message and return the result in its answer. Raises EnvironmentFaultError."""
         message = {"operation": operation, "episode": episode, **values}
-        # A process that does not read may fill the pipe, so don't block the loop.
         content = json.dumps(message).encode()
-        call = await self._loop.run_in_executor(None, self.call, content)
+        # Write in another thread: the write blocks if the pipe is full because the process does not read.
+        pending_answer = await self._loop.run_in_executor(None, self.call, content)
         try:
-            answer = _read_json(await asyncio.wrap_future(call))
+            answer = _read_json(await asyncio.wrap_future(pending_answer))
         except WorkerLostError:
-            raise self._lost() from None
+            raise self._fault_of_end() from None
         # The content is no JSON, or nested too deeply.
         except (ValueError, RecursionError) as error:
             self.kill(f"its answer is no JSON: {error}")
-            raise self._lost() from None
+            raise self._fault_of_end() from None
         if "fault" in answer:
             fault = f"{answer['fault']}{withheld_hint(answer['fault'], _PASSED_KEY)}"
             raise EnvironmentFaultError(f"{self._spec.name}: {fault}")
@@ -249,21 +270,24 @@ class EnvironmentWorker(RestrictedWorker):
             self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
-        """Store whether several episodes may be at fault: later, the process has fewer.
+        """Store whether the process had several episodes at its end: their number falls as they learn of it.
 
-        None is at fault where the process did not start.
+        A process that did not start counts as not shared, because no episode is at fault then.
         """
         if self._was_shared is None:
             is_started = self.ready.done() and self.ready.exception() is None
             self._was_shared = self.users > 1 and is_started
 
-    def _lost(self) -> EnvironmentFaultError:
+    def _fault_of_end(self) -> EnvironmentFaultError:
+        """Return the fault of a process that has ended or was killed."""
         self._note_end()
         reason = self.killed_for
         if not reason:
             lost = self.ended.result()
-            output = lost.output[-_LONGEST_OUTPUT:].strip()
-            reason = f"{lost}: {output}" if output else str(lost)
+            output = lost.output[-_MAX_OUTPUT:].strip()
+            reason = str(lost)
+            if output:
+                reason += f": {output}"
             reason += withheld_hint(reason, _PASSED_KEY)
         return EnvironmentFaultError(
             f"{self._spec.name}: {reason}", is_shared=bool(self._was_shared)
@@ -275,21 +299,24 @@ def _step_of(answer: dict[str, Any]) -> Step:
 
 
 def _read_json(content: bytes) -> Any:
-    """Decode JSON, and replace half of a surrogate pair, which no tokenizer and no file takes, by a question mark."""
+    """Decode JSON, and replace half a surrogate pair, which no tokenizer and no file accepts, by a question mark."""
     values = json.loads(content)
     if rb"\ud" not in content:
         return values
-    return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
+    text = json.dumps(values, ensure_ascii=False)
+    return json.loads(text.encode(errors="replace"))
 
 
 class EnvironmentHost:
     """The environments of a worker process, by the number of their episode."""
 
     def __init__(self, connection: CallConnection, spec: EnvironmentSpec) -> None:
-        self._connection, self._spec = connection, spec
-        self._make = find_environment(spec.name)
+        self._connection = connection
+        self._spec = spec
+        self._environment_class = find_environment(spec.name)
         self._environments: dict[int, Environment] = {}
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        # The newest reset or step of each episode, which ``cancel`` ends.
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, start: WorkerCall) -> None:
         """Answer calls until the rank closes the connection."""
@@ -304,11 +331,12 @@ class EnvironmentHost:
             episode = message.pop("episode")
             task = asyncio.create_task(self._handle(call, operation, episode, message))
             if operation in ("reset", "step"):
-                self._under_way[episode] = task
+                self._tasks[episode] = task
 
     def _listen(self, loop: asyncio.AbstractEventLoop, calls: asyncio.Queue[WorkerCall]) -> None:
-        """Receive calls in a thread: an environment may block the loop, and the process must still end with the
-        rank.
+        """Receive calls, and end the process when the rank has closed the connection.
+
+        It runs in a thread, because an environment may block the loop.
         """
         try:
             while True:
@@ -323,6 +351,7 @@ class EnvironmentHost:
         episode: int,
         values: dict[str, Any],
     ) -> None:
+        """Do the operation of a call and answer it."""
         try:
             result = await getattr(self, f"_{operation}")(episode, **values)
             answer = json.dumps({"result": result})
@@ -334,14 +363,14 @@ class EnvironmentHost:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             line = f"({Path(frame.filename).name}, line {frame.lineno})"
-            fault = f"{operation}: {type(error).__name__}: {str(error)[:_LONGEST_FAULT]} {line}"
+            fault = f"{operation}: {type(error).__name__}: {str(error)[:_MAX_FAULT]} {line}"
             answer = json.dumps({"fault": fault})
         self._connection.answer(call, answer.encode())
 
     async def _reset(self, episode: int, problem: dict[str, Any]) -> str | dict[str, Any]:
-        environment = self._make(**self._spec.options)
+        environment = self._environment_class(**self._spec.options)
         self._environments[episode] = environment
-        # An attribute of the class: an object's __getattr__ may answer to any name.
+        # Look in the class, not in the object, whose __getattr__ may return something for every name.
         note_sampling = getattr(type(environment), "note_sampling", None)
         if note_sampling is not None:
             note_sampling(environment, self._spec.sampling)
@@ -352,20 +381,21 @@ class EnvironmentHost:
         first_observation = await environment.reset(sent_problem)
         if isinstance(first_observation, str):
             return first_observation
-        if not getattr(self._make, "makes_prompts", False):
+        if not getattr(self._environment_class, "makes_prompts", False):
             raise TypeError("a prompt, expected text: makes_prompts of the class is not True")
-        return _declared(first_observation, ChatCall)
+        return _fields_of(first_observation, ChatCall)
 
     async def _step(self, episode: int, **values: Any) -> dict[str, Any]:
         ids = tuple(values.pop("token_ids"))
         step = await self._environments[episode].step(Turn(**values, token_ids=ids))
-        answer = _declared(step, Step)
+        answer = _fields_of(step, Step)
         if isinstance(step.observation, ChatCall):
-            answer["observation"] = _declared(step.observation, ChatCall)
+            answer["observation"] = _fields_of(step.observation, ChatCall)
         return answer
 
     async def _cancel(self, episode: int) -> None:
-        if (task := self._under_way.pop(episode, None)) is not None:
+        task = self._tasks.pop(episode, None)
+        if task is not None:
             task.cancel()
 
     async def _close(self, episode: int) -> None:
@@ -375,21 +405,25 @@ class EnvironmentHost:
             await environment.close()
 
 
-def _declared(value: Any, kind: type[ChatCall | Step]) -> dict[str, Any]:
-    """Return only the declared fields of ``kind``: an environment's subclass may have more. Raises TypeError."""
-    if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__}, expected a {kind.__name__}")
-    return {f.name: getattr(value, f.name) for f in fields(kind)}
+def _fields_of(value: Any, base: type[ChatCall | Step]) -> dict[str, Any]:
+    """Return the fields of ``value`` that ``base`` declares: an environment's subclass may have more.
+
+    Raises TypeError if ``value`` is no object of ``base``.
+    """
+    if not isinstance(value, base):
+        raise TypeError(f"a {type(value).__name__}, expected a {base.__name__}")
+    return {f.name: getattr(value, f.name) for f in fields(base)}
 
 
 def main() -> None:
-    """Serve in a child process. This process, its guard, reaps processes that the child's commands leave, and ends
-    it.
+    """Serve in a child process.
+
+    This process is the child's guard: it reaps the processes that the child's commands leave, and ends the child.
     """
     [descriptor] = sys.argv[1:]
-    # A session of an agent has about five open files.
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    # Raise the limit of open files: a session of an agent has about five, and a worker has many sessions.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     connection, start, settings = connect_restricted(descriptor, is_final=False)
     asyncio.run(EnvironmentHost(connection, EnvironmentSpec(**settings)).serve(start))
 

@@ -63,7 +63,7 @@ _SPACE = re.compile(r"[^\S\n ]")
 
 
 def in_ascii_punctuation(text: str) -> str:
-    """Convert full-width characters to ASCII and other kinds of spaces to plain ones, and remove invisible characters."""
+    """Convert full-width characters to ASCII and all kinds of spaces to plain ones, and remove invisible characters."""
     return _SPACE.sub(" ", text.translate(_ASCII_PUNCTUATION))
 
 

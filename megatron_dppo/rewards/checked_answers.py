@@ -1,4 +1,4 @@
-"""The result of the check of gold answers, and the file in which the process that starts a run passes it to the ranks."""
+"""The result of the check of gold answers, and the file in which the starting process passes it to the ranks."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _equations(value: object) -> list[Eq]:
 
 
 def _rounding(gold: list) -> int:
-    """Number of digits after the point to compare: more for a small number, so that ``_ROUNDING`` of its digits count."""
+    """Number of digits after the point to compare: more for a small number, so that ``_ROUNDING`` digits count."""
     value = gold[0]
     factors = value.args if isinstance(value, Mul) else (value,)
     if not all(map(_is_plain_number, factors)):

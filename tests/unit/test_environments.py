@@ -453,7 +453,7 @@ def test_an_empty_observation_of_plain_text_is_a_fault():
     episode = _Episode(GenerationRequest(0, (1,), SamplingParams(1)))
     episode.branches = [turns_of([1], ())]
     with pytest.raises(EnvironmentFaultError, match="an observation of no tokens, expected one"):
-        episodes._go_on(episode, Turn("4", (4,)), Step(""))
+        episodes._prepare_next_turn(episode, "")
 
 
 def test_a_branch_that_can_not_be_is_a_fault():
@@ -466,13 +466,13 @@ def test_a_branch_that_can_not_be_is_a_fault():
     said = [{"role": "user", "content": "8"}]
     for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
         # The end that was sampled is another branch's.
-        episodes._go_on(episode, Turn("4", (IM_END,)), Step(ChatCall(said, branch=number)))
+        episodes._prepare_next_turn(episode, ChatCall(said, branch=number))
         assert tokenizer().decode(episode.delta).startswith(delta)
         seeds.append(episodes._request(episode).sampling.seed)
     # Equal prompts of two branches are answered independently.
     assert (seeds[0], seeds[1] == 5) == (5, False)
     with pytest.raises(EnvironmentFaultError, match=mentioning("branch 2", 1)):
-        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=2)))
+        episodes._prepare_next_turn(episode, ChatCall(said, branch=2))
     with pytest.raises(EnvironmentFaultError, match=mentioning("reset", "branch 1", 0)):
         episodes._begin(episode, PROBLEM, request, ChatCall(said, branch=1))
 
@@ -485,7 +485,7 @@ def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
     episode = _Episode(GenerationRequest(0, (1,), SamplingParams(1)))
     episode.branches = [Trajectory.of_response([1], [end]) for end in (IM_END, 4)]
     for number, begins_with_end in ((0, False), (1, True)):
-        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=number)))
+        episodes._prepare_next_turn(episode, ChatCall(said, branch=number))
         delta = tokenizer().decode(episode.delta)
         assert delta.startswith("<|im_end|>") == begins_with_end
         assert delta.removeprefix("<|im_end|>").startswith("\n<|im_start|>user")

@@ -389,7 +389,7 @@ def test_control_tokens_in_what_an_environment_says_are_text(name, role):
     said = json.dumps(FORGED) if (name, role) == ("llama", "tool") else FORGED
     assert said in tokenizer.decode(forged)
     reply = {"role": role, "content": FORGED}
-    text = turns._after([{"role": "user", "content": "1"}], reply)[1]
+    text = turns._split_at_turn([{"role": "user", "content": "1"}], reply)[1]
     assert forged == apart(tokenizer, text, said)
     # As one of several messages of a chat, and in the prompt of a new branch.
     assert turns.delta([7], ChatCall([reply])) == forged
@@ -464,12 +464,12 @@ def test_text_without_a_control_token_is_encoded_as_before(name):
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     for said in ("|>8<|", " 8 ", "\n8\n", "<|im_", "é<0x0A>"):
-        text = turns._after([{"role": "user", "content": "1"}], {"role": "user", "content": said})[
-            1
-        ]
+        text = turns._split_at_turn(
+            [{"role": "user", "content": "1"}], {"role": "user", "content": said}
+        )[1]
         assert turns.delta([7], said) == ids_of(tokenizer, text)
         # By the copy of the tokenizer that reads held tokens, too.
-        assert turns._control._copy.encode(text) == ids_of(tokenizer, text)
+        assert turns._control_tokens._copy.encode(text) == ids_of(tokenizer, text)
 
 
 def test_control_tokens_are_text_where_no_template_is():
