@@ -182,9 +182,9 @@ def test_a_reward_model_is_sent_each_conversation_once(tmp_path):
 def test_of_an_answer_no_more_is_read_than_a_bound(monkeypatch):
     async def work(service: Service, judge: Judge) -> None:
         size = len(json.dumps(said({"messages": [{"content": "Response:\n1\n"}]})))
-        monkeypatch.setattr(over_http, "_LARGEST_BYTES", size)
+        monkeypatch.setattr(over_http, "_MAX_ANSWER_BYTES", size)
         assert (await judge(RewardInput("1"))).value == 0.1
-        monkeypatch.setattr(over_http, "_LARGEST_BYTES", size - 1)
+        monkeypatch.setattr(over_http, "_MAX_ANSWER_BYTES", size - 1)
         with pytest.raises(RewardUnavailableError, match=mentioning(size - 1)):
             await judge(RewardInput("2"))
 
