@@ -643,10 +643,10 @@ def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_com
             assert await conversation.calls.get() == ChatCall([user("3+6")], [], None, 1)
             first.cancel()
             await asyncio.wait([first])
-            while conversation._open[0].is_waited_for:
+            while conversation._undelivered[0].has_client:
                 await asyncio.sleep(0.01)
             again = asyncio.create_task(say(client, user("3+5")))
-            while not conversation._open[0].is_waited_for:
+            while not conversation._undelivered[0].has_client:
                 await asyncio.sleep(0.01)
             for text in ("8", "9"):
                 conversation.answer(Turn(text, (1,)))
@@ -657,11 +657,11 @@ def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_com
             given_up = asyncio.create_task(say(client, user("3+7")))
             assert (await conversation.calls.get()).branch == 2
             given_up.cancel()
-            while conversation._open[0].is_waited_for:
+            while conversation._undelivered[0].has_client:
                 await asyncio.sleep(0.01)
             conversation.answer(Turn("10", (1,)))
             assert (await say(client, user("3+7"))).choices[0].message.content == "10"
-            assert conversation._open == []
+            assert conversation._undelivered == []
 
     run(work)
 
