@@ -62,6 +62,7 @@ class EngineConnections:
         self.client = FleetClient(record.report_lost, router, self.parser, adapters=adapters)
 
     def start(self, generation: Generation) -> None:
+        """Send the requests of a generation."""
         self._generations.append(generation)
         self._resume(generation)
 
@@ -73,6 +74,7 @@ class EngineConnections:
                 self._resume(generation)
 
     def wait(self, generation: Generation) -> tuple[GenerationEnd, str]:
+        """Wait for the end of this rank's share of a generation; return how it ended, and why."""
         return generation.wait(self._stop)
 
     def drop(self, generation: Generation) -> None:

@@ -110,7 +110,8 @@ class EngineSession:
                 record, config.engine, self._connections.runner, self._access.check, stop
             )
         self._members: list[membership.Member] = []
-        self._attached = False
+        # Whether the updater is attached to the members.
+        self._is_attached = False
         self._record = record
         self._fence = fence or _no_fence
         self._updater = self._weight_updater(config, trainer, self._check_fences)
@@ -124,11 +125,14 @@ class EngineSession:
         fence: Callable[[], None],
     ) -> WeightUpdater:
         """Return the updater of LoRA adapters or of the whole policy, as ``lora.update`` says."""
-        adapts = updates_adapters(config.lora)
-        updater: Callable[..., WeightUpdater] = AdapterUpdater if adapts else WeightUpdater
-        senders = ranks_per_sender(config.weight_sync.senders)
-        source = AdapterWeights(trainer) if adapts else TrainerWeights(trainer, senders)
-        return updater(
+        source: AdapterWeights | TrainerWeights
+        if updates_adapters(config.lora):
+            updater_class: Callable[..., WeightUpdater] = AdapterUpdater
+            source = AdapterWeights(trainer)
+        else:
+            updater_class = WeightUpdater
+            source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
+        return updater_class(
             source,
             config.weight_sync,
             collectives.first_failure,
@@ -284,12 +288,12 @@ class EngineSession:
         Collective.
         """
         self._connections.hold()
-        if self._attached:
+        if self._is_attached:
             try:
                 self._updater.release_memory(self._devices.released)
             except WeightUpdateError as error:
                 log.warning("%s", error)
-                self._attached = False
+                self._is_attached = False
                 if self._membership is not None:
                     self._membership.blame(self._members, error.engines, str(error))
         self._clear_devices(self._devices.released)
@@ -312,7 +316,7 @@ class EngineSession:
         """
         if self._devices.is_shared:
             has_servers = self._membership is not None and self._membership.has_servers()
-            has_update_next = self._attached and collectives.any_rank(has_servers)
+            has_update_next = self._is_attached and collectives.any_rank(has_servers)
             kept_parts: list[TrainerPart] = ["weights"] if has_update_next else []
             self._devices.leave(*kept_parts)
 
@@ -411,7 +415,7 @@ class EngineSession:
         None: the weights are those of the fleet's last version.
         """
         version = self.updates.version if trainer_version is None else trainer_version
-        self._attached = False
+        self._is_attached = False
         self._admit()
         if version is not None:
             self.update_weights(version)
@@ -424,7 +428,7 @@ class EngineSession:
         """
         while True:
             members = self._agree_on_members()
-            if self._attached and members == self._members:
+            if self._is_attached and members == self._members:
                 return
             self._members = members
             try:
@@ -432,7 +436,7 @@ class EngineSession:
             except WeightUpdateError as error:
                 self._blame(error)
                 continue
-            self._attached = True
+            self._is_attached = True
             return
 
     def _agree_on_members(self) -> list[membership.Member]:
@@ -460,7 +464,7 @@ class EngineSession:
         If all members failed, none is excluded, and the failure is counted. Raises EngineUnavailableError if another
         attempt would fail the same way.
         """
-        self._attached = False
+        self._is_attached = False
         reason = str(error)
         some_failed = 0 < len(error.engines) < len(self._members)
         if some_failed:

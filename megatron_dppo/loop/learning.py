@@ -59,7 +59,7 @@ token."""
 
 
 KEPT_TOPK = 64
-"""Largest K for which log pi at TopK(mu) is kept: 4 K bytes a token, in addition to the engine's 8 K bytes."""
+"""Largest K for which log pi at TopK(mu) is kept: 4 x K bytes a token, in addition to 8 x K bytes of the engine's."""
 
 
 class LossRecord:

@@ -100,7 +100,7 @@ class _Draft:
     ``problems``: problems of all leaders in the order of drawing, the same on every rank.
     ``rows``: rows of the first groups, the same on every rank; a group gets its row when its rewards are known.
     ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
-    ``generation``: this rank's part of the latest round. ``received``: whether all its responses have arrived.
+    ``generation``: this rank's part of the latest round. ``is_received``: whether all its responses have arrived.
     ``drawn_indices``: indices of ``problems`` in the data. ``seconds``: duration of all rounds.
     ``waited``: seconds that the trainer waited for responses. ``redrawn``: number of tokens that were discarded and
     sampled again, because a weight update ended their responses. ``timed_out``: number of responses that were sampled
@@ -114,7 +114,7 @@ class _Draft:
     groups: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
     generation: ScoredGeneration | None = None
-    received: bool = False
+    is_received: bool = False
     drawn_indices: list[int] = field(default_factory=list)
     seconds: float = 0.0
     waited: float = 0.0
@@ -215,6 +215,7 @@ class GeneratedRollouts:
         return self.rollout.interrupt == "drain"
 
     def _begin(self, step: int) -> None:
+        """Start to generate the batch of ``step``."""
         draft = _Draft(step)
         self._newest_step = step
         self._drafts.append(draft)
@@ -222,7 +223,7 @@ class GeneratedRollouts:
 
     def _complete(self, draft: _Draft, version: int) -> None:
         """Wait for the draft's responses. If a filter needs further rounds, which depend on rewards, run them here."""
-        if draft.received:
+        if draft.is_received:
             return
         self._receive(draft, version)
         if self._quota.filtering:
@@ -238,7 +239,7 @@ class GeneratedRollouts:
         indices = self._draw(draft.step, draft.rounds, count)
         draft.drawn_indices += indices
         draft.problems += [self.problems[i] for i in indices]
-        draft.received = False
+        draft.is_received = False
         positions = own_positions(draft.unjudged, self.topology)
         seeds = self.job.seeds
         if seeds is not None:
@@ -276,7 +277,7 @@ class GeneratedRollouts:
         waited_s = time.monotonic() - start_time
         draft.waited += waited_s
         self._waited_s += waited_s
-        draft.received = True
+        draft.is_received = True
 
     def _judge(self, draft: _Draft, version: int) -> None:
         """Score this rank's new groups, and gather the rows of all new groups. ``version``: as in ``_receive``."""

@@ -223,7 +223,9 @@ class Run:
             self.state = self._resume()
             self.spool = self._open_spool()
             stack.callback(self.spool.close)
-            self.recorded = on_rank_0(partial(_rows_after, config.run.directory, self.state.step))
+            self.earlier_rows = on_rank_0(
+                partial(_rows_after, config.run.directory, self.state.step)
+            )
             """Metrics rows that earlier ranks wrote of steps that this start repeats, by the step as text."""
         self._open_generation(stack)
         self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
@@ -310,7 +312,7 @@ class Run:
             replays=rollout.replay_from is not None,
         )
         # Versions of before the checkpoint may have sampled stored responses.
-        for version, stored_digest in sorted(self.spool.known.items()):
+        for version, stored_digest in sorted(self.spool.known_digests.items()):
             seals.remember(version, stored_digest)
         digest = self.memory.remember_weights(self.state.step)
         seals.remember(self.state.step, digest)
@@ -503,7 +505,7 @@ class Run:
     def _has_lost_evaluation(self, step: int) -> bool:
         """Return whether an evaluation after ``step`` is due, and no metrics row of earlier ranks has its result."""
         is_due = bool(self.data.held_out) and self.evaluations.last_due(step) == step
-        return is_due and mean_accuracy(self.recorded.get(str(step), {})) is None
+        return is_due and mean_accuracy(self.earlier_rows.get(str(step), {})) is None
 
     def _write_row(self, step: int, measured: Mapping[str, float]) -> None:
         """Write the metrics row of ``step``.
@@ -513,7 +515,7 @@ class Run:
         """
         earlier_row = None
         if self._repeats(step):
-            earlier_row = self.recorded.get(str(step))
+            earlier_row = self.earlier_rows.get(str(step))
         if earlier_row is None:
             self.recorder.write(step, measured)
             return

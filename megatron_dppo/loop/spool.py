@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 _SETTINGS, _TRAINED, _DRAWS = "settings", "trained.jsonl", "draws.jsonl"
 Key = tuple[int, int]
-"""Key of a response: (position of its group, index in the group). The position is that in the batch in files, and that
-in the job of this rank in ``StepPart``."""
+"""Key of a response: (position of its group, index in the group). In files, groups are counted in the batch; in the
+arguments and results of ``StepPart``, in this rank's job."""
 
 
 @dataclass
@@ -52,15 +52,15 @@ class ResponseSpool:
         folder: the spool's folder; None if no responses are kept.
         rank: global rank.
         oldest_version: returns the oldest weight version that may sample the batch of a step.
-        trained: step -> hash of the weights that earlier ranks made in it, for the steps since the checkpoint.
-        known: weight version -> hash, for the versions up to the checkpoint's that may have sampled a stored response.
+        trained_digests: step -> hash of the weights that earlier ranks made in it, for the steps since the checkpoint.
+        known_digests: weight version -> hash, for the versions up to the checkpoint's that may have sampled a stored response.
     """
 
     folder: Path | None
     rank: int
     oldest_version: Callable[[int], int]
-    trained: dict[int, str] = field(default_factory=dict, init=False)
-    known: dict[int, str] = field(default_factory=dict, init=False)
+    trained_digests: dict[int, str] = field(default_factory=dict, init=False)
+    known_digests: dict[int, str] = field(default_factory=dict, init=False)
     uses_untrained: bool = field(default=True, init=False)
     """Whether responses of batches that were not trained on may be used. False if the weights of a repeated step differ
     from those of the earlier ranks: other weights than this run's have sampled these responses then."""
@@ -82,14 +82,14 @@ class ResponseSpool:
         if self.folder is None:
             return
         trained, draws = on_rank_0(lambda: self._read(settings, step, is_fresh=is_fresh))
-        self.known = {version: digest for version, digest in trained if version <= step}
-        self.trained = {version: digest for version, digest in trained if version > step}
+        self.known_digests = {version: digest for version, digest in trained if version <= step}
+        self.trained_digests = {version: digest for version, digest in trained if version > step}
         self._draws = {(number, round_): problems for number, round_, problems in draws}
 
     @property
     def last_trained(self) -> int:
         """The last step that earlier ranks have trained on since the checkpoint; 0 without one."""
-        return max(self.trained, default=0)
+        return max(self.trained_digests, default=0)
 
     def draws(self, step: int, round_: int, count: int) -> list[int] | None:
         """Return the ``count`` problems that earlier ranks drew in this round of a step's batch; None if unknown."""
@@ -110,7 +110,7 @@ class ResponseSpool:
 
     def found(self, step: int) -> dict[Key, ScoredResponse]:
         """Return this rank's stored responses of a step by key, without damaged ones and those of too old weights."""
-        if self.folder is None or not (self.uses_untrained or step in self.trained):
+        if self.folder is None or not (self.uses_untrained or step in self.trained_digests):
             return {}
         path = self._frames_of(step)
         if not path.is_file():
@@ -136,9 +136,9 @@ class ResponseSpool:
 
         A step that earlier ranks trained on is compared with theirs instead.
         """
-        if step in self.trained:
+        if step in self.trained_digests:
             self._compare(step, digest)
-        elif self.rank == 0 and step not in self.known:
+        elif self.rank == 0 and step not in self.known_digests:
             line = json.dumps({"step": step, "weights": digest}) + "\n"
             self._submit(self._append_line, _TRAINED, line)
         self._submit(self._close_file, step)
@@ -159,7 +159,7 @@ class ResponseSpool:
 
     def _compare(self, step: int, digest: str) -> None:
         """Compare the weights of a repeated step; if they differ, discard the responses of later weights."""
-        expected_hash = self.trained[step]
+        expected_hash = self.trained_digests[step]
         if digest == expected_hash:
             log.info(
                 "step %d was repeated from the responses of the earlier ranks, bit for bit", step

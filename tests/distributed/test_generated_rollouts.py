@@ -257,7 +257,7 @@ def restarted(
         "second": second,
         "repeated": repeated,
         "new": engine.asked[len(repeated)],
-        "known": sorted(spool.known),
+        "known": sorted(spool.known_digests),
     }
 
 

@@ -139,7 +139,7 @@ def test_in_the_first_update_the_servers_have_released_all_but_their_weights(sha
 
 def test_so_have_they_when_an_update_that_failed_in_the_end_is_tried_again(shared):
     shared.faults["engine0"] = "score"
-    shared.session._attached = False
+    shared.session._is_attached = False
     shared.session._admit()
     shared.session.update_weights(1)
     assert shared.next_moments() == UPDATE * 2
@@ -188,7 +188,7 @@ def test_where_the_last_server_died_in_its_turn_the_trainer_leaves_so_that_the_n
 def test_the_trainer_waits_until_a_server_that_does_not_release_is_gone(shared):
     """The supervisor takes its time over the report."""
     shared.faults["engine0"] = "release"
-    shared.session._attached = False
+    shared.session._is_attached = False
     shared.session._admit()
     shared.next_moments()
     ends = threading.Timer(0.5, shared.lose_first)
