@@ -114,7 +114,7 @@ InputRows = Callable[[Tensor], Tensor]
 
 
 def padded_length(length: int, multiple: int) -> int:
-    """Round ``length`` up to the next multiple."""
+    """Round ``length`` up to a multiple of ``multiple``."""
     return length + -length % multiple
 
 

@@ -94,7 +94,7 @@ class Origin:
         expected_ids = list(problem.prompt_ids)
         if self.generation_tokens is None or len(prompt_ids) <= len(expected_ids):
             return prompt_ids == expected_ids
-        # Compare the tokens before the observation.
+        # The observation is before the generation prompt: compare the tokens before both.
         prefix = len(expected_ids) - self.generation_tokens
         return prompt_ids[:prefix] == expected_ids[:prefix]
 

@@ -53,7 +53,8 @@ class ResponseSpool:
         rank: global rank.
         oldest_version: returns the oldest weight version that may sample the batch of a step.
         trained_digests: step -> hash of the weights that earlier ranks made in it, for the steps since the checkpoint.
-        known_digests: weight version -> hash, for the versions up to the checkpoint's that may have sampled a stored response.
+        known_digests: weight version -> hash, for versions up to the checkpoint's that may have sampled a stored
+            response.
     """
 
     folder: Path | None
