@@ -175,7 +175,7 @@ def declare(column: Column) -> Column:
 
 
 def declared_column(name: str) -> Column:
-    """The column of that name. Raises ValueError if there is none."""
+    """The column ``name``. Raises ValueError if it is not declared."""
     if name not in COLUMNS:
         raise ValueError(f"column {name!r} is not declared; known are {', '.join(sorted(COLUMNS))}")
     return COLUMNS[name]

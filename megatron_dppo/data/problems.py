@@ -131,7 +131,7 @@ class ProblemSet:
         problems: Problems with prompts within the length limit.
         dropped: Number of problems with longer prompts, which are left out.
         sha256: Hash of the file's bytes, or of all files' hashes in their order. A resumed run compares it.
-        records: Number of records in the files, including those left out.
+        records: Number of records in the files, including the records that were left out.
         bad_answers: Number of problems left out because no response could match their answer.
         parts: The files in their order; empty for a set without a file.
         unanswered: (problem id, reason) of the problems whose answer is missing, empty or of a wrong type.

@@ -5,7 +5,7 @@ whose columns the file has. To add a set, add a row to ``SETS``.
 
 ``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without the
 publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form of
-the prompt (``data.prompt_template``), so that training and evaluation have the same.
+the prompt (``data.prompt_template``), so that the prompts of training and evaluation have equal forms.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def _published_file(published: PublishedSet, file: Path) -> PublishedFile:
 
 
 def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
-    """The folder's data files; only those of the set's configurations and of ``split``, if paths name such."""
+    """The data files of the folder. If paths name configurations of the set, or splits, only wanted ones are returned."""
     paths = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)

@@ -316,7 +316,7 @@ class Trajectory:
     def advantages(self) -> np.ndarray:
         """A of each sampled token: float32 [N].
 
-        It is the advantage of the token's turn if turns have separate advantages, else that of the response.
+        It is the advantage of the token's turn if turns have separate advantages, else the advantage of the response.
         """
         advantages = self.columns.get("advantages")
         if advantages is None:

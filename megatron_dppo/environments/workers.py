@@ -270,7 +270,7 @@ class EnvironmentWorker(RestrictedWorker):
             self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
-        """Store whether the process had several episodes at its end: their number falls as they learn of it.
+        """Store whether the process had several episodes at its end. Their number falls as their requests fail.
 
         A process that did not start counts as not shared, because no episode is at fault then.
         """

@@ -24,7 +24,7 @@ def with_rewards(
     """Return the trajectories with their rewards and advantages.
 
     Args:
-        trajectories: responses; those of one prompt (``group_size`` of them) are adjacent.
+        trajectories: responses; the ``group_size`` responses to one prompt are adjacent.
         scores: score of each trajectory.
         group_size: responses per prompt.
         algorithm: settings of advantages and length penalties.

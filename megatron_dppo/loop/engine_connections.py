@@ -32,7 +32,7 @@ class EngineConnections:
     Args:
         sections: configuration sections that the servers depend on.
         record: client of the server registry.
-        endpoint: HTTP endpoint of the registry where this rank runs it; closed with the connections.
+        endpoint: HTTP endpoint of the registry, if this rank runs it; closed with the connections.
         stop: returns whether a clean stop was requested, so that generations end.
         registers: whether this rank registers the servers with the router.
     """
@@ -134,9 +134,9 @@ def open_record(
     interface: str | None,
     rank: int,
 ) -> tuple[RecordClient, FleetEndpoint | None]:
-    """Return the client of the server registry, and the registry's HTTP endpoint where this rank runs it.
+    """Return the client of the server registry, and the registry's HTTP endpoint if this rank runs it.
 
-    Rank 0 runs the registry where a launcher such as torchrun started the ranks; the call is collective then.
+    If a launcher such as torchrun started the ranks, rank 0 runs the registry, and the call is collective.
     """
     keys = Keys.handed_down()
     url = os.environ.get(ENDPOINT_VARIABLE)

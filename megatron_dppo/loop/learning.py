@@ -174,8 +174,9 @@ class BatchLayout:
 
     ``count_multiple``: the number of micro-batches is a multiple of it, because the interleaved schedule takes them in
     rounds of the pipeline's size.
-    ``pad_multiple``, ``sequence_multiple``: the tokens of a micro-batch are padded to a multiple of the first, those of
-    each sequence to a multiple of the second, because ranks that share the tokens need equally many.
+    ``pad_multiple``: a micro-batch is padded to a multiple of this number of tokens, because ranks that share the
+    tokens need equally many.
+    ``sequence_multiple``: each sequence is padded to a multiple of this number, for the same reason.
     ``input_rows``: selects this rank's rows of columns with a row for each input token; None: all rows.
     ``cost``: returns the cost of a sequence, by which ranks and micro-batches are balanced.
     """

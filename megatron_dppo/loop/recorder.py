@@ -31,7 +31,7 @@ OTHER_REASONS = "other reasons"
 _UNWRITTEN = "unwritten"
 """Key of ``Recorder.mark`` for the lines that could not be written, e.g. to a full disk, by the name of their file."""
 COUNTS = (metric_names.WEIGHT_UPDATES, metric_names.WEIGHT_UPDATES_VERIFIED)
-"""Metrics that are added up where a row receives values twice. All other later values replace the earlier ones."""
+"""Metrics that are added up if a row receives values twice. Later values of all other metrics replace earlier ones."""
 
 
 class RecordingError(RunError):

@@ -113,7 +113,7 @@ def resume(
     survey = store.survey()
     refuse_damage(checkpoints.on_damage, survey)
     passed_over = {unusable.path: unusable.reason for unusable in newer_unusable(survey)}
-    # Load the newest checkpoint; continue with an older one only where the newest is damaged and that is allowed.
+    # Load the newest checkpoint. Try an older one only if the newest is damaged and checkpoint.on_damage allows it.
     for checkpoint in reversed(survey.complete):
         try:
             state = RunState.from_json(store.load(trainer, checkpoint))
@@ -151,7 +151,7 @@ def _set_aside_damaged(
     passed_over: dict[Path, str],
     step: int,
 ) -> None:
-    """Rename the damaged checkpoints, and copy the records, of which a start from ``step`` drops those after it.
+    """Rename the damaged checkpoints, and copy the records: a start from ``step`` drops the records of later steps.
 
     ``passed_over``: the fault of each damaged checkpoint, by its path.
     """

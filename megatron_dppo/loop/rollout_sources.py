@@ -72,7 +72,7 @@ class RolloutBatch:
 
 
 def gathered_faults(episodes: Episodes | None) -> Counter[str]:
-    """Return the environment faults of all ranks since the last call. Collective where there are ``episodes``."""
+    """Return the environment faults of all ranks since the last call. Collective if ``episodes`` is not None."""
     faults = Counter[str]()
     if episodes is not None:
         for rank_faults in all_gather_json(episodes.take_faults()):

@@ -90,7 +90,7 @@ def generation_job(
 
 
 def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
-    """Return the player of this rank's episodes; None where a response has one turn."""
+    """Return the player of this rank's episodes; None without an environment."""
     environment = config.environment
     turns = data.turns
     if environment.name is None or turns is None:

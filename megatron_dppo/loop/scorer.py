@@ -18,7 +18,7 @@ from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 
 PlaceOf = Callable[[Sequence[int]], str | None]
-"""Returns file and line of the problem that a prompt, given by its tokens, belongs to; None where it is unknown."""
+"""Tokens of a prompt -> file and line of its problem; None if there is no such problem."""
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class ResponseSpool:
     trained_digests: dict[int, str] = field(default_factory=dict, init=False)
     known_digests: dict[int, str] = field(default_factory=dict, init=False)
     uses_untrained: bool = field(default=True, init=False)
-    """Whether responses of batches that were not trained on may be used. False if the weights of a repeated step differ
-    from those of the earlier ranks: other weights than this run's have sampled these responses then."""
+    """Whether stored responses of batches that were not trained on may be used. False if a repeated step made other
+    weights than the earlier ranks made: the weights that sampled these responses are then not the run's."""
     _draws: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
     _files: dict[int, BinaryIO] = field(default_factory=dict, init=False)
 
@@ -110,7 +110,10 @@ class ResponseSpool:
         return StepPart(self, step, tuple(positions))
 
     def found(self, step: int) -> dict[Key, ScoredResponse]:
-        """Return this rank's stored responses of a step by key, without damaged ones and those of too old weights."""
+        """Return this rank's stored responses of a step by key.
+
+        Damaged responses, and responses that too old weights sampled, are left out.
+        """
         if self.folder is None or not (self.uses_untrained or step in self.trained_digests):
             return {}
         path = self._frames_of(step)
@@ -318,6 +321,6 @@ def _step_name(step: int) -> str:
 
 
 def settings_of_responses(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings without those that do not affect responses: its length and its restarts."""
+    """Return a run's settings without the settings that do not affect responses: its length and its restarts."""
     run = {key: settings["run"][key] for key in ("directory", "seed")}
     return {**settings, "run": run}

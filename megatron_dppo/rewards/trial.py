@@ -1,7 +1,7 @@
 """A trial of a run's rewards before the run, with unusual responses to one problem.
 
-A policy produces such responses sooner or later. A reward that fails for an empty response, for example, would end the
-run in the step with the first empty response.
+A policy produces empty, truncated and very long responses sooner or later. A reward that fails for an empty response,
+for example, would end the run in the step with the first empty response.
 """
 
 from __future__ import annotations
