@@ -318,7 +318,7 @@ def _published_file(published: PublishedSet, file: Path) -> PublishedFile:
 
 
 def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
-    """The data files of the folder. If paths name configurations of the set, or splits, only wanted ones are returned."""
+    """The data files of the folder. If paths name configurations of the set or splits, only wanted files count."""
     paths = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
