@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.diagnostics.samples import main
 from megatron_dppo.loop.rollout_sources import RolloutBatch
-from megatron_dppo.loop.sample_maker import KEPT, SampleMaker, chosen
+from megatron_dppo.loop.sample_maker import KEPT, SampleMaker, sample_positions
 from megatron_dppo.metrics.records import StepLines
 from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened
 from megatron_dppo.rewards import find_reward
@@ -41,17 +41,19 @@ def test_each_kind_of_response_is_among_the_chosen() -> None:
     rows = [trajectory(0) for _ in range(500)]
     rows[123], rows[321] = trajectory(0, 1.0), trajectory(0, cut=True)
     for step in range(20):
-        positions = chosen(rows, step)
+        positions = sample_positions(rows, step)
         assert len(set(positions)) == KEPT
         assert {123, 321} <= set(positions)
-    assert len({tuple(chosen(rows, step)) for step in range(20)}) == 20
-    assert chosen(rows, 7) == chosen([Outline.of(t) for t in rows], 7)  # as other ranks choose
+    assert len({tuple(sample_positions(rows, step)) for step in range(20)}) == 20
+    assert sample_positions(rows, 7) == sample_positions(
+        [Outline.of(t) for t in rows], 7
+    )  # as other ranks choose
 
 
 def test_a_step_in_which_all_earn_nothing_has_its_samples() -> None:
-    assert len(chosen([trajectory(0) for _ in range(9)], 1)) == KEPT
-    assert sorted(chosen([trajectory(0, cut=True) for _ in range(2)], 1)) == [0, 1]
-    assert chosen([], 1) == []
+    assert len(sample_positions([trajectory(0) for _ in range(9)], 1)) == KEPT
+    assert sorted(sample_positions([trajectory(0, cut=True) for _ in range(2)], 1)) == [0, 1]
+    assert sample_positions([], 1) == []
 
 
 def maker(*, zeroes_truncated: bool = True) -> SampleMaker:
@@ -120,7 +122,7 @@ def test_the_most_masked_response_is_kept_beside_the_chosen() -> None:
     rows = [trajectory(p % 9) for p in range(40)]
     samples = maker()
     samples.take(1, batch_of(rows))
-    left_out = sorted(set(range(40)) - set(chosen(rows, 1)))
+    left_out = sorted(set(range(40)) - set(sample_positions(rows, 1)))
     counts = {left_out[0]: 1, left_out[5]: 3, left_out[6]: 2}
     last = samples.of_step(1, dict(enumerate(rows)), counts)[-1]
     assert (last.problem, last.masked) == (rows[left_out[5]].problem_id, 3)
