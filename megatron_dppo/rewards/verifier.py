@@ -188,7 +188,7 @@ class Verifier:
         if threads is not None:
             threads.shutdown(cancel_futures=True)
         while self._waiting:
-            _, future = self._waiting.popleft()
+            future = self._waiting.popleft()[1]
             future.cancel()
         # The verifier may be entered again.
         self._pool = WorkerPool(self._start_worker, self._worker_count)
