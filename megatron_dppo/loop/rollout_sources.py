@@ -574,4 +574,5 @@ class BatchSeals:
         faults: list[str] = []
         for trajectory in responses:
             faults += seals.response_faults(trajectory, self.origin, weights_of_versions)
-        return faults + seals.credit_faults(responses, self.origin)
+        faults += seals.credit_faults(responses, self.origin)
+        return faults
