@@ -39,7 +39,9 @@ from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
-_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+_PREFIX = "base_model.model."
+_SUFFIX = ".weight"
+"""PEFT's files put these before and after the name of a tensor."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -61,13 +63,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-"""Entry of adapter_config.json -> the values that plain adapters have."""
+"""Entry of adapter_config.json -> the values that plain LoRA adapters may have. An error names the first."""
 _INITIAL = "init_lora_weights"
 _BASE_KEPT = (True, False, None, "true", "gaussian", "eva", "orthogonal", "mica")
 """Values of ``init_lora_weights`` with which PEFT does not change the base."""
 _REVERSIBLE = ("pissa", "olora")
-"""Values with which PEFT subtracts the initial B A from the base, and this B A can be computed from the base's
-weights."""
+"""Values of ``init_lora_weights`` with which PEFT subtracts the initial B A from the base, where this B A can be
+computed from the base's weights. With further values, PEFT changes the base in other ways."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,11 @@ class AdapterFolder:
 
 def peft_names(name: str, shape: ModelShape) -> list[str]:
     """The names in PEFT's files of the tensor ``name`` of ``adapter_tensors``: one name, or one for each expert."""
+    full_names = [name]
     # PEFT has no shared adapters, so an adapter that all experts of a layer share is stored for every expert.
-    experts = range(shape.num_experts) if f".{ANY_EXPERT}." in name else range(1)
-    full_names = (name.replace(f".{ANY_EXPERT}.", f".{expert}.") for expert in experts)
+    if f".{ANY_EXPERT}." in name:
+        experts = range(shape.num_experts)
+        full_names = [name.replace(f".{ANY_EXPERT}.", f".{expert}.") for expert in experts]
     return [f"{_PREFIX}{full_name}{_SUFFIX}" for full_name in full_names]
 
 
@@ -99,8 +103,8 @@ class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
     Raises CheckpointError if it is not in PEFT's format, has other adapters than plain LoRA, or does not fit
-    ``adapters`` and ``shape``. The message lists all differences. ``reversible`` accepts adapters for a base from which
-    their initial B A was subtracted, as ``residual`` computes it.
+    ``adapters`` and ``shape``. The message lists all differences. With ``reversible``, the adapters may also belong to
+    a base from which PEFT subtracted their initial B A, if ``residual`` can compute that base.
     """
 
     def __init__(
@@ -115,11 +119,12 @@ class PeftReader(Closing):
         self._shape = shape
         self._adapters = adapters
         config = _read_config(self.folder)
-        self.initial = _initial(config)
+        self.initialization = _base_changing_initialization(config)
         self._file = tensor_store.SafetensorsFile(self.folder / PEFT_WEIGHTS)
         faults = list(_config_faults(config, adapters))
-        if self.initial is not None and not (reversible and self.initial in _REVERSIBLE):
-            faults.append(_initial_fault(self.initial))
+        initialization = self.initialization
+        if initialization is not None and not (reversible and initialization in _REVERSIBLE):
+            faults.append(_initialization_fault(initialization))
         try:
             modules = modules_of(config, shape, self._file.entries)
         except AdapterError as error:
@@ -172,8 +177,9 @@ class PeftReader(Closing):
             )
 
 
-def _base_hint(unknown: Sequence[str]) -> str:
-    if not any(name.endswith(".base_layer.weight") for name in unknown):
+def _base_hint(unknown_names: Sequence[str]) -> str:
+    """Return the end of an error about tensors that PEFT's files should not have."""
+    if not any(name.endswith(".base_layer.weight") for name in unknown_names):
         return ""
     return ", a matrix of the base: PEFT's save_pretrained(..., save_embedding_layers=False) leaves it out"
 
@@ -200,8 +206,8 @@ def write_peft(
     with hf_folder.StagedFolder(out_dir, sum(spec.bytes for spec in specs.values())) as folder:
         with tensor_store.SafetensorsFileWriter(folder / PEFT_WEIGHTS, specs) as writer:
             for name, tensor in tensors:
-                for peft in peft_names(name, shape):
-                    writer.write_rows(peft, 0, tensor.detach().to("cpu", dtype))
+                for peft_name in peft_names(name, shape):
+                    writer.write_rows(peft_name, 0, tensor.detach().to("cpu", dtype))
                 unwritten.discard(name)
             if unwritten:
                 raise CheckpointError(
@@ -213,13 +219,16 @@ def write_peft(
 
 def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
     """The content of adapter_config.json for PEFT, transformers and SGLang."""
+    # PEFT declares lora_alpha as an int; a fraction is written as it is.
     alpha = adapters.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapters.rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": list(adapters.modules),
         "bias": "none",
@@ -232,6 +241,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / PEFT_CONFIG
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # Every file has these entries; a missing one is a KeyError.
         _ = config["r"], config["lora_alpha"], config["target_modules"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a readable adapter_config.json ({error!r})") from error
@@ -239,45 +249,54 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _config_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[str]:
-    for key, allowed in _PLAIN.items():
-        value = config.get(key, allowed[-1])
-        if value not in allowed:
-            yield f"{key} is {value!r}, expected {allowed[0]!r}"
+    for key, plain_values in _PLAIN.items():
+        # An entry that older versions of PEFT do not write counts as plain.
+        if key in config and config[key] not in plain_values:
+            yield f"{key} is {config[key]!r}, expected {plain_values[0]!r}"
     for key, run_value in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
         if config[key] != run_value:
             yield f"{key} is {config[key]}, expected {run_value}"
 
 
-def _initial(config: Mapping[str, Any]) -> str | None:
+def _base_changing_initialization(config: Mapping[str, Any]) -> str | None:
     """Return the name of the initialisation by which PEFT changed the base; None if it did not change the base."""
     value = config.get(_INITIAL)
     name = value.lower() if isinstance(value, str) else value
     return None if name in _BASE_KEPT else str(name)
 
 
-def _initial_fault(initial: str) -> str:
+def _initialization_fault(initialization: str) -> str:
     merging = ""
-    if initial in _REVERSIBLE:
+    if initialization in _REVERSIBLE:
         merging = "`megatron-dppo convert merge-adapters` merges them into their base, or "
     return (
-        f"{_INITIAL} is {initial!r}: the adapters belong to a base that PEFT changed when it made them, expected plain "
-        f"ones; {merging}PEFT's model.save_pretrained(..., path_initial_model_for_weight_conversion=...) writes them "
-        "as plain ones of twice the rank"
+        f"{_INITIAL} is {initialization!r}: the adapters belong to a base that PEFT changed when it made them, "
+        f"expected plain adapters; {merging}PEFT's "
+        "model.save_pretrained(..., path_initial_model_for_weight_conversion=...) writes them as plain adapters "
+        "of twice the rank"
     )
 
 
-def residual(weight: torch.Tensor, initial: str, adapters: Adapters) -> torch.Tensor:
-    """Compute ``weight`` minus its initial adapter, as PEFT does with the initialisation ``initial``."""
+def residual(weight: torch.Tensor, initialization: str, adapters: Adapters) -> torch.Tensor:
+    """Compute ``weight`` minus its initial adapter, ``W - scale B A``, as PEFT does.
+
+    Args:
+        weight: W, [rows, columns].
+        initialization: ``pissa``, with W = U S V, the r largest singular values and ``scale``:
+            A = sqrt(S / scale) V, B = U sqrt(S / scale). ``olora``, with W = Q R: A is the first r rows of R, B the
+            first r columns of Q.
+        adapters: The rank r, and the scale.
+    """
     matrix = weight.float()
-    if initial == "pissa":
+    if initialization == "pissa":
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
         roots = (values[: adapters.rank] / adapters.scale).sqrt()
         a = roots[:, None] * v[: adapters.rank]
         b = u[:, : adapters.rank] * roots
     else:
-        orthogonal, triangular = torch.linalg.qr(matrix)
-        a = triangular[: adapters.rank]
-        b = orthogonal[:, : adapters.rank]
+        q, r = torch.linalg.qr(matrix)
+        a = r[: adapters.rank]
+        b = q[:, : adapters.rank]
     return (matrix - adapters.scale * (b @ a)).to(weight.dtype)
 
 
@@ -286,10 +305,10 @@ def modules_of(
     shape: ModelShape,
     stored: Collection[str],
 ) -> tuple[str, ...]:
-    """Return the last names of the matrices that PEFT adapts by adapter_config.json, in the family's order.
+    """Return the last parts of the names of the matrices that PEFT adapts, in the family's order.
 
     Args:
-        config: The file's entries.
+        config: The entries of adapter_config.json.
         shape: The model.
         stored: PEFT's names of the folder's tensors.
 
@@ -306,10 +325,10 @@ def modules_of(
     if isinstance(targets, str) and targets.lower() == ALL:
         candidates = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
     else:
-        candidates = [matrix for matrix in matrices if _names(targets, matrix)]
+        candidates = [matrix for matrix in matrices if _matches(targets, matrix)]
     selected: set[str] = set()
     for matrix in candidates:
-        is_excluded = bool(excluded) and _names(excluded, matrix)
+        is_excluded = bool(excluded) and _matches(excluded, matrix)
         # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices.
         is_missed_by_peft = ".experts." in matrix and not has_experts
         if not is_excluded and not is_missed_by_peft:
@@ -332,8 +351,9 @@ def modules_of(
     return tuple(name for name in all_modules if name in names)
 
 
-def _names(targets: Any, matrix: str) -> bool:
-    """Whether ``target_modules`` or ``exclude_modules`` match a matrix: a regex of the full name, or a list of ends."""
+def _matches(targets: Any, matrix: str) -> bool:
+    """Whether a value of ``target_modules`` or ``exclude_modules`` matches a matrix. The value is a regex of the full
+    name, or a list of ends of the name at a dot."""
     if isinstance(targets, str):
         try:
             return re.fullmatch(targets, matrix) is not None
@@ -356,11 +376,11 @@ def merge_adapters(
     out_dir: str | Path,
     progress: Progress,
 ) -> Certificate:
-    """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, of its dtype, and a certificate.
+    """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, in the dtype of ``hf_dir``, and a certificate.
 
     Each row is ``W + scale * B A`` in fp32, rounded once. If PEFT subtracted the initial B A from the base (PiSSA,
-    OLoRA), W is the result of ``residual``. Raises CheckpointError if the adapters do not fit the model, or are of
-    another kind; then no files are left.
+    OLoRA), W is the result of ``residual``. Raises CheckpointError if the adapters do not fit the model, or are no LoRA
+    that can be merged; then no files are left.
     """
     shape = load_model_shape(hf_dir)
     adapters = _adapters_in(Path(peft_dir), shape)
@@ -423,7 +443,13 @@ def _stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, dims in adapter_tensors(adapters, shape).items():
         key, expert = checkpoint_key(name)
-        rows = stored.read_rows(key, expert or 0, dims[0] if expert is None else 1)
+        first_row = 0
+        count = dims[0]
+        if expert is not None:
+            # Row ``expert`` of the stored tensor is this expert's matrix.
+            first_row = expert
+            count = 1
+        rows = stored.read_rows(key, first_row, count)
         yield name, rows.reshape(dims)
 
 
@@ -444,12 +470,16 @@ def _merged_rows(
             continue
         a = reader.read(a_name, dims[a_name]).float()
         b = reader.read(b_name, dims[b_name]).float()
-        weight = None
-        if reader.initial is not None:
-            weight = residual(base.read(name), reader.initial, adapters)
+        residual_weight = None
+        if reader.initialization is not None:
+            residual_weight = residual(base.read(name), reader.initialization, adapters)
         for start, count in tensor_store.row_blocks(base.specs[name]):
             end = start + count
-            rows = weight[start:end] if weight is not None else base.read_rows(name, start, count)
+            rows = (
+                residual_weight[start:end]
+                if residual_weight is not None
+                else base.read_rows(name, start, count)
+            )
             # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
             delta = adapters.scale * (b[start:end] @ a)
             yield name, start, (rows.float() + delta).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""SHA-256 of tensors and files, and conversion.json, which has the hash of every tensor and its own."""
+"""SHA-256 of tensors and files, and conversion.json, which has the hash of every tensor and of itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megatron_dppo.system.files import Closing, sha256_of
 
 
 class TensorHashes(Closing):
-    """SHA-256 of tensors that arrive in row blocks, tensor after tensor. A thread computes it, one block behind."""
+    """SHA-256 of tensors that arrive in row blocks, tensor after tensor. A thread hashes one block while the caller
+    reads the next."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, hashlib._Hash] = {}
@@ -61,7 +62,7 @@ Form = Literal["huggingface", "torch_dist"]
 FILE = "conversion.json"
 VERSION = 1
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron-LM's file with the name of the current checkpoint in a folder; a conversion's is `release`."""
+"""Megatron-LM's file with the name of the current checkpoint in a folder. A conversion writes `release` there."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,8 +76,8 @@ class Certificate:
         shape: The model.
         dtype: Type of the stored tensors.
         dtypes: Name -> type of the tensors that have another type.
-        source_dtype: Type of the tensors that were read; several are joined by ``+``. 8-bit weights
-            (``float8_e4m3fn``) are multiplied by their scales.
+        source_dtype: Type of the tensors that were read; the names of several types are joined by ``+``. 8-bit weights
+            (``float8_e4m3fn``) were multiplied by their scales.
         tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
             It does not depend on the layout. Tensors that the family carries along come last.
         files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
@@ -91,7 +92,7 @@ class Certificate:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write ``folder/conversion.json``, with the hashes of the present files beside the weights."""
+        """Write ``folder/conversion.json``, with the hashes of the files that are beside the weights now."""
         files = {path.name: sha256_of(path) for path in side_files(folder)}
         body = replace(self, files=files)._body()
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
@@ -136,7 +137,8 @@ class Certificate:
 def load_certificate(folder: str | Path) -> Certificate:
     """Read ``folder/conversion.json``, and compare the files beside the weights with it.
 
-    Raises CheckpointError if it is missing, altered or of another version or form, and MismatchError for a file.
+    Raises CheckpointError if conversion.json is missing, altered or of another version or form, and MismatchError if a
+    file beside the weights is missing or altered.
     """
     path = Path(folder) / FILE
     body = read_body(path)
@@ -211,8 +213,8 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
 
 def other_dtypes(dtypes: Mapping[str, torch.dtype], dtype: str) -> dict[str, str]:
     """The types of the tensors that have another type than ``dtype``, for a certificate."""
-    names = {name: str(kind).removeprefix("torch.") for name, kind in dtypes.items()}
-    return {name: kind for name, kind in names.items() if kind != dtype}
+    names = {tensor: str(value).removeprefix("torch.") for tensor, value in dtypes.items()}
+    return {tensor: name for tensor, name in names.items() if name != dtype}
 
 
 def side_files(folder: str | Path) -> list[Path]:
@@ -221,8 +223,8 @@ def side_files(folder: str | Path) -> list[Path]:
     for path in sorted(Path(folder).iterdir()):
         has_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         is_hidden = path.name.startswith(".")
-        # The certificate cannot have its own hash.
-        is_certificate = path.name == "conversion.json"
+        # The certificate, which lists the hashes of these files, cannot list its own.
+        is_certificate = path.name == FILE
         if path.is_file() and not (has_weights or is_hidden or is_certificate):
             paths.append(path)
     return paths

@@ -82,26 +82,29 @@ class TensorBlock:
 def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
     """Yield boxes that cover the elements ``start .. stop``, in row-major order, of a tensor of shape ``dims``.
 
-    Each box is contiguous in that order. There are at most two boxes for each axis.
+    Each box is contiguous in that order. There are at most two boxes for each axis. Nothing is yielded where ``stop``
+    is not above ``start``.
     """
     if start >= stop:
         return
     if len(dims) <= 1:
         yield Box((start,) * len(dims), (stop - start,) * len(dims))
         return
-    row = math.prod(dims[1:])
+    row_elements = math.prod(dims[1:])
     # Rows first_row .. end_row are complete. Before and after them there may be a part of a row.
-    first_row = -(-start // row)
-    end_row = stop // row
+    first_row = (start + row_elements - 1) // row_elements
+    end_row = stop // row_elements
     if first_row > end_row:
-        yield from _in_row(dims, end_row, start - end_row * row, stop - end_row * row)
+        # All elements are in the row ``end_row``, which is not complete.
+        row_start = end_row * row_elements
+        yield from _in_row(dims, end_row, start - row_start, stop - row_start)
         return
-    if start % row:
-        yield from _in_row(dims, first_row - 1, start % row, row)
+    if start % row_elements:
+        yield from _in_row(dims, first_row - 1, start % row_elements, row_elements)
     if first_row < end_row:
         yield Box((first_row, *(0 for _ in dims[1:])), (end_row - first_row, *dims[1:]))
-    if stop % row:
-        yield from _in_row(dims, end_row, 0, stop % row)
+    if stop % row_elements:
+        yield from _in_row(dims, end_row, 0, stop % row_elements)
 
 
 def _in_row(dims: Dims, row: int, start: int, stop: int) -> Iterator[Box]:
@@ -120,10 +123,14 @@ def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
     stream = _Span(fd, start, length)
     with zipfile.ZipFile(stream) as archive:
         entry = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))
+        # In the archive a file follows a header of 30 bytes, its name and an extra field. Bytes 26 to 30 of the header
+        # are the lengths of the name and of the extra field.
         stream.seek(entry.header_offset)
         header = stream.read(30) or b""
-        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return start + entry.header_offset + 30 + names, entry.file_size
+        name_length = int.from_bytes(header[26:28], "little")
+        extra_length = int.from_bytes(header[28:30], "little")
+        offset = start + entry.header_offset + 30 + name_length + extra_length
+        return offset, entry.file_size
 
 
 class _Span(io.RawIOBase):
@@ -159,24 +166,33 @@ class _Span(io.RawIOBase):
 
 
 READ_BYTES = 8 << 20
-"""Bytes of a read, if only a part of a block's rows is needed, or on another device."""
+"""Bytes of one read where elements cannot be read straight into the result: they are columns of a stored box, or the
+result is strided or on another device."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads only the plain records that describe a checkpoint."""
+    """Loads only the plain records that describe a checkpoint; other classes of a pickle could run code."""
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
-    _NAMES = frozenset(
-        {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
-        | {("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
-        | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the latter: Python 3.13
-        | {("torch", n) for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)}
+    _DTYPES = frozenset(
+        ("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)
+    )
+    # The path is in ``pathlib._local`` if Python 3.13 wrote the pickle.
+    _OTHERS = frozenset(
+        {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+        }
     )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        if (module, name) in self._NAMES:
+        if (module, name) in self._DTYPES | self._OTHERS:
             return super().find_class(module, name)
         if module in self._MODULES:
             record = super().find_class(module, name)
@@ -187,7 +203,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: object, name: object) -> Enum:
-    """Replace ``getattr`` in a pickle, with which Python 3.11.0 to 3.11.3 write an enum's member."""
+    """Stand in for ``getattr``, which pickles of Python 3.11.0 to 3.11.3 call for a member of an enum."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[str(name)]
     raise pickle.UnpicklingError(f"{kind!r} has no member {name!r} that a checkpoint may name")
@@ -221,21 +237,23 @@ class StoredTensor:
         return cls(_dims(tensor.size), tensor.properties.dtype, lead, by_lead, len(boxes))
 
     def overlapping(self, requested: Box) -> Iterator[tuple[Box, Box]]:
-        """Yield (stored box, its part of ``requested``) for each box that overlaps it."""
+        """Yield (stored box, its overlap with ``requested``) for each stored box that overlaps ``requested``."""
+        # Try the offsets of all stored boxes, or all offsets in ``requested``, whichever are fewer.
         if math.prod(requested.sizes[: self.lead]) > self.count:
             candidates: Iterator[Dims] = iter(self.by_lead)
         else:
-            leads = zip(requested.offsets[: self.lead], requested.sizes[: self.lead], strict=True)
-            candidates = product(*(range(o, o + s) for o, s in leads))
-        for lead in candidates:
-            for box in self.by_lead.get(lead, ()):
+            axes = zip(requested.offsets[: self.lead], requested.sizes[: self.lead], strict=True)
+            candidates = product(*(range(o, o + s) for o, s in axes))
+        for lead_offsets in candidates:
+            for box in self.by_lead.get(lead_offsets, ()):
                 part = box.overlap(requested)
                 if part is not None:
                     yield box, part
 
 
 def _dims(values: Any) -> Dims:
-    """Return sizes or offsets from a pickle. Raises TypeError, ValueError for what a damaged one may have instead."""
+    """Return sizes or offsets from a pickle. Raises TypeError, ValueError for other values, as a damaged pickle may
+    have them."""
     dims = tuple(values)
     if not all(type(value) is int and value >= 0 for value in dims):
         raise ValueError(f"got {dims}, expected sizes or offsets")
@@ -251,7 +269,8 @@ def _checked_position(info: Any) -> Any:
 
 
 class StoredBlocks(Closing):
-    """The tensors of a ``torch_dist`` folder, open for reading. Raises CheckpointError if it is none, or is damaged."""
+    """The tensors of a ``torch_dist`` folder, open for reading. Raises CheckpointError for another or a damaged
+    folder."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -264,7 +283,7 @@ class StoredBlocks(Closing):
                 for key, tensor in metadata.state_dict_metadata.items()
                 if isinstance(tensor, dcp_metadata.TensorStorageMetadata)
             }
-            self._stored = {
+            self._positions = {
                 (index.fqn, _dims(index.offset)): _checked_position(info)
                 for index, info in metadata.storage_data.items()
                 if index.offset is not None
@@ -274,13 +293,14 @@ class StoredBlocks(Closing):
             raise CheckpointError(
                 f"{path}: not a readable torch_dist checkpoint ({error!r})"
             ) from error
+        # File name -> descriptor; (key, offsets of a box) -> descriptor and offset of its first element.
         self._files: dict[str, int] = {}
-        self._data: dict[tuple[str, Dims], tuple[int, int]] = {}
+        self._first_elements: dict[tuple[str, Dims], tuple[int, int]] = {}
 
     def fill(self, block: TensorBlock, values: torch.Tensor) -> None:
         """Copy a block's stored elements into ``values``, a tensor of the box's shape on any device.
 
-        Raises CheckpointError if the checkpoint lacks some, or has the tensor in another shape or dtype.
+        Raises CheckpointError if the checkpoint lacks some elements, or has the tensor in another shape or dtype.
         """
         tensor = self.tensors.get(block.key)
         if tensor is None:
@@ -300,8 +320,9 @@ class StoredBlocks(Closing):
             self.read(block.key, stored_part, stored_part.of(values, block.box.offsets))
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
-        """Copy ``box`` of ``key`` into ``out``, of its shape. Raises CheckpointError if elements are missing."""
-        tensor, filled = self.tensors[key], 0
+        """Copy ``box`` of ``key`` into ``out``, of the box's shape. Raises CheckpointError if elements are missing."""
+        tensor = self.tensors[key]
+        filled = 0
         for stored, part in tensor.overlapping(box):
             self._copy(key, tensor, stored, part, part.of(out, box.offsets))
             filled += part.elements
@@ -314,12 +335,13 @@ class StoredBlocks(Closing):
         """File and byte offset of an element of ``key``."""
         tensor = self.tensors[key]
         stored, _ = next(tensor.overlapping(Box(index, (1,) * len(index))))
-        _, start = self._locate(key, stored.offsets, tensor.dtype, stored.elements)
-        flat = 0
+        _, start = self._first_element(key, stored.offsets, tensor.dtype, stored.elements)
+        # Number of the element in the row-major order of the stored box.
+        number = 0
         for size, offset, i in zip(stored.sizes, stored.offsets, index, strict=True):
-            flat = flat * size + i - offset
-        path = self.folder / self._stored[key, stored.offsets].relative_path
-        return path, start + flat * tensor.dtype.itemsize
+            number = number * size + i - offset
+        path = self.folder / self._positions[key, stored.offsets].relative_path
+        return path, start + number * tensor.dtype.itemsize
 
     def _copy(
         self,
@@ -329,44 +351,50 @@ class StoredBlocks(Closing):
         part: Box,
         out: torch.Tensor,
     ) -> None:
-        """Copy ``part`` of the ``stored`` box into ``out``, in runs of rows as wide as the stored box."""
-        fd, start = self._locate(key, stored.offsets, tensor.dtype, stored.elements)
+        """Copy ``part`` of the ``stored`` box into ``out``.
+
+        A row is an index of the first axis on which ``part`` has several elements. The rows of ``part`` follow each
+        other in the file, each as wide as the stored box.
+        """
+        fd, start = self._first_element(key, stored.offsets, tensor.dtype, stored.elements)
         axis = next((i for i, size in enumerate(part.sizes) if size > 1), len(part.sizes) - 1)
         assert axis >= 0, f"{key} has no axis"
-        row = math.prod(stored.sizes[axis + 1 :])
-        lead = 0
+        stored_width = stored.sizes[axis + 1 :]
+        part_width = part.sizes[axis + 1 :]
+        row_bytes = math.prod(stored_width) * tensor.dtype.itemsize
+        first_row = 0
         for i in range(axis + 1):
-            lead = lead * stored.sizes[i] + part.offsets[i] - stored.offsets[i]
-        item = tensor.dtype.itemsize
-        rows = part.sizes[axis]
-        begin = start + lead * row * item
+            first_row = first_row * stored.sizes[i] + part.offsets[i] - stored.offsets[i]
+        begin = start + first_row * row_bytes
         fault = f"{self.folder}: a file ended inside {key}"
-        width = part.sizes[axis + 1 :]
-        if width == stored.sizes[axis + 1 :] and out.is_contiguous() and out.device.type == "cpu":
+        if part_width == stored_width and out.is_contiguous() and out.device.type == "cpu":
             read_all(fd, _writable_bytes(out), begin, fault)
             return
-        low = [part.offsets[i] - stored.offsets[i] for i in range(axis + 1, len(part.sizes))]
-        step = max(1, READ_BYTES // max(1, row * item))
-        target = out[(0,) * axis]
-        for row_start in range(0, rows, step):
-            count = min(step, rows - row_start)
-            block = torch.empty((count, *stored.sizes[axis + 1 :]), dtype=tensor.dtype)
-            read_all(fd, byte_view(block), begin + row_start * row * item, fault)
-            for i, (offset, size) in enumerate(zip(low, width, strict=True), 1):
+        columns = range(axis + 1, len(part.sizes))
+        column_starts = [part.offsets[i] - stored.offsets[i] for i in columns]
+        rows = part.sizes[axis]
+        step = max(1, READ_BYTES // max(1, row_bytes))
+        # The axes before ``axis`` have size 1.
+        out_rows = out[(0,) * axis]
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            block = torch.empty((count, *stored_width), dtype=tensor.dtype)
+            read_all(fd, byte_view(block), begin + row * row_bytes, fault)
+            for i, (offset, size) in enumerate(zip(column_starts, part_width, strict=True), 1):
                 block = block.narrow(i, offset, size)
-            target[row_start : row_start + count].copy_(block)
+            out_rows[row : row + count].copy_(block)
 
-    def _locate(
+    def _first_element(
         self,
         key: str,
         offsets: Dims,
         dtype: torch.dtype,
         elements: int,
     ) -> tuple[int, int]:
-        """Descriptor and offset of a box's first element: the uncompressed record of a torch.save stream."""
+        """Return the file descriptor and the byte offset of a stored box's first element."""
         identity = (key, offsets)
-        if identity not in self._data:
-            info = self._stored.get(identity)
+        if identity not in self._first_elements:
+            info = self._positions.get(identity)
             if info is None:
                 raise CheckpointError(
                     f"{self.folder}: .metadata has no position of {key} at {offsets}"
@@ -392,8 +420,8 @@ class StoredBlocks(Closing):
                 ) from error
             if size != dtype.itemsize * elements:
                 raise CheckpointError(f"{path}: {key} at {offsets} is stored in {size} bytes")
-            self._data[identity] = (fd, offset)
-        return self._data[identity]
+            self._first_elements[identity] = (fd, offset)
+        return self._first_elements[identity]
 
     def close(self) -> None:
         for fd in self._files.values():

@@ -60,9 +60,9 @@ ReadRows = Callable[[str, int, int], torch.Tensor]
 
 
 class NewFile:
-    """A new binary file, as a context manager. At its end the bytes are on the disk.
+    """A new binary file, as a context manager. If the block ends without an error, the bytes are on the disk.
 
-    ``error`` is the disk's error if a write failed; torch.save raises another one.
+    ``error`` is the OSError of the first failed write; torch.save raises a RuntimeError without its reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ class BlockFile:
 
     def add_object(self, key: str, value: Any) -> None:
         """Append an object that is not part of a tensor."""
-        # Megatron stores a list of the objects of a key.
+        # Megatron-Core reads a list of objects for each key; here it has one.
         self._save([value], key, [])
 
     def _save(self, value: Any, key: str, block_fields: list[Any]) -> None:
@@ -161,9 +161,10 @@ class BlockFile:
 def write_headers(folder: Path, items: Iterable[StoredItem], step: int) -> dict[str, Any]:
     """Write the index over all ranks' ``items``, and the other files that Megatron's loader expects.
 
-    Returns their manifest entries by name.
+    Returns the manifest entries of these files by name.
     """
     common = io.BytesIO()
+    # Megatron-LM reads both entries; 3.0 is the version that it writes.
     torch.save({"checkpoint_version": 3.0, "iteration": step}, common)
     contents = {
         INDEX_FILE: pickle.dumps(_metadata(items)),
@@ -174,26 +175,23 @@ def write_headers(folder: Path, items: Iterable[StoredItem], step: int) -> dict[
 
 
 def _metadata(items: Iterable[StoredItem]) -> Metadata:
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    stored = {}
+    contents: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    locations = {}
     for key, file, start, length, *block in items:
         location = _StorageInfo(file, start, length)
         if not block:
-            described[key] = BytesStorageMetadata()
-            stored[MetadataIndex(key)] = location
+            contents[key] = BytesStorageMetadata()
+            locations[MetadataIndex(key)] = location
             continue
         dims, offsets, sizes, dtype = block
-        tensor = described.setdefault(
-            key,
-            TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, dtype)), torch.Size(dims), []
-            ),
-        )
+        properties = TensorProperties(dtype=getattr(torch, dtype))
+        new_tensor = TensorStorageMetadata(properties, torch.Size(dims), [])
+        tensor = contents.setdefault(key, new_tensor)
         assert isinstance(tensor, TensorStorageMetadata), f"{key}: a tensor and an object"
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        stored[MetadataIndex(key, chunk.offsets, len(tensor.chunks))] = location
+        locations[MetadataIndex(key, chunk.offsets, len(tensor.chunks))] = location
         tensor.chunks.append(chunk)
-    return Metadata(described, None, stored, StorageMeta(), CURRENT_DCP_VERSION)
+    return Metadata(contents, None, locations, StorageMeta(), CURRENT_DCP_VERSION)
 
 
 def write_torch_dist(
@@ -204,9 +202,9 @@ def write_torch_dist(
 ) -> None:
     """Write a model that every layout can load into ``folder``, an existing empty folder.
 
-    ``dtypes`` has the type of each Hugging Face tensor; tensors of one Megatron parameter have the same.
-    The function needs memory for one chunk, which is a layer's matrix or a block of rows. Besides the weights it writes
-    the empty extra states that Transformer Engine's modules expect when they load.
+    ``dtypes`` has the type of each Hugging Face tensor; all tensors of one Megatron parameter have one type. The
+    function needs memory for one chunk, which is a layer's matrix or a block of rows. Besides the weights it writes the
+    empty extra states that Transformer Engine's modules expect when they load.
     """
     with NewFile(folder / CONVERTED_FILE) as file:
         blocks = BlockFile(file)
@@ -228,17 +226,21 @@ class _Chunk:
     count: int
 
     def block(self, shape: ModelShape) -> TensorBlock:
-        lead = self.stacked.index
         dims = self.parameter.shape
         stack = stack_sizes(shape, self.stacked)
-        offsets = (*lead, self.start, *(0 for _ in dims[1:]))
-        sizes = (*(1 for _ in lead), self.count, *dims[1:])
+        # The axes of the stacked tensor: layers, experts (``stacked.index``), then the parameter's rows and columns.
+        offsets = (*self.stacked.index, self.start, *(0 for _ in dims[1:]))
+        sizes = (*(1 for _ in self.stacked.index), self.count, *dims[1:])
         return TensorBlock(self.stacked.key, (*stack, *dims), Box(offsets, sizes), self.dtype)
 
 
 def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_Chunk]:
-    """Yield the chunks of the model in order: gates and ups separately, the vocabulary in blocks, queries with their
-    keys and values."""
+    """Yield the chunks of the model, parameter after parameter.
+
+    A parameter of one Hugging Face tensor (the vocabulary) has a chunk for each block of rows. If each of its tensors
+    is one segment of the parameter (gate and up), there is a chunk for each. Otherwise segments of its tensors
+    alternate (queries, keys and values), and the whole parameter is one chunk.
+    """
     for p in local_parameters(shape, Layout(), 0):
         stacked = written_parameter(shape, p.name)
         sources = {s.hf_name for s in p.segments}
@@ -254,7 +256,7 @@ def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_C
 
 
 def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
-    """Read the chunk's rows. Every source is read from its start to its end."""
+    """Read the chunk's rows. Over all chunks, every Hugging Face tensor is read once, in order."""
     segments = chunk.parameter.segments
     if len(segments) == 1:
         return read(segments[0].hf_name, chunk.start, chunk.count)
@@ -267,18 +269,23 @@ def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
     return torch.cat([s.of_hf(sources[s.hf_name]) for s in chunk_segments])
 
 
-_OF_OTHER_MODULES = (
+_WITHOUT_EXTRA_STATE = (
     ".shared_experts.gate_weight",
     ".self_attention.A_log",
     ".self_attention.conv1d.weight",
     ".self_attention.dt_bias",
     ".self_attention.out_norm.weight",
 )
-"""Ends of the names of parameters in modules that are not Transformer Engine's."""
+"""Ends of the names of parameters in modules that are not Transformer Engine's, so that they have no extra state."""
 
 
 def _extra_states(shape: ModelShape) -> Iterable[str]:
-    """Keys of the modules' extra states: one object for each layer, or for each layer and expert."""
+    """Keys of the modules' extra states, one object for each layer, or for each layer and expert.
+
+    A key is ``<module>._extra_state/shard_<index>_<sizes>``: the index and the sizes of the axes over which the module
+    is stacked, or 0 and 1 without any.
+    """
+    # The keys of a dict are an ordered set: the parameters of one module give one key.
     keys: dict[str, None] = {}
     for p in local_parameters(shape, Layout(), 0):
         stacked = written_parameter(shape, p.name)
@@ -286,11 +293,13 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
         # Only Transformer Engine's modules have an extra state.
         if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
             continue
-        if p.name.endswith(_OF_OTHER_MODULES):
+        if p.name.endswith(_WITHOUT_EXTRA_STATE):
             continue
+        # A norm over all heads is a module of ``trainer/all_heads_norm.py``.
         if shape.norms_all_heads and module.endswith(("q_layernorm", "k_layernorm")):
             continue
         modules = [module]
+        # The core attention has an extra state, but no parameters.
         if module.endswith("linear_qkv"):
             modules.append(module.replace("linear_qkv", "core_attention"))
         sizes = stack_sizes(shape, stacked) or (1,)

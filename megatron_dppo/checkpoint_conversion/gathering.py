@@ -14,9 +14,9 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 
 @dataclass(frozen=True)
 class Gathered:
-    """A rank's result for a bucket: the full tensors by name on the bucket's receiver, none on other ranks.
+    """A rank's result for a bucket. ``tensors``: (name, full tensor) on the bucket's receiver, none on other ranks.
 
-    ``received`` is the number of bytes from other ranks.
+    ``received`` is the number of bytes that came from other ranks.
     """
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -24,6 +24,7 @@ class Gathered:
 
 
 KEPT_BYTES = 64 << 20
+"""Largest buffer that is kept from one gathering to the next."""
 
 
 class Buffers:
@@ -41,8 +42,8 @@ class Buffers:
         return buffer[:elements]
 
     def shrink(self) -> None:
-        """Free large buffers."""
-        # Keep small ones: on a CPU, allocating memory takes longer than the copy into it.
+        """Free buffers larger than KEPT_BYTES."""
+        # Keep small buffers: on a CPU, allocating memory takes longer than the copy into it.
         for i, buffer in enumerate(self._buffers):
             if buffer is not None and buffer.nbytes > KEPT_BYTES:
                 self._buffers[i] = None
@@ -54,7 +55,7 @@ def gather(
     values: Mapping[ParameterKey, Tensor],
     buffers: Buffers | None = None,
 ) -> Iterator[Gathered]:
-    """Gather each bucket of ``plan``, one after another. All ranks must call it.
+    """Gather each bucket of ``plan``, one after another. All ranks must call the function.
 
     A rank sends its pieces of a bucket as one flat message.
 
@@ -72,30 +73,31 @@ def gather(
         counts = bucket.elements_by_rank
         if rank != bucket.receiver:
             if rank in counts:
-                sent = pack(bucket, rank, values)
-                _exchange([dist.P2POp(dist.isend, sent, bucket.receiver)])()
+                message = pack(bucket, rank, values)
+                wait = _exchange([dist.P2POp(dist.isend, message, bucket.receiver)])
+                wait()
             yield Gathered()
             continue
-        flat: dict[int, Tensor] = {}
+        messages: dict[int, Tensor] = {}
         operations: list[dist.P2POp] = []
         for source, count in counts.items():
             if source != rank:
-                flat[source] = like.new_empty(count)
-                operations.append(dist.P2POp(dist.irecv, flat[source], source))
+                messages[source] = like.new_empty(count)
+                operations.append(dist.P2POp(dist.irecv, messages[source], source))
         wait = _exchange(operations)
         elements = bucket.elements
         out = like.new_empty(elements) if buffers is None else buffers.next(elements, like)
         wait()
-        received = sum(buffer.nbytes for buffer in flat.values())
-        yield Gathered(assemble(bucket, out, flat, rank, values), received)
+        received = sum(message.nbytes for message in messages.values())
+        yield Gathered(assemble(bucket, out, messages, rank, values), received)
     if buffers is not None:
         buffers.shrink()
 
 
 def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
-    """Start sends or receives. Returns a function that waits for them."""
-    # A batch uses the group's communicator (ProcessGroupNCCL::pointToPoint). For single sends and receives, NCCL
-    # creates a communicator for every pair of ranks, with some 300 MiB on both GPUs.
+    """Start sends or receives. Returns a function that waits for their end."""
+    # A batch uses the group's communicator (ProcessGroupNCCL::pointToPoint). For single sends and receives, torch
+    # creates an NCCL communicator for every pair of ranks, with some 300 MiB on both GPUs.
     requests = []
     if operations:
         requests = dist.batch_isend_irecv(operations)
@@ -108,7 +110,8 @@ def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
 
 
 def _empty(bucket: Bucket, like: Tensor) -> Tensor:
-    """A tensor without elements, of the bucket's dtype; ``like`` has the model's dtype, and the device."""
+    """A tensor without elements, on the device of ``like``. Its dtype is that of the bucket, or of ``like`` if the
+    bucket has none."""
     dtype = like.dtype if bucket.dtype is None else getattr(torch, bucket.dtype)
     return like.new_empty(0, dtype=dtype)
 
@@ -137,8 +140,10 @@ def assemble(
 
     The pieces of ``rank`` come from its ``parameters``, all others from ``flat_by_rank``.
     """
+    # The pieces in a rank's message are in the order of this loop.
     consumed = dict.fromkeys(flat_by_rank, 0)
-    named, end = [], 0
+    full_tensors = []
+    end = 0
     for tensor in bucket.tensors:
         start = end
         end = end + tensor.elements
@@ -152,5 +157,5 @@ def assemble(
             consumed[piece.rank] = block_start + piece.elements
             block = flat_by_rank[piece.rank][block_start : consumed[piece.rank]]
             target.copy_(block.view(piece.shape))
-        named.append((tensor.name, full))
-    return named
+        full_tensors.append((tensor.name, full))
+    return full_tensors

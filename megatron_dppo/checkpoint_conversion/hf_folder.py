@@ -47,11 +47,12 @@ SLACK_BYTES = 16 << 20
 
 
 class StagedFolder:
-    """``with StagedFolder(out, bytes) as folder:`` yields a new folder, which is renamed to ``out`` without an error.
+    """``with StagedFolder(out, expected_bytes) as folder:`` yields a new folder, the staging folder. If the block ends
+    without an error, the staging folder is renamed to ``out``; otherwise it is removed.
 
-    The staging folder ``.<name>.partial`` is beside ``out``, on the same disk, and locked by its process. A staging
-    folder that a killed process left is removed. Raises CheckpointError where ``out`` exists and is not an empty
-    folder, the disk has less than ``expected_bytes`` free, or another process is writing to the same folder.
+    The staging folder ``.<name>.partial`` is beside ``out``, on the same disk, and locked by its process. Files that a
+    killed process left in it are removed. Raises CheckpointError where ``out`` exists and is not an empty folder, the
+    disk has less than ``expected_bytes`` free, or another process is writing to the same folder.
     """
 
     def __init__(self, out: str | Path, expected_bytes: int) -> None:
@@ -61,9 +62,12 @@ class StagedFolder:
         self._lock = -1
 
     def __enter__(self) -> Path:
-        self._require_empty()
+        self._require_out_is_free()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._lost_race() from None
         try:
             self._begin()
             failpoint("folder/begun")
@@ -77,36 +81,52 @@ class StagedFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{self.out}: another process is writing it now") from None
-        # Another process may have renamed the folder before the lock was taken: the lock is then on its result.
-        if not self.folder.exists() or not os.path.samestat(
-            os.fstat(self._lock), self.folder.stat()
-        ):
-            raise CheckpointError(f"{self.out}: another process has just written it")
+        # Between mkdir and flock, another process may have renamed this folder to ``out``, or removed it. The lock is
+        # then not on a staging folder.
+        try:
+            staged = self.folder.stat()
+        except FileNotFoundError:
+            raise self._lost_race() from None
+        if not os.path.samestat(os.fstat(self._lock), staged):
+            raise self._lost_race()
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        free = shutil.disk_usage(self.folder).free
-        if free < self._expected + SLACK_BYTES:
+        try:
+            # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on only the
+            # owner of this lock can.
+            self._require_out_is_free()
+            free = shutil.disk_usage(self.folder).free
+            if free < self._expected + SLACK_BYTES:
+                raise CheckpointError(
+                    f"{self.out}: needs {self._expected} bytes, its disk has {free} bytes free"
+                )
+        except CheckpointError:
             self.folder.rmdir()
-            raise CheckpointError(
-                f"{self.out}: needs {self._expected} bytes, its disk has {free} bytes free"
-            )
+            raise
 
-    def _require_empty(self) -> None:
+    def _lost_race(self) -> CheckpointError:
+        return CheckpointError(f"{self.out}: another process has just written it")
+
+    def _require_out_is_free(self) -> None:
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise CheckpointError(f"{self.out}: exists and is not an empty folder")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_renamed = False
         try:
             if kind is None:
                 # Sync before the rename: otherwise the folder may have empty files after a power cut.
                 sync_folder(self.folder)
-                self._require_empty()
+                self._require_out_is_free()
                 failpoint("folder/publish")
                 os.rename(self.folder, self.out)
+                is_renamed = True
                 failpoint("folder/published")
                 sync_to_disk(self.out.parent)
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            # After the rename, a staging folder of this name belongs to another process.
+            if not is_renamed:
+                shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._lock)
 
 
@@ -116,10 +136,10 @@ def copy_side_files(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy ``side_files`` except the tracker, which only the writer of a checkpoint can make.
+    """Copy ``side_files``, but not Megatron's tracker: the function that writes a Megatron checkpoint writes its own.
 
-    config.json is copied byte for byte unless it names another ``dtype`` or ``quantization`` than the weights beside it
-    have; these keys are then replaced.
+    config.json is copied byte for byte if its dtype is ``dtype`` and neither it nor the caller has a quantization.
+    Otherwise it is written again with ``dtype`` and ``quantization``.
     """
     for path in side_files(source):
         if path.name == TRACKER:
@@ -128,11 +148,11 @@ def copy_side_files(
     config_path = target / "config.json"
     config = json.loads(config_path.read_text())
     entries = language_model_values(config)
-    named = [key for key in ("dtype", "torch_dtype") if key in entries] or ["dtype"]
-    is_other = any(str(entries.get(key)).removeprefix("torch.") != dtype for key in named)
-    if is_other or config.get("quantization_config") is not None or quantization is not None:
+    dtype_keys = [key for key in ("dtype", "torch_dtype") if key in entries] or ["dtype"]
+    differs = any(str(entries.get(key)).removeprefix("torch.") != dtype for key in dtype_keys)
+    if differs or config.get("quantization_config") is not None or quantization is not None:
         config.pop("quantization_config", None)
-        config = with_language_model_values(config, dict.fromkeys(named, dtype))
+        config = with_language_model_values(config, dict.fromkeys(dtype_keys, dtype))
         if quantization is not None:
             config["quantization_config"] = dict(quantization)
         config_path.write_text(json.dumps(config, indent=2) + "\n")
@@ -140,26 +160,26 @@ def copy_side_files(
 
 _BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of buffers that follow from config.json; transformers and SGLang do not read them either."""
-_ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-"""Name of the tensor [experts, rows, columns] in which transformers 5 stores all experts of a layer."""
+_PACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+"""Names of the tensors [experts, rows, columns] in which transformers 5 packs all experts of a layer."""
 
 
 class SafetensorsReader(Closing):
     """The tensors of a Hugging Face folder, open for reading; a slice of rows is read without the rest of the tensor.
 
     Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
-    does an index that disagrees with its shards. A tensor with all experts of a layer is read as a tensor for each
-    matrix and expert; ``fused`` has the names of such tensors, without those that the family's files have. Buffers that
-    follow from config.json are left out.
+    does an index that disagrees with its shards. A packed tensor, with all experts of a layer, is read as a tensor for
+    each matrix and expert. ``unusual_packed`` has the names of the packed tensors of a family whose published files
+    have no packed tensors. Buffers that follow from config.json are left out.
 
     Args:
         hf_dir: the folder.
-        splits_experts: False: tensors with all experts of a layer stay whole.
+        splits_experts: False: packed tensors stay whole.
     """
 
     def __init__(self, hf_dir: str | Path, *, splits_experts: bool = True) -> None:
         self.folder = Path(hf_dir)
-        self.fused: list[str] = []
+        self.unusual_packed: list[str] = []
         self._files: list[tensor_store.SafetensorsFile] = []
         self._file_of: dict[str, tensor_store.SafetensorsFile] = {}
         try:
@@ -213,21 +233,26 @@ class SafetensorsReader(Closing):
             self._file_of[name] = file
 
     def _split_experts(self) -> None:
-        declared = packed_experts(self.folder)
+        family_tensors = packed_experts(self.folder)
         for name, file in list(self._file_of.items()):
-            matrices = _declared_matrices(name, declared) if declared else _fused_matrices(name)
+            templates = _transformers_templates(name)
+            if family_tensors:
+                templates = _family_templates(name, family_tensors)
             shape = file.entries[name].shape
-            if not matrices or len(shape) < 2 or shape[1] % len(matrices):
+            # A tensor of a wrong shape stays whole, so that ``check`` reports its name.
+            if not templates or len(shape) < 2 or shape[1] % len(templates):
                 continue
+            # From here on ``file`` has the parts instead of the packed tensor.
             del self._file_of[name]
-            parts = _experts_in(matrices, file.entries.pop(name))
+            packed = file.entries.pop(name)
+            parts = _parts_of(packed, templates)
             duplicates = sorted(parts.keys() & self._file_of.keys())
             if duplicates:
                 raise CheckpointError(f"{self.folder}: {duplicates[0]} is also in {name}")
             file.entries.update(parts)
             self._file_of.update(dict.fromkeys(parts, file))
-            if not declared:
-                self.fused.append(name)
+            if not family_tensors:
+                self.unusual_packed.append(name)
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Read rows ``start .. start + count`` of dim 0."""
@@ -253,18 +278,18 @@ class SafetensorsReader(Closing):
         self._files = []
 
 
-def _fused_matrices(name: str) -> list[str]:
-    """Name templates of an expert's matrices in a tensor that transformers 5 stores; empty for another tensor."""
-    match = _ALL_EXPERTS.fullmatch(name)
+def _transformers_templates(name: str) -> list[str]:
+    """Name templates of an expert's matrices in a tensor that transformers 5 packs; empty for another tensor."""
+    match = _PACKED.fullmatch(name)
     if match is None:
         return []
     matrices = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
     return [f"{match[1]}.{{expert}}.{matrix}.weight" for matrix in matrices]
 
 
-def _declared_matrices(name: str, declared: Sequence[PackedExperts]) -> list[str]:
-    """The same for a tensor that a family has ``declared``."""
-    for packed in declared:
+def _family_templates(name: str, family_tensors: Sequence[PackedExperts]) -> list[str]:
+    """Name templates of an expert's matrices in a packed tensor of the model family; empty for another tensor."""
+    for packed in family_tensors:
         pattern = re.escape(packed.name).replace(r"\{layer\}", r"(\d+)")
         match = re.fullmatch(pattern, name)
         if match is not None:
@@ -272,20 +297,24 @@ def _declared_matrices(name: str, declared: Sequence[PackedExperts]) -> list[str
     return []
 
 
-def _experts_in(
-    matrices: Sequence[str], entry: tensor_store.Entry
+def _parts_of(
+    packed: tensor_store.Entry, templates: Sequence[str]
 ) -> dict[str, tensor_store.Entry]:
-    """Return the positions of each expert's ``matrices`` in a tensor of all experts: whole rows, gates before ups."""
-    experts, rows, *widths = entry.shape
-    dims = (rows // len(matrices), *widths)
-    size = entry.dtype.itemsize * math.prod(dims)
-    entries: dict[str, tensor_store.Entry] = {}
+    """Return where each matrix of each expert is in a packed tensor.
+
+    Experts follow each other, and within an expert its matrices do (gate_proj, then up_proj), each as whole rows.
+    """
+    experts, rows, *widths = packed.shape
+    dims = (rows // len(templates), *widths)
+    size = packed.dtype.itemsize * math.prod(dims)
+    parts: dict[str, tensor_store.Entry] = {}
+    offset = packed.offset
     for expert in range(experts):
-        for matrix in matrices:
-            offset = entry.offset + len(entries) * size
-            name = matrix.format(expert=expert)
-            entries[name] = tensor_store.Entry(dims, entry.dtype, offset=offset)
-    return entries
+        for template in templates:
+            name = template.format(expert=expert)
+            parts[name] = tensor_store.Entry(dims, packed.dtype, offset=offset)
+            offset += size
+    return parts
 
 
 class ShardedWriter:
@@ -293,7 +322,7 @@ class ShardedWriter:
 
     Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor gets its own shard.
     The folder is staged next to ``out_dir`` and renamed if the ``with`` block ends without an error. ``out_dir`` must
-    not exist, or be empty. Raises CheckpointError if a tensor was not written.
+    not exist, or be empty. Raises CheckpointError if the number of rows written of a tensor is not its own.
     """
 
     def __init__(
@@ -309,7 +338,7 @@ class ShardedWriter:
         self._side_files_from = side_files_from
         self._quantization = quantization
         self._certificate: Certificate | None = None
-        self._unwritten = {name: spec.shape[0] for name, spec in tensors.items()}
+        self._rows_left = {name: spec.shape[0] for name, spec in tensors.items()}
         self._staged = StagedFolder(out_dir, sum(spec.bytes for spec in tensors.values()))
         self._files = plan_files(self._tensors, max_shard_bytes)
         self._writer_of: dict[str, tensor_store.SafetensorsFileWriter] = {}
@@ -331,10 +360,10 @@ class ShardedWriter:
             raise ValueError(f"{name} was not announced to this writer")
         data = rows.detach().to("cpu", self._tensors[name].dtype)
         self._writer_of[name].write_rows(name, start, data)
-        self._unwritten[name] -= len(rows)
+        self._rows_left[name] -= len(rows)
 
     def certify(self, certificate: Certificate) -> None:
-        """Write ``certificate`` after all other files."""
+        """Have ``certificate`` written at the end of the ``with`` block, after all other files."""
         self._certificate = certificate
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
@@ -345,10 +374,10 @@ class ShardedWriter:
             self._finish()
 
     def _finish(self) -> None:
-        unwritten = [name for name, rows in self._unwritten.items() if rows]
-        if unwritten:
+        wrong_names = [name for name, rows in self._rows_left.items() if rows]
+        if wrong_names:
             raise CheckpointError(
-                f"{len(unwritten)} tensors were not written, first {unwritten[0]}"
+                f"{len(wrong_names)} tensors were not written with every row once, first {wrong_names[0]}"
             )
         complete_folder(
             self._staged.folder,
@@ -382,27 +411,29 @@ def write_hf_checkpoint(
 
 
 def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_store.TensorSpec]:
-    """The tensors of a model that a trainer holds in ``dtype``: those with a type of their own have it."""
-    kinds = own_dtypes(shape)
+    """The tensors of a model that is trained in ``dtype``. A tensor that the trainer always keeps in another type
+    (``own_dtypes``) has that type here."""
+    fixed_dtypes = own_dtypes(shape)
     specs: dict[str, tensor_store.TensorSpec] = {}
     for name, dims in hf_tensors(shape).items():
-        own_dtype = kinds.get(name)
-        specs[name] = tensor_store.TensorSpec(
-            dims, dtype if own_dtype is None else TORCH_DTYPES[own_dtype]
-        )
+        tensor_dtype = dtype
+        if name in fixed_dtypes:
+            tensor_dtype = TORCH_DTYPES[fixed_dtypes[name]]
+        specs[name] = tensor_store.TensorSpec(dims, tensor_dtype)
     return tensor_store.packed_specs(shape, specs)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of ``folder`` that SGLang's loader reads: those of the index, or all without one.
+    """Return the safetensors files of ``folder`` that SGLang's loader reads: those of the index; all without an index.
 
-    A file that the index does not name is the same weights once more (``consolidated.safetensors``), or is left from an
-    earlier checkpoint. Raises CheckpointError for a damaged index.
+    A file that the index does not name has the same weights once more (Mistral's ``consolidated.safetensors``), or is
+    left from an earlier checkpoint. Raises CheckpointError for a damaged index.
     """
     files = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX
     if index.exists():
         return sorted({folder / name for name in _read_index(index).values()})
+    # As SGLang does: without an index too, consolidated.safetensors beside the only weight file is a copy of it.
     if [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
         return files[1:]
     return files
@@ -419,14 +450,16 @@ def _read_index(path: Path) -> dict[str, str]:
 def plan_files(
     tensors: Mapping[str, tensor_store.TensorSpec], max_shard_bytes: int
 ) -> dict[str, dict[str, tensor_store.TensorSpec]]:
-    """The tensors of each of a folder's weight files, by its name.
+    """Divide ``tensors`` among weight files: file name -> the tensors of the file.
 
-    Files of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor has one to itself. The parts of a
-    packed tensor are in one file, at the place of the first.
+    A file has at most ``max_shard_bytes``, and files follow the order of ``tensors``. A larger tensor gets a file of
+    its own. All parts of a packed tensor are in one file, at the position of their first part.
     """
     shards: list[dict[str, tensor_store.TensorSpec]] = [{}]
     filled = 0
-    for part_names in tensor_store.file_tensors(tensors).values():
+    # Part names by file tensor: a tensor that is not packed has itself as its only part.
+    part_names_of = tensor_store.part_names_of_file_tensors(tensors)
+    for part_names in part_names_of.values():
         size = sum(tensors[name].bytes for name in part_names)
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append({})
@@ -446,23 +479,28 @@ def complete_folder(
     side_files_from: str | Path | None,
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the files of a folder other than weights: an index of several weight files, and copies of the files in
-    ``side_files_from``, with ``quantization`` in config.json where matrices are quantised."""
+    """Write everything but the weights: an index if there are several weight files, and copies of the files in
+    ``side_files_from``, with ``quantization`` in config.json where matrices are quantised.
+
+    ``files``: the result of ``plan_files``.
+    """
     specs: dict[str, tensor_store.TensorSpec] = {}
     file_of: dict[str, str] = {}
     for file, tensors in files.items():
         specs |= tensors
-        file_of |= dict.fromkeys(tensor_store.file_tensors(tensors), file)
+        file_of |= dict.fromkeys(tensor_store.part_names_of_file_tensors(tensors), file)
     if len(files) > 1:
         weight_map = {name: file_of[name] for name in sorted(file_of)}
         total = sum(spec.bytes for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if side_files_from is not None:
-        # Single tensors may have a type of their own; config.json names the type of the others.
-        sizes = Counter[torch.dtype]()
+        # config.json has one dtype: the one with most bytes among the tensors that are not quantised. A few tensors may
+        # have another dtype.
+        bytes_of_dtype = Counter[torch.dtype]()
         for name, spec in specs.items():
             if quantization is None or not (is_quantized(name) or name.endswith(SCALE_SUFFIX)):
-                sizes[spec.dtype] += spec.bytes
-        dtype = str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
-        copy_side_files(side_files_from, folder, dtype, quantization)
+                bytes_of_dtype[spec.dtype] += spec.bytes
+        ((dtype, _),) = bytes_of_dtype.most_common(1)
+        dtype_name = str(dtype).removeprefix("torch.")
+        copy_side_files(side_files_from, folder, dtype_name, quantization)

@@ -1,7 +1,7 @@
 """Reading 8-bit weights with their scales (``quantization_config: {quant_method: fp8}``) as fp32, and writing them.
 
-A weight of type F8_E4M3 has a tensor ``..._scale_inv``: a factor for each block of ``weight_block_size`` elements, or
-one for the whole matrix.
+A matrix of type F8_E4M3 has a tensor ``..._scale_inv``: a factor for each block of ``weight_block_size`` (rows,
+columns), or one factor for the whole matrix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from megatron_dppo.system.files import Closing
 class DequantizedReader(Closing):
     """The tensors of a folder with 8-bit weights. ``specs`` has the stored types; 8-bit rows are returned as fp32.
 
-    Raises CheckpointError if such a weight has no scale, or a scale whose shape does not fit its blocks.
+    ``block``: config.json's ``weight_block_size``; None if it has none. Raises CheckpointError if an 8-bit tensor is no
+    matrix, has no scales, or has scales whose shape does not fit its blocks.
     """
 
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
@@ -45,9 +46,12 @@ class DequantizedReader(Closing):
         self._blocks: dict[str, tuple[int, ...]] = {}
         for name, spec in self.specs.items():
             if spec.dtype == block_fp8.DTYPE:
-                self._blocks[name] = self._block(name, spec, block)
+                self._blocks[name] = self._checked_block(name, spec, block)
 
-    def _block(self, name: str, spec: TensorSpec, block: tuple[int, int] | None) -> tuple[int, int]:
+    def _checked_block(
+        self, name: str, spec: TensorSpec, block: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Return the rows and columns that share a scale in an 8-bit matrix. Raises CheckpointError."""
         scale = self._reader.specs.get(name + SCALE_SUFFIX)
         if scale is None or len(spec.shape) != 2:
             raise CheckpointError(
@@ -58,8 +62,8 @@ class DequantizedReader(Closing):
             return spec.shape[0], spec.shape[1]
         if block is None:
             raise CheckpointError(
-                f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, and config.json's quantization_config "
-                "no weight_block_size"
+                f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, and config.json's quantization_config has no "
+                "weight_block_size"
             )
         grid = tuple(-(-size // length) for size, length in zip(spec.shape, block, strict=True))
         if scale.shape != grid:
@@ -78,9 +82,11 @@ class DequantizedReader(Closing):
         scale_end = -(-(start + count) // height)
         scale_count = scale_end - scale_start
         scales = self._reader.read_rows(name + SCALE_SUFFIX, scale_start, scale_count).float()
-        by_row = scales.reshape(scale_count, -1).repeat_interleave(height, 0)
-        by_row = by_row[start - scale_start * height :][:count]
-        return rows.float() * by_row.repeat_interleave(width, 1)[:, : rows.shape[1]]
+        # Repeat the scales of each block for its rows, keep the rows that were read, and repeat them for its columns.
+        row_scales = scales.reshape(scale_count, -1).repeat_interleave(height, 0)
+        row_scales = row_scales[start - scale_start * height :][:count]
+        element_scales = row_scales.repeat_interleave(width, 1)[:, : rows.shape[1]]
+        return rows.float() * element_scales
 
     def close(self) -> None:
         self._reader.close()
@@ -118,10 +124,11 @@ def quantize_folder(
     out_dir: str | Path,
     progress: Callable[[int], None],
 ) -> dict[str, TensorSpec]:
-    """Write the Hugging Face folder ``hf_dir`` as one with block-FP8 weights; return its tensors.
+    """Write the Hugging Face folder ``hf_dir`` as a folder with block-FP8 weights; return the tensors written.
 
-    The tensors are those that an engine with ``engine.quantization: fp8`` receives. ``progress`` receives the bytes
-    that were read. Raises CheckpointError, and LayoutError if a matrix has a width that is no multiple of 128.
+    They are the tensors that an engine with ``engine.quantization: fp8`` receives. ``progress`` is called with the
+    number of bytes that were read. Raises CheckpointError, and LayoutError if a matrix has a width that is no multiple
+    of 128.
     """
     shape = load_model_shape(hf_dir)
     check_block_widths(shape, EngineLayout())
@@ -129,9 +136,13 @@ def quantize_folder(
         check_store(reader, shape, str(hf_dir))
         specs: dict[str, TensorSpec] = {}
         for name, dims in stored_tensors(hf_tensors(shape)).items():
-            dtype = torch.float32
-            if name in reader.specs:
-                dtype = block_fp8.DTYPE if is_quantized(name) else reader.specs[name].dtype
+            if name not in reader.specs:
+                # A tensor of scales.
+                dtype = torch.float32
+            elif is_quantized(name):
+                dtype = block_fp8.DTYPE
+            else:
+                dtype = reader.specs[name].dtype
             specs[name] = TensorSpec(dims, dtype)
         with ShardedWriter(out_dir, specs, side_files_from=hf_dir, quantization=SCHEME) as writer:
             for name, dims in hf_tensors(shape).items():

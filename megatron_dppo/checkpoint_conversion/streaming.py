@@ -46,9 +46,9 @@ def hf_to_megatron(
 ) -> Certificate:
     """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout, with a certificate.
 
-    Megatron-LM's ``--load`` takes ``out_dir``: it has a tracker that names ``release``. ``dtype`` is the type of the
-    result; None: the stored type, which must be the same for all tensors. Raises ModelError for invalid input, and then
-    leaves no files.
+    Megatron-LM's ``--load`` accepts ``out_dir``, whose tracker names the folder ``release``. ``dtype`` is the type of
+    the result; None: the stored type, which must be one type for all tensors. Raises ModelError for invalid input, and
+    then leaves no files.
     """
     shape = load_model_shape(hf_dir, quantized=True)
     certificate = source_certificate(hf_dir)
@@ -82,25 +82,26 @@ def write_megatron(
 ) -> Certificate:
     """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that they fit ``shape``.
 
-    ``recorded``: the certificate of ``source``, whose hashes every tensor must have; None without one.
+    ``recorded``: the certificate of ``source``, with which the hash of every tensor is compared; None without one.
     """
     source_dtype, target = _dtypes(source, shape, dtype)
     dtypes = _target_dtypes(source, shape, target)
-    stored, hashes = TensorHashes(), TensorHashes()
-    # The hash of a cast is not the recorded one, so the stored bytes of a certified source are hashed too.
-    hashes_stored = recorded is not None and target != source_dtype
+    stored = TensorHashes()
+    written = TensorHashes()
+    # A certified source records hashes of its stored bytes. If these are cast, both forms have to be hashed.
+    hashes_both = recorded is not None and target != source_dtype
 
     def read(name: str, start: int, count: int) -> torch.Tensor:
         rows = source.read_rows(name, start, count)
         progress(count * source.specs[name].row_bytes)
-        if hashes_stored:
+        if hashes_both:
             stored.update(name, rows)
         cast = _finite_cast(rows, name, start, dtypes[name], side_files_from)
-        hashes.update(name, cast)
+        written.update(name, cast)
         return cast
 
     staged = hf_folder.StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target])
-    with staged as folder, stored, hashes:
+    with staged as folder, stored, written:
         (folder / "release").mkdir()
         write_torch_dist(folder / "release", shape, dtypes, read)
         carried = carried_names(shape, source.specs)
@@ -113,9 +114,10 @@ def write_megatron(
                     for start, count in tensor_store.row_blocks(source.specs[name]):
                         writer.write_rows(name, start, read(name, start, count))
         (folder / TRACKER).write_text("release")
-        digests = hashes.digests()
+        digests = written.digests()
+        stored_digests = stored.digests() if hashes_both else digests
         if recorded is not None:
-            for name, digest in (stored.digests() if hashes_stored else digests).items():
+            for name, digest in stored_digests.items():
                 recorded.check_tensor(name, digest, Path(side_files_from))
         # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's.
         ordered = {name: digests[name] for name in (*hf_tensors(shape), *carried)}
@@ -136,7 +138,8 @@ def megatron_to_hf(
     max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``.
+    """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``,
+    or from ``megatron_dir`` if it is None.
 
     ``megatron_dir`` is a result of ``hf_to_megatron``, or a checkpoint of a training run. If it has a certificate,
     every tensor is compared with it. Raises MismatchError for the first tensor that differs, and ModelError if
@@ -164,12 +167,15 @@ def megatron_to_hf(
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
                 cast = _finite_cast(rows, name, start, dtypes[name], megatron_dir)
-                # The stored tensor is compared with its certificate. A cast has another hash, for the new certificate.
+                # ``stored`` is compared with the source's certificate, ``written`` is for the new one. Both are equal
+                # without a cast.
                 if target != source_dtype:
                     written.update(name, cast)
                 writer.write_rows(name, start, cast)
-            _require_recorded(source, stored.digests())
-            digests = (stored if target == source_dtype else written).digests()
+            digests = stored.digests()
+            _require_recorded(source, digests)
+            if target != source_dtype:
+                digests = written.digests()
             certificate = Certificate(
                 "huggingface",
                 source.shape,
@@ -194,7 +200,8 @@ def verify(
     MismatchError with the first tensor, file and offset that differs.
     """
     shape = load_model_shape(hf_dir, quantized=True)
-    # Compare the files beside the weights. An altered tensor shows as a difference from the converted one.
+    # Compare the files beside the weights with the certificate of ``hf_dir``. Its hashes of tensors are not needed: the
+    # loop below compares every tensor with the converted one.
     source_certificate(hf_dir)
     with (
         open_weights(hf_dir) as original,
@@ -232,7 +239,7 @@ def _dtypes(
     shape: ModelShape,
     dtype: str | None,
 ) -> tuple[str, str]:
-    """The stored type (several are joined by ``+``), and the type of the result."""
+    """The stored type (the names of several types are joined by ``+``), and the type of the result."""
     stored_dtype = "+".join(tensor_store.dtypes_of(store, shape))
     return stored_dtype, dtype or stored_dtype
 
@@ -242,15 +249,15 @@ def _target_dtypes(
     shape: ModelShape,
     dtype: str,
 ) -> dict[str, torch.dtype]:
-    """The type of each tensor of the result: ``dtype``, but the stored type for a tensor with a type of its own and for
-    one that is carried along."""
+    """The type of each tensor of the result: ``dtype``, except that carried tensors and tensors that may have a type of
+    their own (``mapping.file_dtypes``) keep the stored type."""
     dtypes = dict.fromkeys(hf_tensors(shape), TORCH_DTYPES[dtype])
     for name in (*file_dtypes(shape), *carried_names(shape, store.specs)):
         stored_dtype = store.specs[name].dtype
-        # Rows of 8-bit weights are read as float32.
         if stored_dtype in TORCH_DTYPES.values():
             dtypes[name] = stored_dtype
         else:
+            # 8-bit weights cannot keep their type, because they are read as float32.
             dtypes[name] = TORCH_DTYPES[dtype]
     return dtypes
 

@@ -32,13 +32,13 @@ CODES = {
 }
 """Types that can be written -> their code in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-"""Codes that can be read -> their type. ``quantized.py`` reads 8-bit weights, which need their scales."""
+"""Codes that can be read -> their type. 8-bit weights have to be multiplied by scales; ``quantized.py`` does that."""
 MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
 class PackedIn:
-    """A tensor of a file, [``experts``, rows, ...], that has a stored tensor among others."""
+    """A packed tensor of a file, [``experts``, rows, ...]: its parts are matrices of single experts."""
 
     name: str
     experts: int
@@ -46,7 +46,7 @@ class PackedIn:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a stored tensor; with ``packed_in`` a written file has it as a part of another tensor."""
+    """Shape and dtype of a stored tensor. With ``packed_in``, a written file has it as a part of a packed tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,31 +70,36 @@ class Entry(TensorSpec):
 
 
 def packed_specs(shape: ModelShape, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Return ``specs`` with the tensors in which files of the model's family have them."""
-    names = packed_names(shape)
-    packed: dict[str, TensorSpec] = {}
+    """Return ``specs`` with ``packed_in`` set for each matrix that files of the model's family pack."""
+    packed_name_of = packed_names(shape)
+    result: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
-        packed_in = PackedIn(names[name], shape.num_experts) if name in names else None
-        packed[name] = replace(spec, packed_in=packed_in)
-    return packed
+        packed_in = None
+        if name in packed_name_of:
+            packed_in = PackedIn(packed_name_of[name], shape.num_experts)
+        result[name] = replace(spec, packed_in=packed_in)
+    return result
 
 
-def file_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
-    """The tensors that a file with ``specs`` has, each with the names of its parts, in the order of the first parts."""
-    parts: dict[str, list[str]] = {}
+def part_names_of_file_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
+    """Name of each tensor in a file with ``specs`` -> the names of its parts, in the order of the first parts.
+
+    A tensor that is not packed is its own only part.
+    """
+    part_names: dict[str, list[str]] = {}
     for name, spec in specs.items():
-        whole = name if spec.packed_in is None else spec.packed_in.name
-        parts.setdefault(whole, []).append(name)
-    return parts
+        file_name = name if spec.packed_in is None else spec.packed_in.name
+        part_names.setdefault(file_name, []).append(name)
+    return part_names
 
 
-def _whole(specs: Sequence[TensorSpec]) -> TensorSpec:
-    """The tensor of a file that has the parts ``specs``."""
-    first = specs[0]
+def _file_tensor(parts: Sequence[TensorSpec]) -> TensorSpec:
+    """Return the tensor of a file that consists of ``parts``."""
+    first = parts[0]
     if first.packed_in is None:
         return first
     experts = first.packed_in.experts
-    rows = sum(spec.shape[0] for spec in specs)
+    rows = sum(part.shape[0] for part in parts)
     return TensorSpec((experts, rows // experts, *first.shape[1:]), first.dtype)
 
 
@@ -178,7 +183,7 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
 class SafetensorsFileWriter:
     """A new file with known tensors, which are written in any order. Bytes that are not written are zero.
 
-    Tensors with ``packed_in`` are parts of that tensor, in their order in ``tensors``.
+    Tensors with the same ``packed_in`` are the parts of one tensor in the file, in their order in ``tensors``.
     """
 
     def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:
@@ -186,18 +191,19 @@ class SafetensorsFileWriter:
         header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
         end = 0
         begins: dict[str, int] = {}
-        for whole_name, part_names in file_tensors(tensors).items():
+        for file_name, part_names in part_names_of_file_tensors(tensors).items():
             start = end
             for name in part_names:
-                begins[name], end = end, end + tensors[name].bytes
-            whole = _whole([tensors[name] for name in part_names])
-            header[whole_name] = {
-                "dtype": CODES[whole.dtype],
-                "shape": list(whole.shape),
+                begins[name] = end
+                end += tensors[name].bytes
+            file_tensor = _file_tensor([tensors[name] for name in part_names])
+            header[file_name] = {
+                "dtype": CODES[file_tensor.dtype],
+                "shape": list(file_tensor.shape),
                 "data_offsets": [start, end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
-        # The format requires padding, so that the first tensor is aligned.
+        # Pad the header with spaces, as the format asks, so that the first tensor is aligned to 8 bytes.
         text += b" " * (-len(text) % 8)
         self._length = len(text).to_bytes(8, "little")
         base = 8 + len(text)
@@ -246,7 +252,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable. The view keeps the tensor alive."""
-    # ``tensor.numpy()`` would make the storage permanently non-resizable, so that it could not be parked.
+    # ``tensor.numpy()`` would make the storage permanently non-resizable. ``trainer/parking.py`` resizes storages.
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
@@ -277,7 +283,7 @@ BLOCK_BYTES = 1 << 20
 
 _CAST = "`megatron-dppo convert hf-to-megatron --dtype ...` casts all to one"
 SHOWN = 5
-"""Differences of a checkpoint from its config.json that an error lists."""
+"""Largest number of differences between a checkpoint and its config.json that an error lists."""
 
 
 class TensorStore(Protocol):
@@ -325,7 +331,7 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
     """
     model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
-    # A tied model may also store its output layer, which is not in the table; ``check_tied_copy`` compares it.
+    # A tied model may also store its output layer, which is not in ``model_tensors``; ``check_tied_copy`` compares it.
     names = set(specs)
     if shape.tied_embeddings:
         names.discard(output)
@@ -352,29 +358,33 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
 def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes.
 
-    A tensor with a type of its own in files (``mapping.file_dtypes``) may have that type or the others'.
+    A tensor that may have a type of its own in files (``mapping.file_dtypes``) may have that type or the type of all
+    other tensors.
     """
     check_tensors(store.specs, shape, location)
-    kinds = dtypes_of(store, shape)
-    if len(kinds) != 1:
+    dtypes = dtypes_of(store, shape)
+    if len(dtypes) != 1:
         raise CheckpointError(
-            f"{location}: tensors of several dtypes, {kinds}; expected one; {_CAST}"
+            f"{location}: tensors of several dtypes, {dtypes}; expected one; {_CAST}"
         )
-    if kinds[0] not in ITEM_BYTES:
-        raise CheckpointError(f"{location}: tensors of dtype {kinds[0]}, expected another; {_CAST}")
+    model_dtype = dtypes[0]
+    if model_dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{location}: tensors of dtype {model_dtype}, expected one of {sorted(ITEM_BYTES)}; {_CAST}"
+        )
     for name, own_dtype in file_dtypes(shape).items():
-        kind = str(store.specs[name].dtype).removeprefix("torch.")
-        if kind not in (own_dtype, kinds[0]):
+        dtype = str(store.specs[name].dtype).removeprefix("torch.")
+        if dtype not in (own_dtype, model_dtype):
             raise CheckpointError(
-                f"{location}: {name} has dtype {kind}, expected {own_dtype} or {kinds[0]}"
+                f"{location}: {name} has dtype {dtype}, expected {own_dtype} or {model_dtype}"
             )
 
 
 def dtypes_of(store: TensorStore, shape: ModelShape) -> list[str]:
-    """Names of the types of the model's tensors, sorted; without tensors that have a type of their own."""
+    """Names of the types of the model's tensors, sorted. Tensors of ``mapping.file_dtypes`` do not count."""
     names = hf_tensors(shape).keys() - file_dtypes(shape).keys()
-    kinds = {store.specs[name].dtype for name in names}
-    return sorted(str(kind).removeprefix("torch.") for kind in kinds)
+    dtypes = {store.specs[name].dtype for name in names}
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def require_finite(rows: torch.Tensor, name: str, start: int, location: str) -> None:
@@ -384,7 +394,7 @@ def require_finite(rows: torch.Tensor, name: str, start: int, location: str) -> 
         rows: Rows of the tensor.
         name: Name of the tensor.
         start: Number of the first row.
-        where: The folder.
+        location: The folder, for the message.
     """
     if not rows.numel():
         return
@@ -403,12 +413,13 @@ def require_finite(rows: torch.Tensor, name: str, start: int, location: str) -> 
 
 def check_tied_copy(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a tied model stores an output layer that differs from its embedding."""
-    names = family_of(shape).vocabulary_tensors
-    if not shape.tied_embeddings or names[1] not in store.specs:
+    embedding, output = family_of(shape).vocabulary_tensors
+    if not shape.tied_embeddings or output not in store.specs:
         return
-    for start, count in row_blocks(store.specs[names[0]]):
-        embedding_rows, output_rows = (store.read_rows(name, start, count) for name in names)
+    for start, count in row_blocks(store.specs[embedding]):
+        embedding_rows = store.read_rows(embedding, start, count)
+        output_rows = store.read_rows(output, start, count)
         if not torch.equal(embedding_rows, output_rows):
             raise CheckpointError(
-                f"{location}: tie_word_embeddings is true, but {names[1]} differs from {names[0]}"
+                f"{location}: tie_word_embeddings is true, but {output} differs from {embedding}"
             )

@@ -39,7 +39,7 @@ from megatron_dppo.system.files import Closing
 CARRIED = "carried"
 """Folder of the tensors that the model's family carries along, in the folder of the checkpoint's other files."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
+_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 """Prefixes of the names of the model's tensors. Other tensors are the optimizer's."""
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
@@ -53,8 +53,8 @@ class StackedParameter:
 
 
 def stacked_parameters(name: str) -> list[StackedParameter]:
-    """The possible positions of a single-rank parameter: stacked over layers (the default), or in a tensor for each
-    layer."""
+    """The possible positions of a single-rank parameter: stacked over layers (Megatron-Core's default), or in a tensor
+    for each layer."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return [StackedParameter(name, ())]
@@ -89,7 +89,7 @@ def stack_sizes(shape: ModelShape, parameter: StackedParameter) -> tuple[int, ..
 
 
 class TorchDistFolder(Closing):
-    """Row access to the tensors of a ``torch_dist`` folder. Raises CheckpointError if it is none, or is damaged."""
+    """Row access to the tensors of a ``torch_dist`` folder. Raises CheckpointError for another or a damaged folder."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -121,25 +121,27 @@ class TorchDistFolder(Closing):
         return self._stored.locate(parameter.key, (*parameter.index, *index))
 
     def check_nothing_else(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if the model's tensors have more than the single-rank parameters ``names``.
+        """Raise CheckpointError if the folder has more of a model than the single-rank parameters ``names``.
 
         Optimizer states and Transformer Engine's extra states do not count.
         """
-        lengths: dict[str, tuple[int, ...]] = {}
+        # Key of a tensor -> the sizes of its leading axes (layers, experts) in a model with ``names``.
+        stack_sizes_of: dict[str, tuple[int, ...]] = {}
         for name in names:
             parameter, _ = self._find(name)
             ends = tuple(i + 1 for i in parameter.index)
-            lengths[parameter.key] = tuple(map(max, lengths.get(parameter.key, ends), ends))
+            sizes = stack_sizes_of.get(parameter.key, ends)
+            stack_sizes_of[parameter.key] = tuple(map(max, sizes, ends))
         for key, tensor in self._stored.tensors.items():
-            if not key.startswith(_OF_THE_MODEL) or "_extra_state" in key:
+            if not key.startswith(_MODEL_PREFIXES) or "_extra_state" in key:
                 continue
-            if key not in lengths:
+            if key not in stack_sizes_of:
                 raise CheckpointError(f"{self.folder}: {key} is no tensor of config.json's model")
-            model_lengths = lengths[key]
-            if tensor.dims[: len(model_lengths)] != model_lengths:
+            model_sizes = stack_sizes_of[key]
+            if tensor.dims[: len(model_sizes)] != model_sizes:
                 raise CheckpointError(
                     f"{self.folder}: {key} of shape {tensor.dims} holds more layers or experts than "
-                    f"config.json's model, {model_lengths}"
+                    f"config.json's model, {model_sizes}"
                 )
 
     def _find(self, name: str) -> tuple[StackedParameter, StoredTensor]:
@@ -161,14 +163,20 @@ class TorchDistFolder(Closing):
 
 
 def find_torch_dist(folder: str | Path) -> Path | None:
-    """The folder with ``.metadata``: ``folder`` itself, or the iteration in its Megatron-LM tracker."""
+    """Find the folder with ``.metadata``: ``folder`` itself, or the iteration that its Megatron-LM tracker names.
+
+    None without either. Raises CheckpointError if the iteration's folder has no ``.metadata``.
+    """
     folder = Path(folder)
     if (folder / ".metadata").exists():
         return folder
     if not (folder / TRACKER).exists():
         return None
     iteration = (folder / TRACKER).read_text().strip()
-    iteration_folder = folder / (iteration if iteration == "release" else f"iter_{iteration:0>7}")
+    folder_name = iteration
+    if iteration != "release":
+        folder_name = f"iter_{iteration:0>7}"
+    iteration_folder = folder / folder_name
     if not (iteration_folder / ".metadata").exists():
         raise CheckpointError(
             f"{folder / TRACKER}: names {iteration}, but {iteration_folder} holds no torch_dist checkpoint"
@@ -179,8 +187,8 @@ def find_torch_dist(folder: str | Path) -> Path | None:
 class TorchDistCheckpoint(Closing):
     """A ``torch_dist`` folder with a model of ``shape``. Raises CheckpointError if it has another model.
 
-    ``certificate`` is that of the conversion; None for a checkpoint of a training run. Such a checkpoint holds no
-    carried tensors; they are read from ``carried_from``, a Hugging Face folder, if it has weights.
+    A converted folder has a ``certificate``, and the tensors that the family carries along. A checkpoint of a training
+    run has neither; its carried tensors are read from ``carried_from``, a Hugging Face folder, if that has weights.
     """
 
     def __init__(
@@ -220,7 +228,8 @@ class TorchDistCheckpoint(Closing):
 
     def _check(self) -> torch.dtype:
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
-        the dtype. The vocabulary may be padded. Tensors with a type of their own are noted in ``_own_dtypes``."""
+        the dtype. The vocabulary may be padded. Tensors of ``mapping.file_dtypes`` may have any dtype, which is kept in
+        ``_own_dtypes``."""
         dtypes = set()
         own_names = file_dtypes(self.shape).keys()
         self._own_dtypes: dict[str, torch.dtype] = {}
@@ -285,7 +294,7 @@ class TorchDistCheckpoint(Closing):
 def _open_carried(
     checkpoint_folder: Path, shape: ModelShape, carried_from: Path | None
 ) -> SafetensorsReader | None:
-    """Open the tensors that a checkpoint of ``shape`` carries along; None without any."""
+    """Open the files of the tensors that a checkpoint of ``shape`` carries along; None if there are none."""
     if family_of(shape).carries is no_tensor:
         return None
     if (checkpoint_folder / CARRIED / SINGLE).exists():
@@ -330,9 +339,11 @@ def assemble_rows(
 
 
 def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:
-    """``(local row, Hugging Face row, rows)`` of the part of a piece in rows ``start .. start + count``, or None.
+    """``(local row, Hugging Face row, rows)`` of the part of a piece in rows ``start .. start + count`` of its Hugging
+    Face tensor, or None if there is no such part.
 
-    A piece along dim 1 has the width of its local parameter, so its rows are contiguous too.
+    A piece along dim 1 is a block of columns with all rows. It is as wide as the local parameter, so that its rows are
+    contiguous there.
     """
     s = piece.segment
     if s.dim == 1:
@@ -378,12 +389,13 @@ class CheckedReader(Closing):
     def check(self, shape: ModelShape) -> None:
         """Raise CheckpointError if a tensor is missing, unknown, or of another shape than in ``shape``'s tables.
 
-        Raises it also if a tied model stores an output layer that differs from its embedding, or if a tensor has all
-        experts of a layer in a family whose files have none such: SGLang silently does not read it.
+        Raises it also if a tied model stores an output layer that differs from its embedding, or if a tensor packs all
+        experts of a layer although the family's files have no packed tensors: SGLang silently does not read it.
         """
-        if isinstance(self._store, SafetensorsReader) and self._store.fused:
+        if isinstance(self._store, SafetensorsReader) and self._store.unusual_packed:
+            packed_name = self._store.unusual_packed[0]
             raise CheckpointError(
-                f"{self._store.folder}: {self._store.fused[0]} holds all experts of a layer, expected one tensor a "
+                f"{self._store.folder}: {packed_name} holds all experts of a layer, expected one tensor a "
                 "matrix and expert: `megatron-dppo convert hf-to-megatron`, then `convert megatron-to-hf`, makes such "
                 "a folder"
             )
@@ -408,7 +420,7 @@ class CheckedReader(Closing):
 
     def _compare(self, name: str) -> None:
         if self._certificate is not None and name not in self._checked:
-            # Read the whole tensor, although a rank needs a slice: the hash is that of all rows.
+            # Read the whole tensor, although a rank needs a slice: the recorded hash is of all rows.
             digest = self._hashes.add(self._store, name)
             self._certificate.check_tensor(name, digest, self._store.folder)
             self._checked.add(name)
@@ -441,8 +453,8 @@ def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[st
 
 
 def combined_digest(digests: Iterable[dict[str, str]]) -> str:
-    """SHA-256 (hex) of the sorted lines ``name digest`` of all parts."""
+    """SHA-256 (hex) of the sorted lines ``name digest`` of all ``digests``, which are results of ``tensor_digests``."""
     lines: list[str] = []
-    for part in digests:
-        lines += [f"{name} {digest}\n" for name, digest in part.items()]
+    for part_digests in digests:
+        lines += [f"{name} {digest}\n" for name, digest in part_digests.items()]
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

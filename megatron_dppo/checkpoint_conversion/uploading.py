@@ -18,35 +18,38 @@ log = logging.getLogger(__name__)
 
 
 _EXPORTED = (
-    *("*.safetensors", "*.safetensors.index.json", "conversion.json"),
-    *("config.json", "generation_config.json", "adapter_config.json"),
-    *(
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "chat_template.json*",
-        "chat_template.jinja",
-    ),
-    *(
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "*.tiktoken",
-    ),
-    *("README.md", "LICENSE*", "NOTICE*"),
+    "*.safetensors",
+    "*.safetensors.index.json",
+    CERTIFICATE,
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.json*",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
 )
-"""Names of the files that a Hugging Face folder of a model consists of."""
+"""Patterns of the names of files that a Hugging Face folder of a model consists of."""
 
 
 _NAMED_FILES = 5
+"""Largest number of files that a warning names."""
 
 
 def export_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the files of the model in ``folder``, and the names of all other files and folders in it.
+    """Return the names of the model's files in ``folder``, and the names of all other files and folders there.
 
-    Beside the usual names a model has the files that its certificate lists.
+    The model's files are those with a usual name, and those that its certificate lists.
     """
     certified: set[str] = set()
     if (folder / CERTIFICATE).is_file():
@@ -56,7 +59,10 @@ def export_files(folder: Path) -> tuple[list[str], list[str]]:
     for path in sorted(folder.iterdir()):
         is_usual = any(fnmatch(path.name, pattern) for pattern in _EXPORTED)
         is_model = path.is_file() and (is_usual or path.name in certified)
-        (sent_names if is_model else other_names).append(path.name)
+        if is_model:
+            sent_names.append(path.name)
+        else:
+            other_names.append(path.name)
     return sent_names, other_names
 
 
@@ -69,9 +75,9 @@ def upload(
 ) -> str:
     """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co; return the commit's address.
 
-    A missing repository is created, ``private`` or public; an existing one stays as it is. huggingface_hub reads its
-    key and address from ``hf auth login``, or from HF_TOKEN and HF_ENDPOINT. Raises CheckpointError where ``folder`` is
-    no export or the upload fails.
+    A missing repository is created, ``private`` or public; an existing one stays private or public. huggingface_hub
+    reads the access token that ``hf auth login`` stored, or HF_TOKEN, and the Hub's address from HF_ENDPOINT. Raises
+    CheckpointError where ``folder`` is no export or the upload fails.
     """
     try:
         from httpx import HTTPError
@@ -84,15 +90,15 @@ def upload(
     files = [folder / "config.json", *folder.glob("*.safetensors")]
     if len(files) < 2 or not files[0].is_file():
         raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
-    sent, left = export_files(folder)
-    if left:
+    sent_names, other_names = export_files(folder)
+    if other_names:
         more = ""
-        if len(left) > _NAMED_FILES:
-            more = f" and {len(left) - _NAMED_FILES} more"
+        if len(other_names) > _NAMED_FILES:
+            more = f" and {len(other_names) - _NAMED_FILES} more"
         log.warning(
             "%s: not sent, as no files of the model: %s%s",
             folder,
-            ", ".join(left[:_NAMED_FILES]),
+            ", ".join(other_names[:_NAMED_FILES]),
             more,
         )
     hub = HfApi(library_name="megatron_dppo")
@@ -104,7 +110,7 @@ def upload(
             repo_id=created.repo_id,
             folder_path=folder,
             revision=revision,
-            allow_patterns=[glob.escape(name) for name in sent],
+            allow_patterns=[glob.escape(name) for name in sent_names],
             commit_message=f"Export of {folder.resolve().parent.name}",
         )
     # hf_xet, which sends large files, raises RuntimeError.

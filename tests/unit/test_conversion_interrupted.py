@@ -119,3 +119,44 @@ def test_two_conversions_do_not_write_to_one_place(moe, tmp_path):
         pytest.raises(CheckpointError, match="another process"),
     ):
         hf_to_megatron(moe, tmp_path / "m")
+
+
+@pytest.mark.parametrize("is_renamed_first", [True, False], ids=["before mkdir", "after mkdir"])
+def test_a_folder_that_appears_while_another_process_begins_is_not_written_again(
+    tmp_path, monkeypatch, is_renamed_first
+):
+    first = hf_folder.StagedFolder(tmp_path / "m", 0)
+    (first.__enter__() / "weights").write_text("first")
+    mkdir = Path.mkdir
+
+    def rename_beside_mkdir(path: Path, **options: bool) -> None:
+        monkeypatch.undo()
+        if is_renamed_first:
+            first.__exit__(None)
+            mkdir(path, **options)
+        else:
+            mkdir(path, **options)
+            first.__exit__(None)
+
+    monkeypatch.setattr(Path, "mkdir", rename_beside_mkdir)
+    with pytest.raises(CheckpointError), hf_folder.StagedFolder(tmp_path / "m", 0):
+        pass
+    assert os.listdir(tmp_path) == ["m"]
+    assert (tmp_path / "m" / "weights").read_text() == "first"
+
+
+def test_a_staging_folder_that_another_process_makes_after_the_rename_is_kept(
+    tmp_path, monkeypatch
+):
+    second = hf_folder.StagedFolder(tmp_path / "m", 0)
+
+    def begin_second(_: Path) -> None:
+        (tmp_path / "m").rename(tmp_path / "moved away")
+        (second.__enter__() / "weights").write_text("second")
+
+    with hf_folder.StagedFolder(tmp_path / "m", 0):
+        # The first call after the rename.
+        monkeypatch.setattr(hf_folder, "sync_to_disk", begin_second)
+    monkeypatch.undo()
+    second.__exit__(None)
+    assert (tmp_path / "m" / "weights").read_text() == "second"
