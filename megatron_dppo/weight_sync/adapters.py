@@ -1,8 +1,9 @@
-"""Weight updates that send only LoRA adapters, which the engines' own LoRA serves: the same transaction.
+"""Weight updates that send only LoRA adapters, as the same transaction. The engines apply the adapters themselves.
 
 The engines hold the frozen model, which is compared tensor by tensor at an engine's first update. The adapters of each
-version are a folder in PEFT's format. The engines load it under a name of its own and hash what they loaded. Until the
-commit they keep the adapters of the previous version too, so that a failed update leaves those in service.
+version are a folder in PEFT's format. The engines load this folder under a name of its own and hash the tensors that
+they loaded. Until the commit they keep the adapters of the previous version too, and serve them again if the update
+fails.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class AdapterStrategy(Strategy):
         require_shared_folder(transfer)
         self._folder = folder
         self._tensors: list[tuple[str, Tensor]] = []
-        self._written: Path | None = None
+        self._written_folder: Path | None = None
         self.name = ""
         self.loaded = 0
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        # Drop what an update that failed has left.
+        # Remove the tensors and the folder of an update that failed.
         self.abort()
 
     def send(self, bucket: Bucket) -> int:
@@ -69,12 +70,12 @@ class AdapterStrategy(Strategy):
         return sent_bytes
 
     def end(self) -> None:
-        """Write the folder, load it into the engines as ``name``, compare the digest of every tensor, remove it.
+        """Write a folder, have the engines load it as ``name``, compare the digest of every tensor, remove the folder.
 
-        Raises EngineFaultError that names the engines that refused it, or hold other tensors.
+        Raises EngineFaultError that names the engines that refused the folder, or hold other tensors.
         """
-        self._written = new_folder(self._transfer, "adapters")
-        folder = self._written / "adapters"
+        self._written_folder = new_folder(self._transfer, "adapters")
+        folder = self._written_folder / "adapters"
         self._folder.write(folder, self._tensors, self._transfer.dtype)
         engines = self._transfer.engines
         digests_by_url = engines.each(lambda engine: engine.load_adapter(self.name, str(folder)))
@@ -83,9 +84,9 @@ class AdapterStrategy(Strategy):
 
     def abort(self) -> None:
         self._tensors = []
-        if self._written is not None:
-            shutil.rmtree(self._written, ignore_errors=True)
-            self._written = None
+        if self._written_folder is not None:
+            shutil.rmtree(self._written_folder, ignore_errors=True)
+            self._written_folder = None
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
         expected_hashes = expected_digests(self._tensors, self._folder)
@@ -102,16 +103,20 @@ class AdapterStrategy(Strategy):
 def expected_digests(
     tensors: Sequence[tuple[str, Tensor]], folder: AdapterFolder
 ) -> dict[str, str]:
-    """Return the SHA-256 of each tensor that an engine holds after it has fused the rows of ``tensors``, by name."""
-    parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+    """Return the SHA-256 of each adapter tensor that an engine holds, by name.
+
+    An engine fuses modules (q, k and v, for example): the rows of the module's ``tensors`` follow each other.
+    """
+    # Name of a fused tensor -> its parts, by position.
+    parts_of: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in tensors:
         module, _, factor = name.rpartition(".")
-        engine_module, part = fused_module(module)
-        for fused in peft_names(f"{engine_module}.{factor}", folder.shape):
-            parts[fused][part] = tensor
+        engine_module, position = fused_module(module)
+        for fused_name in peft_names(f"{engine_module}.{factor}", folder.shape):
+            parts_of[fused_name][position] = tensor
     digests: dict[str, str] = {}
-    for name, rows in parts.items():
-        digests[name] = _digest([rows[i] for i in sorted(rows)])
+    for fused_name, parts in parts_of.items():
+        digests[fused_name] = _digest([parts[position] for position in sorted(parts)])
     return digests
 
 
@@ -127,7 +132,7 @@ class AdapterSource(transaction.WeightSource, Protocol):
 
     Attributes:
         base: the frozen weights to which the adapters are added.
-        folder: the description of the adapters that a PEFT folder contains.
+        folder: the configuration of the adapters that PEFT folders contain.
     """
 
     @property
@@ -185,9 +190,13 @@ class AdapterUpdater(transaction.WeightUpdater):
         sends_changes: bool,
     ) -> tuple[int, int, list[Any] | None]:
         sent, received, _ = super()._stream(phases, verify=False, sends_changes=sends_changes)
-        return sent, received, None if self._is_base_compared else self._hash_base(phases)
+        base_partials = None
+        if not self._is_base_compared:
+            base_partials = self._hash_base(phases)
+        return sent, received, base_partials
 
     def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
+        """Gather and hash the frozen model on rank 0. Collective. Returns partial checksums, or None on other ranks."""
         plan = self.source.base.plan(self.config.bucket_mib * transaction.MIB, spread=False)
         expected_checksums = None
         if self._is_rank_0 and self._engines is not None:
@@ -201,10 +210,12 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _verify(self, phases: transaction.Phases, partials: list[Any]) -> int:
         """Compare the frozen model if this update hashed it. The engines' adapters were compared at their load."""
-        loaded = 0
+        compared = 0
         if isinstance(self._strategy, AdapterStrategy):
-            loaded = self._strategy.loaded
-        return loaded + (super()._verify(phases, partials) if partials else 0)
+            compared = self._strategy.loaded
+        if partials:
+            compared += super()._verify(phases, partials)
+        return compared
 
     def _commit(self, engines: Engines, version: int) -> None:
         super()._commit(engines, version)
@@ -235,7 +246,7 @@ class AdapterUpdater(transaction.WeightUpdater):
     def _strategy_of(self, transfer: Transfer) -> Strategy:
         return AdapterStrategy(transfer, self.source.folder)
 
-    def _static(self) -> tuple[int, int]:
+    def _copies_and_bytes(self) -> tuple[int, int]:
         if self._strategy is None or self._plan is None:
             return 0, 0
         elements = sum(tensor.elements for bucket in self._plan for tensor in bucket.tensors)
@@ -252,8 +263,8 @@ async def _restore(engine: EngineWeights, previous_version: int | None, label: s
     if not await engine.schedules(GRACE_S):
         return
     await engine.pause()
-    lacks_memory = bool(engine.occupation.released)
-    if lacks_memory or previous_version is None:
+    has_released_memory = bool(engine.occupation.released)
+    if has_released_memory or previous_version is None:
         await engine.set_version(label)
         return
     previous_name = adapter_name(previous_version)

@@ -32,21 +32,24 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The backend of torch.distributed for each device of the engine."""
 
 
-_LISTEN_S = 0.2
+_CANCEL_POLL_S = 0.2
+"""Seconds between two checks whether the transfer was cancelled."""
 
 
-_CALL_S = 5.0
+_CANCEL_S = 5.0
+"""Longest time to reach the rendezvous of a group that is cancelled, and time for its engine ranks to see that."""
 
 
-_ANNOUNCED_S = 0.002
-"""Seconds between two looks for a sender's next announcement."""
+_ANNOUNCEMENT_POLL_S = 0.002
+"""Seconds between two checks for a sender's next announcement."""
 
 
-_SLACK = timedelta(seconds=30)
+_BACKEND_SLACK = timedelta(seconds=30)
+"""Time by which the limit of gloo or NCCL exceeds the limit of the callers."""
 
 
 def _announcement(number: int) -> str:
-    """The key in a group's rendezvous of its sender's announcement ``number``."""
+    """Return the key, in the rendezvous of a group, of the sender's announcement ``number``."""
     return f"bucket {number}"
 
 
@@ -59,7 +62,7 @@ class ConnectionBrokenError(EngineError):
 
 
 @contextmanager
-def _connections() -> Iterator[None]:
+def _raising_connection_broken() -> Iterator[None]:
     # torch raises a plain RuntimeError for most errors of gloo and NCCL.
     try:
         yield
@@ -69,7 +72,7 @@ def _connections() -> Iterator[None]:
 
 def call_off(address: str, port: int) -> None:
     """Make the ranks of the group with the rendezvous ``address``:``port`` stop waiting. Never raises."""
-    limit = timedelta(seconds=_CALL_S)
+    limit = timedelta(seconds=_CANCEL_S)
     try:
         store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
         store.set(CALLED_OFF, "1")
@@ -87,7 +90,7 @@ class BroadcastGroup:
 
     def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
         # The callers' own limits are shorter, and their errors name the slow operation: this limit is the last resort.
-        self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
+        self._backend_limit = timedelta(seconds=timeout_s) + _BACKEND_SLACK
         self.name = new_name(self._backend_limit)
         self.address = address
         self.backend = BACKENDS[device]
@@ -113,7 +116,7 @@ class BroadcastGroup:
         """
         # No time limit here: rank 0, which calls the engines, has one that includes the other ranks' buckets, and
         # cancels the transfer.
-        while not wait([future], _LISTEN_S).done:
+        while not wait([future], _CANCEL_POLL_S).done:
             if self._store.check([CALLED_OFF]):
                 raise CalledOffError("another rank called the weight transfer off")
         future.result()
@@ -124,7 +127,7 @@ class BroadcastGroup:
         if self.backend == "gloo":
             options = _gloo_options(self.address, limit)
         # Engines make their groups with the same helper, because both sides must use the same keys in the store.
-        with _connections(), errors_abort_the_group(self.backend):
+        with _raising_connection_broken(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
                 size,
                 0,
@@ -139,7 +142,8 @@ class BroadcastGroup:
         self._group = group
 
     def connect(self, size: int) -> Future[None]:
-        """Start one broadcast of ``size`` bytes, in which NCCL's ranks connect; later calls return the same future."""
+        """Start a broadcast of ``size`` bytes, in which NCCL's ranks connect. Later calls return the future of the
+        first call."""
         if self._connected is None:
             probe = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._connected = self.broadcast(probe)
@@ -160,7 +164,7 @@ class BroadcastGroup:
         if self._group is not None:
             self._store.set(CALLED_OFF, "1")
             # Keep the rendezvous open until the engines have read the key: the timer holds a reference to the store.
-            holder = threading.Timer(_CALL_S, _drop, [self._store])
+            holder = threading.Timer(_CANCEL_S, _drop, [self._store])
             holder.daemon = True
             holder.start()
             self._group.abort()
@@ -169,13 +173,14 @@ class BroadcastGroup:
 
 
 class Announcements:
-    """The values that the sender with the rendezvous ``address``:``port`` announces, in order; read on rank 0."""
+    """The values that a sender announces, in order, read on rank 0. ``address`` and ``port`` are those of the
+    rendezvous of the sender's group."""
 
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         self._timeout = timeout_s
         self._read = 0
         limit = timedelta(seconds=timeout_s)
-        with _connections():
+        with _raising_connection_broken():
             self._store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
 
     def next(self) -> int:
@@ -186,7 +191,7 @@ class Announcements:
         """
         key = _announcement(self._read)
         deadline = time.monotonic() + self._timeout
-        with _connections():
+        with _raising_connection_broken():
             while not self._store.check([key]):
                 if self._store.check([CALLED_OFF]):
                     raise CalledOffError("the sender called the weight transfer off")
@@ -194,7 +199,7 @@ class Announcements:
                     raise ConnectionBrokenError(
                         f"a sender announced no bucket within {self._timeout:.0f} s"
                     )
-                time.sleep(_ANNOUNCED_S)
+                time.sleep(_ANNOUNCEMENT_POLL_S)
             value = int(self._store.get(key))
             self._store.delete_key(key)
         self._read += 1
@@ -220,16 +225,16 @@ def _broadcast(
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     if filled is None:
-        with _connections():
+        with _raising_connection_broken():
             group.broadcast([data], options).wait(limit)
         return
     event, stream = filled
-    # NCCL starts after all work in the current stream, and wait() blocks that stream until the broadcast ends. The
-    # thread's current stream is the device's default one, in which the next bucket is gathered and hashed meanwhile.
-    # So use a separate stream, which waits only for this bucket's bytes, by the event. The bytes are neither changed
-    # nor freed before synchronize returns: the caller waits for this future before it packs the bucket after next, and
-    # this frame holds ``data``.
-    with _connections(), torch.cuda.stream(stream):
+    # NCCL starts after all work in the current stream, and wait() blocks that stream until the broadcast ends. This
+    # thread's current stream would be the device's default stream, in which the next bucket is gathered and hashed
+    # meanwhile. So use a separate stream, which waits only for the event that this bucket's bytes are filled. The bytes
+    # are neither changed nor freed before synchronize returns: the caller waits for this future before it packs the
+    # bucket after next, and this frame holds ``data``.
+    with _raising_connection_broken(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
         # NCCL's wait() blocks only the stream, not this thread.

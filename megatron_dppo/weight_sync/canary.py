@@ -18,13 +18,16 @@ from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
 log = logging.getLogger(__name__)
 
 PROMPTS = 4
+"""Number of prompts."""
 
 
 PROMPT_TOKENS = 24
+"""Number of tokens of a prompt."""
 
 
 DECODED_TOKENS = 4
-"""Tokens of each prompt that the engine computes one by one, after its first token, which ends the prompt's prefill."""
+"""Number of tokens that the engine decodes one by one after each prompt. The first token of the response is not
+counted: the prompt's prefill computes it."""
 
 
 class Tolerance(NamedTuple):
@@ -40,21 +43,24 @@ class Tolerance(NamedTuple):
 
 
 _NEAR_TIE_LARGEST = 10.0
-"""The largest difference in nats at one token whose router, by a near tie, sends it to another expert."""
+"""The largest difference in nats at one token that a router, by a near tie, sends to another expert."""
 _TOLERANCE = {
     "float32": Tolerance(1e-3, 1e-4),
     "bfloat16": Tolerance(_NEAR_TIE_LARGEST, 0.3),
     "fp8": Tolerance(_NEAR_TIE_LARGEST, 0.6),
 }
-"""The tolerance by dtype of the weights; fp8: between a bfloat16 trainer that scores with rounded weights, and engines
-that round activations too. In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and a router with
-a near tie sends a token to another expert: a single token may differ by several nats (6.3 measured), the mean hardly
-(0.21 measured). FP8 activations move the mean of a model with random weights by 0.07, eight times as much as bfloat16
-does; a wrong mapping in every layer moves it by 0.69 or more."""
+"""The tolerance by dtype of the engines' weights.
+
+In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and a router with a near tie sends a token to another
+expert: a single token may differ by several nats (6.3 measured), while the mean over all tokens stays small (0.21
+measured). With fp8 a bfloat16 trainer scores with rounded weights, and the engines round activations too. That moves
+the mean of a model with random weights by 0.07, eight times as much as bfloat16 does; a wrong mapping in every layer
+moves it by 0.69 or more.
+"""
 
 
-_LAYERS = 8
-"""Number of layers of the models in which these tolerances were measured."""
+_MEASURED_LAYERS = 8
+"""Number of layers of the deepest model with which these tolerances were measured."""
 
 
 def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int) -> Tolerance:
@@ -64,19 +70,24 @@ def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int)
     with 2 to 48 layers do (docs/weight_sync.md).
     """
     default = _TOLERANCE[dtype_name]
-    deeper = max(1.0, num_layers / _LAYERS) ** (1 / 3)
-    return Tolerance(
-        largest=default.largest if config.canary_largest is None else config.canary_largest,
-        mean=default.mean * deeper if config.canary_mean is None else config.canary_mean,
-    )
+    depth_factor = max(1.0, num_layers / _MEASURED_LAYERS) ** (1 / 3)
+    largest = config.canary_largest
+    if largest is None:
+        largest = default.largest
+    mean = config.canary_mean
+    if mean is None:
+        mean = default.mean * depth_factor
+    return Tolerance(largest, mean)
 
 
 def decode_tolerance(tolerance: Tolerance) -> Tolerance:
     """Return the tolerance between an engine's own decode and prefill.
 
-    The mean is taken over fewer tokens than that of the prompts, so its bound grows with the square root of the ratio.
+    The mean is taken over fewer tokens than the mean of the prompts. So its bound is larger, by the square root of the
+    ratio of both numbers.
     """
-    return tolerance._replace(mean=tolerance.mean * ((PROMPT_TOKENS - 1) / DECODED_TOKENS) ** 0.5)
+    scored_tokens = PROMPT_TOKENS - 1
+    return tolerance._replace(mean=tolerance.mean * (scored_tokens / DECODED_TOKENS) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class CanaryReport:
         max_abs_diff: largest difference between trainer and engine, over all tokens of the fixed prompts.
         mean_abs_diff: mean of these differences.
         tokens: number of these tokens.
-        has_near_tie: whether one prompt differs by more than the tolerance, as a near tie of a router explains.
+        has_near_tie: whether one prompt differs by more than the tolerance, which a near tie of a router explains.
         decode_max_abs_diff: largest difference between the engine's decode and its prefill of the same tokens.
     """
 
@@ -99,6 +110,8 @@ class CanaryReport:
 
 
 class CanaryError(EngineError):
+    """Log-probabilities differ by more than the tolerance. After a second failure in a row no retry can help."""
+
     attempts = 2
 
 
@@ -125,20 +138,22 @@ def compare_canary(
 ) -> CanaryReport:
     """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
 
-    Where two experts have almost the same router score, the two sides may round to different experts, and from this
+    Where two experts have almost equal router scores, the two sides may round to different experts, and from this
     token on the prompt's log-probabilities differ by more than rounding. A model with a router meets such a near tie at
-    one prompt in some thousands of updates; wrong arithmetic is at all prompts.
+    one prompt in some thousands of updates, while wrong arithmetic changes all prompts.
 
     Args:
         trainer: log-probabilities of one side.
         engine: log-probabilities of the other side.
         tolerance: bounds of the differences.
         sides: names of the two sides.
-        is_routed: whether the model has a router. Then one of several prompts may exceed a ``tolerance`` without room
-            for near ties, up to 10 nats at a token.
+        is_routed: whether the model has a router. Then one of several prompts may exceed ``tolerance``, up to 10 nats
+        at
+            a token.
 
     Raises:
-        CanaryError: a difference, or the mean of all, exceeds ``tolerance`` or is NaN; names the worst token.
+        CanaryError: a difference, or the mean of all differences, exceeds ``tolerance`` or is NaN; names the worst
+            token.
         ValueError: the two sides do not have the same number of tokens.
     """
     if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):
@@ -154,12 +169,13 @@ def compare_canary(
     worst = max(differences, key=_rank)
     is_close = _is_within(differences, tolerance)
     is_near_tie = False
-    # A tolerance for 16 bits has room for near ties.
+    # The tolerances of bfloat16 and fp8 include near ties already.
     if not is_close and is_routed and tolerance.largest < _NEAR_TIE_LARGEST:
-        others = [row for row in differences if row.prompt != worst.prompt]
-        is_near_tie = worst.nats <= _NEAR_TIE_LARGEST and _is_within(others, tolerance)
+        other_prompts = [row for row in differences if row.prompt != worst.prompt]
+        is_near_tie = worst.nats <= _NEAR_TIE_LARGEST and _is_within(other_prompts, tolerance)
     if not is_close and not is_near_tie:
         worst_difference, prompt, token = worst
+        # This form also counts NaN, for which every comparison is false.
         too_large = sum(not row.nats <= tolerance.largest for row in differences)
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst_difference:.3g} "
@@ -171,7 +187,9 @@ def compare_canary(
         log.info(
             "the canary's log-probabilities of one prompt differ by up to %.3g nats (%s and %s), those of the others "
             "hardly: a near tie of a router",
-            *(worst.nats, *sides),
+            worst.nats,
+            sides[0],
+            sides[1],
         )
     return CanaryReport(worst.nats, mean, len(differences), is_near_tie)
 
@@ -189,7 +207,7 @@ def _mean(differences: Sequence[_Difference]) -> float:
 
 
 def _is_within(differences: Sequence[_Difference], tolerance: Tolerance) -> bool:
-    """Whether each difference and their mean are within ``tolerance``; False for none, and where one is NaN."""
+    """Whether each difference and their mean are within ``tolerance``; False for no differences, and for a NaN."""
     # Every comparison with NaN is false.
     is_each_small = all(row.nats <= tolerance.largest for row in differences)
     return bool(differences) and is_each_small and _mean(differences) <= tolerance.mean
@@ -204,7 +222,7 @@ def _rank(row: _Difference) -> tuple[bool, float]:
 def _compare_decode(scores: DecodedScores, tolerance: Tolerance, *, is_routed: bool) -> float:
     """Return the largest difference between decode and prefill. Raises CanaryError beyond the tolerance."""
     if not any(scores.decode):
-        # Every continuation ended at once, which weights of any value may do.
+        # Every continuation ended before its second token, which may happen with right weights too.
         return 0.0
     sides = ("prefill", "decode")
     bound = decode_tolerance(tolerance)
@@ -222,7 +240,8 @@ def compare_scores(
     *,
     is_routed: bool = False,
 ) -> CanaryReport:
-    """Resume the engines, score ``prompts`` on each (with its ``adapter``), and compare with the ``trainer``'s scores.
+    """Resume the engines, score ``prompts`` on each (with ``adapter``, if given), and compare with the scores of the
+    ``trainer``.
 
     Scoring is a prefill. Responses come from the engine's decode, which has kernels of its own, and on GPUs captured
     graphs, which can keep old weights. So each engine also continues the prompts, and its log-probabilities of these
@@ -233,6 +252,7 @@ def compare_scores(
     """
     engines.each(lambda engine: engine.resume())
     scores = engines.each(lambda engine: engine.score(prompts, adapter))
+    # A continuation ends before the last token id, which SGLang treats as padding.
     decoded = engines.each(
         lambda engine: engine.decode(
             prompts,

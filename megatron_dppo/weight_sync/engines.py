@@ -1,7 +1,7 @@
 """The engines of one update, all called at the same time, and the interface of the strategies that send weights.
 
-Everything here is one trainer rank's view. Rank 0 alone gives the engines orders. The ranks that a plan names as
-receivers gather buckets from the other ranks and send them to the engines.
+Every object here belongs to one trainer rank. Rank 0 alone pauses, verifies and resumes the engines. The ranks that a
+plan names as receivers gather buckets from the other ranks and send them to the engines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
 
 Plan = Sequence[PlannedBucket]
-"""The tensors of each bucket, and the rank that receives it. Every rank has the same plan."""
+"""The tensors of each bucket, and the rank that receives the bucket. Every rank has the same plan."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Transfer:
         plan: all buckets.
         dtype: dtype of the tensors in the buckets without a dtype of their own.
         timeout_s: limit of each request to an engine, seconds.
-        directory: the configured folder, used by the strategy ``disk``.
+        directory: the folder ``weight_sync.directory``, used by the strategy ``disk``.
         sent_weights: the bytes that this rank sent last, if updates send only changes; None if all are sent whole.
     """
 
@@ -78,8 +78,8 @@ class Strategy:
     Every method except ``abort`` and ``close`` may raise ENGINE_FAULTS; an EngineFaultError names the engines at fault.
 
     Attributes:
-        spread: whether several ranks send, each the buckets that it holds most of; otherwise rank 0 sends all.
-        copies: how many times the bytes of a bucket move.
+        spread: whether each bucket is sent by the rank that holds most of it; otherwise rank 0 sends all.
+        copies: how many times the bytes of a bucket move to engines.
     """
 
     spread = False
@@ -93,12 +93,13 @@ class Strategy:
         return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
+        """Open the transfer. ``meeting_points`` has the result of ``meeting_point`` of each rank, by rank."""
         raise NotImplementedError
 
     def send(self, bucket: Bucket) -> int:
-        """Start to send a bucket that this rank gathered. Returns its bytes.
+        """Start to send a bucket that this rank gathered. Returns the number of bytes sent.
 
-        The caller may change the bucket once two more have been sent.
+        The caller may change the bucket after two further calls.
         """
         raise NotImplementedError
 
@@ -134,7 +135,9 @@ class EngineFaultError(EngineError):
         faults: Mapping[str, BaseException],
         reason: BaseException | None = None,
     ) -> None:
-        errors = list(dict.fromkeys(faults.values())) or ([reason] if reason else [])
+        errors = list(dict.fromkeys(faults.values()))
+        if not errors and reason is not None:
+            errors = [reason]
         super().__init__("; ".join(f"{type(e).__name__}: {e}" for e in errors))
         self.faults = dict(faults)
         self.attempts = min((getattr(e, "attempts", UNBOUNDED) for e in errors), default=UNBOUNDED)
@@ -170,7 +173,8 @@ class Engines:
         self._runner = runner
         self.place_directly = all(engine.places_directly for engine in members)
         for engine in members:
-            # All engines receive the same bytes, so that one engine with SGLang's loader decides their form.
+            # All engines receive the same bytes. If one of them needs the form that SGLang's own loader reads, all
+            # receive that form.
             engine.places_directly = self.place_directly
 
     @classmethod
@@ -214,17 +218,20 @@ class Engines:
 
     def first_ranks(self) -> dict[str, int]:
         """Return each engine's first rank, by URL, in a broadcast group whose rank 0 is a trainer rank."""
-        ranks, first_rank = {}, 1
+        ranks: dict[str, int] = {}
+        first_rank = 1
         for engine in self.members:
             ranks[engine.url] = first_rank
             first_rank += engine.ranks
         return ranks
 
     def start(self, call: Call[T]) -> dict[str, Future[T]]:
+        """Start ``call`` for every engine. Returns the futures by URL."""
         return {e.url: self._runner.submit(call(e)) for e in self.members}
 
     def each(self, call: Call[T]) -> dict[str, T]:
-        """Wait for all answers and return them by URL. ``call`` must end in bounded time.
+        """Run ``call`` for every engine, wait for all, and return the results by URL. ``call`` must end in bounded
+        time.
 
         Raises EngineFaultError that names the engines whose call raised.
         """
@@ -242,10 +249,10 @@ class Engines:
         step: str,
         break_off: Callable[[], None] | None = None,
     ) -> None:
-        """Wait for calls in which engines wait for the trainer and for each other.
+        """Wait for ``calls``, in which engines receive from the trainer.
 
-        On the first failure, or after ``timeout_s``, call ``break_off``, which frees the engines that still wait. None:
-        the engines do not wait for each other.
+        If the engines also wait for each other in these calls, ``break_off`` frees those that still wait. It is called
+        at the first failure, or after ``timeout_s``.
 
         Raises:
             EngineFaultError: names the engines at fault, if they can be determined.
@@ -258,12 +265,13 @@ class Engines:
         reason = next(iter(failed.values()), timeout_error)
         if break_off is not None:
             break_off()
-        # The engines that only waited for the one at fault return now.
+        # Engines that only waited for the engine at fault return now.
         wait(calls.values(), GRACE_S)
         faults = {url: failed.get(url, reason) for url in self._lost(calls)}
         errors = _errors(calls)
-        # If every engine of several fails, the fault lies between this rank and them, and no engine is named.
-        if not faults and (len(errors) < len(calls) or len(calls) == 1):
+        # If all of several engines fail, the fault lies between this rank and them, and no engine is named.
+        is_common_fault = len(calls) > 1 and len(errors) == len(calls)
+        if not faults and not is_common_fault:
             faults = errors
         raise EngineFaultError(faults, reason) from reason
 
@@ -279,7 +287,10 @@ class Engines:
         return busy
 
     def interrupt(self) -> list[str]:
-        """Pause all engines inside their responses, which continue later with other weights. No engine is too busy."""
+        """Pause all engines inside their responses, which continue later with other weights.
+
+        Returns no URLs, because no engine has to finish its responses; see ``drain``.
+        """
         self.each(lambda engine: engine.interrupt())
         return []
 
@@ -289,7 +300,7 @@ class Engines:
 
     def commit(self, version: int) -> None:
         """Set ``weight_version`` to ``str(version)`` on every engine, then resume generation."""
-        # Two rounds: no engine generates while another one may still refuse the version.
+        # Two rounds of calls, so that no engine generates while another one may still refuse the version.
         self.set_version(str(version))
         self.each(lambda engine: engine.resume())
 
@@ -334,10 +345,11 @@ class Engines:
         self.each(lambda engine: interrupt_and_release(engine, tags))
 
     def close(self) -> None:
+        """Close the connections to all engines."""
         self.each(lambda engine: engine.close())
 
     def _lost(self, calls: Mapping[str, Future[None]]) -> list[str]:
-        """Return the URLs of engines whose call has not returned, or that answer nothing at all."""
+        """Return the URLs of engines whose call has not returned, or that answer no request within GRACE_S."""
         answers = self.start(lambda engine: engine.answers(GRACE_S))
         wait(answers.values())
         lost_urls: list[str] = []
@@ -356,7 +368,7 @@ async def interrupt_and_release(engine: EngineWeights, tags: Collection[MemoryTa
 
 
 def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
-    """Return the exceptions of the calls that have ended, by URL, if all are ENGINE_FAULTS; raise any other one."""
+    """Return the exceptions of the calls that have failed, by URL. Raises an exception that is not in ENGINE_FAULTS."""
     errors: dict[str, BaseException] = {}
     for url, call in calls.items():
         error = call.exception() if call.done() else None
@@ -371,9 +383,9 @@ def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
 class Packer:
     """Packs the tensors of a bucket into the flat bytes that engines receive.
 
-    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. Pieces that are contiguous in memory
-    are not copied. All others are copied into one of two alternating buffers, which stays valid until the second call
-    after this one.
+    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. ``pack`` copies no pieces that follow
+    each other in memory. Other pieces are copied into one of two alternating buffers, so that the result of a call
+    stays valid until the second call after it.
     """
 
     def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:
@@ -385,7 +397,7 @@ class Packer:
         pieces = self._pieces(bucket)
         flat = adjacent(pieces)
         if flat is None:
-            return self._copied(pieces, _plain)
+            return self._copied(pieces, _empty)
         return flat
 
     def copy(self, bucket: Bucket, allocate: Callable[[int, torch.device], Tensor]) -> Tensor:
@@ -401,14 +413,15 @@ class Packer:
         self._buffers.reverse()
         buffer = self._buffers[0]
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[0] = allocate(size, pieces[0].device)
+            buffer = allocate(size, pieces[0].device)
+            self._buffers[0] = buffer
         return torch.cat(pieces, out=buffer[:size])
 
 
 def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
-    """Return one view of the 1-D ``pieces`` if they are contiguous in memory, else None."""
+    """Return one view of all 1-D ``uint8`` ``pieces`` if they follow each other in memory, else None."""
     first_piece = pieces[0]
-    end = pieces[0].data_ptr()
+    end = first_piece.data_ptr()
     storage = first_piece.untyped_storage().data_ptr()
     for piece in pieces:
         # Neighbours in memory can be two allocations, and no view spans both.
@@ -420,24 +433,26 @@ def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
     )
 
 
-def _plain(size: int, device: torch.device) -> Tensor:
+def _empty(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def local_address(url: str) -> str:
-    """Return this machine's address on the network to ``url``: loopback for an engine on the same machine."""
+    """Return the address of this machine from which packets to ``url`` leave; loopback for an engine at loopback."""
     return source_address(str(urlsplit(url).hostname))
 
 
 def meeting_address(urls: Sequence[str]) -> str:
     """Return an address of this machine that the engines at all ``urls`` can reach.
 
-    An engine on this machine reaches every address of it, an engine on another host only the address on its network.
-    The result is loopback if all engines are on this machine.
+    An engine on this machine reaches every address of this machine, an engine on another host only the address on the
+    network between both. The result is loopback if all engines are at loopback.
     """
-    addresses = dict.fromkeys(local_address(url) for url in urls)
-    routable = [address for address in addresses if not is_loopback(address)]
-    return (routable or list(addresses))[0]
+    addresses = [local_address(url) for url in urls]
+    for address in addresses:
+        if not is_loopback(address):
+            return address
+    return addresses[0]
 
 
 def on_this_host(url: str) -> bool:

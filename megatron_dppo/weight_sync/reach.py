@@ -11,14 +11,15 @@ from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
 from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address, on_this_host
 
 REACH_S = 30.0
+"""Longest time for a server to join the group and receive the bucket."""
 
 
 async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
     """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
-    For ``distributed`` the server's ranks join a broadcast group of this process, receive a bucket that changes no
-    weight, and leave the group; so they connect as in an update, with their own NCCL. ``tensor`` needs the same host,
-    ``disk`` the same host or a configured folder.
+    With ``distributed`` the server's ranks connect as in an update, with their own NCCL: they join a broadcast group of
+    this process, receive a bucket that changes no weight, and leave the group. ``tensor`` needs a server on this host,
+    ``disk`` a server on this host or a configured folder.
     """
     if config.strategy == "distributed":
         await _join_and_leave(engine)

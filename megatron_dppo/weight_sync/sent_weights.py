@@ -11,8 +11,8 @@ from megatron_dppo.engine.changes import Changes, find_changes
 class SentWeights:
     """The flat bytes of this rank's buckets in the last update, in host memory, pinned for a GPU.
 
-    The memory is as large as the weights that this rank sends. It is written while an update is sent: after a failure
-    the bytes are no version's, and the next update must be sent whole.
+    The memory is as large as the weights that this rank sends. It is written while an update is sent. So after a
+    failed update its bytes belong to no version, and the next update must send all weights.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,8 @@ class SentWeights:
         self._is_base = False
 
     def begin(self, *, is_base: bool) -> None:
-        """Start an update. ``is_base``: the engines hold the weights of the update before, which had the same plan."""
+        """Start an update. ``is_base``: the engines hold the bytes that are kept here, from an update of the same
+        plan."""
         self._next_bucket = 0
         self._is_base = is_base
 
@@ -30,12 +31,12 @@ class SentWeights:
         position = self._next_bucket
         self._next_bucket += 1
         if position == len(self._buckets):
-            kept = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=data.is_cuda)
-            self._buckets.append(kept.copy_(data))
+            new_bucket = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=data.is_cuda)
+            self._buckets.append(new_bucket.copy_(data))
             return None
-        kept = self._buckets[position]
-        found = None
+        last_sent = self._buckets[position]
+        changes = None
         if self._is_base:
-            found = find_changes(data, kept.to(data.device), item_bytes)
-        kept.copy_(data)
-        return found
+            changes = find_changes(data, last_sent.to(data.device), item_bytes)
+        last_sent.copy_(data)
+        return changes

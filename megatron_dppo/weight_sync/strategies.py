@@ -2,12 +2,13 @@
 
 Strategy ``distributed``: each bucket is one gloo or NCCL broadcast to all engines' ranks.
 
-Every rank that holds weights sends its own: it gathers a bucket from the ranks that share its tensors, and
-broadcasts it in a separate group with all engines. Rank 0 knows every bucket from the plan, so it tells the engines by
-HTTP, in the plan's order, which broadcast to enter next. The engines load one bucket while all senders gather and hash
-the next. So all engines enter the same broadcasts in the same order, which independent senders could not ensure.
+Every rank that holds weights is a sender: it gathers a bucket from the ranks that share the bucket's tensors, and
+broadcasts the bucket in a separate group with all engines. Rank 0 knows every bucket from the plan, so it tells the
+engines by HTTP, in the plan's order, which broadcast to enter next. So all engines enter the same broadcasts in the
+same order, which senders alone could not ensure. The engines load one bucket while all senders gather and hash the
+next.
 
-A dead engine breaks its connections at once; a hung one exceeds the time limit of the request.
+A dead engine breaks its connections at once; a hung engine exceeds the time limit of the request.
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ _WHOLE = -1
 class DistributedStrategy(Strategy):
     """Sends buckets by broadcasts. Groups live from one update to the next, and are opened again after an abort.
 
-    A new group connects at once, by a bucket that changes nothing; otherwise NCCL would connect in the first real one.
-
-    The configured time limit bounds each request to an engine: entering a group, and receiving and loading a bucket.
+    A new group first broadcasts a bucket that changes nothing, so that NCCL connects before the first real bucket. The
+    configured time limit bounds each request to an engine: joining a group, and receiving and loading a bucket.
     """
 
     spread = True
@@ -71,10 +71,12 @@ class DistributedStrategy(Strategy):
         super().__init__(transfer)
         self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
-        self._points: list[Any] = []
+        self._meeting_points: list[Any] = []
         self._packer = Packer(transfer.engines.first.pieces)
-        self._in_flight: Future[None] | None = None
-        self._conducting: Future[None] | None = None
+        self._broadcast: Future[None] | None = None
+        """The last broadcast of this rank, until it has been waited for."""
+        self._requests: Future[None] | None = None
+        """On rank 0: the requests to the engines for the buckets of all senders."""
         self._announcements: dict[str, Announcements] = {}
 
     def meeting_point(self) -> Any:
@@ -93,27 +95,28 @@ class DistributedStrategy(Strategy):
         return [group.address, group.port, group.name, group.backend]
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        new_points: list[str] = []
+        new_groups: list[str] = []
         if self._transfer.is_rank_0:
-            former_points = self._points
-            self._points = list(meeting_points)
+            former_points = self._meeting_points
+            self._meeting_points = list(meeting_points)
             for point in meeting_points:
                 if point is not None and point not in former_points:
-                    self._invite(*point)
-                    new_points.append(point[2])
+                    address, port, name, backend = point
+                    self._open_group(address, port, name, backend)
+                    new_groups.append(name)
             self._transfer.engines.each(lambda e: e.begin())
         if self._group is not None:
             self._group.wait(self._group.joined)
             connected = self._group.connect(self._transfer.engines.first.probe_header().bytes)
-        for name in new_points:
-            self._probe(name)
+        for name in new_groups:
+            self._receive_probe(name)
         if self._group is not None:
             self._group.wait(connected)
         if self._transfer.is_rank_0:
-            self._conducting = in_background(self._conduct)
+            self._requests = in_background(self._receive_all)
 
     def send(self, bucket: Bucket) -> int:
-        """Wait for this rank's bucket before, then start the broadcast of this one."""
+        """Wait for the broadcast of this rank's previous bucket, then start the broadcast of ``bucket``."""
         assert self._group is not None
         data = self._packer.pack(bucket)
         if self._transfer.sent_weights is not None:
@@ -121,41 +124,43 @@ class DistributedStrategy(Strategy):
             self._group.announce(_WHOLE if changes is None else changes.count)
             if changes is not None:
                 data = torch.cat(changes.pieces())
-        self._sent()
-        self._in_flight = self._group.broadcast(data)
+        self._wait_for_broadcast()
+        self._broadcast = self._group.broadcast(data)
         return data.numel()
 
     def arrive(self) -> None:
-        self._sent()
-        if self._conducting is not None:
-            self._conducting.result()
-            self._conducting = None
+        self._wait_for_broadcast()
+        if self._requests is not None:
+            self._requests.result()
+            self._requests = None
 
     def end(self) -> None:
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Break this rank's group, which frees the engines that wait in it; rank 0 also breaks the other groups."""
+        """Abort this rank's group, which frees the engines that wait in it; rank 0 also cancels the other groups."""
         if self._transfer.is_rank_0:
             self._call_off()
-        self._in_flight = self._conducting = None
-        self._points = []
+        self._broadcast = None
+        self._requests = None
+        self._meeting_points = []
         self._announcements.clear()
         if self._group is not None:
             self._group.abort()
             self._group = None
 
     def close(self) -> None:
-        """Have the engines leave the groups; an engine that has ended has left already. Never raises."""
-        for _, _, name, _ in filter(None, self._points):
+        """Have the engines leave the groups. Never raises: an engine that has ended has also left."""
+        for _, _, name, _ in filter(None, self._meeting_points):
             try:
                 self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
             except ENGINE_FAULTS as error:
                 log.info("an engine did not leave the weight group: %s", error)
-        self._points = []
+        self._meeting_points = []
         self.abort()
 
-    def _invite(self, address: str, port: int, name: str, backend: str) -> None:
+    def _open_group(self, address: str, port: int, name: str, backend: str) -> None:
+        """Have every engine join the group."""
         engines = self._transfer.engines
         ranks = engines.first_ranks()
         size = engines.ranks + 1
@@ -164,19 +169,21 @@ class DistributedStrategy(Strategy):
         )
         self._all_arrive(calls, f"opening the broadcast group {name}")
 
-    def _probe(self, name: str) -> None:
+    def _receive_probe(self, name: str) -> None:
+        """Have every engine receive the bucket that changes nothing."""
         engines = self._transfer.engines
         header = engines.first.probe_header()
         calls = engines.start(lambda e: e.receive(header, name))
         self._all_arrive(calls, f"connecting the broadcast group {name}")
 
-    def _conduct(self) -> None:
+    def _receive_all(self) -> None:
         for planned in self._transfer.plan:
-            self._announce(planned)
+            self._receive(planned)
 
-    def _announce(self, planned: PlannedBucket) -> None:
+    def _receive(self, planned: PlannedBucket) -> None:
+        """Have every engine enter the broadcast of a bucket by its sender, and load the bucket."""
         engines = self._transfer.engines
-        name = self._points[planned.receiver][2]
+        _, _, name, _ = self._meeting_points[planned.receiver]
         header = engines.first.planned_header(planned)
         if self._transfer.sent_weights is not None:
             count = self._announced_count(planned.receiver)
@@ -188,14 +195,14 @@ class DistributedStrategy(Strategy):
 
     def _announced_count(self, sender: int) -> int:
         """Return how many changes the sender's next bucket has; _WHOLE if it is sent whole."""
-        address, port, name, _ = self._points[sender]
+        address, port, name, _ = self._meeting_points[sender]
         try:
             if name not in self._announcements:
                 limit = self._transfer.timeout_s
                 self._announcements[name] = Announcements(address, port, limit)
             return self._announcements[name].next()
         except ENGINE_FAULTS:
-            # The other senders wait for engines that no call makes enter their broadcasts.
+            # Free the other senders. They wait in broadcasts that the engines will not be told to enter.
             self._call_off()
             raise
 
@@ -203,38 +210,45 @@ class DistributedStrategy(Strategy):
         self._transfer.engines.arrive(calls, self._transfer.timeout_s, step, self._call_off)
 
     def _call_off(self) -> None:
-        for address, port, *_ in filter(None, self._points):
+        """Make the ranks of every group stop waiting."""
+        for address, port, *_ in filter(None, self._meeting_points):
             call_off(address, port)
 
-    def _sent(self) -> None:
-        """Wait for the bucket in flight. A failure breaks the group, so that no engine waits in it."""
-        if self._in_flight is None:
+    def _wait_for_broadcast(self) -> None:
+        """Wait for this rank's last broadcast. A failure aborts the group, so that no engine waits in it."""
+        if self._broadcast is None:
             return
         assert self._group is not None
-        sent = self._in_flight
-        self._in_flight = None
+        broadcast = self._broadcast
+        self._broadcast = None
         try:
-            self._group.wait(sent)
+            self._group.wait(broadcast)
         except BaseException:
             self._group.abort()
-            if self._conducting is not None:
+            if self._requests is not None:
                 # Rank 0 made the HTTP calls, so its exception names the failing engine.
-                self._conducting.result()
+                self._requests.result()
             raise
 
 
 def _require_routable(urls: Sequence[str]) -> None:
-    """Raise EngineMismatchError where servers of several hosts would meet at a loopback address."""
-    at_loopback = [url for url in urls if is_loopback(str(urlsplit(url).hostname))]
-    if at_loopback and len(at_loopback) < len(urls):
-        elsewhere = next(url for url in urls if url not in at_loopback)
+    """Raise EngineMismatchError if some engines are at loopback and others are not: they could not connect."""
+    loopback_urls: list[str] = []
+    routable_urls: list[str] = []
+    for url in urls:
+        if is_loopback(str(urlsplit(url).hostname)):
+            loopback_urls.append(url)
+        else:
+            routable_urls.append(url)
+    if loopback_urls and routable_urls:
         raise EngineMismatchError(
-            f"weight_sync.strategy distributed: the engine at {at_loopback[0]} listens on loopback, where the one at "
-            f"{elsewhere} can't reach it; expected an address of this machine in engine.host"
+            f"weight_sync.strategy distributed: the engine at {loopback_urls[0]} listens on loopback, where the engine "
+            f"at {routable_urls[0]} can't reach it; expected an address of this machine in engine.host"
         )
 
 
 MEMORY = "/dev/shm"
+"""Folder in the memory of this host, for engines on the same host."""
 
 
 class TensorStrategy(Strategy):
@@ -244,8 +258,8 @@ class TensorStrategy(Strategy):
     Raises EngineMismatchError for an engine on another host.
     """
 
-    # Every rank sends its own buckets: engines handle one request at a time and do not wait for each other, so that
-    # ranks may send in any order.
+    # Every rank sends the buckets that it holds most of, in any order: an engine handles one request at a time, and
+    # engines do not wait for each other.
     spread = True
 
     def __init__(self, transfer: Transfer) -> None:
@@ -258,20 +272,20 @@ class TensorStrategy(Strategy):
                     "strategy distributed or disk"
                 )
         self._packer = Packer(transfer.engines.first.pieces)
-        self._compared = Packer(transfer.engines.first.pieces)
-        self._in_flight: dict[str, Future[None]] = {}
+        self._comparison_packer = Packer(transfer.engines.first.pieces)
+        self._requests: dict[str, Future[None]] = {}
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         if self._transfer.is_rank_0:
             self._transfer.engines.each(lambda e: e.begin())
 
     def send(self, bucket: Bucket) -> int:
-        """Copy the bucket where engines can open it, and have them load it after the previous one."""
+        """Copy the bucket into memory that engines can open, wait for the previous bucket, and have this one loaded."""
         engines = self._transfer.engines
         header = engines.first.header([(name, tensor.shape) for name, tensor in bucket])
         changes = None
         if self._transfer.sent_weights is not None:
-            changes = self._transfer.changes(bucket, self._compared.pack(bucket))
+            changes = self._transfer.changes(bucket, self._comparison_packer.pack(bucket))
         if changes is None:
             data = self._packer.copy(bucket, shared_empty)
         else:
@@ -279,31 +293,31 @@ class TensorStrategy(Strategy):
             data = shared_empty(header.bytes, changes.values.device)
             torch.cat(changes.pieces(), out=data)
         self.arrive()
-        self._in_flight = engines.start(lambda e: e.receive_shared(header, data))
+        self._requests = engines.start(lambda e: e.receive_shared(header, data))
         return data.numel()
 
     def arrive(self) -> None:
-        calls = self._in_flight
-        self._in_flight = {}
-        if calls:
+        requests = self._requests
+        self._requests = {}
+        if requests:
             timeout = self._transfer.timeout_s
-            self._transfer.engines.arrive(calls, timeout, "loading shared tensors")
+            self._transfer.engines.arrive(requests, timeout, "loading shared tensors")
 
     def end(self) -> None:
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Drop the buffers: an engine that loads a bucket finishes it first."""
-        self._in_flight = {}
+        """Use new buffers from here on: an engine may still be reading the old ones."""
+        self._requests = {}
         self._packer = Packer(self._transfer.engines.first.pieces)
 
 
 class DiskStrategy(Strategy):
-    """Writes a Hugging Face folder on shared storage, from rank 0, which the engines read.
+    """Rank 0 writes a Hugging Face folder on shared storage, and the engines read the folder.
 
-    This strategy is the slowest one, but a shared file system also reaches engines that no broadcast group reaches. The
+    This strategy is the slowest, but a shared file system also reaches engines that no broadcast group reaches. The
     folder is removed when the engines have read it. Raises EngineMismatchError if no folder is configured and an engine
-    cannot see this host's memory.
+    is on another host, where it cannot see this host's memory.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -354,16 +368,16 @@ class DiskStrategy(Strategy):
 
 def require_shared_folder(transfer: Transfer) -> None:
     """Raise EngineMismatchError if an engine runs on another host and no shared folder is configured."""
-    remote = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
-    if remote and transfer.directory is None:
+    remote_urls = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
+    if remote_urls and transfer.directory is None:
         raise EngineMismatchError(
-            f"weight_sync.strategy disk: the engine at {remote[0]} runs on another host; expected "
+            f"weight_sync.strategy disk: the engine at {remote_urls[0]} runs on another host; expected "
             "weight_sync.directory, a folder that trainer and engines see under the same path"
         )
 
 
 def new_folder(transfer: Transfer, purpose: str) -> Path:
-    """Create a folder in the configured one, or in shared memory."""
+    """Create a folder in the configured folder, or in shared memory if none is configured."""
     base = Path(transfer.directory or MEMORY)
     base.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f"{private_name()}{purpose}-", dir=base))

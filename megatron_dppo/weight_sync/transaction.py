@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
@@ -44,7 +44,7 @@ MIB = 1 << 20
 _GB = 10**9
 _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 _GENERATING_PHASES = ("canary", "commit")
-"""Phases in which the engines generate. In the earlier ones they are paused."""
+"""Phases in which the engines generate. In all earlier phases they are paused."""
 
 
 Agree = Callable[[str | None], str | None]
@@ -112,7 +112,8 @@ class WeightSource(Protocol):
 
 
 class Phases:
-    """One rank's calls of an update, timed by phase. After a call fails with one of ENGINE_FAULTS, no other runs.
+    """One rank's calls of an update, timed by phase. After a call fails with one of ENGINE_FAULTS, no further call
+    runs.
 
     Attributes:
         error: the exception of the call that failed, or None.
@@ -184,8 +185,8 @@ class UpdateReport:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
         bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
-        bytes_bound: static lower bound of ``bytes_moved``: for each tensor what its best holder lacks, and all weights
-            once for each engine rank (SGLang takes whole tensors).
+        bytes_bound: lower bound of ``bytes_moved`` for every plan: for each tensor the bytes that the rank which holds
+            most of it lacks, and all weights once for each engine rank (SGLang receives whole tensors).
         seconds: time that the caller waited, by phase: drain, begin, gather (the trainer's collective), transfer (for
             the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
@@ -193,8 +194,8 @@ class UpdateReport:
         bytes_between_nodes: the part of ``bytes_moved`` that the plan sends from one node to another: gathers, and
             each sender's bytes once to each other engine host.
         bytes_between_nodes_bound: all weights once to each engine host that has no sender.
-        bytes_into_node_bound: the part of that bound that must enter one node: all weights, or nothing if every
-            engine host has a sender.
+        bytes_into_node_bound: the part of ``bytes_between_nodes_bound`` that must enter one node: all weights, or
+            nothing if every engine host has a sender.
         update_s: seconds of the whole update.
         stall_s: seconds from the pause of the engines to the commit.
         canary: comparison of log-probabilities; None if this update had none.
@@ -220,25 +221,25 @@ class UpdateReport:
 
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {
-            names.UPDATE_BYTES: self.bytes,
-            names.UPDATE_BYTES_MOVED: self.bytes_moved,
-            names.UPDATE_BYTES_BOUND: self.bytes_bound,
-            names.UPDATE_BYTES_OVER_BOUND: self.bytes_moved / max(self.bytes_bound, 1),
-            names.UPDATE_BYTES_BETWEEN_NODES: self.bytes_between_nodes,
-            names.UPDATE_BYTES_BETWEEN_NODES_BOUND: self.bytes_between_nodes_bound,
-            names.UPDATE_BYTES_INTO_NODE_BOUND: self.bytes_into_node_bound,
-            names.UPDATE_SECONDS: self.update_s,
-            names.UPDATE_STALL: self.stall_s,
-            names.UPDATE_RATE: self.bytes / max(self.stall_s, 1e-9) / 1e9,
+            metric_names.UPDATE_BYTES: self.bytes,
+            metric_names.UPDATE_BYTES_MOVED: self.bytes_moved,
+            metric_names.UPDATE_BYTES_BOUND: self.bytes_bound,
+            metric_names.UPDATE_BYTES_OVER_BOUND: self.bytes_moved / max(self.bytes_bound, 1),
+            metric_names.UPDATE_BYTES_BETWEEN_NODES: self.bytes_between_nodes,
+            metric_names.UPDATE_BYTES_BETWEEN_NODES_BOUND: self.bytes_between_nodes_bound,
+            metric_names.UPDATE_BYTES_INTO_NODE_BOUND: self.bytes_into_node_bound,
+            metric_names.UPDATE_SECONDS: self.update_s,
+            metric_names.UPDATE_STALL: self.stall_s,
+            metric_names.UPDATE_RATE: self.bytes / max(self.stall_s, 1e-9) / 1e9,
         }
         if self.network is not None:
-            values[names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
+            values[metric_names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
         if self.sent_fraction is not None:
-            values[names.UPDATE_SENT_FRACTION] = self.sent_fraction
+            values[metric_names.UPDATE_SENT_FRACTION] = self.sent_fraction
         if self.canary is not None:
-            values[names.CANARY_MAX] = self.canary.max_abs_diff
-            values[names.CANARY_MEAN] = self.canary.mean_abs_diff
-            values[names.CANARY_DECODE_MAX] = self.canary.decode_max_abs_diff
+            values[metric_names.CANARY_MAX] = self.canary.max_abs_diff
+            values[metric_names.CANARY_MEAN] = self.canary.mean_abs_diff
+            values[metric_names.CANARY_DECODE_MAX] = self.canary.decode_max_abs_diff
         for phase, seconds in self.seconds.items():
             values[f"weights/{phase}_s"] = seconds
         return values
@@ -256,26 +257,45 @@ def _mismatches_of(error: Exception | None) -> str | None:
     return "; ".join(texts)
 
 
-def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) -> dict[str, int]:
+class RankFacts(NamedTuple):
+    """One rank's part in an update.
+
+    Attributes:
+        sent_bytes: bytes sent to engines.
+        received_bytes: bytes received from other ranks.
+        partials: the rank's partial checksums; None without any.
+        foreign_hosts: engine hosts other than the rank's own.
+        copies: on rank 0: how many times bytes move to engines.
+        whole_bytes: on rank 0: bytes of all weights in the form that engines receive.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    partials: list[Any] | None
+    foreign_hosts: list[str]
+    copies: int
+    whole_bytes: int
+
+
+def count_bytes(facts: Sequence[RankFacts], bound: int, between_nodes: int) -> dict[str, int]:
     """Compute the byte counts of an UpdateReport.
 
     Args:
-        facts: one entry a rank, rank 0 first: bytes sent to engines; bytes received from ranks; partial checksums;
-            engine hosts other than the rank's own; and, valid on rank 0, how many times bytes move to engines and the
-            bytes of all weights there.
+        facts: by rank.
         bound: the fewest bytes that ranks must exchange.
         between_nodes: the bytes that ranks exchange between nodes.
     """
-    copies, whole_bytes = facts[0][4:]
+    copies = facts[0].copies
+    whole_bytes = facts[0].whole_bytes
     sent_bytes = 0
     received_bytes = 0
     foreign_hosts_by_sender: list[set[str]] = []
-    for rank_sent, rank_received, _, foreign_hosts, *_ in facts:
-        sent_bytes += rank_sent
-        received_bytes += rank_received
-        between_nodes += rank_sent * len(foreign_hosts)
-        if rank_sent:
-            foreign_hosts_by_sender.append(set(foreign_hosts))
+    for rank in facts:
+        sent_bytes += rank.sent_bytes
+        received_bytes += rank.received_bytes
+        between_nodes += rank.sent_bytes * len(rank.foreign_hosts)
+        if rank.sent_bytes:
+            foreign_hosts_by_sender.append(set(rank.foreign_hosts))
     # Hosts of engines that every sender reaches through the network.
     foreign_to_all = set.intersection(*foreign_hosts_by_sender)
     return {
@@ -303,11 +323,12 @@ class WeightUpdater:
         open_engine: connects to an engine; called on rank 0 and on every rank that sends.
         runner: runs the calls to engines.
         fence: collective; raises on every rank if this trainer may no longer change the engines.
-        interrupts: whether an update interrupts responses, which continue after it, or waits for them.
+        interrupts: whether an update interrupts responses, which continue after the update; otherwise it waits for
+            their end.
         leave_devices: called when the trainer's weights have been read, so that engines on the same devices can
             restore all of their memory; None if the engines have devices of their own.
-        compare_before_every: before every n-th update, compare the engines' weights with those of the version that they
-            serve; 0: never.
+        compare_before_every: before every n-th update, compare the engines' weights with the checksums of the version
+            that they serve; 0: never.
         quantization: of the engines' weights, "fp8" or None; selects the canary's scores and bounds.
         committed_version: the version that the engines run, known on every rank; None before the first update and
             while the engines are quarantined.
@@ -327,12 +348,12 @@ class WeightUpdater:
     _plan: Plan | None = field(default=None, init=False)
     _strategy: Strategy | None = field(default=None, init=False)
     _engines: Engines | None = field(default=None, init=False)
-    _since: dict[str, int] = field(
+    _updates_since: dict[str, int] = field(
         default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0},
         init=False,
     )
     _sent_weights: SentWeights | None = field(default=None, init=False)
-    _take_changes: bool = field(default=False, init=False)
+    _engines_take_changes: bool = field(default=False, init=False)
     _digests: verification.Digests | None = field(default=None, init=False)
     _has_digests: bool = field(default=False, init=False)
 
@@ -355,45 +376,46 @@ class WeightUpdater:
         self._share(error, "no engine for weight updates")
         if self.config.changes_only:
             own_answer = self._engines is None or self._engines.take_changes
-            self._take_changes = all(self.source.all_gather(own_answer))
+            self._engines_take_changes = all(self.source.all_gather(own_answer))
 
     def update(self, version: int) -> UpdateReport:
         """Send all weights and commit them as ``version``.
 
-        The update waits for running requests. Its checks run as often as configured, and always in the first update
-        after ``attach`` or after a failure.
+        The checks run as often as configured (0: never), and also in the first update after ``attach`` or a failure.
 
         Raises:
             WeightUpdateRefusedError: on every rank, if requests kept running.
             WeightUpdateError: on every rank, if the update failed.
             AlteredEngineError: on every rank, if an engine's weights changed since they were verified.
-            Exception: the source's own exceptions pass through, after an abort.
+            Exception: an exception of ``source`` is raised again after the update is aborted.
         """
         verify = self._is_due("verify", self.config.verify_every)
         score = self._is_due("canary", self.config.canary_every)
-        previous_version, self.committed_version = self.committed_version, None
+        previous_version = self.committed_version
+        self.committed_version = None
         title = f"weight update to version {version}"
-        phases, started = Phases(), time.perf_counter()
+        phases = Phases()
+        started = time.perf_counter()
         self.fence()
         try:
             sends_changes = self._sends_changes(previous_version)
             compare_memory = sends_changes or self._is_memory_due(previous_version)
-            paused_at = self._begin(
-                phases, version, title, previous_version if compare_memory else None
-            )
+            compared_version = previous_version if compare_memory else None
+            paused_at = self._begin(phases, version, title, compared_version)
             if not verify:
                 self._keep_digests(None, exist=False)
             sent, received, partials = self._stream(phases, verify, sends_changes=sends_changes)
-            # Share failures only now: until the last bucket every rank is in the gathers, and none may leave them.
+            # Share failures only now: until the last bucket every rank is in the gathers, and no rank may leave them.
             self._with_strategy(phases, "arrive", Strategy.arrive)
             self._share(phases.error, title)
-            own_facts = [sent, received, partials, self._foreign_hosts(), *self._static()]
-            facts = self.source.all_gather(own_facts)
+            own_facts = RankFacts(
+                sent, received, partials, self._foreign_hosts(), *self._copies_and_bytes()
+            )
+            facts = [RankFacts(*values) for values in self.source.all_gather(own_facts)]
             self._on_rank_0(phases, "end", self._end)
-            tensors = 0
+            compared_tensors = 0
             if verify:
-                sender_partials = [fact[2] for fact in facts if fact[2]]
-                tensors = self._verify(phases, sender_partials)
+                compared_tensors = self._verify(phases, [r.partials for r in facts if r.partials])
             self._share(phases.error, title)
             trainer_scores = self._trainer_scores(phases) if score else None
             self._hand_back(phases, title)
@@ -418,22 +440,25 @@ class WeightUpdater:
             self._abort(phases, version)
             raise
         self.committed_version = version
+        # Without digests there is nothing to compare, so that the period before the next comparison starts here.
         self._count(verify=verify, canary=score, memory=compare_memory or not self._has_digests)
-        current_time = time.perf_counter()
-        between_nodes = self.source.bytes_between_nodes(self._plan or ())
-        rate = self.config.network_gb_per_s
-        counts = count_bytes(facts, self.source.gather_bound(), between_nodes)
+        committed_at = time.perf_counter()
+        counts = count_bytes(
+            facts,
+            bound=self.source.gather_bound(),
+            between_nodes=self.source.bytes_between_nodes(self._plan or ()),
+        )
         return UpdateReport(
             version=version,
             **counts,
-            sent_fraction=self._sent_fraction(counts["bytes"], whole_bytes=facts[0][5]),
+            sent_fraction=self._sent_fraction(counts["bytes"], facts[0].whole_bytes),
             seconds=dict(phases.seconds),
             verified=verify,
-            tensors=tensors,
-            update_s=current_time - started,
-            stall_s=current_time - paused_at,
+            tensors=compared_tensors,
+            update_s=committed_at - started,
+            stall_s=committed_at - paused_at,
             canary=canary,
-            network=rate * _GB if rate else None,
+            network=self._network_rate(),
         )
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
@@ -467,7 +492,8 @@ class WeightUpdater:
     ) -> float:
         """Pause the engines and open the transfer on every rank. Returns the time at which the engines had paused.
 
-        In between, the engines' weights are compared with those of ``compared_version``; None: they are not compared.
+        Before the transfer opens, the engines' weights are compared with the checksums of ``compared_version``; None:
+        they are not compared.
         """
         busy_urls = self._on_rank_0(phases, "drain", self._pause)
         self._share(phases.error, title)
@@ -503,7 +529,7 @@ class WeightUpdater:
         *,
         sends_changes: bool,
     ) -> tuple[int, int, list[Any] | None]:
-        """Gather all buckets and send those of this rank. ``sends_changes``: only what changed since the last update.
+        """Gather all buckets and send this rank's. With ``sends_changes``, send what changed since the last update.
 
         Returns:
             The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
@@ -533,10 +559,13 @@ class WeightUpdater:
             # Abort immediately: engines may be waiting for this rank's next bucket.
             if phases.error is not None and self._strategy is not None:
                 self._strategy.abort()
-        return sent, received, None if expected_checksums is None else expected_checksums.partials()
+        partials = None
+        if expected_checksums is not None:
+            partials = expected_checksums.partials()
+        return sent, received, partials
 
     def _encode(self, phases: Phases, bucket: Bucket) -> Bucket:
-        """Return the tensors to send for a gathered bucket, in the engines' own dtypes."""
+        """Return the tensors to send for a gathered bucket, in the engines' dtypes."""
         if self._engines is None:
             return bucket
         with phases.timed("transfer"):
@@ -557,22 +586,29 @@ class WeightUpdater:
 
     def _keep_digests(self, digests: verification.Digests | None, *, exist: bool) -> None:
         """Keep the expected checksums of the engines' weights on rank 0; every rank knows whether they exist."""
-        self._digests, self._has_digests = digests, exist
+        self._digests = digests
+        self._has_digests = exist
 
-    def _sent_fraction(self, sent_bytes: int, *, whole_bytes: int) -> float | None:
-        """Return the bytes sent over those of all weights; None where every update sends all weights."""
+    def _sent_fraction(self, sent_bytes: int, whole_bytes: int) -> float | None:
+        """Return ``sent_bytes`` over the bytes of all weights; None where every update sends all weights."""
         if not self.config.changes_only:
             return None
         return sent_bytes / max(whole_bytes, 1)
 
+    def _network_rate(self) -> float | None:
+        """Return the bytes/s that can enter a node; None if the configuration does not state them."""
+        if not self.config.network_gb_per_s:
+            return None
+        return self.config.network_gb_per_s * _GB
+
     def _sends_changes(self, previous_version: int | None) -> bool:
         """Return whether the update sends changes to ``previous_version``; the same on every rank.
 
-        The engines must hold that version, which is then compared with the checksums that verified it.
+        The engines must hold that version. The update first compares their weights with the version's checksums.
         """
         if previous_version is None or not self._has_digests or self.leave_devices is not None:
             return False
-        return self._take_changes
+        return self._engines_take_changes
 
     def _is_memory_due(self, previous_version: int | None) -> bool:
         if not self.compare_before_every or previous_version is None or not self._has_digests:
@@ -580,19 +616,20 @@ class WeightUpdater:
         if self.leave_devices is not None:
             # Engines on shared devices have released their weights.
             return False
-        return self._since["memory"] + 1 >= self.compare_before_every
+        return self._updates_since["memory"] + 1 >= self.compare_before_every
 
     def _compare_memory(self, phases: Phases, version: int) -> None:
-        """Compare the paused engines' weights with those that were verified as ``version``. Collective.
+        """Compare the paused engines' weights with the checksums that were verified as ``version``. Collective.
 
         Raises AlteredEngineError on every rank. A server that does not answer fails the update as in any other phase.
         """
-        mismatch = None
         if self._digests is not None:
             self._on_rank_0(phases, "memory", verification.compare_tensors, self._digests)
-        if (mismatches := _mismatches_of(phases.error)) is not None:
-            mismatch, phases.error = mismatches, None
-        mismatch = self.agree(mismatch)
+        own_mismatch = _mismatches_of(phases.error)
+        if own_mismatch is not None:
+            # AlteredEngineError reports the mismatch, not the failure of this update.
+            phases.error = None
+        mismatch = self.agree(own_mismatch)
         if mismatch is not None:
             raise AlteredEngineError(
                 f"engines' weights changed after they were verified as version {version}: {mismatch}; "
@@ -600,7 +637,7 @@ class WeightUpdater:
             )
 
     def _trainer_scores(self, phases: Phases) -> list[list[float]]:
-        """Compute the trainer's log-probabilities of the canary's prompts. Collective."""
+        """Compute the trainer's log-probabilities of the canary's prompts, by prompt and token. Collective."""
         prompts = canary.canary_prompts(self.source.vocab_size)
         with phases.timed("canary"):
             if self.quantization is not None:
@@ -608,7 +645,7 @@ class WeightUpdater:
             return self.source.score(prompts)
 
     def _hand_back(self, phases: Phases, title: str) -> None:
-        """On shared devices: free the trainer's memory there, then restore that of the engines."""
+        """On shared devices: free the trainer's memory, then restore the engines' memory. Elsewhere do nothing."""
         if self.leave_devices is not None:
             self.leave_devices()
             # This collective makes sure that every rank has left the devices.
@@ -646,7 +683,7 @@ class WeightUpdater:
             self._strategy.abort()
         if not self._is_rank_0 or self._engines is None:
             return
-        # Engines are paused with an unverified version until the canary: they need no quarantine.
+        # Until the canary, engines are paused with an unverified version already. From the canary on, they generate.
         if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 
@@ -659,7 +696,7 @@ class WeightUpdater:
 
     @property
     def _adapter(self) -> str | None:
-        """The name of the engines' adapters that the canary uses; None without adapters."""
+        """The name of the engines' adapters with which the canary is scored; None without adapters."""
         return None
 
     def _strategy_of(self, transfer: Transfer) -> Strategy:
@@ -716,8 +753,8 @@ class WeightUpdater:
         bound_method = getattr(self._strategy, method.__name__)
         return phases.run(phase, bound_method, *arguments, **options)
 
-    def _static(self) -> tuple[int, int]:
-        """Return, on rank 0, how many times bytes move to engines, and the bytes of all weights there."""
+    def _copies_and_bytes(self) -> tuple[int, int]:
+        """Return ``copies`` and ``whole_bytes`` of RankFacts."""
         if self._strategy is None or self._engines is None or self._plan is None:
             return 0, 0
         first_engine = self._engines.first
@@ -738,11 +775,12 @@ class WeightUpdater:
             return True
         if period == 0:
             return False
-        return self.committed_version is None or self._since[check] + 1 >= period
+        return self.committed_version is None or self._updates_since[check] + 1 >= period
 
-    def _count(self, **done: bool) -> None:
-        for check, was_done in done.items():
-            self._since[check] = 0 if was_done else self._since[check] + 1
+    def _count(self, **checks: bool) -> None:
+        """Count the updates since each check; ``checks`` says whether this update made it."""
+        for check, was_made in checks.items():
+            self._updates_since[check] = 0 if was_made else self._updates_since[check] + 1
 
     def _share(self, error: Exception | None, title: str) -> None:
         """Raise WeightUpdateError on every rank if any rank has an ``error``. Collective."""

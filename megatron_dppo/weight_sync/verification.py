@@ -1,8 +1,8 @@
 """The checks before a commit: a checksum of every tensor, and log-probabilities of fixed prompts (the canary).
 
 Checksums show that the bytes arrived. They cannot show that engine and trainer interpret them in the same way: a
-conversion that swaps two tensors gives both sides the same wrong bytes, and a kernel may keep a stale copy of the right
-ones. The canary detects both: engine and trainer compute the log-probabilities of the same prompts.
+conversion that swaps two tensors gives both sides the same wrong bytes, and a kernel may keep a stale copy of a tensor
+that arrived. The canary detects both: engine and trainer compute the log-probabilities of the same prompts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,17 @@ class ChecksumMismatch:
         return f"{self.tensor} on engine rank {self.rank}: {sides}"
 
 
+_SHOWN_MISMATCHES = 5
+
+
 class ChecksumMismatchError(EngineError):
+    """An engine holds other tensors than the trainer sent."""
+
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
-        first_mismatches = "; ".join(str(m) for m in mismatches[:5])
+        first_mismatches = "; ".join(str(m) for m in mismatches[:_SHOWN_MISMATCHES])
         more = ""
-        if len(mismatches) > 5:
-            more = f"; and {len(mismatches) - 5} more"
+        if len(mismatches) > _SHOWN_MISMATCHES:
+            more = f"; and {len(mismatches) - _SHOWN_MISMATCHES} more"
         super().__init__(
             f"{len(mismatches)} engine tensors differ from the trainer's: {first_mismatches}{more}"
         )
@@ -57,7 +62,10 @@ class ChecksumMismatchError(EngineError):
 def compare_checksums(
     expected_checksums: Sequence[Mapping[str, str]], actual_checksums: Sequence[Mapping[str, str]]
 ) -> list[ChecksumMismatch]:
-    """Return the mismatches by engine rank and tensor name. A tensor that only one side has is a mismatch too."""
+    """Return the mismatches, ordered by engine rank and tensor name. A tensor that only one side has is a mismatch too.
+
+    Both arguments have the checksums of each engine rank, by tensor name.
+    """
     mismatches = []
     for rank, (trainer_sums, engine_sums) in enumerate(
         zip(expected_checksums, actual_checksums, strict=True)
@@ -84,7 +92,7 @@ class ExpectedByLayout:
             layout_checksums.add(bucket)
 
     def partials(self) -> list[Any]:
-        """Return the partial checksums by layout, as JSON."""
+        """Return this rank's partial checksums for each layout, as JSON, in the order of the engines."""
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
@@ -93,13 +101,16 @@ Digests: TypeAlias = Mapping[tuple[EngineLayout, str], Sequence[Mapping[str, str
 
 
 def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:
-    """Combine the partial checksums of all senders. Raises IncompleteWeightsError."""
-    layouts = list(dict.fromkeys(engine.layout for engine in engines.members))
+    """Combine the partial checksums of all senders; ``partials`` has ``ExpectedByLayout.partials`` of each.
+
+    Raises IncompleteWeightsError.
+    """
     digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
-            index = layouts.index(engine.layout)
-            layout_partials = [sender[index] for sender in partials]
+            # As in ExpectedByLayout, layouts are numbered in the order of the engines.
+            index = len(digests)
+            layout_partials = [sender_partials[index] for sender_partials in partials]
             digests[engine.layout] = engine.expected().digests(layout_partials)
     return digests
 

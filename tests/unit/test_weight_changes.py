@@ -387,7 +387,7 @@ def test_every_update_of_changes_is_verified() -> None:
     updates.update(1)
     for version in (2, 3):
         assert sizes_of(engine, updates, source, version) == CHANGED
-        assert updates._since["verify"] == 0
+        assert updates._updates_since["verify"] == 0
 
 
 def test_servers_with_sglangs_loader_are_sent_whole_weights() -> None:

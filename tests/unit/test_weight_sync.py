@@ -61,6 +61,7 @@ from megatron_dppo.weight_sync.engines import (
 )
 from megatron_dppo.weight_sync.transaction import (
     Agree,
+    RankFacts,
     WeightUpdateError,
     WeightUpdater,
     WeightUpdateRefusedError,
@@ -798,9 +799,9 @@ def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
 def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
     # Two senders of 100 and 60 bytes, of which rank 1 shares a host with engines at "b"; 3 engine ranks.
     facts = [
-        [100, 7, None, ["a", "b"], 3, 160],
-        [60, 5, None, ["a"], 3, 160],
-        [0, 0, None, [], 0, 0],
+        RankFacts(100, 7, None, ["a", "b"], 3, 160),
+        RankFacts(60, 5, None, ["a"], 3, 160),
+        RankFacts(0, 0, None, [], 0, 0),
     ]
     assert count_bytes(facts, bound=10, between_nodes=4) == {
         "bytes": 160,
@@ -826,10 +827,12 @@ def test_local_address_of_a_local_engine_is_loopback() -> None:
 
 
 def test_only_hosts_that_every_sender_is_foreign_to_bound_the_bytes_between_nodes() -> None:
-    first, silent = [10, 0, None, ["b"], 1, 10], [0, 5, None, ["c", "d"], 0, 0]
+    first = RankFacts(10, 0, None, ["b"], 1, 10)
+    silent = RankFacts(0, 5, None, ["c", "d"], 0, 0)
+    second = RankFacts(5, 0, None, [], 0, 0)
     for bound in ("bytes_between_nodes_bound", "bytes_into_node_bound"):
         assert count_bytes([first, silent], 0, 0)[bound] == 10
-        assert count_bytes([first, [5, 0, None, [], 0, 0]], 0, 0)[bound] == 0
+        assert count_bytes([first, second], 0, 0)[bound] == 0
 
 
 def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
