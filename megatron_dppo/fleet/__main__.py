@@ -20,7 +20,8 @@ from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord
 from megatron_dppo.logging import aligned, fatal
 from megatron_dppo.system.errors import RunError
 
-_STATE_S = 60.0
+_EXAMINATION_S = 60.0
+"""Longest wait for the trainer's examination of a server, unless the command names another."""
 _POLL_S = 0.2
 _NO_TRAINER = "no trainer listens now; the next trainer examines the server"
 _Record = FleetRecord | RecordClient
@@ -66,6 +67,7 @@ def _add(record: _Record, options: argparse.Namespace) -> int:
 
 
 def _awaited_state(record: RecordClient, name: str, wait_s: float) -> str:
+    """Wait for the result of the trainer's examination of a server, and return it in words."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         status = record.status()
@@ -104,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--wait",
         type=float,
-        default=_STATE_S,
+        default=_EXAMINATION_S,
         metavar="SECONDS",
         help="seconds to wait for the result; default 60",
     )

@@ -6,8 +6,8 @@ receives no calls until the next ``serve``, its unfinished calls are sent to oth
 a report. While the router is down, calls go to servers directly.
 
 A weight update may start while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
-is read, so the result of the update is known when an answer is checked. Where the update aborts the calls in flight,
-``hold`` ends when all of them are answered.
+is read, so that the result of the update is known when an answer is checked. If the update aborts the calls in flight,
+``hold`` returns when all of them are answered.
 """
 
 from __future__ import annotations
@@ -35,21 +35,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PROBE_SECONDS = 5.0
+"""Longest time of a server's answer to a health check."""
 _REPLACED_SECONDS = 10.0
-_FORGETTING_SECONDS = 0.1
+"""Time in which the supervisor kills a hung server that it started."""
+_ROUTER_REMOVES_SECONDS = 0.1
+"""Time in which the router stops using a server that is gone."""
 _ABORT_AGAIN_SECONDS = 0.2
-# Other ranks wait in a collective meanwhile, which times out after 600 s.
 _QUESTION_SECONDS = 300.0
-_ENDS = 2
-# smg's error codes for a call that it has no server for.
+"""Longest time to ask all suspects. Other ranks wait in a collective meanwhile, which times out after 600 s."""
+_FATAL_ENDS = 2
+"""Number of servers that must end after a prompt, so that the prompt is held to be the cause."""
 _NO_SERVER_CODES = ("no_available_workers", "model_not_found")
+"""smg's error codes for a call that it has no server for."""
 
 
 @dataclass(eq=False)
 class ActiveServer:
     """A member that generates, and its calls in flight.
 
-    ``suspended`` is the reason why it receives no more calls; empty while it receives them.
+    ``in_flight`` counts the requests of these calls. ``suspended`` is the reason why the server receives no more calls;
+    empty while it receives them.
     """
 
     member: Member
@@ -61,7 +66,7 @@ class ActiveServer:
 
 
 async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
-    """Return the result of ``call``. Raises ServerLostError when its task, a member of ``calls`` meanwhile, is
+    """Return the result of ``call``, whose task is in ``calls`` until its end. Raises ServerLostError when that task is
     cancelled.
     """
     task = asyncio.create_task(call)
@@ -99,21 +104,22 @@ class FleetClient:
         self._parser = parser
         self._router = router
         self._servers: list[ActiveServer] = []
-        self._routed: set[asyncio.Task[Any]] = set()
+        self._routed_calls: set[asyncio.Task[Any]] = set()
         self._probing: asyncio.Task[None] | None = None
-        self._chores: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
         self._version: int | None = None
         # The committed version at the time of each failed update.
         self._failed_updates: list[int | None] = []
         self._losses: dict[str, str] = {}
-        # By call: its server (None: only the router knows) and its requests.
-        self._asked: dict[str, tuple[ActiveServer | None, Sequence[GenerationRequest]]] = {}
+        # Request id of each open call -> the call's server (None: only the router knows) and its requests.
+        self._open_calls: dict[str, tuple[ActiveServer | None, Sequence[GenerationRequest]]] = {}
         self._suspects = Suspects()
+        # Set while calls may be sent: from ``serve`` to the next ``hold``.
         self._serving = asyncio.Event()
         self._watchers = 0
         self._router_watch: asyncio.Task[None] | None = None
         self._hang_timeout_s = 0.0
-        self._lost_one = asyncio.Event()
+        self._server_lost = asyncio.Event()
 
     async def hold(self, *, abort: bool = False) -> None:
         """Stop sending calls and reading answers until ``serve``, because the servers will be paused for a weight
@@ -123,8 +129,8 @@ class FleetClient:
         """
         self._serving.clear()
         if abort:
-            # End the calls here and not in the update: a call that waits at a paused server would continue afterwards
-            # with the adapters that it named before.
+            # End the calls before the servers are paused: a call that waits at a paused server would continue after the
+            # update with the adapters of the version before.
             await self._end_calls()
         for active in self._servers:
             active.client.is_paused = True
@@ -132,14 +138,14 @@ class FleetClient:
     async def break_off(self) -> None:
         """Cancel the calls in flight after a failed update, so that they are sent again.
 
-        The weights of their servers are unknown. Calls whose answers wait and have tokens of that update are sent
-        again, too.
+        The weights of the servers are unknown. An answer that has arrived but is not read yet is requested again too if
+        it has tokens of the failed update.
         """
         self._failed_updates.append(self._version)
         for active in self._servers:
             for call in active.calls:
                 call.cancel()
-        for call in self._routed:
+        for call in self._routed_calls:
             call.cancel()
 
     async def serve(self, members: Sequence[Member], version: int) -> None:
@@ -183,24 +189,26 @@ class FleetClient:
 
     async def close(self) -> None:
         """Close the connections; the servers abort the calls in flight."""
-        chores = [*self._chores, *([self._probing] if self._probing is not None else [])]
-        for chore in chores:
-            chore.cancel()
-        await asyncio.gather(*chores, return_exceptions=True)
+        tasks = list(self._background_tasks)
+        if self._probing is not None:
+            tasks.append(self._probing)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(active.client.close() for active in self._servers))
         if self._router is not None:
             await self._router.close()
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
-        await self._until_served()
+        await self._wait_until_served()
         try:
             if self._router is not None and self._router.usable and self._live():
-                self._asked[rid] = None, requests
-                results = await self._through_router(self._router, requests, rid)
+                self._open_calls[rid] = (None, requests)
+                results = await self._call_through_router(self._router, requests, rid)
             else:
-                results = await self._directly(requests, rid)
+                results = await self._call_directly(requests, rid)
         finally:
-            self._asked.pop(rid, None)
+            self._open_calls.pop(rid, None)
         self._suspects.clear(requests)
         return results
 
@@ -215,9 +223,9 @@ class FleetClient:
         try:
             self._watch_all()
             while self._live() or not self._serving.is_set():
-                self._lost_one.clear()
-                await self._lost_one.wait()
-            raise self._no_server()
+                self._server_lost.clear()
+                await self._server_lost.wait()
+            raise self._no_server_error()
         finally:
             self._watchers -= 1
             if not self._watchers:
@@ -229,9 +237,10 @@ class FleetClient:
         return len(self._suspects.questionable())
 
     async def question_suspects(self, stop: Callable[[], bool]) -> Suspect | None:
-        """Request one token for each suspect, one after another; return the first after which two servers ended.
+        """Request one token for each suspect, one after another; return the first suspect after which two servers
+        ended.
 
-        One server is enough where no other is left. No other call may be in flight on the servers, from any rank.
+        If only one server is left, its end is enough. No other call may be in flight on the servers, from any rank.
         """
         questionable = self._suspects.questionable()
         log.warning(
@@ -253,44 +262,46 @@ class FleetClient:
     async def _ends_servers(self, request: GenerationRequest) -> bool:
         """Whether each of up to two servers ends when it receives only this request."""
         probe_request = replace(request, sampling=replace(request.sampling, max_new_tokens=1))
-        for ends in range(_ENDS):
+        for ended_servers in range(_FATAL_ENDS):
             live = self._live()
             if not live:
-                # The only server ended.
-                return ends > 0
+                return ended_servers > 0
+            server = live[0]
             try:
-                await self._on(live[0], [probe_request], uuid.uuid4().hex)
+                await self._call_server(server, [probe_request], uuid.uuid4().hex)
             except errors.EngineError:
-                if not (live[0].suspended and await self._has_ended(live[0])):
+                if not (server.suspended and await self._has_ended(server)):
                     return False
             else:
                 return False
         return True
 
     async def _has_ended(self, active: ActiveServer) -> bool:
-        """Whether no process listens at the address any more. A server that hangs or refuses still listens."""
+        """Whether no process listens at the address any more. A server that hangs or refuses calls still listens."""
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except errors.EngineLostError as error:
             return not isinstance(error.__cause__, TimeoutError)
         return False
 
-    async def _directly(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
+    async def _call_directly(
+        self, requests: Sequence[GenerationRequest], rid: str
+    ) -> list[Trajectory]:
         live = self._live()
         if not live:
-            raise self._no_server()
+            raise self._no_server_error()
         # Balance this client's own calls: without a router no client sees the calls of other ranks.
         least_loaded = min(live, key=attrgetter("in_flight"))
-        return await self._on(least_loaded, requests, rid)
+        return await self._call_server(least_loaded, requests, rid)
 
-    async def _on(
+    async def _call_server(
         self,
         active: ActiveServer,
         requests: Sequence[GenerationRequest],
         rid: str,
     ) -> list[Trajectory]:
         active.in_flight += len(requests)
-        self._asked[rid] = active, requests
+        self._open_calls[rid] = (active, requests)
         start_version = self._version
         failures = len(self._failed_updates)
         try:
@@ -300,17 +311,17 @@ class FleetClient:
             versions = await self._versions(start_version, failures)
             return await breakable(active.client.parse(answer, requests, versions), active.calls)
         except errors.StaleWeightsError as error:
-            raise self._stale(active, str(error), failures) from error
+            raise self._stale_error(active, str(error), failures) from error
         except errors.EngineLostError as error:
             await self._probe()
             if not active.suspended:
                 raise errors.AbortedError(str(error)) from error
-            raise self._lost(str(error)) from error
+            raise self._loss_error(str(error)) from error
         finally:
             active.in_flight -= len(requests)
-            self._asked.pop(rid, None)
+            self._open_calls.pop(rid, None)
 
-    async def _through_router(
+    async def _call_through_router(
         self,
         router: HttpRouterLink,
         requests: Sequence[GenerationRequest],
@@ -320,12 +331,12 @@ class FleetClient:
         start_version = self._version
         failures = len(self._failed_updates)
         try:
-            answer = await breakable(router.generate(body), self._routed)
+            answer = await breakable(router.generate(body), self._routed_calls)
         except errors.EngineLostError as error:
             self._router_lost(router, str(error))
             raise errors.ServerLostError(str(error)) from error
         if answer.status >= 400:
-            raise await self._refused(router, answer)
+            raise await self._refusal_error(router, answer)
         served_by = answer.headers.get(SERVED_BY, "")
         url = served_by.rstrip("/")
         active = next((p for p in self._servers if p.member.server.url == url), None)
@@ -335,14 +346,14 @@ class FleetClient:
             versions = await self._versions(start_version, failures)
             results = await active.client.parse(answer.body, requests, versions)
         except errors.StaleWeightsError as error:
-            raise self._stale(active, str(error), failures) from error
+            raise self._stale_error(active, str(error), failures) from error
         except errors.EngineLostError as error:
             # The server has answered, but did not deliver its routing recording.
             raise self._suspend(active, str(error)) from error
         active.client.note_answer()
         return results
 
-    async def _refused(self, router: HttpRouterLink, answer: Answer) -> errors.EngineError:
+    async def _refusal_error(self, router: HttpRouterLink, answer: Answer) -> errors.EngineError:
         """Return the error for a call that the router, or a server behind it, answered with an error status."""
         reason = f"{router.url}/generate answered {answer.status}: {answer.reason}"
         if answer.code in _NO_SERVER_CODES:
@@ -354,49 +365,54 @@ class FleetClient:
         await self._probe()
         if any(p.suspended and p.member.server.url in reason for p in self._servers):
             # The router may not have removed the lost server yet.
-            await asyncio.sleep(_FORGETTING_SECONDS)
-            return self._lost(reason)
+            await asyncio.sleep(_ROUTER_REMOVES_SECONDS)
+            return self._loss_error(reason)
         return errors.AbortedError(reason)
 
     async def _versions(self, start_version: int | None, failures: int) -> range | None:
-        """Return the committed versions that may have sampled the answer to a call that started at ``start_version``.
+        """Wait until no update runs, and return the committed versions that may have sampled the answer to a call.
 
-        ``failures`` is the number of failed updates when the call started. Waits for the end of an update.
+        ``start_version`` and ``failures``: the committed version and the number of failed updates when the call
+        started. None if a version is unknown.
         """
-        await self._until_served()
-        # A failed update cancels all unanswered calls, so this answer is older than the first failure since the start.
-        last_version = next(iter(self._failed_updates[failures:]), self._version)
+        await self._wait_until_served()
+        last_version = self._version
+        later_failures = self._failed_updates[failures:]
+        if later_failures:
+            # A failed update cancels all unanswered calls, so this answer is older than the first later failure.
+            last_version = later_failures[0]
         if start_version is None or last_version is None:
             return None
         return range(start_version, last_version + 1)
 
-    def _stale(
+    def _stale_error(
         self,
         active: ActiveServer,
         reason: str,
         failures: int,
     ) -> errors.ServerLostError | errors.EngineLostError:
-        """Return the error for an answer from other weights: those of a failed update, or else the server is
-        suspended.
+        """Return the error for an answer from other weights than the committed ones.
+
+        They are a failed update's if an update has failed since the call started. Otherwise the server is suspended.
         """
         if len(self._failed_updates) > failures:
             return errors.ServerLostError(reason)
         return self._suspend(active, reason)
 
-    async def _until_served(self) -> None:
-        # Repeat: the servers may be held again before this task runs.
+    async def _wait_until_served(self) -> None:
+        # Repeat: ``hold`` may be called again before this task runs.
         while not self._serving.is_set():
             await self._serving.wait()
 
     async def _end_calls(self) -> None:
         # Repeat: a call on its way to a scheduler is not aborted by the first attempt.
-        while calls := self._routed.union(*(active.calls for active in self._servers)):
+        while calls := self._routed_calls.union(*(active.calls for active in self._servers)):
             await self._abort_on_each(methodcaller("abort_all", _PROBE_SECONDS))
             await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
 
     async def _abort_on_each(self, abort: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``abort`` on every server, because the HTTP router neither forwards aborts nor tells which server has
-        a call.
+        """Call ``abort`` on every server, because the HTTP router neither forwards aborts nor tells which server has a
+        given call.
         """
         aborts = (abort(active.client) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
@@ -427,8 +443,9 @@ class FleetClient:
 
     async def _end_watches(self) -> None:
         tasks = [active.watch for active in self._servers if active.watch is not None]
-        tasks += [self._router_watch] if self._router_watch is not None else []
-        self._router_watch = None
+        if self._router_watch is not None:
+            tasks.append(self._router_watch)
+            self._router_watch = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -459,21 +476,22 @@ class FleetClient:
     ) -> errors.ServerLostError | errors.EngineLostError:
         """Send a server no more calls and cancel its calls; return the error for their callers."""
         if active.suspended:
-            return self._lost(active.suspended)
+            return self._loss_error(active.suspended)
         server = active.member.server
         self._losses[server.name] = reason
         log.warning("%s is suspended: %s", server.name, reason)
+        # The server had its own calls, and may have had any call of the router.
         lost_requests: list[GenerationRequest] = []
-        for holder, requests in self._asked.values():
-            if holder in (active, None):
+        for called_server, requests in self._open_calls.values():
+            if called_server in (active, None):
                 lost_requests += requests
         self._suspects.note_loss(server, lost_requests)
         self._drop(active, reason)
         self._on_lost(server)
         if self._router is not None:
-            self._chore(self._router.remove(server.url))
-            self._chore(self._break_routed(active, frozenset(self._routed)))
-        return self._lost(reason)
+            self._run_in_background(self._router.remove(server.url))
+            self._run_in_background(self._break_routed(active, frozenset(self._routed_calls)))
+        return self._loss_error(reason)
 
     def _drop(self, active: ActiveServer, reason: str) -> None:
         """Send no more calls to a server; its calls are repeated elsewhere."""
@@ -482,7 +500,7 @@ class FleetClient:
             call.cancel()
         if active.watch is not None:
             active.watch.cancel()
-        self._lost_one.set()
+        self._server_lost.set()
 
     async def _break_routed(
         self,
@@ -494,32 +512,34 @@ class FleetClient:
         # calls. Calls that other servers still work on are repeated too.
         await asyncio.sleep(_REPLACED_SECONDS)
         if active not in self._servers:
-            # The generation has ended, and its client is closed.
+            # The server left the fleet meanwhile, and its client is closed.
             return
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except errors.EngineLostError as error:
             if isinstance(error.__cause__, TimeoutError):
-                for call in calls & self._routed:
+                for call in calls & self._routed_calls:
                     call.cancel()
 
     def _router_lost(self, router: HttpRouterLink, reason: str) -> None:
         """Cancel the calls of a router that closed a connection or hangs; they are then sent to servers directly."""
         if router.mark_down(reason) and router.server is not None:
             self._on_lost(router.server)
-        for call in self._routed:
+        for call in self._routed_calls:
             call.cancel()
 
-    def _lost(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
+    def _loss_error(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
+        """Return the error for a call whose server is lost, which depends on whether another server is left."""
         if self._live():
             return errors.ServerLostError(reason)
-        return self._no_server()
+        return self._no_server_error()
 
-    def _no_server(self) -> errors.EngineLostError:
+    def _no_server_error(self) -> errors.EngineLostError:
         reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._servers]
         return errors.EngineLostError("; ".join(reasons) or "no server has the weights")
 
-    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        # The loop keeps only a weak reference to a task.
         task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)

@@ -1,8 +1,8 @@
 """The HTTP endpoint of a run's server registry (FleetRecord), and its client.
 
-Each question is one POST to ``/fleet/<name>`` with a JSON object, under the admin key, so ranks on other hosts and the
-user's command need no consistent view of the run's folder. The command on the run's own host has a key of its own,
-which opens only the command's questions and nothing at the servers.
+Each question, a call of a method of the registry, is one POST to ``/fleet/<name>`` with the arguments as a JSON object.
+So ranks on other hosts and the user's command need no consistent view of the run's folder. The admin key opens all
+questions. The command on the run's own host has another key, which opens only the questions of commands, and no server.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ ENDPOINT_VARIABLE = "MEGATRON_DPPO_FLEET"
 """Variable with the endpoint's URL in the environment of the trainer's ranks."""
 PATH = "/fleet/"
 START_HEADER = "Megatron-Dppo-Start"
-"""Header with the number of the start of the ranks that a question is from."""
+"""Header of a question from a rank: the number of the ranks' start."""
 FENCED = 409
+"""Status of the answer to a rank of an earlier start."""
 _ANSWER_S = 10.0
+"""Longest time of an answer."""
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
+"""Pause between two attempts."""
 
 
 class RecordLostError(EngineError):
@@ -68,13 +71,14 @@ class EndpointAddress:
 
 
 def control_host(interface: str | None, address: str) -> str:
-    """Return the address to listen on: that of ``interface``, else ``address``, but never all addresses of the machine.
+    """Return the address to listen on: that of ``interface``, or ``address`` without an interface.
 
-    Raises InterfaceError.
+    An ``address`` that stands for all addresses of the machine is replaced by loopback. Raises InterfaceError.
     """
     if interface is not None:
         return interface_address(interface)
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return loopback_of.get(address, address)
 
 
 def admin_key() -> str:
@@ -85,9 +89,9 @@ def admin_key() -> str:
 class FleetEndpoint:
     """Serves ``record`` on a free port of ``host`` to clients with ``key``, from ``start`` to ``stop``.
 
-    The user's command finds URL and key by ``engine/endpoint.json`` and a file on this machine that only its user can
-    read. Code that a model's response runs outside a sandbox can read it, too, so that file has another key, which
-    opens the questions of commands and no server.
+    The user's command reads the URL from ``engine/endpoint.json``, and the key from a file on this machine that only
+    the user can read. Code of a model's response that runs outside a sandbox can read this file too. So it has another
+    key, which opens the questions of commands and no server.
     """
 
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:
@@ -107,17 +111,16 @@ class FleetEndpoint:
         return {ENDPOINT_VARIABLE: self.url}
 
     def start(self) -> None:
-        """Start answering from a thread of its own, then publish the address."""
+        """Start to answer in a new thread, then publish the address."""
         self._server.start()
-        # The server answers requests before its address is published.
         write_private(self._private / "key", self._command_key)
         write_private(self._file, json.dumps(asdict(self._address)))
-        # Commands use the endpoint from now on. The file may have newer attachments than the registry, so read it.
+        # Commands use the endpoint from now on. Until now they wrote their attachments into fleet.json, so read it.
         self._record.read_attached()
 
     def stop(self) -> None:
         """Stop answering. Has no effect without a start."""
-        # Another start that has taken over has its own address in the file.
+        # If another start has taken over, the file has that start's address.
         if EndpointAddress.read(self._file) == self._address:
             self._file.unlink(missing_ok=True)
         self._server.stop()
@@ -146,7 +149,7 @@ class RecordClient:
         self._start = start
 
     def check_start(self) -> None:
-        """Raise FencedError once newer ranks run. A registry that does not answer is no reason."""
+        """Raise FencedError once newer ranks run. A registry that does not answer raises nothing."""
         if self._start is not None:
             with suppress(RecordLostError):
                 self._ask("starting", attempts=1)
@@ -161,8 +164,8 @@ class RecordClient:
         return [Server(**server) for server in self._ask("servers")]
 
     def router(self) -> Server | None:
-        """Call ``FleetRecord.router``; None also where the registry does not answer."""
-        # Callers look again in a second, so one attempt is enough.
+        """Call ``FleetRecord.router``; None also if the registry does not answer."""
+        # Callers ask again in a second, so one attempt is enough.
         try:
             router = self._ask("router", attempts=1)
         except RecordLostError as error:
@@ -218,7 +221,7 @@ class RecordClient:
             log.warning("%s", error)
 
     def _ask(self, question: str, *, attempts: int = _ATTEMPTS, **arguments: Any) -> Any:
-        """Send a question and return the answer. Raises RecordLostError, and ValueError where the registry refuses."""
+        """Send a question and return the answer. Raises RecordLostError, and ValueError if the registry refuses."""
         for attempt in range(1, attempts + 1):
             try:
                 status, content = self._exchange(question, arguments)
@@ -251,9 +254,9 @@ class RecordClient:
 
 
 def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
-    """Return the registry of a running run, or the content of its folder where the run does not run.
+    """Return a client of the registry if the run is running, else a registry with the content of the run's folder.
 
-    Raises ValueError where the run runs and its registry can't be reached from here.
+    Raises ValueError if the run is running and its registry can't be reached from here.
     """
     endpoint = EndpointAddress.read(Path(run_directory) / "engine" / "endpoint.json")
     if endpoint is None:
@@ -280,7 +283,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
 def _key_of_command(endpoint: EndpointAddress) -> str:
     """Return the key of commands from the file on the run's own host, else the admin key from the environment.
 
-    Raises ValueError where neither exists.
+    Raises ValueError if neither exists.
     """
     try:
         return read_own(Path(endpoint.key_file))

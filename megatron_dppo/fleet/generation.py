@@ -2,7 +2,7 @@
 
 A response is counted once: each key holds the result of one attempt, every attempt has a request id of its own, and an
 attempt that timed out is aborted and its answer never read. When the last server is lost, finished responses are kept,
-and ``resume`` requests only the rest. Beginnings of responses that an update ended early are kept too
+and ``resume`` requests only the others. If an update ends a response early, its tokens so far are kept too
 (``engine.continuation``).
 """
 
@@ -13,6 +13,7 @@ import functools
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 import uuid
@@ -37,14 +38,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingSeeds:
-    """The seeds of a job: equal in every run with the same settings, whichever server samples, in any order and
-    attempt.
+    """The seeds of a job. They are equal in every run with the same settings, whatever the server, order and attempt.
 
     Attributes:
         run_seed: ``run.seed``.
         purpose: use of the responses, such as ``step 3``.
         positions: positions of the job's problems among all problems with this purpose, over all ranks and rounds;
-            a problem that is sampled twice has two.
+            a problem that is sampled twice has two positions.
     """
 
     run_seed: int
@@ -61,7 +61,7 @@ Results = dict[Hashable, Trajectory]
 
 
 Ask = Callable[[GenerationRequest], Awaitable[Trajectory]]
-"""Function that samples one turn: the prompt is everything before it."""
+"""Function that samples one turn of a trajectory: the request's prompt is everything before the turn."""
 Play = Callable[[Problem, GenerationRequest, Ask], Awaitable[Trajectory]]
 """Function that makes a trajectory of several turns from the request for its first turn (``environments.episodes``)."""
 
@@ -72,16 +72,16 @@ class GenerationClient(Protocol):
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         """Sample ``requests`` in one call with a new id; return one trajectory for each, in order.
 
-        A trajectory may be ``aborted`` where its request allows that. Raises AbortedError where this call failed and
-        another may succeed, ServerLostError where another server will take the next call, and EngineLostError where no
-        server is left.
+        A trajectory may be ``aborted`` if its request allows that. Raises AbortedError if this call failed and another
+        call may succeed, ServerLostError if another server will take the next call, and EngineLostError if no server is
+        left.
         """
 
     async def abort(self, rid: str, count: int) -> None:
         """End a call of ``count`` requests whose answer is not needed. Raises EngineLostError."""
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Raise EngineLostError when no server is left that generates anything within that time."""
+        """Raise EngineLostError when no server is left that generates anything within ``hang_timeout_s``."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class GenerationLimits:
         episodes: open episodes of several turns.
         request_timeout_s: time of one attempt at one response, without the time in which servers are paused.
         hang_timeout_s: a server that generates nothing for so long, not even for a health check, counts as lost.
-        responses_per_call: responses that share one HTTP call. This saves the server work on very short responses,
+        responses_per_call: responses that share one HTTP call. Sharing saves the server work on very short responses,
             but they finish, time out and are lost together.
     """
 
@@ -106,8 +106,8 @@ class GenerationLimits:
 
     @property
     def calls(self) -> int:
-        """Most HTTP calls in flight."""
-        return -(-self.concurrency // self.responses_per_call)
+        """Largest number of HTTP calls in flight."""
+        return math.ceil(self.concurrency / self.responses_per_call)
 
     @classmethod
     def of(
@@ -128,13 +128,13 @@ class GenerationLimits:
 class Slots:
     """Slots for the calls of all generations that run at the same time, at most ``count``, from one event loop.
 
-    A free slot goes to the waiting call of the generation with the lowest ``order``, not to the one that waits longest:
-    a batch that is trained on next goes before one that is generated ahead. While servers are paused, the calls' time
-    limits are paused too.
+    A free slot goes to the waiting call of the generation with the lowest ``order``, not to the call that waits
+    longest: the batch that is trained on next goes before a batch that is generated ahead. While servers are paused,
+    the calls' time limits are paused too.
 
     Attributes:
         busy_s: time in which at least one slot was used and servers were not paused.
-        episodes: slots of episodes, whose turns are calls.
+        episodes: slots of whole episodes, whose turns are calls; None: episodes are not limited.
     """
 
     def __init__(self, count: int, episodes: int | None = None) -> None:
@@ -142,14 +142,16 @@ class Slots:
         self._free = count
         self._count = count
         self._arrivals = itertools.count()
+        # A heap of (order, number of arrival, future that gives the slot).
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._is_held = False
-        self._left_s: dict[asyncio.Timeout, float] = {}
+        # Time that each limit had left when it last started or stopped.
+        self._remaining_s: dict[asyncio.Timeout, float] = {}
         # The rank's thread reads ``busy_s`` while calls take slots in the event loop's thread.
-        self._noting = threading.Lock()
+        self._note_lock = threading.Lock()
         self._was_busy = False
         self._busy_s = 0.0
-        self._noted_s = time.monotonic()
+        self._last_note_s = time.monotonic()
 
     @property
     def busy_s(self) -> float:
@@ -157,29 +159,30 @@ class Slots:
         return self._busy_s
 
     def hold(self, is_held: bool) -> None:
-        """Pause or resume the slots: while servers are paused for a weight update or a trainer, none is busy."""
+        """Pause or resume the slots: while servers are paused for a weight update or a trainer, no slot is busy."""
         self._is_held = is_held
         self._note()
         current_time = asyncio.get_running_loop().time()
-        for limit, remaining_s in self._left_s.items():
+        for limit, remaining_s in self._remaining_s.items():
             # A limit that has just expired can't be rescheduled.
             if limit.expired():
                 continue
             until = limit.when()
+            # A paused limit has no time.
             if until is not None:
-                self._left_s[limit] = until - current_time
+                self._remaining_s[limit] = until - current_time
             limit.reschedule(None if is_held else current_time + remaining_s)
 
     @asynccontextmanager
     async def limited(self, seconds: float) -> AsyncIterator[None]:
-        """Limit a block to so many seconds in which servers are not paused. Raises TimeoutError."""
+        """Limit a block to ``seconds``, without the time in which servers are paused. Raises TimeoutError."""
         current_time = asyncio.get_running_loop().time()
         async with asyncio.timeout_at(None if self._is_held else current_time + seconds) as limit:
-            self._left_s[limit] = seconds
+            self._remaining_s[limit] = seconds
             try:
                 yield
             finally:
-                del self._left_s[limit]
+                del self._remaining_s[limit]
 
     @asynccontextmanager
     async def taken(self, order: int) -> AsyncIterator[None]:
@@ -187,12 +190,12 @@ class Slots:
         if self._free:
             self._take()
         else:
-            turn = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (order, next(self._arrivals), turn))
+            slot = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (order, next(self._arrivals), slot))
             try:
-                await turn
+                await slot
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
+                if slot.done() and not slot.cancelled():
                     # The call received a slot at the moment in which it was cancelled.
                     self._release()
                 raise
@@ -207,21 +210,22 @@ class Slots:
 
     def _release(self) -> None:
         while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+            _, _, slot = heapq.heappop(self._waiting)
+            # The future of a call that was cancelled is done.
+            if not slot.done():
+                slot.set_result(None)
                 return
         self._free += 1
         self._note()
 
     def _note(self) -> None:
         """Add the time since the last change to ``busy_s`` if a slot was busy, and store the present state."""
-        with self._noting:
+        with self._note_lock:
             current_time = time.monotonic()
             if self._was_busy:
-                self._busy_s += current_time - self._noted_s
+                self._busy_s += current_time - self._last_note_s
             self._was_busy = self._free < self._count and not self._is_held
-            self._noted_s = current_time
+            self._last_note_s = current_time
 
 
 @dataclass(frozen=True)
@@ -229,14 +233,14 @@ class GenerationJob:
     """``group_size`` responses to each problem.
 
     Attributes:
-        problems: problems, whose position is the first part of a request's key; the second part is the sample
-            index.
+        problems: the problems. A request's key is (position of the problem here, sample index).
         group_size: responses to each problem.
         sampling: sampling parameters.
-        columns: columns to record in addition to the usual ones, as in GenerationRequest.
+        columns: columns to record in addition to the usual columns, as in GenerationRequest.
         seeds: seeds of the responses, in the order of ``problems``; None: the server chooses.
-        decode: decodes tokens, so that a response that the server ended early continues; None: it is sampled again.
-        play: makes each response in several turns; None: it has one turn.
+        decode: decodes tokens, so that a response that the server ended early is continued; None: such a response is
+            sampled again.
+        play: makes each response in several turns; None: a response has one turn.
     """
 
     problems: Sequence[Problem]
@@ -250,7 +254,7 @@ class GenerationJob:
     def requests(
         self, completed: Mapping[Hashable, Trajectory] | None = None
     ) -> list[GenerationRequest]:
-        """Return the remaining requests, in order: those whose key is not in ``completed``."""
+        """Return the requests whose key is not in ``completed``, group by group."""
         requests: list[GenerationRequest] = []
         for key in self._keys():
             if completed is not None and key in completed:
@@ -285,13 +289,13 @@ class GenerationJob:
 
 
 _TICK_SECONDS = 0.2
-"""Interval at which a generation looks for a lost server and a stop."""
+"""Interval at which a generation checks for the loss of the last server, and for a stop."""
 _CLEAN_UP_SECONDS = 5.0
 """Longest wait for the aborts of open calls."""
 _BACK_OFF_SECONDS = 0.5
-"""Pause after a call's first aborted attempt; it doubles with each further one."""
+"""Pause after a call's first aborted attempt; it doubles with each further attempt."""
 _MAX_LOSSES = 20
-"""Most lost servers that a call outlives."""
+"""Number of losses of its server after which a call fails."""
 _REDRAW_SECONDS = 0.2
 """Interval at which the progress bar is drawn."""
 
@@ -315,8 +319,17 @@ class GenerationEnd(IntEnum):
 class Generation:
     """A rank's share of a generation, over all its attempts.
 
-    Of two open generations, the one with the lower ``order`` is served first. ``continuation`` keeps the beginnings of
-    unfinished responses. ``timed_out`` counts responses, or turns, that were sampled again after a timeout.
+    Attributes:
+        job: the responses to sample.
+        description: title of the progress bar.
+        on_response: called with each response.
+        order: of two open generations, the calls of the generation with the lower ``order`` get slots first.
+        done: the finished responses of ended attempts.
+        running: the attempt under way, or the last one.
+        responses: number of responses of that attempt.
+        tokens: number of sampled tokens of that attempt.
+        timed_out: number of responses, or turns, that were sampled again after a timeout.
+        continuation: keeps the tokens of unfinished responses.
     """
 
     job: GenerationJob
@@ -391,19 +404,20 @@ class Generation:
     def wait(self, stop: Callable[[], bool]) -> tuple[GenerationEnd, str]:
         """Wait until this attempt ends, with a progress bar; return how it ended, and the reason of a loss."""
         if self.running is None:
-            return (GenerationEnd.STOPPED if stop() else GenerationEnd.DONE), ""
-        already = len(self.done)
+            end = GenerationEnd.STOPPED if stop() else GenerationEnd.DONE
+            return end, ""
+        earlier_responses = len(self.done)
         start = time.monotonic()
         with progress(self.description, self.total) as bar:
             while not wait([self.running], _REDRAW_SECONDS).done:
                 speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
-                bar.update(completed=already + self.responses, note=speed)
+                bar.update(completed=earlier_responses + self.responses, note=speed)
             # Count the last responses too: a short generation may end before the bar was updated once.
-            bar.update(completed=already + self.responses)
+            bar.update(completed=earlier_responses + self.responses)
         return self.end()
 
     def end(self) -> tuple[GenerationEnd, str]:
-        """Return how the finished attempt ended; its responses are kept."""
+        """Return how the finished attempt ended, and the reason; the attempt's responses are added to ``done``."""
         assert self.running is not None
         try:
             self.done |= self.running.result()
@@ -464,16 +478,16 @@ async def generate_many(
         client: client of the servers.
         requests: the requests.
         limits: limits of time and concurrency.
-        stop: asked a few times a second; must not block.
+        stop: called a few times a second; returns whether to stop; must not block.
         on_response: called with each response as it arrives; must not block.
         on_timeout: called with the number of responses of each call that timed out; must not block.
-        slots: slots shared with other generations; None: slots of its own.
-        order: priority of this generation among those that share the slots.
+        slots: slots shared with other generations; None: no other generation runs.
+        order: priority of this generation among those that share the slots; the lowest goes first.
         continuation: continues responses that the servers ended early; None: they are sampled again.
-        play: makes each result by turns that it requests; each turn takes a slot, and none is held in between.
+        play: makes each result by turns that it requests. A turn takes a slot; between turns no slot is held.
 
     Raises:
-        GenerationInterruptedError: the last server is lost; has the finished responses. Raised within seconds.
+        GenerationInterruptedError: the last server is lost. The error has the finished responses.
         StopRequestedError: ``stop()`` is true.
         EngineRequestError: a server refused a request.
         EngineAnswerError: a server's answer is unusable.
@@ -506,18 +520,19 @@ class _GenerationAttempt:
     _in_flight: dict[str, int] = field(default_factory=dict, init=False)
     _results: Results = field(default_factory=dict, init=False)
     _attempts: Counter[int] = field(default_factory=Counter, init=False)
-    _rests: set[asyncio.Task[list[int]]] = field(default_factory=set, init=False)
+    _continuing_calls: set[asyncio.Task[list[int]]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._prefix = uuid.uuid4().hex[:12]
-        # The rest of a response has a call of its own: the requests of one call must share their parameters.
         partials = {}
         if self.continuation is not None:
             partials = self.continuation.partials
+        # The indices of the requests of each call.
         self._pending: deque[list[int]] = deque()
         new_indices: list[int] = []
         for index, request in enumerate(self.requests):
             if request.key in partials:
+                # The requests of one call must share their parameters, but each rest has its own limit of tokens.
                 self._pending.append([index])
             else:
                 new_indices.append(index)
@@ -526,6 +541,7 @@ class _GenerationAttempt:
             self._pending.append(new_indices[start : start + size])
 
     def in_order(self) -> Results:
+        """Return the finished results in the order of ``requests``."""
         return {r.key: self._results[r.key] for r in self.requests if r.key in self._results}
 
     async def wait(self, stop: Callable[[], bool] | None) -> None:
@@ -552,17 +568,17 @@ class _GenerationAttempt:
                     )
             work.result()
         finally:
-            await self._clean_up([*tasks, *self._rests, work, watch])
+            await self._clean_up([*tasks, *self._continuing_calls, work, watch])
 
     async def _work(self) -> None:
         while self._pending:
             async with self.slots.taken(self.order):
                 # Other workers may have taken the last calls meanwhile.
                 if self._pending:
-                    await self._draw(self._pending.popleft())
+                    await self._complete(self._pending.popleft())
 
     async def _episode(self, index: int) -> None:
-        """Make a result of several turns. Turns of an attempt whose servers were lost are sampled again."""
+        """Make a result of several turns. After a loss of all servers an episode begins again, with its first turn."""
         assert self.play is not None
         request = self.requests[index]
         if self.continuation is not None:
@@ -574,28 +590,29 @@ class _GenerationAttempt:
     async def _turn(self, index: int, request: GenerationRequest) -> Trajectory:
         self._turns[index] = request
         async with self.slots.taken(self.order):
-            await self._draw([index])
+            await self._complete([index])
         return self._turn_answers.pop(index)
 
-    async def _draw(self, indices: list[int]) -> None:
-        """Get the results of one call; the rest of each response that the server ended early has a call of its own."""
+    async def _complete(self, indices: list[int]) -> None:
+        """Get the results of one call. A response that the server ended early is continued by a call of its own."""
         unfinished = await self._call(indices)
         while unfinished:
             calls = [asyncio.create_task(self._call([index])) for index in unfinished]
-            self._rests.update(calls)
+            self._continuing_calls.update(calls)
             unfinished = []
-            for indices_left in await asyncio.gather(*calls):
-                unfinished += indices_left
-            self._rests.difference_update(calls)
+            for unfinished_indices in await asyncio.gather(*calls):
+                unfinished += unfinished_indices
+            self._continuing_calls.difference_update(calls)
 
     async def _call(self, indices: list[int]) -> list[int]:
         """Run one call, with retries under new request ids; return the indices of unfinished responses."""
-        requests = [self._asked(i) for i in indices]
+        requests = [self._remaining_request(index) for index in indices]
         failures = 0
         losses = 0
         reason = ""
         while failures < self.limits.max_attempts and losses < _MAX_LOSSES:
-            # The width is fixed because SGLang aborts every request whose id begins with the given one.
+            # SGLang aborts every request whose id begins with the given id. Numbers of a fixed width make sure that no
+            # id begins with another.
             rid = f"{self._prefix}-{indices[0]:08d}-{self._attempts[indices[0]]:04d}"
             self._attempts[indices[0]] += 1
             self._in_flight[rid] = len(indices)
@@ -625,18 +642,21 @@ class _GenerationAttempt:
             f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
         )
 
-    def _asked(self, index: int) -> GenerationRequest:
+    def _remaining_request(self, index: int) -> GenerationRequest:
+        """Return the request for the tokens that are not sampled yet."""
         request = self._turns.get(index, self.requests[index])
         if self.continuation is None:
             return request
         return self.continuation.rest(request)
 
     def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> list[int]:
+        """Keep the results of a call; return the indices of unfinished responses."""
         unfinished = []
         for index, result in zip(indices, results, strict=True):
             request = self._turns.get(index, self.requests[index])
-            continuation = self.continuation
-            trajectory = result if continuation is None else continuation.take(request, result)
+            trajectory: Trajectory | None = result
+            if self.continuation is not None:
+                trajectory = self.continuation.take(request, result)
             if trajectory is None:
                 unfinished.append(index)
             elif self.play is not None:

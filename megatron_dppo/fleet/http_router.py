@@ -31,7 +31,8 @@ OPEN_PATHS = (
 )
 """Paths that smg answers without a key, whatever its options: its health, and facts about the servers."""
 
-_FOREVER_S = 7 * 24 * 3600
+_LONGEST_CALL_S = 7 * 24 * 3600
+"""smg needs a limit of a call; calls are limited by their clients."""
 
 
 class HttpRouterProcess(ChildServer):
@@ -62,10 +63,10 @@ class HttpRouterProcess(ChildServer):
         admin_api_key: str,
         runtime: Runtime | None = None,
     ) -> None:
-        # The variable is needed because smg's option ca_cert_paths does not reach the connections to its servers.
-        authority = {}
+        environment = without_secrets(os.environ)
         if engine.ca_file is not None:
-            authority = {"SSL_CERT_FILE": engine.ca_file}
+            # smg's option ca_cert_paths does not reach the connections to its servers; this variable does.
+            environment["SSL_CERT_FILE"] = engine.ca_file
         options = http_router_options(host, port, metrics_port, engine.router_policy)
         super().__init__(
             host,
@@ -74,21 +75,22 @@ class HttpRouterProcess(ChildServer):
             engine.start_timeout_s,
             runtime,
             command=["-m", __name__],
-            environment={**without_secrets(os.environ), **authority},
+            environment=environment,
             secrets={"options": options, "api_key": api_key, "admin_api_key": admin_api_key},
             probe=("/workers", admin_api_key),
         )
 
 
 def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
-    # The client does retries, deadlines and health checks: it knows the weights of each server, and counts each
-    # response once. So the router tries once, waits, and judges no server.
+    """Return the options of smg (fields of its RouterArgs)."""
+    # The client does retries, deadlines and health checks, because it knows the weights of each server, and counts each
+    # response once. So the router tries each call once, without a deadline, and removes no server.
     return {
         "host": host,
         "port": port,
         "policy": policy,
         "power_of_two_load_metric": "least_requests",
-        # Only in this mode every policy may start without servers.
+        # Only in this mode may every policy start without servers.
         "enable_igw": True,
         # smg's metrics have no key, and without a host smg would listen on all addresses.
         "prometheus_host": "127.0.0.1",
@@ -98,7 +100,7 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
         "disable_health_check": True,
         "worker_overload_protection": False,
         "max_concurrent_requests": 0,
-        "request_timeout_secs": _FOREVER_S,
+        "request_timeout_secs": _LONGEST_CALL_S,
         "shutdown_grace_period_secs": 1,
         "disable_tokenizer_autoload": True,
         "history_backend": "none",
@@ -107,16 +109,18 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
 
 
 def main() -> None:
-    """Run the router in this process; it dies with the parent's thread that started it."""
+    """Run the router in this process, which dies with the parent's thread that started it."""
     from smg.launch_router import launch_router
     from smg.router_args import RouterArgs
 
     hide_secrets()
-    start = json.load(sys.stdin)
-    print(json.dumps(start["options"]), flush=True)
-    admin = ("trainer", "trainer", start["admin_api_key"], "admin")
+    settings = json.load(sys.stdin)
+    options = settings["options"]
+    print(json.dumps(options), flush=True)
+    # smg's form: id, name, key, role.
+    admin_key = ("trainer", "trainer", settings["admin_api_key"], "admin")
     launch_router(
-        RouterArgs(**start["options"], api_key=start["api_key"], control_plane_api_keys=[admin])
+        RouterArgs(**options, api_key=settings["api_key"], control_plane_api_keys=[admin_key])
     )
 
 

@@ -3,9 +3,9 @@
 Rank 0 reads the published servers, checks new ones and remembers faults.
 
 A server serves from the weight update that first reaches it until it is *suspended* in generation or *blamed* for a
-failed update. A server that no longer answers is reported to the supervisor, which replaces those that it started. One
-that answers is left out of the update that it failed and returns with the next one. After the second failure in a row
-it is replaced, or refused where it runs elsewhere.
+failed update. A server that no longer answers is reported to the supervisor, which replaces the servers that it
+started. A server that fails an update and still answers is left out, and may join the next update. After its second
+failure in a row it is replaced, or left out for good if it runs elsewhere.
 """
 
 from __future__ import annotations
@@ -41,17 +41,23 @@ from megatron_dppo.system.errors import RunError
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0
+"""Seconds until a server that did not answer is asked again."""
 _LOOK_S = 1.0
+"""Seconds between two checks for newly attached servers."""
 _ANSWER_S = 5.0
+"""Longest time of a server's answer to a health check."""
 _GENERATE_S = 10.0
+"""Longest time in which a server must generate a token."""
 _SETTLE_S = 10.0
+"""Shortest time to wait, after the first server is ready, for the other servers of the configuration."""
 _POLL_S = 0.25
 _PROGRESS_S = 60.0
-# Longest time that a killed process, perhaps on another node, may take to end.
 _CLEAR_S = 60.0
+"""Longest time that a killed process, perhaps on another node, may take to end."""
 _STRIKES = 2
+"""Number of failed updates in a row after which a server is replaced or left out for good."""
 _NO_KEY = (401, 403)
-# Exceptions for answers of another shape than SGLang's, wherever they are read.
+"""Statuses of an answer to a missing or wrong key."""
 _UNREADABLE = (
     ArithmeticError,
     AttributeError,
@@ -61,6 +67,7 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
+"""Exceptions for answers of another shape than SGLang's, wherever they are read."""
 
 
 class EngineUnavailableError(RunError):
@@ -71,14 +78,14 @@ class EngineUnavailableError(RunError):
 
 
 class FatalPromptError(EngineUnavailableError):
-    """A server ends when it receives a request for one token of a prompt; every further server would end, too."""
+    """A server ends when it receives a prompt with a request for one token. Every further server would end too."""
 
 
 @dataclass(frozen=True)
 class Member:
     """A server with the keys and certificate authority that its clients need.
 
-    ``ca_file`` is None where the system's authorities count. ``first_answer_s``: as in EngineClient.
+    ``ca_file`` is None if the system's authorities count. ``first_answer_s``: as in EngineClient.
     """
 
     server: Server
@@ -88,7 +95,7 @@ class Member:
 
     @classmethod
     def of(cls, server: Server, keys: Keys, engine: EngineConfig) -> Member:
-        # Servers that the run starts are published after their first answers.
+        # A server that the run starts is published after its first answer. Another server may still be starting.
         first_answer_s = 0.0
         if not server.replaceable:
             first_answer_s = engine.start_timeout_s
@@ -100,7 +107,7 @@ MEMBERS = TypeAdapter(list[Member])
 
 
 def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
-    """Return a client of one server; the caller closes it. ``parser``: parser of answers; None: this process."""
+    """Return a client of one server; the caller closes it. ``parser``: parser of answers; None: this process parses."""
     client = EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)
     client.first_answer_s = member.first_answer_s
     if parser is not None:
@@ -110,7 +117,7 @@ def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClien
 
 @dataclass(frozen=True)
 class Examination:
-    """Result of the examination of an attached server. ``time_s``: its time, by the monotonic clock."""
+    """Result of the examination of an attached server. ``time_s``: when it was made, by the monotonic clock."""
 
     state: Literal["fits", "refused", "waits"]
     reason: str = ""
@@ -129,12 +136,13 @@ class ServerState:
     """Rank 0's view of one published server.
 
     Attributes:
-        is_member: whether it takes part in the update under way or the last one.
+        is_member: whether it takes part in the update under way, or took part in the last update.
         serves: whether it has the committed weights.
         strikes: failed updates in a row that it caused.
         lost: reason why it is lost; empty while it is not.
         quarantined: reason why it is quarantined; empty while it is not.
-        silent_s: time of its last missing answer, by the monotonic clock.
+        silent_s: when it last did not answer, by the monotonic clock.
+        examination: result of its last examination; None before, and for servers that the run starts.
     """
 
     is_member: bool = False
@@ -161,7 +169,7 @@ class ServerStates(dict[Server, ServerState]):
     """The state of every published server; usable from any thread."""
 
     def __missing__(self, server: Server) -> ServerState:
-        # setdefault is one step: another thread may look at the same new server.
+        # setdefault is one step, so that two threads that ask for a new server get one state.
         return self.setdefault(server, ServerState())
 
     def keep(self, published: Collection[Server]) -> None:
@@ -191,7 +199,8 @@ class Examiner:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def watch(self) -> NoReturn:
-        """Examine the attached servers, and again later those that did not answer; runs until it is cancelled."""
+        """Examine every attached server once, and servers that did not answer again later. Runs until it is
+        cancelled."""
         await asyncio.to_thread(self.on_news)
         while True:
             published = await self._published()
@@ -204,19 +213,18 @@ class Examiner:
             await asyncio.sleep(_LOOK_S)
 
     async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
-        """Return the last examination of an attached server, or a new one where none is recent.
+        """Return the last examination of an attached server, or make a new one if that is not recent.
 
-        ``at_once``: examine a server again whose examination waits for an answer.
+        ``at_once``: do not wait until a server that did not answer is asked again.
         """
         state = self.states[server]
         async with self._one_at_a_time:
             last_examination = state.examination
-            if last_examination is not None and (
-                last_examination.state == "refused" or self._is_recent(last_examination, at_once)
-            ):
+            if last_examination is not None and self._is_valid(last_examination, at_once):
                 return last_examination
             member = Member.of(server, self.record.keys(server), self.engine)
-            state.examination = examination = await self._examine(member)
+            examination = await self._examine(member)
+            state.examination = examination
         if examination != last_examination:
             level = logging.INFO if examination.state == "fits" else logging.WARNING
             log.log(level, "%s at %s: %s", server.name, server.url, examination)
@@ -224,7 +232,7 @@ class Examiner:
         return examination
 
     async def _published(self) -> list[Server]:
-        """Return the published servers; where the registry does not answer, those of the last look."""
+        """Return the published servers, or those of the last answer if the registry does not answer."""
         try:
             return await asyncio.to_thread(self.record.servers)
         except errors.EngineError as error:
@@ -232,9 +240,12 @@ class Examiner:
             return list(self.states)
 
     @staticmethod
-    def _is_recent(examination: Examination, at_once: bool) -> bool:
-        recent = time.monotonic() < examination.time_s + ASK_AGAIN_S
-        return recent and not (at_once and examination.state == "waits")
+    def _is_valid(examination: Examination, at_once: bool) -> bool:
+        if examination.state == "refused":
+            return True
+        if examination.state == "waits" and at_once:
+            return False
+        return time.monotonic() < examination.time_s + ASK_AGAIN_S
 
     async def _examine(self, member: Member) -> Examination:
         try:
@@ -242,21 +253,23 @@ class Examiner:
         except _UNREADABLE as error:
             return Examination("refused", _reason_of(error))
         except errors.EngineError as error:
-            return Examination("refused" if error.attempts == 1 else "waits", _reason_of(error))
+            if error.attempts == 1:
+                return Examination("refused", _reason_of(error))
+            return Examination("waits", _reason_of(error))
         except OSError as error:
             return Examination("waits", _reason_of(error))
         return Examination("fits")
 
 
 async def _outcomes(calls: Sequence[Coroutine[Any, Any, None]]) -> list[BaseException | None]:
-    """Run the calls at the same time; return the exception of each, None where it has none."""
+    """Run the calls at the same time; return the exception of each, or None."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def _reason_of(error: BaseException) -> str:
-    text = (
-        str(error) if isinstance(error, errors.EngineError) else f"{type(error).__name__}: {error}"
-    )
+    text = str(error)
+    if not isinstance(error, errors.EngineError):
+        text = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.EngineRequestError) and error.status in _NO_KEY:
         return (
             f"{text}; the run's keys are its environment's {API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE}"
@@ -300,23 +313,23 @@ class FleetMembership:
         current: Sequence[Member],
         suspended: Mapping[str, str],
     ) -> list[Member] | None:
-        """Choose the members of the next update: healthy ones of ``current`` and new servers that answer, at least one.
+        """Choose the members of the next update: healthy members of ``current``, and new servers that answer.
 
-        Returns None when a stop was requested while there was no server. The first call waits some time for every
-        server that the configuration names.
+        Waits for at least one server; the first call also waits some time for every server that the configuration
+        names. Returns None if a stop was requested while it waited.
 
         Args:
             current: members of the last update.
-            suspended: servers that a rank suspended since, by name, with the reason.
+            suspended: servers that a rank suspended since the last update, by name, with the reason.
 
         Raises:
-            EngineUnavailableError: no server within ``engine.start_timeout_s``.
+            EngineUnavailableError: no server was ready within ``engine.start_timeout_s``.
             EngineMismatchError: ``engine.urls`` names a server that does not fit the run.
         """
         self._note_suspended(current, suspended)
         expected_count = self._expected
         self._expected = 1
-        members = self._present(current)
+        members = self._ready_members(current)
         if len(members) < expected_count:
             with progress("waiting for the engine", interval_s=_PROGRESS_S):
                 waited = self._wait(members, expected_count)
@@ -329,6 +342,11 @@ class FleetMembership:
         return members
 
     def _wait(self, members: list[Member], expected_count: int) -> list[Member] | None:
+        """Wait until ``expected_count`` servers are ready. Returns None if a stop was requested.
+
+        After the first server is ready, wait for the others at most half as long as for the first, but at least
+        ``_SETTLE_S``.
+        """
         start = time.monotonic()
         # Seconds until the first server was ready.
         first_s = None
@@ -344,7 +362,7 @@ class FleetMembership:
             if not members and waited_s > self._engine.start_timeout_s:
                 raise EngineUnavailableError(self._no_server_message(waited_s))
             time.sleep(_POLL_S)
-            members = self._present(members)
+            members = self._ready_members(members)
         return members
 
     def blame(
@@ -355,10 +373,10 @@ class FleetMembership:
         *,
         attempts: int = errors.UNBOUNDED,
     ) -> None:
-        """Handle a failed update: lose or strike the servers at fault.
+        """Handle a failed update: mark the servers at fault as lost, or count a strike.
 
-        A server whose scheduler does not answer is lost. So is a server at fault that did not answer in the update and
-        then generates nothing.
+        A server whose scheduler does not answer is lost. A server at fault that did not answer in the update, and does
+        not generate afterwards, is lost too.
 
         Args:
             current: members of the update.
@@ -369,13 +387,14 @@ class FleetMembership:
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
-            # Only the error of a connection that broke or timed out leaves the number of attempts open.
+            # Only errors of a connection that broke or timed out have no bound of attempts.
             is_silent = server.url in urls and attempts == errors.UNBOUNDED
             schedules = self._with_client(member, methodcaller("schedules", _ANSWER_S))
             if not schedules or (is_silent and not self._still_generates(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
                 if attempts == 1:
+                    # A retry is pointless, so this strike is the last one.
                     self._states[server].strikes = _STRIKES - 1
                 self._strike(server, reason, has_other_members=len(current) > len(suspects))
 
@@ -393,10 +412,10 @@ class FleetMembership:
                 state.quarantined = ""
 
     def recover(self, forget_ranks: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
-        """Take over the servers of ranks that have died. A server that cannot forget those ranks is replaced.
+        """Take over the servers of ranks that have died. A server that fails in ``forget_ranks`` is replaced.
 
-        ``forget_ranks`` ends the requests and groups that earlier ranks left in one server. Only servers that the
-        supervisor started are taken over: an attached server may serve other runs.
+        ``forget_ranks`` ends the requests and groups that these ranks left in one server. Only servers that the
+        supervisor started are taken over, because an attached server may serve other runs.
         """
         members = [self._member(s) for s in self._record.servers() if s.replaceable]
         outcomes = self._runner.run(_outcomes([forget_ranks(member) for member in members]))
@@ -418,10 +437,10 @@ class FleetMembership:
             return False
 
     def clear_devices(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
-        """Wait until no server of this run starts and all running ones have released their memory.
+        """Wait until no server of this run is starting and all running servers have released their memory.
 
-        Servers that don't release it are replaced. Returns the reason where that takes too long, else None. ``release``
-        releases the memory of one member.
+        Servers that don't release their memory are replaced. Returns the reason if the wait takes too long, else None.
+        ``release`` releases the memory of one member.
         """
         deadline = time.monotonic() + _CLEAR_S
         try:
@@ -435,6 +454,7 @@ class FleetMembership:
         return None
 
     def _occupants(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> list[str]:
+        """Return the names of the servers that still use devices, after ``release`` of each running server."""
         # Ask for starting servers first: a server that is published afterwards is not starting any more.
         occupants = self._record.starting()
         for server in self._record.servers():
@@ -455,28 +475,30 @@ class FleetMembership:
             if server.replaceable or not self._generates(member):
                 self._lose(server, suspended[server.name])
 
-    def _present(self, members: Sequence[Member]) -> list[Member]:
+    def _ready_members(self, members: Sequence[Member]) -> list[Member]:
+        """Return the healthy servers among ``members``, and the published servers that may join them."""
         published = self._record.servers()
         self._states.keep(published)
-        servers_in_order: set[Server] = set()
+        healthy_servers: set[Server] = set()
         for member in members:
             if member.server not in published:
                 continue
             state = self._states[member.server]
             if not (state.lost or state.quarantined):
-                servers_in_order.add(member.server)
-        present_members: list[Member] = []
+                healthy_servers.add(member.server)
+        ready_members: list[Member] = []
         for server in published:
-            is_in_order = server in servers_in_order
-            if is_in_order or self._may_join(server, urgent=not servers_in_order):
-                present_members.append(self._member(server))
-        return present_members
+            is_healthy = server in healthy_servers
+            if is_healthy or self._may_join(server, urgent=not healthy_servers):
+                ready_members.append(self._member(server))
+        return ready_members
 
     def _member(self, server: Server) -> Member:
         return Member.of(server, self._record.keys(server), self._engine)
 
     def _may_join(self, server: Server, *, urgent: bool) -> bool:
-        """Check a new server, or one that was lost elsewhere; a silent one again after some time."""
+        """Check a new server, or a lost server that runs elsewhere. A server that did not answer is asked again after
+        some time, or at once if ``urgent``."""
         state = self._states[server]
         if state.quarantined or (state.lost and server.replaceable):
             return False
@@ -493,9 +515,9 @@ class FleetMembership:
         return True
 
     def _fits(self, server: Server, *, urgent: bool) -> bool:
-        """Whether a server that runs elsewhere fits the run.
+        """Whether a server fits the run. A server that runs elsewhere is examined.
 
-        Raises EngineMismatchError where the configuration names a server that is refused.
+        Raises EngineMismatchError if ``engine.urls`` names the server and it is refused.
         """
         if server.replaceable:
             return True
@@ -538,16 +560,16 @@ class FleetMembership:
         return f"no healthy engine within {seconds:.0f} s; {published_servers}"
 
     def _answers(self, member: Member) -> bool:
-        # A server elsewhere may be unmodified SGLang, whose /health generates, so it fails while the server is paused.
+        # A server elsewhere may be unmodified SGLang, whose /health generates and so fails while the server is paused.
         if member.server.replaceable:
             return self._with_client(member, methodcaller("health", _ANSWER_S))
         return self._with_client(member, methodcaller("answers", _ANSWER_S))
 
     def _still_generates(self, member: Member) -> bool:
-        # A colocated server may have released the memory that generation needs, and the request would kill it.
+        # A colocated server may have released the memory that generation needs, and a request would kill it.
         if self._engine.placement != "separate":
             return False
-        # The failed update has left the server paused.
+        # The failed update has left the server paused, so it is resumed first.
         return self._with_client(member, methodcaller("generates_again", _GENERATE_S))
 
     def _generates(self, member: Member) -> bool:

@@ -1,6 +1,6 @@
 """The registry of a run's servers (FleetRecord), kept by one process, which offers it over HTTP to ranks and commands.
 
-The supervisor keeps the registry, or rank 0 where a launcher such as torchrun started the ranks. The registry is in the
+The supervisor keeps the registry, or rank 0 if a launcher such as torchrun started the ranks. The registry is in that
 process's memory. The files are for later starts and for readers:
 
     <run.directory>/engine/
@@ -8,8 +8,8 @@ process's memory. The files are for later starts and for readers:
                       begins with the servers that were attached by command
       endpoint.json   address of the registry while the run runs
 
-Only its owner can read the folder. A file appears by a rename, so a reader sees a whole file or none. A file that is
-damaged all the same, or that another user owns or could write, is renamed to ``*.json.damaged``, with a warning, and
+Only the owner of the folder can read it. A file appears by a rename, so a reader sees a whole file or none. A file that
+is damaged all the same, or that another user owns or could write, is renamed to ``*.json.damaged``, with a warning, and
 counts as missing. No file has a key: keys of servers started here reach the ranks through their environment. The module
 loads no torch.
 """
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class Server:
     """The address of a server and its origin: this run's supervisor, ``engine.urls``, or a command.
 
-    ``incarnation`` grows by one with each restart by the supervisor, and is new for each attachment by command.
+    ``incarnation`` grows by one with each restart by the supervisor. Each attachment by command has a new one.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Keys:
 
     @classmethod
     def handed_down(cls) -> Keys:
-        """Return the keys that the supervisor passed to this process; its own children don't inherit them."""
+        """Return the keys that the supervisor passed to this process, and hide them from this process's children."""
         text = os.environ.pop(STARTED_KEYS_VARIABLE, None)
         if text is None:
             return cls()
@@ -108,8 +108,9 @@ class FleetRecord:
 
     Args:
         run_directory: the run's folder.
-        fence: raises FencedError once another start has taken over the run; the file is then that start's.
-        runs: whether this process keeps the registry and continues where the file can't be written; otherwise that
+        fence: raises FencedError once another start has taken over the run. Then the file belongs to that start, and
+            this process does not write it.
+        runs: whether the run's process keeps the registry. It logs a file that can't be written, and goes on; a command
             raises OSError.
     """
 
@@ -130,12 +131,13 @@ class FleetRecord:
         self._starts_allowed = True
         self._starting: set[str] = set()
         content = self._read()
-        self._servers, self._status = content.servers, content.status
+        self._servers = content.servers
+        self._status = content.status
         self.ranks_start = content.ranks_start
-        """The number of the ranks' newest start; None where no supervisor starts them."""
+        """The number of the ranks' newest start; None if no supervisor starts them."""
 
     def servers(self) -> list[Server]:
-        """Return every published server, by name with numbers in order."""
+        """Return every published server but the router, sorted by name: engine2 before engine10."""
         with self._lock:
             servers = [s for name, s in self._servers.items() if name != ROUTER]
         return sorted(servers, key=_natural_order)
@@ -158,16 +160,19 @@ class FleetRecord:
         """Remove all servers that a supervisor published; attached servers stay."""
         with self._lock:
             self._servers = {name: s for name, s in self._servers.items() if not s.replaceable}
-            self._reports, self._status, self.ranks_start = {}, {}, None
+            self._reports = {}
+            self._status = {}
+            self.ranks_start = None
             self._write()
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
-        """Add a server that runs elsewhere. Raises ValueError for a bad URL, or for a member."""
-        # A new number makes a second attachment of a URL another server: the first one's states do not apply to it.
-        number = 0
+        """Add a server that runs elsewhere. Raises ValueError for a bad URL, and for a URL in the registry."""
+        # A new incarnation makes a second attachment of a URL another server, to which the states of the first do not
+        # apply.
+        incarnation = 0
         if origin == "command":
-            number = time.time_ns() // 1_000_000
-        server = Server(attached_name(url), url.rstrip("/"), number, origin=origin)
+            incarnation = time.time_ns() // 1_000_000
+        server = Server(attached_name(url), url.rstrip("/"), incarnation, origin=origin)
         with self._lock:
             if any(other.url == server.url for other in self.servers()):
                 raise ValueError(f"{server.url} belongs to the fleet already")
@@ -175,7 +180,7 @@ class FleetRecord:
         return server
 
     def detach(self, url: str) -> Server:
-        """Remove an attached server. Raises ValueError where there is none, or it was started here."""
+        """Remove an attached server. Raises ValueError if there is none at ``url``, or the run started it."""
         with self._lock:
             for server in self.servers():
                 if server.url == url.rstrip("/") and not server.replaceable:
@@ -184,7 +189,7 @@ class FleetRecord:
         raise ValueError(f"{url} is no attached server of this run")
 
     def sync_configured(self, urls: list[str]) -> None:
-        """Attach the servers of ``engine.urls``, and detach those that only an earlier start named."""
+        """Attach the servers of ``engine.urls``, and detach those that only an earlier start's ``engine.urls`` had."""
         configured_urls = {url.rstrip("/") for url in urls}
         with self._lock:
             for server in self.servers():
@@ -204,7 +209,7 @@ class FleetRecord:
                 self._reports[name] = incarnation
 
     def take_report(self, name: str) -> int | None:
-        """Remove the report on ``name`` and return the reported incarnation; None where there is no report."""
+        """Remove the report on ``name`` and return the reported incarnation; None if there is no report."""
         with self._lock:
             return self._reports.pop(name, None)
 
@@ -213,13 +218,14 @@ class FleetRecord:
         self._starts_allowed = allowed
 
     def begin_ranks(self, number: int) -> None:
-        """Answer the ranks of this start alone."""
+        """From now on answer only ranks of start ``number``."""
         with self._lock:
             self.ranks_start = number
             self._write()
 
     def begin_start(self, name: str) -> bool:
-        """Whether ``name`` may start now, or continue its start; it then counts as starting until ``end_start``."""
+        """Whether the server ``name`` may start now, or continue its start. Then it counts as starting until
+        ``end_start``."""
         with self._lock:
             if self._starts_allowed:
                 self._starting.add(name)
@@ -235,7 +241,7 @@ class FleetRecord:
             return sorted(self._starting)
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
-        """Store a word or a sentence on every server, by name, with the weight version."""
+        """Store the state of every server in words, by name, with the weight version."""
         with self._lock:
             self._status = {"version": version, "servers": dict(states)}
             self._write()
@@ -245,7 +251,7 @@ class FleetRecord:
         return self._status
 
     def read_attached(self) -> None:
-        """Add the servers that commands have attached in the file while there was no endpoint."""
+        """Add the servers that commands wrote into the file while there was no endpoint."""
         with self._lock:
             for name, server in self._read().servers.items():
                 if server.origin == "command":
@@ -255,7 +261,7 @@ class FleetRecord:
         return read_own_json(self._file, _Content) or _Content()
 
     def _write(self) -> None:
-        # After a takeover the file is the successor's; the memory serves this start's ranks until they end.
+        # After a takeover the file belongs to the other start; the memory serves this start's ranks until they end.
         try:
             self._fence()
         except FencedError:
@@ -277,7 +283,7 @@ def attached_name(url: str) -> str:
 
 
 def read_own_json(path: Path, kind: type[T]) -> T | None:
-    """Return the file's JSON as a ``kind``; None where the file is missing, damaged or refused."""
+    """Return the file's JSON as a ``kind``; None if the file is missing or damaged, or could be another user's."""
     try:
         return TypeAdapter(kind).validate_json(private_files.read_own(path), strict=True)
     except FileNotFoundError:
@@ -290,7 +296,7 @@ def read_own_json(path: Path, kind: type[T]) -> T | None:
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    """Rename a file that must not be read, which another reader may have done already."""
+    """Rename a file that must not be read. Another reader may have renamed it already."""
     aside = path.with_name(f"{path.name}.damaged")
     try:
         path.replace(aside)
@@ -304,10 +310,11 @@ def _no_fence() -> None:
 
 
 def _natural_order(server: Server) -> list[tuple[bool, int, str]]:
-    return _natural(server.name)
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key that puts ``engine2`` before ``engine10``."""
-    parts = re.findall(r"\d+|\D+", name)
-    return [(True, int(p), "") if p.isdigit() else (False, 0, p) for p in parts]
+    """Return a sort key that puts ``engine2`` before ``engine10``: (is a number, number, text) of each part."""
+    key: list[tuple[bool, int, str]] = []
+    for part in re.findall(r"\d+|\D+", server.name):
+        if part.isdigit():
+            key.append((True, int(part), ""))
+        else:
+            key.append((False, 0, part))
+    return key

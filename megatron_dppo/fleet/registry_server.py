@@ -19,23 +19,25 @@ from megatron_dppo.system.http_server import READ_S, HttpServer
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 1 << 20
+_LONGEST_BODY = 1 << 20
+"""Bytes."""
 
 
 class RegistryServer(HttpServer):
-    """Answers the questions about ``record`` to clients with a key. ``command_key`` opens those of commands alone."""
+    """Answers questions about ``record``: all to clients with ``key``, those of commands to clients with
+    ``command_key``."""
 
     def __init__(self, record: FleetRecord, key: str, command_key: str, host: str) -> None:
         self._record = record
         self._admin_header = f"Bearer {key}".encode()
         self._command_header = f"Bearer {command_key}".encode()
-        application = web.Application(client_max_size=_LONGEST)
+        application = web.Application(client_max_size=_LONGEST_BODY)
         application.router.add_post(PATH + "{name:.*}", self._respond)
         super().__init__(application, host)
 
     async def _respond(self, request: web.Request) -> web.Response:
         status, content = await self._answer(request)
-        # Log only failures: the questions come every second.
+        # Log only failures, because clients ask every second.
         if status != 200:
             log.info("fleet endpoint, asked by %s: %s: %s", request.remote, request.path, status)
         return web.Response(
@@ -50,7 +52,7 @@ class RegistryServer(HttpServer):
         # Compare in constant time, so that the time does not reveal the correct part of a guess.
         is_admin = hmac.compare_digest(header, self._admin_header)
         is_command = hmac.compare_digest(header, self._command_header)
-        if not (is_admin or (is_command and name in _OF_COMMANDS)):
+        if not (is_admin or (is_command and name in _COMMAND_QUESTIONS)):
             return 401, {"error": "the admin key is missing or wrong"}
         start = request.headers.get(START_HEADER)
         newest_start = self._record.ranks_start
@@ -65,7 +67,7 @@ class RegistryServer(HttpServer):
             arguments = await _arguments_of(request)
             if question is None:
                 raise ValueError(f"{request.path}: no such question")
-            # The registry writes files, so don't block the loop.
+            # Do not block the event loop: the registry writes files.
             return 200, {"answer": await asyncio.to_thread(question, self._record, **arguments)}
         except (ValueError, TypeError, RecursionError) as error:
             return 400, {"error": str(error)}
@@ -78,8 +80,8 @@ class RegistryServer(HttpServer):
 async def _arguments_of(request: web.Request) -> Json:
     """Read the arguments. Raises ValueError, RecursionError, and TimeoutError."""
     length = request.content_length
-    if length is None or length > _LONGEST:
-        raise ValueError(f"Content-Length: got {length}, expected at most {_LONGEST}")
+    if length is None or length > _LONGEST_BODY:
+        raise ValueError(f"Content-Length: got {length}, expected at most {_LONGEST_BODY}")
     async with asyncio.timeout(READ_S):
         arguments = json.loads(await request.read())
     if not isinstance(arguments, dict):
@@ -87,14 +89,19 @@ async def _arguments_of(request: web.Request) -> Json:
     return arguments
 
 
-_QUESTIONS: dict[str, Callable[..., Any]] = {
-    question.__name__: validate_call(question)
-    for question in (
-        *(FleetRecord.servers, FleetRecord.router, FleetRecord.status, FleetRecord.publish_status),
-        *(FleetRecord.attach, FleetRecord.detach, FleetRecord.sync_configured),
-        *(FleetRecord.report_lost, FleetRecord.allow_starts, FleetRecord.starting),
-    )
-}
-"""Questions of the admin key: methods of the registry, whose arguments are checked against their types."""
-_OF_COMMANDS = {"servers", "router", "status", "attach", "detach"}
-"""Questions of the key of commands."""
+_METHODS: tuple[Callable[..., Any], ...] = (
+    FleetRecord.servers,
+    FleetRecord.router,
+    FleetRecord.status,
+    FleetRecord.publish_status,
+    FleetRecord.attach,
+    FleetRecord.detach,
+    FleetRecord.sync_configured,
+    FleetRecord.report_lost,
+    FleetRecord.allow_starts,
+    FleetRecord.starting,
+)
+_QUESTIONS = {method.__name__: validate_call(method) for method in _METHODS}
+"""Questions that the admin key opens: methods of the registry, whose arguments are checked against their types."""
+_COMMAND_QUESTIONS = {"servers", "router", "status", "attach", "detach"}
+"""Questions that the key of commands opens."""

@@ -18,16 +18,20 @@ from megatron_dppo.fleet.record import Keys, Server
 log = logging.getLogger(__name__)
 
 ROUTED_MODEL = "policy"
-"""Name of the model at the router; the servers' own names may differ (a path each)."""
+"""Name of the model at the router. The servers' names of it are paths, which may differ."""
 
 SERVED_BY = "x-smg-routed-worker-id"
 """Header of an answer: the URL of the server that gave it."""
 
 _REGISTRATION_SECONDS = 20.0
+"""Longest time in which the router adds all servers."""
 _POLL_SECONDS = 0.05
 _CONTROL_SECONDS = 10.0
+"""Longest time of a control request."""
 _RETRY_SECONDS = 1.0
+"""Pause between two attempts to connect to a router that is not usable."""
 _WATCH_SECONDS = 5.0
+"""Pause between two health checks of a usable router."""
 
 
 async def routed_servers(client: HttpClient) -> dict[str, str]:
@@ -39,8 +43,8 @@ async def routed_servers(client: HttpClient) -> dict[str, str]:
 async def set_servers(client: HttpClient, servers: Mapping[str, str | None]) -> None:
     """Make the router's list of servers equal to ``servers``, URLs with their API keys.
 
-    Returns when the list is equal. Raises EngineLostError where the router does not add a server in time; it adds only
-    servers that answer it.
+    Returns when the lists are equal. Raises EngineLostError if the router does not add a server in time; it adds only
+    servers that answer its requests.
     """
     routed = await routed_servers(client)
     await remove_servers(client, [url for url in routed if url not in servers])
@@ -73,7 +77,8 @@ async def _control_once(
     *,
     done_status: int,
 ) -> None:
-    """Send a control request. ``done_status``: the error status that tells that another rank has done it already."""
+    """Send a control request. ``done_status``: the error status by which the router says that another rank has already
+    made the change."""
     try:
         await client.request(method, path, body, admin=True, timeout_s=_CONTROL_SECONDS)
     except EngineRequestError as error:
@@ -82,14 +87,14 @@ async def _control_once(
 
 
 class HttpRouterLink:
-    """A connection that finds the HTTP router, keeps its list of servers current, and notices its loss.
+    """A connection that finds the HTTP router, keeps the router's list of servers current, and notices its loss.
 
     ``usable`` tells whether calls may go through the router.
 
     Args:
         find: returns the published router and its keys; None while there is none.
-        registers: whether this client registers the servers with the router; other clients of the run wait until the
-            router knows them.
+        registers: whether this client registers the servers with the router. One client of the run does; for the other
+            clients, the router is usable once it has the servers.
     """
 
     def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:
@@ -108,12 +113,14 @@ class HttpRouterLink:
         return "the router"
 
     async def serve(self, servers: Mapping[str, str | None]) -> None:
-        """Make the router send calls to ``servers``, URLs with their API keys; ``usable`` tells the result."""
+        """Make the router send calls to ``servers``, URLs with their API keys. Then ``usable`` tells whether it
+        does."""
         self._routed = dict(servers)
         self.usable = False
         await self._connect()
 
     async def remove(self, url: str) -> None:
+        """Make the router send no more calls to the server at ``url``; log a failure."""
         self._routed.pop(url, None)
         if self._client is not None:
             try:
@@ -122,7 +129,7 @@ class HttpRouterLink:
                 log.info("the router was not told of a lost server: %s", error)
 
     async def generate(self, body: bytes) -> Answer:
-        """Return the answer of the server that the router chose, or the router's own. Raises EngineLostError."""
+        """Return the answer of the server that the router chose, or of the router itself. Raises EngineLostError."""
         if self._client is None:
             raise EngineLostError("there is no router")
         return await self._client.exchange("POST", "/generate", body, timeout_s=None)
@@ -144,18 +151,20 @@ class HttpRouterLink:
         """Call ``on_lost`` for a router that hangs, and use a router that came back; runs until it is cancelled."""
         clock = asyncio.get_running_loop().time
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
-        asked_s = last_life = clock()
+        last_check_s = clock()
+        last_answer_s = last_check_s
         while True:
             await asyncio.sleep(min(_RETRY_SECONDS, pause))
             if not self.usable:
                 await self._connect()
-                asked_s = last_life = clock()
-            elif clock() >= asked_s + pause and self._client is not None:
-                asked_s = clock()
+                last_check_s = clock()
+                last_answer_s = last_check_s
+            elif clock() >= last_check_s + pause and self._client is not None:
+                last_check_s = clock()
                 if await self._client.is_ok("/liveness", hang_timeout_s / 2):
-                    last_life = clock()
-                elif clock() - last_life > hang_timeout_s:
-                    on_lost(self, f"{self.url}: silent for {clock() - last_life:.0f} s")
+                    last_answer_s = clock()
+                elif clock() - last_answer_s > hang_timeout_s:
+                    on_lost(self, f"{self.url}: silent for {clock() - last_answer_s:.0f} s")
 
     async def close(self) -> None:
         if self._client is not None:
@@ -171,7 +180,8 @@ class HttpRouterLink:
         server, keys = router
         if server != self.server or self._client is None:
             await self.close()
-            self.server, self._client = server, HttpClient(server.url, keys.api, keys.admin)
+            self.server = server
+            self._client = HttpClient(server.url, keys.api, keys.admin)
         try:
             if self._registers:
                 await set_servers(self._client, self._routed)

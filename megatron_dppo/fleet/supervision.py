@@ -23,11 +23,16 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+"""Shortest and longest pause before a restart."""
 _PROGRESS_S = 60.0
+"""Seconds between two messages about a server that is starting."""
 _RESTART_TAIL_LINES = 10
+"""Lines of a server's log in the message about its restart."""
 _PORT_PATIENCE_S = 60.0
-# A client sees a killed server's connections break some milliseconds before the process has ended.
+"""Longest time to wait for a port that another process has."""
 _DYING_S = 0.1
+"""Time to wait for the exit code of a server that was reported lost: its connections break some milliseconds before the
+process has ended."""
 
 
 @dataclass(eq=False)
@@ -42,42 +47,49 @@ class RestartBudget:
     window_s: float
     clock: Callable[[], float] = time.monotonic
     first_pause_s: float = FIRST_PAUSE_S
-    _taken: list[float] = field(default_factory=list, init=False)
+    _restart_times: list[float] = field(default_factory=list, init=False)
 
     def take(self) -> float | None:
-        """Use up one restart and return the seconds to wait before it; None where the window has none left."""
+        """Use up one restart and return the seconds to wait before it; None if the window has no restart left."""
         current_time = self.clock()
-        self._taken = [taken for taken in self._taken if taken > current_time - self.window_s]
-        if len(self._taken) >= self.limit:
+        window_start = current_time - self.window_s
+        self._restart_times = [time_s for time_s in self._restart_times if time_s > window_start]
+        if len(self._restart_times) >= self.limit:
             return None
-        pause = self.pause(len(self._taken))
-        self._taken.append(current_time)
+        pause = self.pause(len(self._restart_times))
+        self._restart_times.append(current_time)
         return pause
 
     @property
     def taken(self) -> int:
-        """Restarts in the window, at the time of the last ``take``."""
-        return len(self._taken)
+        """Number of restarts in the window, at the time of the last ``take``."""
+        return len(self._restart_times)
 
     def pause(self, earlier_restarts: int) -> float:
+        """Return the pause before a restart after ``earlier_restarts`` in the window."""
+        # Bound the exponent, because a float overflows at 2**1024.
         return min(self.first_pause_s * 2.0 ** min(earlier_restarts, 30), LONGEST_PAUSE_S)
 
 
 class EngineGivenUpError(RunError):
-    """The engine failed for good; the message holds the end of its log."""
+    """A server has no restart left; the message holds the end of its log."""
 
 
 class FirstStartError(EngineGivenUpError):
-    """A server did not come up the first time: it is given up, unless :meth:`SupervisedServer.retry` follows."""
+    """The first start of a server failed: the server is given up, unless :meth:`SupervisedServer.retry` follows."""
 
 
 @dataclass(frozen=True)
 class _Starting:
+    """A process runs and is not healthy yet. ``healthy``: the seconds that the start took."""
+
     healthy: Future[float]
 
 
 @dataclass(frozen=True)
 class _Published:
+    """The process became healthy, and ``server`` is in the registry."""
+
     server: Server
 
 
@@ -90,7 +102,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Failed:
-    """The first start failed; the fleet decides whether to retry."""
+    """The first start failed; ``SupervisedFleet`` decides whether to retry."""
 
     error: FirstStartError
 
@@ -119,7 +131,7 @@ class SupervisedServer:
         make_process: makes the process of an incarnation, not started.
         budget: limits number and pace of restarts. A start that failed because another process has its port uses no
             restart: the server waits for the port.
-        may_start: returns whether the server of a name may use its devices, to start or to continue its start.
+        may_start: returns whether the server with this name may use its devices, to start or to continue its start.
     """
 
     name: str
@@ -135,7 +147,8 @@ class SupervisedServer:
     _port_wait: _PortWait | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        # The thread only waits. A process dies with the thread that started it, which must be the main one.
+        # This thread only waits for processes. The main thread starts them, because a process dies with the thread that
+        # started it.
         self._waiter = ThreadPoolExecutor(1, f"start-{self.name}")
 
     @property
@@ -150,14 +163,15 @@ class SupervisedServer:
         return None
 
     def start(self) -> None:
-        """Start the next incarnation, as soon as ``may_start`` allows, and return at once; :meth:`check` publishes
-        it.
+        """Start the next incarnation, as soon as ``may_start`` allows, and return at once. :meth:`check` publishes the
+        server when it is healthy.
         """
         if not self.may_start(self.name):
             self._state = _Waiting(self.budget.clock())
             return
         self.incarnation += 1
-        self._process = process = self.make_process(self.incarnation)
+        process = self.make_process(self.incarnation)
+        self._process = process
         try:
             process.start()
         except RunError as error:
@@ -168,7 +182,7 @@ class SupervisedServer:
         self._state = _Starting(healthy)
 
     def check(self) -> None:
-        """Publish a server that became healthy; restart one that died or was reported lost.
+        """Publish the server if it became healthy; restart it if it died or was reported lost.
 
         Raises EngineGivenUpError when the restarts are used up. After a first start that failed, nothing happens until
         :meth:`retry`.
@@ -191,7 +205,7 @@ class SupervisedServer:
                 self._check_published()
 
     def free_devices(self) -> None:
-        """End a server that starts or was reported lost, and do not start it again: the run is stopping."""
+        """End the server if it is starting or was reported lost, and do not start it again: the run is stopping."""
         is_lost = self.record.take_report(self.name) == self.incarnation
         if isinstance(self._state, _Starting) or (self.is_published and is_lost):
             self._end()
@@ -222,8 +236,8 @@ class SupervisedServer:
             self.record.publish(server)
             self._state = _Published(server)
             log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
-        # Raise a fault in the code: restarts would only hide it.
         elif not isinstance(error, RunError):
+            # Another exception is a fault in the code, which restarts would only hide.
             raise error
         elif isinstance(error, PortHeldError):
             self._wait_for_port(error)
@@ -238,20 +252,20 @@ class SupervisedServer:
         # A hung process keeps running, so only its clients notice. A report on an earlier incarnation comes too late.
         is_reported = self.record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
-            # Connections break a moment before the process can be waited for, and an exit code tells more than a
-            # report.
+            # An exit code, if there is one soon, tells more than a report.
             time.sleep(_DYING_S)
         code = self._process.poll()
         if code is None and not is_reported:
             return
         exception = self._process.last_exception()
         if code is not None:
-            end = describe_exit(code, exception)
+            reason = describe_exit(code, exception)
+        elif exception:
+            reason = f"runs but was reported lost by the trainer after {exception}"
         else:
-            end = "runs but was reported lost by the trainer"
-            end += f" after {exception}" if exception else ""
+            reason = "runs but was reported lost by the trainer"
         tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
-        self._restart(f"{self.title} {end}; the end of its log:\n{tail}")
+        self._restart(f"{self.title} {reason}; the end of its log:\n{tail}")
 
     def _restart(self, reason: str) -> None:
         self._end()
@@ -266,7 +280,7 @@ class SupervisedServer:
         self._state = _Waiting(budget.clock() + pause)
 
     def _wait_for_port(self, error: PortHeldError) -> None:
-        """Try again soon: the process that has the port may be about to end."""
+        """Start again after a pause, because the process that has the port may be about to end."""
         current_time = self.budget.clock()
         wait = self._port_wait or _PortWait(current_time, 0)
         if current_time > wait.since + _PORT_PATIENCE_S:
@@ -279,7 +293,7 @@ class SupervisedServer:
         self._state = _Waiting(current_time + self.budget.pause(wait.starts))
 
     def _end(self) -> None:
-        """Forget the process after it has ended; only then is it not published and not starting."""
+        """Kill the process. The server is not published or starting any more only after the process has ended."""
         assert self._process is not None
         self._process.kill()
         self._withdraw()
@@ -292,7 +306,7 @@ class SupervisedServer:
 
 
 class _Progress:
-    """Logs once a minute how far the start of a server is; called from the thread that waits for it."""
+    """Logs once a minute how far the start of a server is; called from the thread that waits for the server."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -310,10 +324,10 @@ class SupervisedFleet:
     All methods are called from the main thread.
 
     Args:
-        servers: may be empty where other servers run elsewhere.
-        router: None where the run has none.
+        servers: the servers; empty if all servers of the run are attached.
+        router: None if the run has no router.
         record: registry in which the processes are published.
-        keys: keys that clients of these processes must send; no file has them. The admin key opens the endpoint.
+        keys: keys that clients of these processes must send; no file has them. The admin key also opens the endpoint.
         host: address on which the endpoint offers the registry to ranks and commands.
     """
 
@@ -330,9 +344,11 @@ class SupervisedFleet:
         self.keys = keys
         self._servers = list(servers)
         self._router = router
-        self._everything = [*servers, *([] if router is None else [router])]
+        self._processes = list(servers)
+        if router is not None:
+            self._processes.append(router)
         self._endpoint = FleetEndpoint(record, keys.admin, host)
-        self._proven = False
+        self._has_published_one = False
 
     @property
     def rank_variables(self) -> dict[str, str]:
@@ -340,16 +356,16 @@ class SupervisedFleet:
 
     def start(self) -> None:
         self._endpoint.start()
-        for server in self._everything:
-            server.start()
+        for process in self._processes:
+            process.start()
 
     def check(self) -> None:
         """Publish servers that became healthy, and restart those that died.
 
-        A server whose first start failed is restarted once another server of the same configuration has started. Where
-        none does, all are given up at once, because the configuration is at fault.
+        A server whose first start failed is restarted once another server has started, because all have the same
+        configuration. If the first start of all servers fails, the configuration is at fault, and all are given up.
 
-        Raises EngineGivenUpError when the last server is given up and none is attached.
+        Raises EngineGivenUpError when the last server is given up and no server is attached.
         """
         # Copy the list: a server that is given up is removed from it.
         for server in list(self._servers):
@@ -371,9 +387,10 @@ class SupervisedFleet:
 
     def stop(self, *, at_once: bool) -> None:
         """End all servers at the same time, including those that were given up."""
-        with ThreadPoolExecutor(max(1, len(self._everything)), "stop") as pool:
-            for end in [pool.submit(s.stop, at_once=at_once) for s in self._everything]:
-                end.result()
+        with ThreadPoolExecutor(max(1, len(self._processes)), "stop") as pool:
+            stops = [pool.submit(process.stop, at_once=at_once) for process in self._processes]
+            for stop in stops:
+                stop.result()
         self._endpoint.stop()
 
     def _take_step(self, server: SupervisedServer, step: Callable[[], None]) -> None:
@@ -381,22 +398,27 @@ class SupervisedFleet:
             step()
         except EngineGivenUpError as error:
             self._give_up(server, error)
-        self._proven = self._proven or server.is_published
+        if server.is_published:
+            self._has_published_one = True
 
     def _decide_first_failures(self) -> None:
-        failed = [(s, error) for s in self._servers if (error := s.first_failure) is not None]
-        if not self._proven and len(failed) < len(self._servers):
+        """Restart the servers whose first start failed if any server was published; give them up if all failed."""
+        failures: list[tuple[SupervisedServer, FirstStartError]] = []
+        for server in self._servers:
+            if server.first_failure is not None:
+                failures.append((server, server.first_failure))
+        if not self._has_published_one and len(failures) < len(self._servers):
             return
-        for server, error in failed:
-            if self._proven:
+        for server, error in failures:
+            if self._has_published_one:
                 self._take_step(server, server.retry)
             else:
                 self._give_up(server, error)
 
     def _give_up(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
         self._servers.remove(server)
-        attached = [s for s in self.record.servers() if not s.replaceable]
-        if not self._servers and not attached:
+        attached_servers = [s for s in self.record.servers() if not s.replaceable]
+        if not self._servers and not attached_servers:
             raise error
-        remaining_count = len(self._servers) + len(attached)
+        remaining_count = len(self._servers) + len(attached_servers)
         log.error("%s\ngoing on with the other servers, %d", error, remaining_count)

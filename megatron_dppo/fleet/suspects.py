@@ -13,11 +13,13 @@ from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.fleet.record import Server
 
 _LOSSES = 2
+"""Number of losses that make a prompt suspect."""
 
 
 @dataclass(eq=False)
 class Suspect:
-    """A prompt, by one ``request`` for it, and the ``servers`` that were lost while they, or the router, had it."""
+    """A prompt, by one ``request`` for it, and the ``servers`` that were lost while they, or the router, had a request
+    for it."""
 
     request: GenerationRequest
     servers: list[Server] = field(default_factory=list)
@@ -31,16 +33,19 @@ class Suspects:
 
     def note_loss(self, server: Server, requests: Sequence[GenerationRequest]) -> None:
         """Record that ``server`` was lost with these ``requests``; one loss counts once for each prompt."""
-        for prompt, request in {tuple(r.prompt_ids): r for r in requests}.items():
+        request_of = {tuple(request.prompt_ids): request for request in requests}
+        for prompt, request in request_of.items():
             self._by_prompt.setdefault(prompt, Suspect(request)).servers.append(server)
 
     def clear(self, requests: Sequence[GenerationRequest]) -> None:
         """Remove the prompts of these requests, which a server answered."""
-        for request in requests if self._by_prompt else ():
+        if not self._by_prompt:
+            return
+        for request in requests:
             self._by_prompt.pop(tuple(request.prompt_ids), None)
 
     def questionable(self) -> list[Suspect]:
-        """Return the prompts that two losses have in common, those with the most losses first."""
+        """Return the prompts that two losses have in common, the prompts with the most losses first."""
         # Copy the list: a rank's thread calls this while calls end in the event loop's thread.
         suspects = [s for s in list(self._by_prompt.values()) if len(s.servers) >= _LOSSES]
         return sorted(suspects, key=_count_losses, reverse=True)
