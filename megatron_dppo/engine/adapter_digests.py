@@ -14,6 +14,7 @@ VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
 
 
 LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
+"""SGLang's method that loads an adapter on a rank."""
 
 
 def register_digests() -> None:
@@ -21,8 +22,8 @@ def register_digests() -> None:
 
     Not yet run on a GPU.
     """
-    # SGLang's own check of adapters belongs to a route that unpickles. This hook hashes the tensors that the scheduler
-    # holds after it has read a folder and fused its matrices.
+    # SGLang checks adapters itself only in a route that unpickles what it receives. This hook hashes the tensors that
+    # the scheduler holds after it has read a folder and fused its matrices.
     hooks.register(LOADED, report_digests, "after")
 
 
@@ -35,8 +36,8 @@ def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
         digests = _digests(manager.loras[adapter.lora_id])
     parallel = get_parallel()
     if parallel.tp_size > 1:
-        everyone = parallel.tp_group.all_gather_object([result.success, digests])
-        if any(other != everyone[0] for other in everyone):
+        rank_results = parallel.tp_group.all_gather_object([result.success, digests])
+        if any(rank_result != rank_results[0] for rank_result in rank_results):
             result.success = False
             reason = "the engine's ranks read different adapters"
             result.error_message = f"{result.error_message} {reason}"
@@ -45,12 +46,12 @@ def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
     return result
 
 
-def _digests(loaded: Any) -> dict[str, str]:
-    """Hash each tensor, by its name in the adapter's folder; fused matrices have the engine's name."""
+def _digests(adapter: Any) -> dict[str, str]:
+    """Return the SHA-256 of each tensor, by its name in the adapter's folder. Fused matrices have the engine's name."""
     import torch
 
     digests: dict[str, str] = {}
-    for layer in loaded.layers:
+    for layer in adapter.layers:
         for name, tensor in layer.weights.items():
             data = tensor.contiguous().view(torch.uint8).numpy()
             digests[name] = hashlib.sha256(data).hexdigest()

@@ -66,7 +66,8 @@ class Parsed(NamedTuple):
 
 def parse(received: ReceivedAnswer) -> Parsed:
     """Parse the answer to a call. Raises AbortedError, EngineAnswerError, StaleWeightsError."""
-    requests, downloaded = received.requests, received.downloaded
+    requests = received.requests
+    downloaded = received.downloaded
     answers = read_answers(received.payload, requests, received.versions)
     missing_notices: list[Notice] = []
     ways: set[Way] = set()
@@ -82,17 +83,18 @@ def parse(received: ReceivedAnswer) -> Parsed:
     if missing_notices:
         return Parsed([], missing_notices, frozenset())
     pairs = zip(answers, requests, strict=True)
-    return Parsed([parse_answer(answer, request) for answer, request in pairs], [], frozenset(ways))
+    trajectories = [parse_answer(answer, request) for answer, request in pairs]
+    return Parsed(trajectories, [], frozenset(ways))
 
 
 class AnswerParser:
-    """Parses large answers in a worker process, which starts with the first of them; ``close`` it.
+    """Parses large answers in a worker process, which starts with the first large answer; ``close`` it.
 
     The worker parses one answer at a time. A thread waits for its reply, so the caller's event loop is not blocked.
 
     Args:
-        smallest: size in bytes of the smallest answer that the worker parses. Smaller ones are parsed in this process,
-            which takes less time than sending them to the worker. None: this process parses all.
+        smallest: size in bytes of the smallest answer that the worker parses. This process parses smaller answers,
+            which takes less time than sending them to the worker. None: this process parses all answers.
     """
 
     def __init__(self, smallest: int | None = 32 * 1024) -> None:
@@ -137,6 +139,8 @@ def parsed_of(reply: bytes) -> Parsed:
     content = pickle.loads(reply)
     if isinstance(content, EngineError):
         raise content
+    # The pickled trajectories without their arrays; the bytes of each array; the file with the arrays, or None and the
+    # arrays themselves.
     head, sizes, path, arrays = content
     starts, size = aligned(sizes)
     if path is None:
@@ -162,24 +166,27 @@ def answer_to(content: bytes) -> bytes:
     except EngineError as error:
         return pickle.dumps(error)
     head = pickle.dumps(tuple(parsed), protocol=5, buffer_callback=arrays.append)
-    flat = [array.raw() for array in arrays]
-    sizes = [view.nbytes for view in flat]
+    views = [array.raw() for array in arrays]
+    sizes = [view.nbytes for view in views]
     starts, size = aligned(sizes)
     try:
         shared_buffer = SharedBuffer(size)
         buffer = shared_buffer.array
         path = str(shared_buffer.path)
-    # Shared memory is full. Sending the arrays through the connection takes longer.
     except OSError:
+        # Shared memory is full. Sending the arrays through the connection takes longer.
         buffer = np.zeros(size, np.uint8)
         path = None
-    for start, view in zip(starts, flat, strict=True):
+    for start, view in zip(starts, views, strict=True):
         buffer[start : start + view.nbytes] = view
-    return pickle.dumps((head, sizes, path, buffer.tobytes() if path is None else b""))
+    array_bytes = buffer.tobytes() if path is None else b""
+    return pickle.dumps((head, sizes, path, array_bytes))
 
 
 def main() -> None:
+    """Answer the calls of the process that started this worker, until that process ends."""
     connection = connect(sys.argv[1])
+    # Call 0 has no content here; the answer says that the worker is ready.
     connection.answer(connection.receive(), b"")
     try:
         while True:

@@ -1,18 +1,19 @@
 """The broadcast group of a weight update: what trainer and server agree on, and hooks for the server's side.
 
-A group has the trainer's rank 0 and all ranks of the servers. torch's defaults for NCCL do not suit it: an error or a
-timeout ends the whole process, the limit of a server's side is 30 minutes, and SGLang answers before the bytes of a
+A group has one trainer rank, as rank 0, and all ranks of the servers. torch's defaults for NCCL do not suit a group: an
+error or a timeout ends the whole process, a server's limit is 30 minutes, and SGLang answers before the bytes of a
 bucket have arrived, so that a limit of the call bounds nothing. Therefore:
 
-- while a group is made, NCCL's error mode is to abort the group alone;
-- the group's name carries its time limit, which a hook sets on the server's side, for the rendezvous too; where nothing
-  listens at the rendezvous, the server refuses to join;
-- a thread of each server rank watches an NCCL group's rendezvous on the trainer's host. Once the trainer has called the
-  transfer off, or is gone, the thread aborts the group: over NVLink the abort of another rank frees nobody. Over gloo
-  it does, and a rank that aborts its own side is not woken by it, so gloo's groups are not watched;
-- a bucket is answered once its bytes are in the server's tensors.
+- While a group is made, NCCL's error mode is to abort only the group.
+- The group's name carries its time limit. A hook sets this limit on the server's side, for the rendezvous too. If
+  nothing listens at the rendezvous, the server refuses to join.
+- A thread of each server rank watches the rendezvous of an NCCL group, on the trainer's host. Once the trainer has
+  called the transfer off, or is gone, the thread aborts the rank's own part of the group, because over NVLink the abort
+  of another rank frees no rank. With gloo the trainer's abort frees all ranks, and a rank's own abort does not free it,
+  so gloo's groups are not watched.
+- A bucket is answered once its bytes are in the server's tensors.
 
-SGLang is called by its plugin hooks. gloo's part is tested; NCCL's is not yet run on a GPU.
+The functions are plugin hooks of SGLang. The part for gloo is tested; the part for NCCL is not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ ERROR_MODE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ABORT_GROUP = "2"
 """The error mode in which torch aborts a failed group's communicators and leaves the process alone."""
 _NAME = re.compile(r"weights-[0-9a-f]{12}-(\d+)s")
-_ONE_AT_A_TIME = threading.Lock()
-"""Guards the variable, which is global to the process."""
-_ONE_DEFAULT_AT_A_TIME = threading.Lock()
+_ERROR_MODE_LOCK = threading.Lock()
+"""Guards the variable ERROR_MODE, which is global to the process."""
+_DEFAULT_LIMIT_LOCK = threading.Lock()
 """Guards torch's default limit, which is global to the process."""
 
 
@@ -65,11 +66,11 @@ def limit_of(name: str) -> timedelta | None:
 
 @contextmanager
 def errors_abort_the_group(backend: str) -> Iterator[None]:
-    """Within the block, a group of ``backend`` is made whose errors end the group, not the process."""
+    """Make the errors of a group of ``backend``, which is made within the block, end the group and not the process."""
     if backend != "nccl":
         yield
         return
-    with _ONE_AT_A_TIME:
+    with _ERROR_MODE_LOCK:
         previous_value = os.environ.get(ERROR_MODE)
         os.environ[ERROR_MODE] = ABORT_GROUP
         try:
@@ -83,17 +84,17 @@ def errors_abort_the_group(backend: str) -> Iterator[None]:
 
 @contextmanager
 def default_limit(limit: timedelta | None) -> Iterator[None]:
-    """Within the block, ``limit`` is torch's default limit of a group and of its rendezvous; None: torch's own.
+    """Within the block, make ``limit`` torch's default limit of a group and of its rendezvous; None: torch's own limit.
 
-    SGLang takes the default for both, which is 30 minutes: so long a server would try to reach the rendezvous of a
-    trainer that has died, and would answer nothing meanwhile.
+    SGLang uses the default for both. Torch's own is 30 minutes: a server would try for so long to reach the rendezvous
+    of a trainer that has died, and would answer nothing meanwhile.
     """
     from torch.distributed import distributed_c10d
 
     if limit is None:
         yield
         return
-    with _ONE_DEFAULT_AT_A_TIME:
+    with _DEFAULT_LIMIT_LOCK:
         previous_limit = distributed_c10d.default_pg_timeout
         distributed_c10d.default_pg_timeout = limit
         try:
@@ -106,9 +107,10 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 JOINING = f"{_UPDATER}.init_weights_update_group"
 LOADING = f"{_UPDATER}.load_weights_from_distributed"
 _POLL_S = 0.2
+"""Pause between two looks at the rendezvous."""
 _CONNECT_S = 5.0
 _ATTEMPTS = 3
-"""Failed calls in a row after which the trainer counts as gone."""
+"""Number of failed looks in a row after which the trainer counts as gone."""
 
 
 def register() -> None:
@@ -127,7 +129,7 @@ def join(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """Join a group by SGLang's ``original`` method, then set its time limit, and watch for the trainer's call."""
+    """Join a group by SGLang's ``original`` method, then set the group's time limit, and watch for its cancellation."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     limit = limit_of(group_name)
@@ -150,7 +152,7 @@ def join(
 
 
 def wait_for_bytes(result: tuple[bool, str], updater: Any, *_: Any) -> tuple[bool, str]:
-    """After a bucket was queued for loading: wait until its bytes are in the tensors."""
+    """Hook after SGLang has queued a bucket for loading: wait until the bucket's bytes are in the tensors."""
     if not str(updater.device).startswith("cuda"):
         return result
     import torch
@@ -209,20 +211,21 @@ class GroupWatch:
             time.sleep(_POLL_S)
 
     def _abort(self, reason: str) -> None:
-        # First let no broadcast begin: in an aborted group it would fail, or wait for the group's limit.
+        # Remove the group first, so that no broadcast begins: in an aborted group it would fail, or wait for the
+        # group's limit.
         group = self._groups.pop(self._name, None)
         if group is not None:
             log.warning("weight update: the broadcast group is aborted: %s", reason)
             group.abort()
 
     def _is_called_off(self) -> bool:
-        # The group's own connection may be inside a call.
+        # Use another connection than the group's, which may be inside a call.
         self._store = self._store or _client(self._address, self._port)
         return bool(self._store.check([CALLED_OFF]))
 
 
 def _rendezvous_fault(address: str, port: int) -> str | None:
-    """Why a group's rendezvous, which listens before its ranks are invited, cannot be reached; None where it can."""
+    """Return why a group's rendezvous cannot be reached, or None. It listens before the ranks are told to join."""
     try:
         socket.create_connection((address, port), _CONNECT_S).close()
     except OSError as error:

@@ -1,8 +1,9 @@
 """Buckets that hold only the items that changed, in SGLang's bucket format.
 
-A bucket's flat bytes are read as items of the size of its smallest dtype. Its changes are the positions of the items
-that differ from the base, the bytes of the same bucket in the update before, and their new values. In SGLang's format:
-a tensor of positions (int32), one empty tensor for each tensor of the whole bucket, and a tensor of values.
+A bucket's flat bytes are read as items of the size of its smallest dtype. The base is the bytes of the same bucket in
+the update before. The changes are the positions of the items that differ from the base, and the new values of these
+items. In SGLang's format: a tensor of positions (int32), one empty tensor for each tensor of the whole bucket, and a
+tensor of values.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from megatron_dppo.engine.shared_buckets import WireHeader
 
 VALUES = "megatron_dppo.changes.values"
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Bytes of an item -> the dtype of values."""
 _POSITION_BYTES = 4
 _MOST_ITEMS = 2**31 - 1
+"""Number of items whose positions fit into int32."""
 
 
 class PositionError(EngineError, ValueError):
@@ -33,7 +36,7 @@ class Changes:
 
     Attributes:
         positions: int32 ``[n]``, counted in items from the start of the bucket's flat bytes; at least one.
-        values: the new items ``[n]``, as unsigned or signed integers of their size.
+        values: the new items ``[n]``, as integers of their size.
     """
 
     positions: Tensor
@@ -54,7 +57,7 @@ def item_bytes(header: WireHeader) -> int:
 
 
 def changes_header(header: WireHeader, count: int) -> WireHeader:
-    """Return the header of ``count`` changed items of a bucket whose whole has ``header``."""
+    """Return the header of ``count`` changed items of a bucket; ``header`` is that of the whole bucket."""
     size = item_bytes(header)
     values_dtype = str(_ITEMS[size]).removeprefix("torch.")
     return WireHeader(
@@ -66,9 +69,9 @@ def changes_header(header: WireHeader, count: int) -> WireHeader:
 
 
 def find_changes(data: Tensor, base: Tensor, item_bytes: int) -> Changes | None:
-    """Return the items of the flat bytes ``data`` that differ from ``base``; None if they are not fewer bytes.
+    """Return the items of the flat bytes ``data`` that differ from ``base``; None if sending them takes no fewer bytes.
 
-    Where nothing changed, the first item is sent again.
+    If nothing changed, the first item is returned, because a bucket cannot be empty.
     """
     items = data.view(_ITEMS[item_bytes])
     if items.numel() > _MOST_ITEMS:
@@ -85,7 +88,7 @@ def _true_positions(mask: Tensor) -> Tensor:
     """Return the positions of the true elements of a vector."""
     if mask.is_cuda:
         return mask.nonzero().view(-1)
-    # On a CPU torch's function visits element by element, numpy's passes over words of false ones.
+    # On a CPU torch's function visits element by element, numpy's skips whole words of false elements.
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 

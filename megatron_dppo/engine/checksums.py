@@ -46,8 +46,8 @@ class EnginePart:
     adds_one: bool = False
 
     def cut(self, hf_tensor: Tensor, engine_dtype: torch.dtype) -> Tensor:
-        """Compute the part's bytes in the engine from the whole Hugging Face tensor: a view, or a copy where the bytes
-        differ."""
+        """Compute the part's values in the engine from the whole Hugging Face tensor: a view if they are equal, else a
+        copy."""
         part = hf_tensor
         if self.block.length != hf_tensor.shape[self.block.dim]:
             part = self.block.of_hf(hf_tensor)
@@ -57,7 +57,11 @@ class EnginePart:
         padding = self.width - self.block.length
         if padding == 0:
             return part
-        return F.pad(part, (*(0, 0) * (part.dim() - 1 - self.block.dim), 0, padding))
+        # F.pad takes (before, after) of each dimension, from the last one on: pad only the end of the block's
+        # dimension.
+        later_dims = part.dim() - 1 - self.block.dim
+        no_padding = (0, 0) * later_dims
+        return F.pad(part, (*no_padding, 0, padding))
 
 
 ONE_RANK = mapping.EngineLayout()
@@ -75,7 +79,7 @@ class EngineTensors:
 
     Attributes:
         shapes: the shape of each tensor that the engine must receive, by its name in a checkpoint.
-        parts: the places of each of these tensors, by its name.
+        parts: the places of each of these tensors in the engine, by its name in a checkpoint.
         sizes: for each rank, the number of elements of each engine tensor. Elements that no part fills are zero, such
             as the last rank's share of a small vocabulary.
     """
@@ -105,7 +109,8 @@ class EngineTensors:
         self._own_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
             self._own_dtypes[name] = getattr(torch, own_dtype)
-        for rank in range(self.ranks) if only_rank is None else (only_rank,):
+        listed_ranks: Iterable[int] = range(self.ranks) if only_rank is None else (only_rank,)
+        for rank in listed_ranks:
             for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
                 if quantized and quantization.holds_quantized(parameter):
@@ -136,7 +141,8 @@ class EngineTensors:
 
     @property
     def hold_what_is_sent(self) -> bool:
-        """Whether every tensor of a checkpoint can be read from the engine, and none is held only as 1 + the tensor."""
+        """Whether every tensor of a checkpoint can be read back from the engine: none is held only as 1 + the tensor,
+        from which rounding has removed bits."""
         return all(any(not part.adds_one for part in parts) for parts in self.parts.values())
 
     def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
@@ -155,6 +161,7 @@ class EngineTensors:
 
     def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
+        # The name of an expert's parameter is the engine tensor and the expert's number in brackets.
         tensor, is_expert, _ = parameter.name.partition("[")
         sizes = self.sizes[rank]
         if parameter.dtype is not None:
@@ -167,11 +174,12 @@ class EngineTensors:
             if multiple > 1:
                 # SGLang pads the whole dimension as if all ranks shared it.
                 multiple *= self.layout.expert
-        for block, end in _with_ends(parameter):
+        for block, end in _blocks_with_ends(parameter):
             start = sizes.get(tensor, 0)
-            width = -(-(end - block.local_start) // multiple) * multiple
-            row = math.prod(parameter.shape) // parameter.shape[block.dim]
-            sizes[tensor] = start + width * row
+            length = end - block.local_start
+            width = math.ceil(length / multiple) * multiple
+            row_elements = math.prod(parameter.shape) // parameter.shape[block.dim]
+            sizes[tensor] = start + width * row_elements
             self.parts[block.hf_name].append(
                 EnginePart(rank, tensor, start, block, width, parameter.adds_one)
             )
@@ -182,15 +190,20 @@ def _tensor_of(parameter: mapping.LocalParameter) -> str:
     return parameter.name.partition("[")[0]
 
 
-def _with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.Segment, int]]:
-    """Return the blocks by their start, each with the start of the next one: padding belongs to the block before."""
+def _blocks_with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.Segment, int]]:
+    """Return the blocks in order, each with its end: the start of the next block, or the end of the parameter.
+
+    So padding between two blocks belongs to the block before it.
+    """
     blocks = sorted(parameter.segments, key=attrgetter("local_start"))
     ends = [block.local_start for block in blocks[1:]]
-    return list(zip(blocks, [*ends, *(parameter.shape[b.dim] for b in blocks[-1:])], strict=True))
+    if blocks:
+        ends.append(parameter.shape[blocks[-1].dim])
+    return list(zip(blocks, ends, strict=True))
 
 
 class IncompleteWeightsError(EngineError, ValueError):
-    """A tensor of the model is missing in the stream of buckets, or came twice, or has the wrong shape."""
+    """A tensor of the model is missing in the stream of buckets, was sent twice, or has the wrong shape."""
 
     attempts = 1
 
@@ -198,8 +211,8 @@ class IncompleteWeightsError(EngineError, ValueError):
 class ExpectedChecksums:
     """Checksums of the Hugging Face tensors that one rank sends, as the engine will compute them.
 
-    Several ranks can fill one engine tensor (experts of several expert-parallel ranks). Each hashes its parts and sends
-    its ``partial`` to the rank that compares; there ``digests`` combines them.
+    Several ranks can fill one engine tensor (experts of several expert-parallel ranks). Each rank hashes its parts and
+    sends its ``partial`` to the rank that compares; there ``digests`` combines all partials.
 
     Args:
         tensors: the engine's tensors.
@@ -233,9 +246,9 @@ class ExpectedChecksums:
         for name, tensor in bucket:
             self._check(name, tensor)
             for part in self._tensors.parts[name]:
-                stream = self._hash(part.rank, part.tensor)
+                tensor_hash = self._hash(part.rank, part.tensor)
                 engine_values = part.cut(tensor, self._engine_dtype(part.tensor))
-                parts.append((stream, engine_values, self._byte(part)))
+                parts.append((tensor_hash, engine_values, self._byte(part)))
         self._unfinished.append(add_parts(parts))
 
     def partial(self) -> Any:

@@ -2,7 +2,7 @@
 
 EngineRequestError (4xx) means that the request is wrong, EngineLostError (5xx, a broken connection, no answer in time)
 that the server failed, AbortedError that the server ended this one response. The clients retry nothing. Blocking code
-uses them through ``system.async_runner.AsyncRunner``. The module loads neither torch nor sglang.
+calls their coroutines through ``system.async_runner.AsyncRunner``. The module loads neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ Method = Literal["GET", "POST", "DELETE"]
 
 CONTROL_TIMEOUT_S = 60.0
 """Longest wait for an answer that needs neither weights nor generation."""
-# Below the 5 s after which a stock SGLang closes an idle connection.
 _KEEP_ALIVE_SECONDS = 3.0
+"""Time for which an idle connection is kept: less than the 5 s after which a stock SGLang closes it."""
 _CONNECT_SECONDS = 30.0
 _PIECE_BYTES = 1 << 20
+"""Bytes of a download that are read at once."""
 _FIRST_ERROR = 300
+"""The lowest status that is an error. The clients follow no redirects, so 3xx is an error too."""
 _JSON = {"Content-Type": "application/json"}
 _DOWNLOAD_S = 120.0
 _WATCH_SECONDS = 5.0
+"""Longest pause between two checks of ``watch``."""
 _LATE_SECONDS = 1.5
 """If a timer is this late, this process was stopped in between; on a busy machine timers are less late."""
 
@@ -52,16 +55,18 @@ class Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether the status is none of 2xx. The clients follow no redirects, so 3xx is an error too."""
+        """Whether the status is not one of 2xx."""
         return self.status >= _FIRST_ERROR
 
     @property
     def reason(self) -> str:
-        """The error message in the body, in any of the forms that servers use; else the body's text."""
+        """The error message in the body, in any of the forms that servers use, or else the body's text."""
         error = self._error()
         if error is None:
             return self.body[:500].decode(errors="replace")
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+        if isinstance(error, dict):
+            error = error.get("message", error)
+        return str(error)[:500]
 
     @property
     def code(self) -> str:
@@ -87,8 +92,8 @@ class HttpClient:
     Args:
         url: the server's address; its path is a prefix of the path of every request.
         api_key: key for generation and information.
-        admin_api_key: key for requests that change the server; SGLang then rejects the API key for them. None: the
-            API key serves for both.
+        admin_api_key: key for requests that change the server. A server with such a key rejects the API key for these
+            requests. None: the API key is sent with all requests.
         ca_file: PEM file of the trusted certificate authorities for https; None: those of the system.
     """
 
@@ -251,9 +256,9 @@ class HttpClient:
         return await self._is_answered("/model_info", timeout_s)
 
     async def schedules(self, timeout_s: float = 10.0) -> bool:
-        """Whether a server's scheduler answers in time, paused or not; a stopped or hung one does not.
+        """Whether a server's scheduler answers in time, paused or not; a stopped or hung scheduler does not.
 
-        The request of ``answers`` does not reach the scheduler: the HTTP process answers it alone.
+        The request of ``answers`` does not reach the scheduler, because the HTTP process answers it alone.
         """
         return await self._is_answered("/server_info", timeout_s)
 
@@ -311,7 +316,7 @@ class EngineClient(HttpClient):
     _last_life = 0.0
     _answered = False
     first_answer_s: float = 0.0
-    """Time limit in seconds of the first answer, if it is longer than that of later ones."""
+    """Time limit in seconds of the first answer, if it is longer than the limit of later answers."""
     is_paused = False
     """Set by the code that pauses the server; ``watch`` does not test a paused server, which generates nothing."""
     _ways: frozenset[Way] = frozenset()
@@ -324,13 +329,13 @@ class EngineClient(HttpClient):
         versions: range | None = None,
         adapter: str | None = None,
     ) -> list[Trajectory]:
-        """Draw ``requests`` in one call under the id ``rid``, without a time limit.
+        """Sample ``requests`` in one call with the id ``rid``, without a time limit.
 
         Raises AbortedError, EngineAnswerError, StaleWeightsError and the errors of ``request``.
 
         Args:
             requests: the requests of the call.
-            rid: a new id that is no prefix of another one, because SGLang aborts by prefix.
+            rid: a new id that is no prefix of another id, because SGLang aborts all ids with a given prefix.
             versions: the weight versions that may have sampled the tokens; None: any.
             adapter: the name of the engine's adapters to sample with; None: the model without adapters.
         """
@@ -386,12 +391,12 @@ class EngineClient(HttpClient):
         return content
 
     async def offers_recordings(self) -> bool:
-        """Whether the server stores recordings in files; such a server accepts the deletion of an unknown one."""
+        """Whether the server stores recordings in files. Such a server accepts the deletion of an unknown recording."""
         answer = await self.exchange("DELETE", f"{ROUTE}/{'0' * 32}")
         return answer.status == 204
 
     async def abort(self, rid: str, count: int = 1) -> None:
-        """Abort the call ``rid`` of ``count`` requests, which raises AbortedError. Unknown ids are ignored."""
+        """Abort the call ``rid`` of ``count`` requests; its caller gets AbortedError. Unknown ids are ignored."""
         ids = request_ids(rid, count)
         await asyncio.gather(*(self.control("/abort_request", {"rid": i}) for i in ids))
 
@@ -404,7 +409,7 @@ class EngineClient(HttpClient):
         return await self.is_ok("/health", timeout_s)
 
     async def generates(self, timeout_s: float = 30.0) -> bool:
-        """Whether the server generates a token in time, for any request; an idle server samples one for this test.
+        """Whether the server generates a token in time, for any request. An idle server samples a token for this test.
 
         ``/health`` would not do: the HTTP process answers it alone, also if the scheduler hangs. A paused server
         fails this test.
@@ -412,25 +417,25 @@ class EngineClient(HttpClient):
         return await self.is_ok("/health_generate", timeout_s)
 
     def note_life(self) -> None:
+        """Note that the server shows life now; ``watch`` measures its silence from here."""
         self._last_life = asyncio.get_running_loop().time()
 
     def note_answer(self) -> None:
-        """Note that a request was answered now; from now on ``first_answer_s`` does not apply."""
+        """Note that a request was answered now. From now on ``first_answer_s`` does not apply."""
         self._answered = True
         self.note_life()
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
         """Watch the server, and raise EngineLostError once it has generated nothing for ``hang_timeout_s``.
 
-        Before the first answer the limit is ``first_answer_s``, if that is longer.
-
-        A stopped process keeps its connections open, so requests to it would wait for ever.
+        Before the first answer the limit is ``first_answer_s``, if that is longer. Requests themselves have no limit: a
+        stopped process keeps its connections open, so that requests to it would wait for ever.
         """
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
         clock = asyncio.get_running_loop().time
 
         def is_late(start: float, expected_s: float) -> bool:
-            """Whether this process itself was stopped since ``start``, so silence says nothing about the server."""
+            """Whether this process itself was stopped since ``start``: then silence says nothing about the server."""
             return clock() > start + expected_s + max(pause, _LATE_SECONDS)
 
         self._last_life = clock()
@@ -447,6 +452,7 @@ class EngineClient(HttpClient):
                 raise EngineLostError(
                     f"{self.url}: nothing generated for {limit - remaining_s:.0f} s"
                 )
+            # The server has been silent for a pause: ask it for a token.
             if remaining_s < limit - pause:
                 probe_start = clock()
                 probe_s = min(remaining_s, hang_timeout_s)
@@ -466,7 +472,7 @@ class EngineClient(HttpClient):
         return generated
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
-        """Whether the server processes new requests; False while it is paused and would hold them back."""
+        """Whether the server processes new requests. A paused server does not: it holds them back."""
         try:
             await self.request("GET", "/ready", timeout_s=timeout_s)
         except EngineLostError:

@@ -1,8 +1,8 @@
 """Continuation of responses that a weight update aborted (``rollout.interrupt: abort``).
 
-The client keeps the tokens that the server returned, requests the rest with prompt and kept tokens as input, and joins
-both to one trajectory. Each part's log-probabilities, Top-K and recorded routing are of the weights that sampled it.
-``register`` adds a hook to SGLang in servers that ``engine.launch_server`` starts.
+The client keeps the tokens that the server returned, requests the remaining tokens with prompt and kept tokens as
+input, and joins both to one trajectory. The log-probabilities, Top-K and recorded routing of each part come from the
+weights that sampled it. ``register`` adds a hook to SGLang in servers that ``engine.launch_server`` starts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megatron_dppo.engine import hooks
 from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.engine.recordings import ABORTING
 
-_ROUTING, _RECORDED = "routed_experts", "routing_version"
-_LOST = -1
+_ROUTING = "routed_experts"
+_ROUTING_VERSION = "routing_version"
+_LOST_ROW = -1
+"""Routing version of a row whose recording is lost."""
 
 
 class Decode(Protocol):
@@ -45,7 +47,8 @@ class Continuation:
 
     def rest(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request for the tokens that ``request`` still lacks."""
-        request, partial = replace(request, continues=True), self.partials.get(request.key)
+        partial = self.partials.get(request.key)
+        request = replace(request, continues=True)
         if partial is None:
             return request
         return rest_of(request, partial)
@@ -53,8 +56,8 @@ class Continuation:
     def take(self, request: GenerationRequest, answer: Trajectory) -> Trajectory | None:
         """Add ``answer`` to the kept part. Return the whole response, or None if it is still unfinished."""
         if answer.finish_reason == "aborted":
-            # The server has not checked whether the last token of an aborted response ends it (an end-of-sequence
-            # token, or the end of a stop text). Always discard this token: then no token is favoured.
+            # The server has not checked whether the last token of an aborted response ends the response (an
+            # end-of-sequence token, or the end of a stop text). Always discard this token, so that none is favoured.
             answer = self._without(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
         response = answer
@@ -69,8 +72,8 @@ class Continuation:
             if response.sampled:
                 self.partials[request.key] = response
             return None
-        # The engine has decoded a response that was not interrupted.
         if partial is None:
+            # The engine has decoded the whole response.
             return response
         return replace(response, text=text_of(response, stop, self.decode))
 
@@ -128,20 +131,20 @@ def first(trajectory: Trajectory, sampled: int) -> Trajectory:
 
 
 def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
-    """Append the tokens of ``answer`` to ``partial``, with which its prompt begins; the finish reason is ``answer``'s.
+    """Append the tokens of ``answer``, whose prompt begins with ``partial``, to ``partial``.
 
-    Tokens of that prompt after ``partial`` were not sampled.
+    The finish reason is that of ``answer``. Tokens of its prompt after ``partial`` were not sampled.
     """
     start = partial.length
     is_continuation = answer.prompt_ids[:start].tolist() == partial.token_ids.tolist()
     assert is_continuation, "the answer to another request"
     if not answer.sampled:
         return replace(partial, finish_reason=answer.finish_reason)
-    # Keep the rows of ``partial``, although the answer may have rows of the same tokens.
+    # Keep the rows of ``partial``, although the answer may have rows of its tokens too.
     columns: dict[str, np.ndarray] = {}
     for name, array in partial.columns.items():
-        if name not in (_ROUTING, _RECORDED):
-            new_rows = answer.columns[name][_skipped(name, partial) :]
+        if name not in (_ROUTING, _ROUTING_VERSION):
+            new_rows = answer.columns[name][_repeated_rows(name, partial) :]
             columns[name] = np.concatenate([array, new_rows])
     return replace(
         partial,
@@ -155,7 +158,8 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
     )
 
 
-def _skipped(name: str, partial: Trajectory) -> int:
+def _repeated_rows(name: str, partial: Trajectory) -> int:
+    """Return how many rows of ``partial``'s tokens the next answer has in this column."""
     if declared_column(name).rows is Rows.SAMPLED:
         return 0
     return len(partial.columns[name])
@@ -171,29 +175,30 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
         # The server recorded the partial response as the prompt of this answer, with the weights of this answer.
         return {
             _ROUTING: routing_after,
-            _RECORDED: _recorded(answer, partial.sampled + answer.sampled),
+            _ROUTING_VERSION: _routing_versions(answer, partial.sampled + answer.sampled),
         }
-    recorded = partial.columns.get(_RECORDED)
-    if recorded is None:
-        recorded = _recorded(partial, partial.sampled)
+    versions_before = partial.columns.get(_ROUTING_VERSION)
+    if versions_before is None:
+        versions_before = _routing_versions(partial, partial.sampled)
     if routing_after is None and answer.length - partial.length > answer.sampled:
-        # No version marks the rows between two turns, which were not sampled, as lost: discard the whole routing.
+        # The rows of the tokens between two turns are lost too. These tokens were not sampled, so no version can mark
+        # their rows: discard the whole routing.
         return {}
     if routing_after is None:
         # Fill the lost rows with valid expert ids, because a recording is checked as a whole.
         rows = np.repeat(routing_before[-1:], answer.sampled, axis=0)
-        new_versions = np.full(answer.sampled, _LOST, np.int32)
+        new_versions = np.full(answer.sampled, _LOST_ROW, np.int32)
     else:
         rows = routing_after[len(routing_before) :]
-        new_versions = _recorded(answer, answer.sampled)
+        new_versions = _routing_versions(answer, answer.sampled)
     return {
         _ROUTING: np.concatenate([routing_before, rows]),
-        _RECORDED: np.concatenate([recorded, new_versions]),
+        _ROUTING_VERSION: np.concatenate([versions_before, new_versions]),
     }
 
 
-def _recorded(answer: Trajectory, tokens: int) -> np.ndarray:
-    """Return the versions that recorded one answer's rows: the weights at its end recorded all of them."""
+def _routing_versions(answer: Trajectory, tokens: int) -> np.ndarray:
+    """Return the weight version that recorded each row of an answer: for all rows the version at the answer's end."""
     return np.full(tokens, answer.column("weight_version")[-1], np.int32)
 
 
@@ -209,13 +214,13 @@ def seam_end(
     """
     if not stop:
         return None
-    # A token has at least one byte, so so many tokens contain the text; the text may begin inside one more token.
+    # A token has at least one byte, so a text of n bytes is within n tokens; it may begin inside one more token.
     window = max(len(text.encode()) for text in stop) + 1
     text_before = decode(response_ids[max(seam - window, 0) : seam])
-    looked_for = [text for text in stop if text not in text_before]
+    new_stop_texts = [text for text in stop if text not in text_before]
     for end in range(seam + 1, min(seam + window, len(response_ids) + 1)):
         text = decode(response_ids[max(end - window, 0) : end])
-        if any(stop_text in text for stop_text in looked_for):
+        if any(stop_text in text for stop_text in new_stop_texts):
             return end
     return None
 
@@ -239,16 +244,17 @@ def register() -> None:
 def answer_waiting(scheduler: Any, aborted: Any) -> None:
     """Hook before an abort: answer requests that already have tokens but wait in the queue, because the cache is full.
 
-    They are answered like running requests. SGLang would discard up to 49 tokens of each that it has not yet sent.
+    Their tokens are sent as those of running requests are. SGLang would discard up to 49 tokens of each request, which
+    it has not sent yet.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    waiting: list[Any] = []
+    waiting_requests: list[Any] = []
     for request in scheduler.waiting_queue:
         is_aborted = aborted.abort_all or request.rid.startswith(aborted.rid)
         if request.output_ids and is_aborted:
-            waiting.append(request)
-    for request in waiting:
+            waiting_requests.append(request)
+    for request in waiting_requests:
         scheduler.waiting_queue.remove(request)
         scheduler._release_aborted_request(request)
         request.finished_reason = FINISH_ABORT()

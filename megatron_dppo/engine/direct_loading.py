@@ -1,14 +1,15 @@
 """Direct placement: a server copies the tensors of a weight update straight to their places in its own tensors.
 
-SGLang's own loader looks every tensor up in tables of names and calls a Python function for each expert; so do the
-starts of servers from a checkpoint. Updates of servers that ``engine.launch_server`` starts are loaded here, by
-``EngineTensors.parts``, the table of the checksums: a place that the table has wrong is found by the verification.
+SGLang's own loader looks every tensor up in tables of names and calls a Python function for each expert. Servers load
+their checkpoint that way when they start. This module loads the updates of servers that ``engine.launch_server``
+starts, by ``EngineTensors.parts``, from which the checksums are computed too: verification finds a wrong place.
 
-SGLang's loader remains where the table does not describe the server's tensors: another model, an adapter's layers, a
-tensor that is not contiguous. The choice is made once for a server, and logged.
+SGLang's loader also loads the updates if that table does not describe the server's tensors: another model, an adapter's
+layers, a tensor that is not contiguous. The choice is made once for a server, and logged.
 
-All strategies call the ``load_weights`` of SGLang's model. Tensors that the model derives from loaded ones (``w_kc``
-and ``w_vc`` of latent attention) are derived once, at the end of an update. SGLang is called by its plugin hooks.
+All strategies call the ``load_weights`` of SGLang's model. Tensors that the model derives from loaded tensors (``w_kc``
+and ``w_vc`` of latent attention) are derived once, at the end of an update. The functions at the end are plugin hooks
+of SGLang.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
 POSITIONS = "megatron_dppo.changes.positions"
 """Name of the first tensor of a bucket that holds only changes."""
 _TENSORS_AT_ONCE = 1024
-"""Tensors of a folder that are read before they are copied."""
+"""Number of tensors of a folder that are read before they are copied."""
 
 
 class UnplaceableError(EngineError, ValueError):
@@ -54,11 +55,11 @@ class _Place(NamedTuple):
     """The place of one block of a received tensor.
 
     Attributes:
-        target: the view of the engine's tensor that holds the block; a vector where the block is one run of elements.
+        target: the view of the engine's tensor that holds the block; a vector if the block is one run of elements.
         run: start and length of the block in the flat received tensor; None: the whole tensor, or no run.
         cut: dimension, start and length of a block that is no run of elements; None for a run.
-        padding: the view of the engine's tensor that zeros fill; None where it has no padding.
-        part: the table's entry where the engine's values differ from the received ones; None where they are equal.
+        padding: the view of the engine's tensor that zeros fill; None without padding.
+        part: the table's entry if the engine's values differ from the received values; None if they are equal.
     """
 
     target: Tensor
@@ -97,8 +98,8 @@ class ReceivedBucket:
 def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     """Return the tensors of each safetensors file of ``folder``, mapped into memory, as one bucket.
 
-    Files that the folder's index does not name are not read. None where a tensor is not aligned to its dtype, and has
-    to be copied alone, or where no file holds a tensor. Raises CheckpointError for a damaged file.
+    Files that the folder's index does not name are not read. None if a tensor is not aligned to its dtype, so that it
+    cannot be a view of the mapped bytes, or if no file holds a tensor. Raises CheckpointError for a damaged file.
     """
     import torch
 
@@ -109,17 +110,18 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     for path in weight_files(folder):
         file = SafetensorsFile(path)
         file.close()
-        entries = sorted(file.entries.items(), key=lambda item: item[1].offset)
-        if any(entry.offset % entry.dtype.itemsize for _, entry in entries):
+        offset_of = {name: entry.offset for name, entry in file.entries.items()}
+        names = sorted(offset_of, key=offset_of.__getitem__)
+        entries = [file.entries[name] for name in names]
+        if any(entry.offset % entry.dtype.itemsize for entry in entries):
             return None
         if not entries:
             continue
-        names = [name for name, _ in entries]
-        dtypes = [entry.dtype for _, entry in entries]
-        shapes = [entry.shape for _, entry in entries]
+        dtypes = [entry.dtype for entry in entries]
+        shapes = [entry.shape for entry in entries]
         size = path.stat().st_size
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        buckets.append(ReceivedBucket(names, dtypes, shapes, data[entries[0][1].offset :]))
+        buckets.append(ReceivedBucket(names, dtypes, shapes, data[entries[0].offset :]))
     return buckets or None
 
 
@@ -163,7 +165,7 @@ class TensorPlaces:
                 self._unfilled.append(flat)
 
     def is_current(self, held_tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the rank's tensors are still at the addresses that the places have."""
+        """Return whether the rank's tensors are still at the addresses for which the places were made."""
         for name, address in self._addresses.items():
             tensor = held_tensors.get(name)
             if tensor is None or tensor.data_ptr() != address:
@@ -275,16 +277,16 @@ class TensorPlaces:
         sizes: Mapping[str, int],
         held_tensors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Return the rank's tensors as vectors, after a comparison with the table's ``sizes``."""
+        """Return the rank's tensors as vectors. Raises UnplaceableError if they differ from the table's ``sizes``."""
         flat_tensors: dict[str, Tensor] = {}
         for name, size in sizes.items():
             tensor = held_tensors.get(name)
             if tensor is None or tensor.numel() != size or not tensor.is_contiguous():
-                held = "no tensor"
+                held_form = "no tensor"
                 if tensor is not None:
-                    held = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+                    held_form = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
                 raise UnplaceableError(
-                    f"{name}: the engine holds {held}, expected {size} contiguous elements"
+                    f"{name}: the engine holds {held_form}, expected {size} contiguous elements"
                 )
             self._addresses[name] = tensor.data_ptr()
             flat_tensors[name] = tensor.detach().view(-1)
@@ -303,21 +305,23 @@ def _place(part: EnginePart, dims: tuple[int, ...], flat: Tensor) -> _Place:
     is_whole = block.length == dims[block.dim]
     if is_whole and part.width == block.length:
         return _Place(region)
+    padding: Tensor | None = None
     if block.dim == 0:
-        row = math.prod(dims[1:])
-        filled = block.length * row
-        padding = region[filled:] if filled < size else None
-        return _Place(region[:filled], run=(block.hf_start * row, filled), padding=padding)
-    shaped = region.view(held_dims)
-    padding = None
+        row_elements = math.prod(dims[1:])
+        block_elements = block.length * row_elements
+        run = (block.hf_start * row_elements, block_elements)
+        if block_elements < size:
+            padding = region[block_elements:]
+        return _Place(region[:block_elements], run=run, padding=padding)
+    shaped_region = region.view(held_dims)
     if part.width > block.length:
-        padding = shaped.narrow(block.dim, block.length, part.width - block.length)
-    target = shaped.narrow(block.dim, 0, block.length)
+        padding = shaped_region.narrow(block.dim, block.length, part.width - block.length)
+    target = shaped_region.narrow(block.dim, 0, block.length)
     return _Place(target, cut=(block.dim, block.hf_start, block.length), padding=padding)
 
 
 def _block(flat: Tensor, dims: tuple[int, ...], place: _Place) -> Tensor:
-    """Return the view of a received tensor, given as a vector, that belongs at ``place``."""
+    """Return the block of a received tensor, given as a vector, that belongs at ``place``, as a view."""
     if place.run is not None:
         return flat.narrow(0, *place.run)
     if place.cut is not None:
@@ -326,7 +330,7 @@ def _block(flat: Tensor, dims: tuple[int, ...], place: _Place) -> Tensor:
 
 
 class DirectLoader:
-    """Takes the place of ``load_weights`` of a server's ``model`` once the model is loaded.
+    """Replacement of ``load_weights`` of a server's ``model`` once the model is loaded.
 
     Args:
         model: SGLang's model.
@@ -351,18 +355,18 @@ class DirectLoader:
         return not self._uses_own_loader
 
     def begin(self) -> None:
-        """Open an update: SGLang may have replaced tensors since the last one."""
+        """Open an update. The places are made again if SGLang has replaced tensors since the last update."""
         self._has_session = True
         self._folder = None
         self._prepare()
 
     def end(self) -> bool:
-        """Close an update. Returns whether the caller must derive the model's other tensors."""
+        """Close an update. Returns whether the caller must derive the tensors that the model derives from others."""
         self._has_session = False
         return not self._uses_own_loader
 
     def read_next_from(self, folder: Path) -> None:
-        """Have the next call read ``folder``, instead of the same tensors one by one from SGLang's iterator."""
+        """Have the next call read ``folder`` itself, instead of its tensors one by one from SGLang's iterator."""
         self._folder = folder
 
     def __call__(
@@ -374,11 +378,12 @@ class DirectLoader:
         """Load ``weights``. Outside of a session they are all tensors of the model, such as those of a folder."""
         if not self._has_session:
             self._prepare()
-        folder, self._folder = self._folder, None
+        folder = self._folder
+        self._folder = None
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
         mapped_files = None
-        # A refused update of a folder leaves the folder here: the next bucket is not one of its tensors.
+        # If SGLang refused the update of a folder, ``folder`` is still set, and a bucket does not come from it.
         if folder is not None and not isinstance(weights, ReceivedBucket):
             mapped_files = map_folder(folder)
         if mapped_files is not None:
@@ -415,6 +420,7 @@ class DirectLoader:
 
 
 def _groups(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors in lists of at most _TENSORS_AT_ONCE."""
     remaining = iter(weights)
     while group := list(islice(remaining, _TENSORS_AT_ONCE)):
         yield group
@@ -457,7 +463,7 @@ def begin_update(result: Any, updater: Any) -> None:
 
 
 def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
-    """Let SGLang derive the model's other tensors after an update that its loader did not load."""
+    """Let SGLang derive the model's other tensors after an update that was placed directly."""
     loader = updater.get_model().load_weights
     if isinstance(loader, DirectLoader):
         run_post_load = loader.end() or run_post_load
@@ -465,7 +471,7 @@ def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bo
 
 
 def read_folder_directly(updater: Any, model_path: str, *_: Any, **options: Any) -> None:
-    """Have the DirectLoader of the ``updater``'s model read the folder of an update of all tensors."""
+    """Have the DirectLoader of the ``updater``'s model read the folder of an update, if it updates all tensors."""
     loader = updater.get_model().load_weights
     if isinstance(loader, DirectLoader) and options.get("weight_name_filter") is None:
         loader.read_next_from(Path(model_path))
@@ -480,7 +486,7 @@ def receive_bucket(
     shapes: Sequence[Sequence[int]],
     group_name: str,
 ) -> Any:
-    """Receive the flat bytes of a broadcast bucket, without SGLang's tensor by tensor."""
+    """Receive the flat bytes of a broadcast bucket; SGLang would return its tensors one by one."""
     import torch
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -490,7 +496,7 @@ def receive_bucket(
     size = 0
     for dims, dtype in zip(shapes, types, strict=True):
         size += math.prod(dims) * dtype.itemsize
-    # On a CPU, SGLang's bucket has the memory of the bucket before.
+    # On a CPU this call reuses the memory of the previous bucket (``sglang_cpu/received_buckets.py``).
     received = FlattenedTensorBucket.empty(["bytes"], ["uint8"], [[size]], updater.device)
     data = received.get_flattened_tensor()
     torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
@@ -504,7 +510,7 @@ def load_shared_bucket(
 ) -> tuple[bool, str]:
     """Load a bucket from shared memory, which the sender uses again after the answer.
 
-    A bucket that has no place is answered with an error: the exception would end the server.
+    The failure to place a bucket is answered as an error, because an exception would end the server.
     """
     import torch
 

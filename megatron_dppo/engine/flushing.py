@@ -1,7 +1,7 @@
-"""The answer to a flush of a server's cache: that of all its attention replicas.
+"""The answer to a flush of a server's cache, for all of its attention replicas.
 
-SGLang 0.5.23 takes the first of their answers. A server would then count as idle, its memory could be released and its
-weights changed, although another replica still has running requests.
+SGLang 0.5.23 returns the answer of the first replica. A server would then count as idle, its memory could be released
+and its weights changed, although another replica still has running requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def register() -> None:
 
 
 async def flush_all_replicas(manager: Any, timeout_s: float | None = None) -> Any:
-    """Flush the caches of all replicas, each after ``timeout_s`` at most; return the answer of one that could not."""
+    """Flush the caches of all replicas; each waits at most ``timeout_s`` for its requests. Return the answer of a
+    replica that could not flush its cache, if there is one."""
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
     manager.auto_create_handle_loop()

@@ -9,21 +9,24 @@ Kind = Literal["before", "after", "around", "replace"]
 
 
 def register(target: str, hook: Callable[..., Any], kind: Kind) -> None:
-    """Register ``hook``; once for the same hook of the same ``target``, also where a fork has its parent's hooks.
+    """Register ``hook``. A second registration for the same ``target`` does nothing, as in a fork, which has the hooks
+    of its parent.
 
     SGLang's own registry applies hooks to a target once, and ignores those that are registered later.
 
     Args:
         target: dotted name of a function or method.
-        hook: with "before" it is called with the arguments, with "after" with the result before them, with "around"
-            with the original function before them, and with "replace" in its place.
-        kind: the hook's kind.
+        hook: the hook.
+        kind: when the hook is called, and with which arguments. "before": before the target, with the target's
+            arguments. "after": after the target, with the result and the arguments. "around": instead of the target,
+            with the target's function and the arguments. "replace": instead of the target, with the arguments.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hook_type = HookType(kind)
-    if any((t, h) == (hook_type, hook) for t, h, _ in HookRegistry._hooks[target]):
-        return
+    for registered_type, registered_hook, _ in HookRegistry._hooks[target]:
+        if (registered_type, registered_hook) == (hook_type, hook):
+            return
     HookRegistry.register(target, hook, hook_type)
     if target in HookRegistry._patched:
         HookRegistry._apply_target(target, [(hook_type, hook, None)])

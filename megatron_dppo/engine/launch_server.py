@@ -2,13 +2,13 @@
 
 ``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on standard input:
 ``{"api_key": str | null, "admin_api_key": str}``. SGLang accepts keys only as command-line flags, which ``ps`` shows,
-prints them in its log, and returns them at ``/server_info`` to every holder of the API key. This module reads them
+prints them in its log, and returns them at ``/server_info`` to every holder of the API key. This module reads the keys
 from a pipe, and the printed configuration has ``<redacted>`` in their place. A server over several hosts has one such
-process on each host, all with the same flags; the environment names the hosts, and the one of this process.
+process on each host, all with the same flags; the environment has the names of all hosts and of this process's host.
 
-The kernel ends this process with the thread that started it (``system.processes``), and the processes that SGLang
-starts with this one. On a CPU this process may be a fork (``system.fork_server``), and SGLang's processes are forks of
-it (``sglang_cpu/forks.py``).
+The kernel ends this process when the thread that started it ends (``system.processes``), and ends the processes that
+SGLang starts when this process ends. On a CPU this process may be a fork (``system.fork_server``), and SGLang's
+processes are forks of it (``sglang_cpu/forks.py``).
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def private_place() -> Iterator[Path]:
 
 
 def name_shared_memory() -> None:
+    """Make Python's shared memory and semaphores have this server's private name as a prefix."""
     # The process that ends the server removes shared memory by this prefix. Python has no public setting for it.
     prefix = f"/{os.environ[_NAME_VARIABLE]}"
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
@@ -71,9 +72,10 @@ def name_shared_memory() -> None:
 
 
 def keep_snapshots_private() -> None:
+    """Make SGLang write the snapshots of its load into the private temporary folder."""
+    # A snapshot in /dev/shm would stay there after the server's end.
     from sglang.srt.managers import load_snapshot
 
-    # A snapshot in /dev/shm would stay there after the server's end.
     def private_path(ipc_name: str) -> str:
         return os.path.join(os.environ["TMPDIR"], os.path.basename(public_path(ipc_name)))
 
@@ -86,7 +88,7 @@ def listen_where(host: str, *, several: bool = False) -> None:
 
     Do nothing unless ``host`` is loopback or the server runs on ``several`` hosts.
     """
-    # The groups listen on the address of the machine's name unless they are told another.
+    # By default both listen on the address to which the machine's name resolves.
     if not (several or network.is_loopback(host)):
         return
     address = network.resolve(host)
@@ -113,17 +115,20 @@ def bind_stores() -> None:
 KEY_FIELDS = ("api_key", "admin_api_key")
 _REQUEUE_S = 60
 _HOST_VARIABLE = "SLURMD_NODENAME"
+"""Slurm's variable with the name of a task's host."""
 _PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
+"""Variable with the process id of this process, for the processes that SGLang spawns."""
 
 
 def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
+    """Return ``configuration`` with ``<redacted>`` in place of each key."""
     hidden = {name: "<redacted>" for name in KEY_FIELDS if configuration.get(name)}
     return {**configuration, **hidden}
 
 
 def redact_server_args() -> None:
-    """Hide the keys in ``resolved_dict``, from which SGLang logs and answers its configuration."""
-    # Needed in the scheduler's process too, which answers /server_info in part.
+    """Hide the keys in ``resolved_dict``, which SGLang logs and returns as its configuration."""
+    # The scheduler's process needs this too, because it answers a part of /server_info.
     from sglang.srt.server_args import ServerArgs
 
     resolved_dict = ServerArgs.resolved_dict
@@ -144,7 +149,7 @@ _OTHER_LAYOUTS = {
 
 
 def refuse_other_layouts() -> None:
-    """Exit where the environment has SGLang lay out weights in a way that weight updates do not know."""
+    """Exit if the environment makes SGLang lay out weights in a way that weight updates do not know."""
     from sglang.srt.environ import envs
 
     for name, reason in _OTHER_LAYOUTS.items():
@@ -153,7 +158,7 @@ def refuse_other_layouts() -> None:
 
 
 def hold_own_port(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded; exit where another process has it."""
+    """Bind the port before the model is loaded; exit if another process has it."""
     # SGLang binds its port last, and its message about a failure is lost among other errors.
     try:
         return network.hold_port(host, port)
@@ -162,6 +167,7 @@ def hold_own_port(host: str, port: int) -> socket.socket:
 
 
 def _change_sglang() -> None:
+    """Change functions of SGLang, and register hooks, in each of the server's processes."""
     redact_server_args()
     keep_snapshots_private()
     bind_stores()
@@ -244,7 +250,7 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
     finally:
         port.close()
         kill_process_tree(os.getpid(), include_parent=False)
-    # Exit with an error: the ranks on other hosts would wait for ever.
+    # Exit with an error, so that the whole server is ended: ranks on other hosts would wait for ever for this host's.
     if server_args.node_rank:
         sys.exit("this host's part of the server has ended")
 
@@ -252,8 +258,8 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it imports anything
-    # SGLang requests the same signal, but only after imports that take seconds: if the parent died in that time, this
-    # process would never end.
+    # SGLang makes this process die with its parent too, but only after imports that take seconds. If the parent died in
+    # that time, this process would never end.
     processes.die_with_parent(int(os.environ[_PARENT_VARIABLE]))
     # Make this process's memory unreadable for other processes: it has its parent's keys.
     secret_variables.close_to_others()

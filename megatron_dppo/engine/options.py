@@ -6,11 +6,12 @@ The module imports neither torch nor sglang.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_dppo.config import schema
 from megatron_dppo.config.data_schema import EnvironmentConfig
@@ -24,9 +25,6 @@ from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.network import url_host
 from megatron_dppo.system.secret_variables import chosen_variables, without_secrets
 
-if TYPE_CHECKING:
-    pass
-
 CPU_KV_CACHE_BYTES = 1 << 30
 """Largest key-value cache on a CPU. SGLang's default takes most of the machine's memory."""
 FIRST_WEIGHT_VERSION = 0
@@ -35,7 +33,7 @@ FIRST_WEIGHT_VERSION = 0
 ADAPTER_DIGESTS = "sha256"
 """Key in ``loaded_adapters`` of a server's response whose value is the digests of the adapters, as JSON."""
 LORA_SLOTS = 2
-"""Number of adapters in a server's batch: that of the committed version, and no adapter (health checks)."""
+"""Number of adapters in a server's batch: the adapter of the committed version, and "no adapter" of health checks."""
 
 _RANK_VARIABLES = (
     "RANK",
@@ -48,14 +46,14 @@ _RANK_VARIABLES = (
 
 
 HOSTS_VARIABLE = "MEGATRON_DPPO_SERVER_HOSTS"
-"""Variable of every task of a server over several hosts; its value is the hosts' names and addresses, as JSON."""
+"""Variable of every task of a server over several hosts: the hosts' names and addresses, as JSON."""
 
 
 @dataclass(frozen=True)
 class ServerHosts:
     """The hosts of a server that runs over several hosts.
 
-    ``addresses``: for each host, by the launcher's name for it, its address; clients connect to the first host.
+    ``addresses``: the launcher's name of each host -> the host's address; clients connect to the first host.
     ``port``: the port of the first host for the rendezvous of the server's ranks.
     """
 
@@ -72,6 +70,8 @@ class ServerHosts:
 
 @dataclass(frozen=True)
 class ServerSections:
+    """The sections of a configuration that determine a run's servers."""
+
     model: schema.ModelConfig
     data: schema.DataConfig
     rollout: schema.RolloutConfig
@@ -153,20 +153,21 @@ def server_options(
         options |= _state_options(config, model, device)
     options |= family_of(model).engine_options
     if model.router.has_bias:
-        # SGLang would make the shared expert of some such models the last of the experts: other tensors than the map's.
+        # In some of these models SGLang would make the shared expert the last of the experts. Its tensors would differ
+        # from those of the weight map.
         options["disable_shared_experts_fusion"] = True
     if config.head.dtype == "float32":
         options["enable_fp32_lm_head"] = True
     if config.engine.deterministic:
         options["enable_deterministic_inference"] = True
         if device == "cpu":
-            # Disable chunked prefill: where a prompt is cut depends on the other requests. Lower the memory fraction,
-            # because SGLang reserves too much memory without chunks.
+            # Disable chunked prefill, which cuts a prompt at a place that depends on the other requests. Lower the
+            # memory fraction, because SGLang reserves too much memory without chunks.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
     changed_keys = missing_engine_keys(config.model.hf_checkpoint)
     if config.engine.quantization is not None:
-        # The server starts with arbitrary weights: no checkpoint of this kind exists, and a server joins the fleet by a
-        # weight update.
+        # The server starts with arbitrary weights: there is no checkpoint with quantised weights, and a weight update
+        # is sent to a server before it generates.
         options |= {"quantization": config.engine.quantization, "load_format": "dummy"}
         changed_keys["quantization_config"] = SCHEME
     if changed_keys:
@@ -177,7 +178,7 @@ def server_options(
         options |= hosts.options
     if device == "cuda":
         options["base_gpu_id"] = first_device
-    # SGLang rejects the option without GPUs. It still accepts calls to release memory, and releases nothing.
+    # SGLang rejects this option without GPUs. It then accepts calls to release memory, and releases nothing.
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
     return options
@@ -187,7 +188,7 @@ def _state_options(config: ServerSections, model: ModelShape, device: str) -> di
     """Return SGLang's options for the recurrent states of a model with delta nets."""
     options: dict[str, Any] = {"mamba_ssm_dtype": "float32"}
     if device == "cpu":
-        # A platform without snapshots of states has no other strategy, which excludes overlapped schedules.
+        # A platform without snapshots of states has no other strategy. The strategy excludes overlapped schedules.
         options |= {
             "mamba_radix_cache_strategy": "no_buffer",
             "disable_overlap_schedule": True,
@@ -221,7 +222,7 @@ def cpu_kv_tokens(config: ServerSections) -> int:
     """
     sequence_tokens = config.sequence_tokens
     replicas = attention_replicas(config.sglang)
-    requests = -(-config.rollout.max_concurrent_requests // replicas)
+    requests = math.ceil(config.rollout.max_concurrent_requests / replicas)
     requested_tokens = requests * sequence_tokens
     model = load_model_shape(config.model.hf_checkpoint)
     values = model.attention_layers * model.cached_elements()
@@ -233,13 +234,15 @@ def cpu_kv_tokens(config: ServerSections) -> int:
 def cpu_states(config: ServerSections, model: ModelShape) -> int:
     """Return the number of recurrent states that a CPU server of a model with delta nets keeps.
 
-    They are three of every concurrent request, as SGLang counts, limited to CPU_KV_CACHE_BYTES, and those of at least
-    two requests. SGLang's default takes half of the machine's memory.
+    SGLang needs three states for a request. The result is enough for all concurrent requests, but limited to
+    CPU_KV_CACHE_BYTES, and enough for at least two requests. SGLang's default takes half of the machine's memory.
     """
     assert model.delta is not None
-    elements = len(model.delta_layers) * sum(model.delta.state_elements())
-    most = CPU_KV_CACHE_BYTES // (elements * ITEM_BYTES["float32"])
-    return 3 * max(2, min(config.rollout.max_concurrent_requests, most // 3))
+    state_bytes = (
+        len(model.delta_layers) * sum(model.delta.state_elements()) * ITEM_BYTES["float32"]
+    )
+    most_requests = CPU_KV_CACHE_BYTES // state_bytes // 3
+    return 3 * max(2, min(config.rollout.max_concurrent_requests, most_requests))
 
 
 FLAGS: Mapping[str, str] = {
@@ -280,17 +283,17 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
     if load_model_shape(config.model.hf_checkpoint).delta is not None:
-        # The last tokens before a convolution would be rounded to bfloat16 in a model of any type.
+        # By default SGLang keeps the last tokens before a convolution in bfloat16, whatever the model's dtype.
         env["SGLANG_MAMBA_CONV_DTYPE"] = config.model.dtype
     if engine_device(config.engine) == "cpu":
         ranks = config.sglang.get("tp_size") or 1
         env["SGLANG_PLATFORM"] = "torch_cpu"
-        # Two threads that wait for each other while the trainer uses a core are 20 times slower than one thread. Set
-        # the variable for a large model on its own cores.
+        # Two threads that wait for each other while the trainer uses a core are 20 times slower than one thread. A user
+        # can set the variable for a large model on its own cores.
         env.setdefault("OMP_NUM_THREADS", "1")
-        count = 1 if hosts is None else len(hosts.addresses)
+        host_count = 1 if hosts is None else len(hosts.addresses)
         if ranks > 1:
-            bindings = [bind_cores(ranks // count)] * count
+            bindings = [bind_cores(ranks // host_count)] * host_count
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bindings))
     if hosts is not None:
         env[HOSTS_VARIABLE] = json.dumps(dict(hosts.addresses))

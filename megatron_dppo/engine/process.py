@@ -1,6 +1,6 @@
 """Servers as child processes: start one, wait until it is healthy, end it, quote its log; the SGLang server.
 
-The supervisor imports this: it loads neither torch nor sglang, and the HTTP client only to wait.
+The supervisor imports this module, so it loads neither torch nor sglang, and the HTTP client only to wait.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ if TYPE_CHECKING:
 
 
 ProgressCallback = Callable[[float, str], None]
-"""Called with the seconds waited and what the server does now, in words."""
+"""Function that is called with the seconds waited and the stage of the server's start, in words."""
 
 MODULE = "megatron_dppo.engine.launch_server"
 LIBRARIES = "megatron_dppo.engine.sglang_cpu.libraries"
 """The module whose imports forked servers share."""
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0
+"""Seconds between two calls of a ProgressCallback."""
 _PROBE_SECONDS = 5.0
+"""Longest time of the answer to a probe."""
 _FOREIGN_SECONDS = 5.0
-"""If a port has rejected probes for so many seconds while this server starts, another process holds it."""
+"""If a port has rejected probes for this long while the server starts, another process holds the port."""
 _TAIL_LINES = 40
+"""Lines of the log in an error."""
 _EXCEPTION_LINES = 400
 """Lines at the end of the log that are searched for the exception that ended a server."""
 _LOG_START = "--- "
 """Prefix of the log line with which each incarnation begins."""
-_WARMING = "answering its first requests"
+_WARM_UP_STAGE = "answering its first requests"
 
 
 def local_launcher(engine: EngineConfig) -> processes.Launcher:
     """Return the launcher of servers on this machine, which share their imports where there is no GPU."""
-    # A driver's state does not survive a fork.
+    # The state of a GPU's driver does not survive a fork.
     if options.engine_device(engine) == "cpu" and not has_visible_gpu():
         return ForkingLauncher(MODULE, [LIBRARIES])
     return processes.Launcher()
@@ -120,7 +123,8 @@ class ChildServer:
     @property
     def url(self) -> str:
         # A server can listen on all addresses, but a client must connect to one.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        host = loopback_of.get(self.host, self.host)
         return f"http://{url_host(host)}:{self.port}"
 
     @property
@@ -130,16 +134,16 @@ class ChildServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process and return at once. Raises PortHeldError where the port is taken."""
+        """Start the process and return at once. Raises PortHeldError if the port is taken."""
         if self._process is not None:
             raise ValueError(f"{self.title} was started already, as process {self._process.pid}")
         try:
-            # Check the port first: a server binds it last, after it has loaded its weights for minutes.
+            # Check the port first: a server binds its port only after it has loaded its weights, which takes minutes.
             self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
             key = self.port_key
             raise PortHeldError(
-                f"{key}: {error}; leave {key} empty for a free one, or end what listens there"
+                f"{key}: {error}; leave {key} empty for a free port, or end the process that listens there"
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [self._runtime.python, *self._command]
@@ -170,7 +174,7 @@ class ChildServer:
         path, key = self._probe
         next_progress = 0.0
         stranger = _Stranger(f"{self.port_key}: {self.host}:{self.port}{path}")
-        warming: asyncio.Task[None] | None = None
+        warm_up: asyncio.Task[None] | None = None
         async with HttpClient(self.url, key) as client:
             while True:
                 waited = time.monotonic() - self._started_at
@@ -178,29 +182,32 @@ class ChildServer:
                 if code is not None and not stranger.answered:
                     ending = processes.describe_exit(code, self.last_exception())
                     self._give_up(f"{self.title} {ending} (after {waited:.0f} s)")
-                if warming is None:
+                if warm_up is None:
                     with contextlib.suppress(EngineLostError):
                         answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
                         if self._accepts(answer):
-                            warming = asyncio.create_task(self._warm_up(client))
+                            warm_up = asyncio.create_task(self._warm_up(client))
                         else:
                             stranger.note(answer, waited)
-                elif warming.done():
-                    if (error := warming.exception()) is None:
+                elif warm_up.done():
+                    error = warm_up.exception()
+                    if error is None:
                         return waited
                     self._give_up(f"{self.title} does not answer its first request: {error}")
+                # If this server has ended although another answers, the port was the reason.
                 if stranger.answered and (code is not None or stranger.stays(waited)):
                     self.kill()
                     raise PortHeldError(stranger.answered)
                 if waited > self._start_timeout:
                     self._give_up(f"{self.title} was not healthy after {self._start_timeout:.0f} s")
                 if on_progress is not None and waited >= next_progress:
-                    on_progress(waited, self._stage() if warming is None else _WARMING)
+                    stage = self._stage() if warm_up is None else _WARM_UP_STAGE
+                    on_progress(waited, stage)
                     next_progress = waited + _PROGRESS_SECONDS
-                await asyncio.wait(
-                    [warming or asyncio.create_task(asyncio.sleep(_POLL_SECONDS))],
-                    timeout=_POLL_SECONDS,
-                )
+                if warm_up is None:
+                    await asyncio.sleep(_POLL_SECONDS)
+                else:
+                    await asyncio.wait([warm_up], timeout=_POLL_SECONDS)
 
     def poll(self) -> int | None:
         """Return None while the server runs, then its exit code (negative: the signal that ended it)."""
@@ -209,7 +216,7 @@ class ChildServer:
         return self._process.poll()
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Send SIGTERM, after which the server finishes its requests, and SIGKILL after ``grace_s`` seconds."""
+        """Send SIGTERM, so that the server finishes its requests and ends, and SIGKILL after ``grace_s`` seconds."""
         if self._process is not None:
             self._process.stop(grace_s)
         give_back_port(self.port)
@@ -225,7 +232,7 @@ class ChildServer:
         return processes.tail(self.log_path, lines)
 
     def last_exception(self) -> str | None:
-        """Return type and message of the last Python exception in this process's log; None without one."""
+        """Return type and message of the last Python exception in this server's log; None without one."""
         return last_exception_of(self.log_path)
 
     def _give_up(self, reason: str) -> NoReturn:
@@ -239,17 +246,20 @@ def last_exception_of(log_path: Path) -> str | None:
 
     None without one.
     """
-    lines = processes.tail(log_path, _EXCEPTION_LINES).splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith(_LOG_START)]
-    return processes.last_exception("\n".join(lines[starts[-1] if starts else 0 :]))
+    newest_lines: list[str] = []
+    for line in processes.tail(log_path, _EXCEPTION_LINES).splitlines():
+        if line.startswith(_LOG_START):
+            newest_lines = []
+        newest_lines.append(line)
+    return processes.last_exception("\n".join(newest_lines))
 
 
 class _Stranger:
     """Another server that may hold this server's port; ``answered`` describes its answer, and is empty without one."""
 
     def __init__(self, address: str) -> None:
-        self._where = address
-        self._since = 0.0
+        self._address = address
+        self._first_answer_s = 0.0
         self.answered = ""
 
     def note(self, answer: Answer, time_s: float) -> None:
@@ -257,19 +267,20 @@ class _Stranger:
         if answer.status >= 500:
             return
         if not self.answered:
-            self._since = time_s
+            self._first_answer_s = time_s
         program = answer.headers.get("Server", "unnamed")
         self.answered = (
-            f"{self._where} is answered by another server ({program}, status {answer.status}); "
-            "end that one, or take another port"
+            f"{self._address} is answered by another server ({program}, status {answer.status}); "
+            "end that server, or use another port"
         )
 
     def stays(self, time_s: float) -> bool:
-        """Whether the port has rejected probes for too long to be this server's own, at ``time_s`` after the start."""
-        return bool(self.answered) and time_s > self._since + _FOREIGN_SECONDS
+        """Whether, ``time_s`` after the start, the answers have come for too long to be this server's own."""
+        return bool(self.answered) and time_s > self._first_answer_s + _FOREIGN_SECONDS
 
 
 _STAGE_LINES = 400
+"""Lines at the end of the log that are searched for the stage of the start."""
 _WARM_UP_PROMPT = tuple(range(1, 9))
 _STAGES = (
     ("Load weight begin", "loading weights"),
@@ -283,9 +294,9 @@ class EngineProcess(ChildServer):
     """One SGLang server.
 
     The file with its options is written beside ``log_path``. ``host`` is ``engine.host`` by default. If ``api_key`` is
-    None, generation needs no key. ``first_device`` is the first of its GPUs on its host, or on each of its ``hosts``;
-    ``runtime`` then starts one task on each host. Each server and each restart needs another ``seed``: two servers with
-    one seed draw the same samples.
+    None, generation needs no key. ``first_device`` is the first of the server's GPUs on its host. For a server over
+    several ``hosts`` it is the first on each host, and ``runtime`` starts one task on each. Each server and each
+    restart needs another ``seed``: two servers with one seed draw the same samples.
     """
 
     title = "the engine"
@@ -313,12 +324,7 @@ class EngineProcess(ChildServer):
             log_path,
             config.engine.start_timeout_s,
             runtime,
-            command=[
-                "-m",
-                MODULE,
-                "--config",
-                str(self.options_path),
-            ],
+            command=["-m", MODULE, "--config", str(self.options_path)],
             environment=options.server_environment(config, hosts),
             secrets={"api_key": api_key, "admin_api_key": admin_api_key},
             probe=("/model_info", api_key),
@@ -345,20 +351,21 @@ class EngineProcess(ChildServer):
         return reached[-1] if reached else super()._stage()
 
     async def _warm_up(self, client: HttpClient) -> None:
-        """Draw two tokens with training's sampling and two with evaluation's."""
-        # On GPUs the first request of a kind compiles kernels (flashinfer's for top_p < 1). That blocks the scheduler
-        # for minutes, which during the run would look like a hang.
+        """Sample two tokens with the sampling parameters of training, and two with those of evaluation."""
+        # On GPUs the first request with new kinds of parameters compiles kernels (flashinfer's for top_p < 1). That
+        # blocks the scheduler for minutes, which during the run would look like a hang.
         from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
         rollout = self._config.rollout
         evaluation = self._config.evaluation
-        temperatures = {(rollout.temperature, rollout.top_p)} | {
-            (evaluation.temperature, evaluation.top_p)
+        settings = {
+            (rollout.temperature, rollout.top_p),
+            (evaluation.temperature, evaluation.top_p),
         }
         columns = {}
         if rollout.topk_log_probs:
             columns = {"topk": rollout.topk_log_probs}
-        for number, (temperature, top_p) in enumerate(sorted(temperatures)):
+        for number, (temperature, top_p) in enumerate(sorted(settings)):
             sampling = SamplingParams(2, temperature, top_p, ignore_eos=True)
             request = GenerationRequest(number, _WARM_UP_PROMPT, sampling, columns)
             body = request_body([request], f"warm-up-{number}")
@@ -370,7 +377,7 @@ class EngineProcess(ChildServer):
             return False
         try:
             info = json.loads(answer.body)
-        # SGLang answers this path with JSON, so another program sent the answer.
         except (ValueError, RecursionError):
+            # SGLang answers this path with JSON, so another program sent the answer.
             return False
         return isinstance(info, dict) and info.get("model_path") == self._options["model_path"]

@@ -33,7 +33,8 @@ class SamplingParams:
 
     Attributes:
         stop_token_ids: stop tokens in addition to the model's own.
-        stop: texts that end a response with the token that completes one of them; the response's text ends before it.
+        stop: texts that end a response. The token that completes such a text is the response's last token; the
+            response's ``text`` ends before the stop text.
         seed: seed of this response alone; only a server with deterministic inference uses it.
     """
 
@@ -53,11 +54,9 @@ class SamplingParams:
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return SGLang's ``sampling_params``, with every number, so that no default of the model's folder applies."""
-        seed = {}
-        if self.seed is not None:
-            seed = {"sampling_seed": self.seed}
-        return {
+        """Return SGLang's ``sampling_params``. Every number is set, so that no default of the server or of the model's
+        folder applies."""
+        values: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -66,13 +65,15 @@ class SamplingParams:
             "ignore_eos": self.ignore_eos,
             "stop_token_ids": list(self.stop_token_ids) or None,
             "stop": list(self.stop) or None,
-            **seed,
         }
+        if self.seed is not None:
+            values["sampling_seed"] = self.seed
+        return values
 
 
-def seed_of(*named: int | str) -> int:
-    """Return a seed below 2^63 that depends only on the values ``named``."""
-    text = ", ".join(map(str, named))
+def seed_of(*values: int | str) -> int:
+    """Return a seed below 2^63 that depends only on ``values``."""
+    text = ", ".join(map(str, values))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -85,7 +86,8 @@ class RoutedShape:
         moe_layers: indices of the layers with experts.
         top_k: number of experts chosen for a token.
         experts: number of experts in a layer.
-        start: number of leading rows that the caller already has; the server does not send them, and they are 0.
+        start: number of leading rows that the caller already has. The server does not send them; they are 0 in the
+            column.
     """
 
     hidden_layers: int
@@ -114,7 +116,7 @@ class GenerationRequest:
     """A request for one response.
 
     Attributes:
-        key: the caller's name of the request; a retry has the same one.
+        key: the caller's name of the request; a retry has the same name.
         columns: options of the additional columns to request, by their names in ``SOURCES``.
         problem_id: copied to the trajectory.
         sample_index: copied to the trajectory.
@@ -137,7 +139,7 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Answered:
-    """The tokens of an answer: the number of prompt tokens, and the response's tokens, int32 [R]."""
+    """The tokens of an answer: the number of the prompt's tokens, and the ids of the response's tokens, int32 [R]."""
 
     prompt_tokens: int
     response_ids: np.ndarray
@@ -150,9 +152,9 @@ class ColumnSource:
     Attributes:
         body: returns the fields of the request's body for an option.
         parse: returns the arrays by column name, from ``meta_info``, the answer's tokens and the option. A column may
-            be missing if its declaration allows that. Raises ValueError if these contradict each other, and
+            be missing if its declaration allows that. Raises ValueError if its arguments contradict each other, and
             AbortedError if the request should be repeated.
-        always: whether every request includes the source, with the option None.
+        always: whether every request includes the source. If no option is given, the option is None.
     """
 
     body: Callable[[Any], dict[str, Any]]
@@ -171,17 +173,18 @@ def provide(name: str, source: ColumnSource) -> None:
     SOURCES[name] = source
 
 
-def asked(columns: Mapping[str, Any]) -> list[tuple[ColumnSource, Any]]:
+def requested_sources(columns: Mapping[str, Any]) -> list[tuple[ColumnSource, Any]]:
     """Return the sources of a request, each with its option. Raises ValueError for an unknown name."""
-    if unknown := columns.keys() - SOURCES.keys():
+    unknown_names = columns.keys() - SOURCES.keys()
+    if unknown_names:
         raise ValueError(
-            f"no column source {', '.join(sorted(unknown))}; known are {', '.join(sorted(SOURCES))}"
+            f"no column source {', '.join(sorted(unknown_names))}; known are {', '.join(sorted(SOURCES))}"
         )
-    requested_sources: list[tuple[ColumnSource, Any]] = []
+    sources: list[tuple[ColumnSource, Any]] = []
     for name, source in SOURCES.items():
         if source.always or name in columns:
-            requested_sources.append((source, columns.get(name)))
-    return requested_sources
+            sources.append((source, columns.get(name)))
+    return sources
 
 
 def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -205,8 +208,8 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
         raise ValueError(
             f"{len(entries)} log-probabilities, not those of the {len(expected_ids)} output tokens"
         )
-    # log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples with top_p = 1
-    # and top_k = -1. None becomes NaN.
+    # The values are log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples
+    # with top_p = 1 and top_k = -1. None becomes NaN, which the check rejects.
     values = np.array([entry[0] for entry in entries], np.float64)
     are_valid = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
     if not are_valid.all():
@@ -221,10 +224,12 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
 def _weight_version(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]:
     spans = meta["weight_versions"]
     length = len(answered.response_ids)
-    versions, lengths, end = [], [], 0
+    versions = []
+    lengths = []
+    end = 0
     for span in spans:
         if str(span["version"]).startswith(UNVERIFIED_VERSION):
-            raise AbortedError("it ran while a weight update was being verified")
+            raise AbortedError("the response was sampled while a weight update was being verified")
         if not str(span["version"]).isdecimal():
             raise ValueError(
                 f"weight version {span['version']!r} is no integer: "
@@ -240,7 +245,7 @@ def _weight_version(meta: Meta, answered: Answered, _: None) -> dict[str, np.nda
     return {"weight_version": np.repeat(np.array(versions, np.int32), lengths)}
 
 
-def _ask_topk(k: int) -> dict[str, Any]:
+def _topk_fields(k: int) -> dict[str, Any]:
     return {
         "top_logprobs_num": k,
         "return_flat_raw_output_top_logprobs": True,
@@ -265,8 +270,8 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
-    # ``recordings`` has replaced the notice by the array [prompt + output - 1, hidden layers, top-k]. The last token
-    # has no row, because it is never an input.
+    # ``recordings`` has replaced the server's notice of a recording by the array itself, [prompt + output - 1, hidden
+    # layers, top-k]. The last token has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
         # The request was aborted in the queue, where it has no keys and values: its rows are lost.
         return {}
@@ -283,7 +288,7 @@ def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[
     return {"routed_experts": all_rows}
 
 
-def _ask_routed_experts(shape: RoutedShape) -> dict[str, Any]:
+def _routed_experts_fields(shape: RoutedShape) -> dict[str, Any]:
     return {"return_routed_experts": True, "routed_experts_start_len": shape.start}
 
 
@@ -294,12 +299,12 @@ provide(
     ),
 )
 provide("weight_version", ColumnSource(lambda _: {}, _weight_version, always=True))
-provide("topk", ColumnSource(_ask_topk, _topk))
-provide("routed_experts", ColumnSource(_ask_routed_experts, _routed_experts))
+provide("topk", ColumnSource(_topk_fields, _topk))
+provide("routed_experts", ColumnSource(_routed_experts_fields, _routed_experts))
 
 
 def adapter_name(version: int) -> str:
-    """Return the name of a version's adapters in the engines, where updates send adapters alone."""
+    """Return the name of a version's adapters in the engines, if updates send only adapters."""
     return f"policy-{version}"
 
 
@@ -325,7 +330,7 @@ def request_body(
         model: the model's name at the router; SGLang's own server needs none.
         adapter: name of the engine's adapters to sample with; None: the model without adapters.
     """
-    # The call has one id and one sampling, because the router accepts no lists of them.
+    # A call has one id and one set of sampling parameters, because the router accepts no lists of either.
     first_request = requests[0]
     if any(
         (r.sampling, r.columns) != (first_request.sampling, first_request.columns) for r in requests
@@ -344,7 +349,7 @@ def request_body(
         body["model"] = model
     if adapter is not None:
         body["lora_path"] = adapter
-    for source, option in asked(first_request.columns):
+    for source, option in requested_sources(first_request.columns):
         body |= source.body(option)
     return orjson.dumps(body)
 
@@ -356,8 +361,8 @@ def read_answers(
 ) -> list[dict[str, Any]]:
     """Return the answers of one call, in the order of ``requests``.
 
-    ``versions`` are the committed weight versions that may have sampled the tokens. Raises EngineAnswerError, and
-    StaleWeightsError where other weights sampled a token.
+    ``versions`` are the committed weight versions that may have sampled the tokens; None: any. Raises
+    EngineAnswerError, and StaleWeightsError if other weights sampled a token.
     """
     try:
         answers = orjson.loads(payload)
@@ -380,17 +385,18 @@ def read_answers(
 
 
 def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: range) -> None:
-    """Rename the version of every span to a committed one. Raises StaleWeightsError for a span of another version."""
-    names = {str(version): str(version) for version in versions}
-    # An interrupted response continues before the commit, while the canary scores the engines. The weights of these
-    # tokens have the name ``unverified-N`` and are committed right after. No call begins in that time.
-    names |= {f"{UNVERIFIED_VERSION}{version}": str(version) for version in versions[1:]}
+    """Give every span the name of a committed version. Raises StaleWeightsError for a span of another version."""
+    committed_name = {str(version): str(version) for version in versions}
+    # An interrupted response continues before the commit, while the canary scores the engines. The tokens of that time
+    # have the version ``unverified-N``, which is committed right after. No call begins in that time.
+    for version in versions[1:]:
+        committed_name[f"{UNVERIFIED_VERSION}{version}"] = str(version)
     try:
         spans = meta.get("weight_versions", ())
-        drawn_from = {str(span["version"]) for span in spans}
-        if not drawn_from - names.keys():
+        sampled_versions = {str(span["version"]) for span in spans}
+        if sampled_versions <= committed_name.keys():
             for span in spans:
-                span["version"] = names[str(span["version"])]
+                span["version"] = committed_name[str(span["version"])]
             return
     except (KeyError, TypeError, IndexError) as error:
         raise EngineAnswerError(
@@ -398,13 +404,11 @@ def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: 
         ) from error
     first_version = versions[0]
     last_version = versions[-1]
-    expected_versions = (
-        f"version {first_version}"
-        if first_version == last_version
-        else f"versions {first_version} to {last_version}"
-    )
+    expected_versions = f"versions {first_version} to {last_version}"
+    if first_version == last_version:
+        expected_versions = f"version {first_version}"
     raise StaleWeightsError(
-        f"request {request.key}: drawn from weights {', '.join(sorted(drawn_from))}, "
+        f"request {request.key}: drawn from weights {', '.join(sorted(sampled_versions))}, "
         f"expected the committed {expected_versions}"
     )
 
@@ -412,7 +416,8 @@ def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: 
 def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajectory:
     """Check one answer against its request, and convert it to a trajectory with reward and advantage 0.
 
-    Raises AbortedError if the server aborted it, and EngineAnswerError if a field is missing or contradicts another.
+    Raises AbortedError if the server aborted the response, and EngineAnswerError if a field is missing or contradicts
+    another field.
     """
     meta = answer.get("meta_info", {})
     try:
@@ -423,8 +428,10 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
         _check_length(len(response_ids), reason, request)
         answered = Answered(len(request.prompt_ids), response_ids)
         columns: dict[str, np.ndarray] = {}
-        for source, option in asked(request.columns) if len(response_ids) else ():
-            columns |= source.parse(meta, answered, option)
+        # A response that was aborted before its first token has no columns.
+        if len(response_ids):
+            for source, option in requested_sources(request.columns):
+                columns |= source.parse(meta, answered, option)
         return Trajectory.of_response(
             request.prompt_ids,
             response_ids,
@@ -457,7 +464,8 @@ def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> Finish
 def _check_length(tokens: int, reason: FinishReason, request: GenerationRequest) -> None:
     # SGLang silently reduces max_new_tokens to the room in its context and cache, which would look like a truncation.
     limit = request.sampling.max_new_tokens
-    if not (tokens or reason == "aborted") or tokens > limit:
+    is_empty = tokens == 0 and reason != "aborted"
+    if is_empty or tokens > limit:
         raise ValueError(f"{tokens} output tokens, expected 1 to {limit}")
     if reason == "length" and tokens < limit:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Checksums of an engine's own bytes.
 
-SGLang's checksum of a quantised weight is that of the dequantised weight in bfloat16, and its scales have none. Two
-wrong tensors can have the same one, and the trainer would have to repeat SGLang's arithmetic. Servers that
-``engine.launch_server`` starts report the checksum of each tensor as it lies in memory.
+SGLang's checksum of a quantised weight is the checksum of the dequantised weight in bfloat16, and scales have none. Two
+different pairs of weight and scales can have one such checksum, and the trainer would have to repeat SGLang's
+arithmetic. Servers that ``engine.launch_server`` starts report the checksum of each tensor as it is in memory.
 """
 
 from __future__ import annotations

@@ -39,11 +39,14 @@ FOLDERS_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
 STORED_S = 900.0
 """Seconds after which the server deletes a recording that no client has fetched."""
 _LONGEST_GAP_S = 60.0
-"""A longer gap between recordings counts as this one: a paused server's answers are read after the pause."""
+"""Seconds that a longer gap between two recordings counts, because clients read the answers of a paused server only
+after the pause."""
 Way = Literal["shared memory", "binary HTTP answers"]
+"""The way by which a client receives recordings."""
 
 ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
 _MOST_GIVEN_UP = 4096
+"""Number of aborted requests that the server remembers: more than one client has in flight."""
 _MAGIC = b"megatron_dppo recording 1 "
 Hexadecimal = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """128 bits."""
@@ -106,7 +109,7 @@ _NOTICE = TypeAdapter(Notice)
 
 
 def content_hash(flat: np.ndarray) -> str:
-    """XXH3 (128 bits) of an array's bytes."""
+    """Return XXH3 (128 bits) of an array's bytes, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(flat).data)
 
 
@@ -114,10 +117,10 @@ def content_hash(flat: np.ndarray) -> str:
 def recordings_folders() -> Iterator[list[Path]]:
     """Create this process's folders for recordings, which only its user can enter, and name them in the environment.
 
-    One is in shared memory, the other in the temporary folder, for recordings that do not fit into shared memory. The
-    folders of a killed process are found by their names (``system.scratch.remove_left_behind``).
+    One folder is in shared memory, the other in the temporary folder, for recordings that do not fit into shared
+    memory. ``system.scratch.remove_left_behind`` finds the folders of a killed process by their names.
     """
-    # In some containers shared memory cannot be written.
+    # In some containers, processes may not write to shared memory.
     bases = [base for base in (SHARED_MEMORY, tempfile.gettempdir()) if os.access(base, os.W_OK)]
     prefix = f"{private_name()}routing-"
     folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=base)) for base in bases]
@@ -132,62 +135,75 @@ def recordings_folders() -> Iterator[list[Path]]:
 
 def narrowed(routed: np.ndarray) -> np.ndarray:
     """Convert ``routed`` to uint8, or to uint16 if an id is above 255. Raises ValueError for ids outside of uint16."""
-    low, high = (int(routed.min()), int(routed.max())) if routed.size else (0, 0)
+    low = 0
+    high = 0
+    if routed.size:
+        low = int(routed.min())
+        high = int(routed.max())
     if low < 0 or high > np.iinfo(np.uint16).max:
         raise ValueError(f"SGLang recorded experts {low} to {high}, expected 0 to 65535")
-    return routed.astype(np.uint8 if high <= np.iinfo(np.uint8).max else np.uint16)
+    if high <= np.iinfo(np.uint8).max:
+        return routed.astype(np.uint8)
+    return routed.astype(np.uint16)
 
 
 @dataclass(eq=False)
 class RecordingStore:
     """Writes recordings to files, and deletes old ones.
 
-    A recording goes to the first of ``folders`` with enough ``free_bytes``, else to the last one. Recordings older than
-    ``stored_s`` are deleted; a gap between two recordings counts as at most ``_LONGEST_GAP_S``. ``put`` raises OSError
-    if no folder has room.
+    A recording goes to the first of ``folders`` with enough ``free_bytes``, or else to the last folder. Recordings
+    older than ``stored_s`` are deleted. Their age does not count the part of a gap between two recordings that exceeds
+    ``_LONGEST_GAP_S``.
     """
 
     folders: Sequence[Path]
     stored_s: float = STORED_S
     clock: Callable[[], float] = time.monotonic
-    _written: dict[Path, float] = field(default_factory=dict, init=False)
+    _written_s: dict[Path, float] = field(default_factory=dict, init=False)
+    """When each file was written, in counted seconds."""
     _counted_s: float = field(default=0.0, init=False)
     _last_s: float = field(default=-math.inf, init=False)
 
     def put(self, routed: np.ndarray) -> Notice:
+        """Write a recording to a file and return its notice. Raises OSError if no folder has room."""
         current_time = self.clock()
         self._counted_s += min(current_time - self._last_s, _LONGEST_GAP_S)
         self._last_s = current_time
-        self._forget_old()
+        self._delete_old()
         array = narrowed(routed)
-        with_room = (f for f in self.folders[:-1] if array.nbytes <= free_bytes(f))
-        folder = next(with_room, self.folders[-1])
-        path = folder / secrets.token_hex(16)
+        path = self._folder_for(array.nbytes) / secrets.token_hex(16)
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(array.data)
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        self._written[path] = self._counted_s
+        self._written_s[path] = self._counted_s
         rows, layers, top_k = array.shape
+        shape = (rows, layers, top_k)
         dtype: Any = array.dtype.name
-        return Notice(path.name, str(folder), dtype, (rows, layers, top_k), content_hash(array))
+        return Notice(path.name, str(path.parent), dtype, shape, content_hash(array))
 
-    def _forget_old(self) -> None:
+    def _folder_for(self, size: int) -> Path:
+        for folder in self.folders[:-1]:
+            if size <= free_bytes(folder):
+                return folder
+        return self.folders[-1]
+
+    def _delete_old(self) -> None:
         limit = self._counted_s - self.stored_s
-        old_paths = [path for path, written in self._written.items() if written < limit]
+        old_paths = [path for path, time_s in self._written_s.items() if time_s < limit]
         for path in old_paths:
-            del self._written[path]
+            del self._written_s[path]
             path.unlink(missing_ok=True)
 
 
 def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
     """Put the recording into the answer's ``meta_info`` as an array, if it is in this host's memory.
 
-    Returns the way by which it arrived, the notice of a recording that must be downloaded, or None if the request asked
-    for none. Raises AbortedError if the file no longer exists, and EngineAnswerError if it is damaged or has another
-    shape.
+    Returns the way by which the recording arrived, the notice of a recording that must be downloaded, or None if the
+    request asked for no recording. Raises AbortedError if the file no longer exists, and EngineAnswerError if it is
+    damaged or has another shape.
     """
     text = answer.get("meta_info", {}).get(FIELD)
     if FIELD not in request.columns or not isinstance(text, str):
@@ -215,7 +231,7 @@ def place(
     notice: Notice,
     content: bytes | np.ndarray,
 ) -> None:
-    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if it is not the notice's."""
+    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if it is not the one of ``notice``."""
     try:
         answer["meta_info"][FIELD] = notice.array(content, _expected_shape(answer, request))
     except ValueError as error:
@@ -224,8 +240,9 @@ def place(
 
 def _expected_shape(answer: dict[str, Any], request: GenerationRequest) -> tuple[int, int, int]:
     shape = request.columns[FIELD]
-    tokens = len(request.prompt_ids) + len(answer.get("output_ids", ())) - 1
-    return tokens - shape.start, shape.hidden_layers, shape.top_k
+    # The last token has no row, because it is never an input.
+    rows = len(request.prompt_ids) + len(answer.get("output_ids", ())) - 1
+    return rows - shape.start, shape.hidden_layers, shape.top_k
 
 
 def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | None:
@@ -241,13 +258,14 @@ def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | Non
             raise gone_error(notice, f"request {request.key}") from error
         return None
     with open(descriptor, "rb") as file:
+        # Read one byte more, so that a longer file is noticed.
         return np.fromfile(file, np.uint8, notice.size + 1)
 
 
 def is_private(folder: Path) -> bool:
     """Whether ``folder`` has the name of a server's folder in this host's memory, and belongs to this user.
 
-    The client reads no other folder, so a server cannot make it read another file.
+    The client reads no other folder, so that a server cannot make it read any other file.
     """
     is_named = folder.parent == SHARED_MEMORY and folder.name.startswith(f"mdppo-{os.getuid()}-")
     try:
@@ -270,18 +288,19 @@ def register() -> None:
 
 
 class Outlet:
-    """Hook after SGLang has collected a request's recording: puts the recording into ``store``."""
+    """Hook after SGLang has collected a request's recording: puts the recording into ``store``, and the notice into the
+    answer."""
 
     def __init__(self, store: RecordingStore) -> None:
         self._store = store
-        # Longer than one client's requests in flight. The recording of an id that was dropped is stored, and expires.
+        # The recording of an aborted request that is not remembered any more is stored, and deleted later.
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
     def give_up(self, scheduler: Any, aborted: Any) -> None:
         """Hook before an abort: note the requests whose recordings no client will read.
 
-        No client reads the answers of requests that are aborted by their ids or by a lost connection. Clients do read
-        the answers when a weight update aborts all requests.
+        No client reads the answer of a request that is aborted by its id or by a lost connection. If a weight update
+        aborts all requests, clients read the answers.
         """
         if not aborted.abort_all:
             self._given_up.append(aborted.rid)
@@ -294,12 +313,12 @@ class Outlet:
         recorded = request.routed_experts
         reason = request.finished_reason
         is_aborted = isinstance(reason, FINISH_ABORT)
-        # A client continues a response that a weight update aborted, but reads none after an error of the server.
+        # A client continues a response that a weight update aborted, but does not after an error of the server.
         is_server_error = is_aborted and reason.status_code is not None
         if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):
             request.routed_experts = None
             return
-        # Only the first rank answers.
+        # Only the first rank answers the client.
         if recorded is None or is_server_error or get_parallel().attn_tp_rank != 0:
             return
         try:
@@ -316,8 +335,14 @@ def offer(folders: Sequence[Path]) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     def path_of(recording: str) -> Path | None:
-        paths = (folder / recording for folder in folders if recording.isalnum())
-        return next((path for path in paths if path.is_file()), None)
+        # An id with a slash or a dot could lead out of the folder.
+        if not recording.isalnum():
+            return None
+        for folder in folders:
+            path = folder / recording
+            if path.is_file():
+                return path
+        return None
 
     async def fetch(recording: str) -> Response:
         path = path_of(recording)

@@ -12,17 +12,18 @@ from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, SGLANG_OTHER_SHARES
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.options import ServerSections
 
 log = logging.getLogger(__name__)
 
 
-_SINGLE = ("pp_size", "dp_size", "moe_dp_size")
+_UNSUPPORTED_DIMENSIONS = ("pp_size", "dp_size", "moe_dp_size")
+"""Dimensions of SGLang's layout that must be 1."""
 
 
 NO_EXCHANGE = "none"
@@ -56,8 +57,8 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
     differences = compare_server(config, info, model_info)
     size = load_model_shape(config.model.hf_checkpoint).vocab_size
-    # A failed weight update leaves a server paused; it would hold back the request that tests the vocabulary. A wrong
-    # vocabulary then makes the next weight update of this server fail.
+    # A failed weight update leaves a server paused, so that it would hold back the request that tests the vocabulary.
+    # The next weight update of this server will fail if its vocabulary is wrong.
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
@@ -65,8 +66,8 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     needs_recordings = config.rollout.router_replay or config.rollout.interrupt == "abort"
     if needs_recordings and not differences and not await client.offers_recordings():
         differences.append(
-            "recorded routing: not offered beside the JSON, and tokens of aborted responses may be lost, expected a "
-            "server that was started by megatron_dppo.engine.launch_server"
+            "recorded routing: not offered beside the JSON answer, and tokens of aborted responses may be lost, "
+            "expected a server that was started by megatron_dppo.engine.launch_server"
         )
     if differences:
         raise EngineMismatchError(
@@ -114,15 +115,15 @@ def compare_server(
             f"a full sequence of {config.sequence_tokens} needs {needed_tokens}"
         )
     # SGLang does not report its context length. It reports the longest prompt plus one, which follows from the context
-    # length, or from the cache size if that is smaller.
-    context = info.get("max_req_input_len", needed_tokens) + PROMPT_SPARE_POSITIONS - 1
-    if (
-        needed_tokens <= info["max_total_num_tokens"]
-        and context < config.sequence_tokens + SPARE_POSITIONS
-    ):
+    # length, or from the cache size if that is smaller. So the value says nothing about a server whose cache is too
+    # small.
+    context_positions = info.get("max_req_input_len", needed_tokens) + PROMPT_SPARE_POSITIONS - 1
+    needed_positions = config.sequence_tokens + SPARE_POSITIONS
+    has_enough_cache = needed_tokens <= info["max_total_num_tokens"]
+    if has_enough_cache and context_positions < needed_positions:
         differences.append(
-            f"--context-length: it has {context} positions, a full sequence of {config.sequence_tokens} "
-            f"needs {config.sequence_tokens + SPARE_POSITIONS}"
+            f"--context-length: it has {context_positions} positions, a full sequence of {config.sequence_tokens} "
+            f"needs {needed_positions}"
         )
     return differences
 
@@ -136,6 +137,7 @@ async def _serves_vocabulary(client: EngineClient, size: int) -> bool:
 
 
 async def _scores(client: EngineClient, token: int) -> bool:
+    """Return whether the server accepts a request to score ``token``."""
     body = {
         "input_ids": [0],
         "sampling_params": {"max_new_tokens": 1},
@@ -158,9 +160,8 @@ def check_layout(
     shape: ModelShape,
     quantization: str | None = None,
 ) -> None:
-    """Raise EngineMismatchError if the layout or dtype in ``/server_info`` prevents the verification of weight updates.
-
-    A response without a layout or dtype raises it as well.
+    """Raise EngineMismatchError if the layout or dtype in ``/server_info`` prevents the verification of weight updates,
+    or is missing.
 
     Args:
         url: address of the server.
@@ -170,7 +171,7 @@ def check_layout(
         quantization: quantization of the weights that updates send, "fp8" or None.
     """
     _require(f"{url}/server_info", info, _LAYOUT)
-    for dimension in _SINGLE:
+    for dimension in _UNSUPPORTED_DIMENSIONS:
         if info.get(dimension, 1) != 1:
             raise EngineMismatchError(
                 f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor and expert "
@@ -206,10 +207,10 @@ def check_layout(
 
 
 def _require(url: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
-    """Raise EngineMismatchError if a response lacks fields of SGLang's response, so that another program sent it."""
+    """Raise EngineMismatchError if a response lacks fields of SGLang's responses: then another program sent it."""
     missing_fields: list[str] = []
-    for name, kind in fields.items():
-        if name not in answer or not isinstance(answer[name], kind):
+    for name, expected_type in fields.items():
+        if name not in answer or not isinstance(answer[name], expected_type):
             missing_fields.append(name)
     if missing_fields:
         raise EngineMismatchError(

@@ -22,6 +22,7 @@ from megatron_dppo.engine.options import flag_of
 from megatron_dppo.model.engine_layout import current_names
 
 _PLAIN_PARSERS = (None, str, int, float)
+"""Types of a flag that accept only text of the field's own type."""
 
 
 @functools.cache
@@ -86,10 +87,13 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
         flags = merger._convert_config_to_args({flag_of(key): value})
         # The model's path is the only flag that the parser requires.
         parser.parse_args(["--model-path=any", *flags])
-    # The parser raises it for a rejected value, and the merger for an action that it does not know.
     except ValueError as error:
-        choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
-        close_choices = closest(str(value), map(str, next(choices, ())))
+        # The parser raises ValueError for a rejected value, the merger for a kind of flag that it does not know.
+        choices: list[str] = []
+        for action in parser._actions:
+            if action.dest == key and action.choices:
+                choices = [str(choice) for choice in action.choices]
+        close_choices = closest(str(value), choices)
         hint = ""
         if close_choices:
             hint = f"; did you mean {close_choices[0]}?"
@@ -97,10 +101,12 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
 
 
 def main() -> None:
+    """Print the faults of the table on standard input."""
     print(json.dumps(table_faults(json.load(sys.stdin))))
 
 
 _PATIENCE_S = 300.0
+"""Longest time of a check by another interpreter, which imports SGLang first."""
 
 
 def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
@@ -121,7 +127,7 @@ def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LibraryMissingError(f"{python}: {error}", name="sglang") from error
     except subprocess.CalledProcessError as error:
-        last_line = (error.stderr.strip() or "no word").splitlines()[-1]
+        last_line = (error.stderr.strip() or "no message").splitlines()[-1]
         raise LibraryMissingError(f"{python} says: {last_line}", name="sglang") from error
     return [str(fault) for fault in json.loads(process.stdout.splitlines()[-1])]
 

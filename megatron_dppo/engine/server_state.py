@@ -1,8 +1,8 @@
-"""The state of a running server that a weight update has changed, as the server itself reports it.
+"""The state of a running server as earlier weight updates left it, reported by the server itself.
 
 SGLang reports neither whether it is paused nor which memory it has released. Trainer ranks that are started again have
 not seen the earlier updates, and need both. Servers that ``engine.launch_server`` starts add a SchedulerState to the
-``internal_states`` of ``/server_info``, from the scheduler, which carries out every order.
+``internal_states`` of ``/server_info``. It comes from the scheduler, which carries out all control calls.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _STATE = TypeAdapter(SchedulerState)
 
 
 def state_of(url: str, info: Mapping[str, Any]) -> SchedulerState | None:
-    """Return the state in an answer of ``/server_info``; None from a server that reports none.
+    """Return the state in an answer of ``/server_info``; None from a server that reports no state.
 
-    Each attention replica reports its own; the result is the state of all together.
+    Each attention replica reports its own state; the result joins them.
 
     Raises EngineAnswerError for an answer of another form.
     """
@@ -62,9 +62,10 @@ def state_of(url: str, info: Mapping[str, Any]) -> SchedulerState | None:
 
 
 def _joined(states: Sequence[SchedulerState]) -> SchedulerState:
-    """Return what holds for a server whose attention replicas have ``states``.
+    """Return the state of a server whose attention replicas have ``states``.
 
-    A call that failed in some of them has changed the others: what one has released, begun or joined counts.
+    A call that failed in some replicas has changed the others. So if one replica is paused, has released memory, opened
+    a session or joined a group, the server counts as having done so.
     """
     released: set[MemoryTag] = set()
     groups: set[str] = set()

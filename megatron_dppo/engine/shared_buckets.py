@@ -1,7 +1,7 @@
 """Buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes.
 
-SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is one of
-CUDA IPC, which another process has opened on an H100; SGLang itself has not yet opened one on a GPU.
+SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU it is a handle of
+CUDA IPC. Another process has opened such a handle on an H100; SGLang itself has not yet opened one on a GPU.
 """
 
 from __future__ import annotations
@@ -88,14 +88,20 @@ def named_by_uuid(
 
 def _metadata(header: WireHeader) -> list[SimpleNamespace]:
     """Return the fields of SGLang's ``FlattenedTensorMetadata`` that it reads, in a type that its unpickler admits."""
-    entries, end = [], 0
+    entries = []
+    start = 0
     for name, dtype_name, dims in zip(header.names, header.dtypes, header.shapes, strict=True):
         shape = torch.Size(dims)
         dtype = getattr(torch, dtype_name)
         size = shape.numel() * dtype.itemsize
-        start, end = end, end + size
-        span = {"start_idx": start, "end_idx": end, "numel": size}
-        entries.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **span))
+        end = start + size
+        # SGLang counts the elements of the flat tensor, which are bytes.
+        entries.append(
+            SimpleNamespace(
+                name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=size
+            )
+        )
+        start = end
     return entries
 
 
@@ -113,9 +119,9 @@ def _uuid(device: int) -> str:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    # torch's other strategy sends file descriptors, which only a child process can receive; they would end the server.
-    # The strategy is global to the process, hence the lock: one thread allocates a bucket while another thread sends
-    # the previous one.
+    # torch's other strategy sends file descriptors. Only a child process can receive these; they would end the server.
+    # The strategy is global to the process. The lock is needed because one thread allocates a bucket while another
+    # thread sends the previous bucket.
     with _SHARING:
         previous_strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")

@@ -40,11 +40,11 @@ _State = Literal["resident", "released", "unknown"]
 
 
 class MemoryOrderError(RuntimeError):
-    """The caller requested a call that would end the server, or that needs released memory; the call was not sent."""
+    """A call would end the server, or needs memory that is released. The call was not sent."""
 
 
 class Occupation:
-    """The client's view of which memory of the server at ``url`` is released, with one state for each of SGLang's tags.
+    """Which memory of the server at ``url`` is released, as this client knows it: one state for each of SGLang's tags.
 
         resident --release--> released --restore--> resident
             \\                    \\
@@ -52,8 +52,8 @@ class Occupation:
 
     SGLang 0.5.23 does not check the order of calls. A restore of memory that is not released ends its scheduler
     (KeyError), and so does a release while requests run (an assertion). A second release, or weights that are sent into
-    released memory, would end it on a GPU. Therefore this class rejects a call in a wrong order before it is sent. A
-    restarted server has a new client, and all its memory is resident.
+    released memory, would end the scheduler on a GPU. Therefore this class rejects a call in a wrong order before it is
+    sent. A restarted server has a new client, and all its memory is resident.
 
     ``released``: the tags whose memory is released; at the beginning those that the server reports.
     """
@@ -82,7 +82,7 @@ class Occupation:
         state_after: _State,
         tags: Collection[MemoryTag],
     ) -> Iterator[None]:
-        """Wrap the call that moves ``tags`` from the state ``state_before`` to the state ``state_after``.
+        """Enclose the call that changes the state of ``tags`` from ``state_before`` to ``state_after``.
 
         Raises as ``check``, before the call, if a tag is not in the state ``state_before``.
         """
@@ -126,12 +126,13 @@ _IDLE_WAIT_S = 5.0
 _LEAVE_S = 5.0
 """Time limit of the call to leave a broadcast group."""
 _SLACK_S = 10.0
-"""Time added to ``timeout_s`` for calls that move weights or memory."""
+"""Time by which the limit of a call that moves weights or memory exceeds ``timeout_s``."""
 
 
 @dataclass(frozen=True)
 class DecodedScores:
-    """Log-probabilities ``[prompt][token]`` (nats) of the same tokens: as decoded, and from a prefill with them."""
+    """Log-probabilities ``[prompt][token]`` (nats) of the same tokens: when they were decoded, and from a prefill of
+    prompt and tokens."""
 
     decode: list[list[float]]
     prefill: list[list[float]]
@@ -141,7 +142,8 @@ class EngineWeights:
     """Weight control of one running SGLang server (0.5.23); made by ``connect``.
 
     Attributes:
-        places_directly: whether the server loads updates by direct placement, which needs no tensor twice.
+        places_directly: whether the server loads updates by direct placement. SGLang's own loader needs some tensors
+            under two names; direct placement needs each once.
 
     Coroutines send requests to the server, each with a time limit. They raise EngineLostError if the server does not
     respond, EngineRequestError if it rejects the request, and EngineAnswerError if the response does not have SGLang's
@@ -257,7 +259,7 @@ class EngineWeights:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
-            # SGLang's flush waits for the running requests.
+            # This flush waits for the running requests.
             await self._flush(min(remaining_s, _IDLE_WAIT_S))
 
     async def pause(self) -> None:
@@ -268,7 +270,7 @@ class EngineWeights:
         """Pause in the middle of responses.
 
         Running requests keep their tokens and return to the queue without keys and values. After ``resume`` the server
-        recomputes those with its weights at that time.
+        recomputes the keys and values with the weights that it has then.
         """
         # Mode ``in_place`` would continue with keys and values of the old weights, and would label the token whose
         # result was still pending with the new version.
@@ -310,6 +312,7 @@ class EngineWeights:
         """
         answer = await self._generate(prompts, 1, adapter)
         with self._reading("/generate"):
+            # SGLang has an entry (log-probability, token, text) of each token; the first token has no log-probability.
             scored = [a["meta_info"]["input_token_logprobs"][1:] for a in orjson.loads(answer)]
             tokens = [[entry[1] for entry in entries] for entries in scored]
             log_probs = [[float(entry[0]) for entry in entries] for entries in scored]
@@ -343,11 +346,11 @@ class EngineWeights:
         new_tokens: list[list[int]] = []
         sequences: list[list[int]] = []
         for prompt, new_ids in zip(prompts, tokens, strict=True):
-            count_to_end = 1 + count
+            length = 1 + count
             if end_before in new_ids:
-                count_to_end = new_ids.index(end_before)
-            new_tokens.append(new_ids[:count_to_end])
-            sequences.append([*prompt, *new_tokens[-1]])
+                length = new_ids.index(end_before)
+            new_tokens.append(new_ids[:length])
+            sequences.append([*prompt, *new_ids[:length]])
         scores = await self.score(sequences, adapter)
         decode, prefill = [], []
         for prompt, new_ids, new_scores, sequence_scores in zip(
@@ -378,7 +381,7 @@ class EngineWeights:
         )
 
     async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
-        """Pause the server and release the memory of ``tags``; its contents are lost.
+        """Pause the server and release the memory of ``tags``, whose contents are lost.
 
         No request may run: call ``pause_when_idle`` or ``interrupt`` before. Waiting requests keep their tokens. Raises
         MemoryOrderError, and EngineAnswerError if requests run; the server is then paused and keeps its memory.
@@ -458,6 +461,7 @@ class EngineWeights:
         await self._move("/update_weights_from_distributed", body)
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
+        """Make the engine open a bucket in shared memory, and return when the bucket is loaded."""
         body = {
             "serialized_named_tensors": shared_payloads(header, data, self.ranks),
             "load_format": "flattened_bucket",
@@ -471,6 +475,7 @@ class EngineWeights:
         await self._move("/update_weights_from_disk", body)
 
     async def end(self) -> None:
+        """Close the update session."""
         await self._move("/end_weight_update", {})
 
     async def checksums(self) -> list[dict[str, str]]:
@@ -488,6 +493,7 @@ class EngineWeights:
         return [by_rank[rank] for rank in range(self.ranks)]
 
     async def check_tensors(self) -> None:
+        """Raise EngineMismatchError if an engine rank does not hold exactly the tensors of the run's model."""
         pairs = zip(await self.checksums(), self.tensors.sizes, strict=True)
         for rank, (checksums, sizes) in enumerate(pairs):
             missing_names = sorted(sizes.keys() - checksums.keys())
@@ -518,13 +524,16 @@ class EngineWeights:
             return dict(json.loads(loaded_adapters[ADAPTER_DIGESTS]))
 
     async def drop_adapters(self, keep: str | None = None) -> None:
+        """Make the engine unload every adapter except ``keep``."""
         for name in await self.adapter_names():
             if name != keep:
                 await self._move("/unload_lora_adapter", {"lora_name": name})
 
     async def adapter_names(self) -> list[str]:
+        """Return the names of the adapters that the engine has loaded."""
         models = await self.client.get_json("/v1/models")
         with self._reading("/v1/models"):
+            # Only adapters have a parent, which is the model.
             return [model["id"] for model in models["data"] if model["parent"] is not None]
 
     def inputs(self, name: str) -> list[str]:
@@ -588,7 +597,7 @@ class EngineWeights:
         return pieces
 
     def expected(self) -> ExpectedChecksums:
-        """Return an empty accumulator of the values that ``checksums`` must return after the next complete update."""
+        """Return a new ExpectedChecksums, to which the buckets of an update are added."""
         return ExpectedChecksums(self.tensors, self._dtype)
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
@@ -596,12 +605,13 @@ class EngineWeights:
         await self.client.control_json(path, body, timeout_s=self._patience)
 
     async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a call that moves or hashes weights, which must be resident."""
         self.occupation.check(f"POST {path}", "weights")
         return await self._long_order(path, body)
 
     async def _long_order(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        # A caller that waits for several engines has a time limit of its own and a more detailed error. The slack lets
-        # that limit end first.
+        # A caller that waits for several engines has ``timeout_s`` as its own limit, and a more detailed error. The
+        # slack lets the caller's limit end first.
         limit = self._timeout + _SLACK_S
         return await self.client.control_json(path, body, timeout_s=limit)
 
@@ -635,14 +645,15 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def fused_module(module: str) -> tuple[str, int]:
-    """Return the engine's module that holds the rows of the checkpoint's ``module``, and the index of that part."""
+    """Return the engine's module that holds the rows of the checkpoint's ``module``, and the position of these rows
+    among its parts; 0 for a module that is not fused."""
     parent, _, leaf = module.rpartition(".")
-    for fused, members in FUSED.items():
-        if leaf in members:
-            return f"{parent}.{fused}", members.index(leaf)
+    for fused_leaf, leaves in FUSED.items():
+        if leaf in leaves:
+            return f"{parent}.{fused_leaf}", leaves.index(leaf)
     return module, 0
 
 
 def _without_constants(checksums: Mapping[str, str]) -> dict[str, str]:
-    """The checksums of a rank without those of buffers that follow from config.json."""
+    """Return the checksums of a rank without those of buffers that follow from config.json."""
     return {name: digest for name, digest in checksums.items() if not name.endswith(AXES)}

@@ -1,8 +1,8 @@
 """SGLang platform plugin ``torch_cpu``: the real server on plain CPU PyTorch.
 
-No sgl_kernel, no flashinfer, no Triton launch. SGLang calls ``activate`` through the entry-point
-group ``sglang.srt.platforms`` in every process, before it imports a model. The platform interface
-is SGLang's own and moves between releases, so the project pins SGLang exactly. The other files of this package have
+The platform needs no sgl_kernel and no flashinfer, and launches no Triton kernel. SGLang calls ``activate`` through the
+entry-point group ``sglang.srt.platforms`` in every process, before it imports a model. The platform interface is
+SGLang's own and changes between releases, so the project pins SGLang exactly. The other files of this package have
 functions in place of SGLang's own, which ``platform`` installs; this file loads no sglang.
 """
 
@@ -61,7 +61,7 @@ def _make_torchvision_importable() -> None:
         return
     from transformers.utils import import_utils
 
-    # transformers caches the result of this call, so it does not take the inert modules for torchvision.
+    # transformers caches the result of this call, so that it will not take the inert modules for torchvision.
     import_utils.is_torchvision_available()
     for name in _TORCHVISION_MODULES:
         sys.modules[name] = _InertModule(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,8 @@ from torch import Tensor
 def rms_sumsq_serial(x1: Tensor, x2: Tensor) -> Tensor:
     """Sums of squares of the rows of x1 [B, D1], then of x2 [B, D2]: fp32, 2B values padded to a multiple of 4."""
     rows = x1.shape[0]
-    sums = torch.zeros(-(-2 * rows // 4) * 4, dtype=torch.float32)
+    size = math.ceil(2 * rows / 4) * 4
+    sums = torch.zeros(size, dtype=torch.float32)
     sums[:rows] = x1.float().square().sum(-1)
     sums[rows : 2 * rows] = x2.float().square().sum(-1)
     return sums
@@ -24,7 +27,8 @@ def rms_apply_serial(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Norm x1 and x2 by the sums of ``rms_sumsq_serial`` over ``tp_world`` ranks with as many columns each."""
+    """Norm the rows of x1 and x2. ``sum_sq``: the results of ``rms_sumsq_serial``, summed over ``tp_world`` ranks,
+    which have equally many columns."""
     rows = x1.shape[0]
     first = _normed(x1, w1, sum_sq[:rows], tp_world, eps)
     second = _normed(x2, w2, sum_sq[rows : 2 * rows], tp_world, eps)

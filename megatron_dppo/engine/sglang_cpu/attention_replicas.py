@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SLEEPING = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
 _LONGEST_SLEEP_MS = 20
 PADDED_LENGTH = 1
-"""Tokens in the sequence of a padded row: it reads the first slot of the cache, which no request has."""
+"""Number of tokens in the sequence of a padded row. The row reads the first slot of the cache, which no request has."""
 
 
 def use_plain_code() -> None:
@@ -46,8 +46,10 @@ def reduce_scatter(output: Tensor, input: Tensor, group_name: str) -> None:
 
 
 def sleep_briefly(original: Callable[[Any], None], sleeper: Any) -> None:
-    """Sleep until a request arrives, with replicas for a short time only: a step of one waits for all others, of which
-    none wakes by another's request."""
+    """Sleep until a request arrives; with several replicas at most _LONGEST_SLEEP_MS.
+
+    A step of one replica waits for all replicas, and a request for one replica does not wake the others.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     if get_parallel().attn_dp_size == 1:

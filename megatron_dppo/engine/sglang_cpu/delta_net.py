@@ -1,6 +1,7 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5) with PyTorch: SGLang computes them in Triton kernels.
 
-A request has a slot in two pools of the engine: the last tokens before the convolution, and the state of each head.
+A request has a slot in two pools of the engine: the last tokens before the convolution (``conv_states``), and the state
+of each head (``ssm_states``).
 
 Legend: T tokens of a batch, B requests, C convolved channels, W tokens of the convolution, K key heads and V value
 heads of a rank, D and E the sizes of their heads.
@@ -16,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _EPSILON = 1e-6
+"""Added to the square of the norm of a query or key."""
 
 
 def use_pytorch() -> None:
-    """Put the functions of this module in place of SGLang's; called before the model is made."""
+    """Put the functions of this module in place of SGLang's. Call it before the model is made."""
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.models import qwen3_5, qwen3_next
 
@@ -54,12 +56,14 @@ def convolve_prompts(
     output = torch.empty_like(x)
     for request, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         slot = int(cache_indices[request])
-        earlier = conv_states[slot, :, -before:].to(x.dtype)
+        earlier_tokens = conv_states[slot, :, -before:].to(x.dtype)
         if not has_initial_state[request]:
-            earlier = torch.zeros_like(earlier)
-        tokens = torch.cat([earlier, x[:, start:end]], 1)
+            earlier_tokens = torch.zeros_like(earlier_tokens)
+        tokens = torch.cat([earlier_tokens, x[:, start:end]], 1)
         sums = F.conv1d(tokens[None].float(), weight[:, None].float(), groups=len(weight))[0]
-        output[:, start:end] = F.silu(sums if bias is None else sums + bias.float()[:, None])
+        if bias is not None:
+            sums = sums + bias.float()[:, None]
+        output[:, start:end] = F.silu(sums)
         conv_states[slot] = tokens[:, -before:]
     return output
 
@@ -80,55 +84,64 @@ def convolve_next(
     tokens = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], 2)
     conv_states[slots] = tokens[:, :, 1 - width :].to(conv_states.dtype)
     sums = (tokens[:, :, -width:].float() * weight.float()).sum(-1)
-    return F.silu(sums if bias is None else sums + bias.float()).to(x.dtype)
+    if bias is not None:
+        sums = sums + bias.float()
+    return F.silu(sums).to(x.dtype)
 
 
 def gating(
     log_rates: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the logarithm of the decay, and beta of the delta rule, of each token and value head: fp32 [1, T, V]."""
-    decay = -log_rates.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return decay[None], b.float().sigmoid()[None]
+    log_decay = -log_rates.float().exp() * F.softplus(a.float() + dt_bias.float())
+    beta = b.float().sigmoid()
+    return log_decay[None], beta[None]
 
 
 def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    decay: Tensor,
+    log_decay: Tensor,
     beta: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute one request token by token, in fp32.
 
+    For each value head, with unit key k, unit query q, value v, and scale D^-0.5:
+
+        S <- exp(log_decay) S,   S <- S + beta (v - S k) k^T,   output = scale S q
+
     Args:
         query: [T, K, D].
         key: [T, K, D].
         value: [T, V, E].
-        decay: [T, V].
+        log_decay: [T, V].
         beta: [T, V].
-        state: [V, E, D], before the first token.
+        state: S, [V, E, D], before the first token.
 
     Returns:
         the outputs [T, V, E], and the state after the last token.
     """
+    # A key head serves several value heads.
     repeats = value.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5
-    queries = _normed(query).repeat_interleave(repeats, 1) * scale
-    keys = _normed(key).repeat_interleave(repeats, 1)
-    factors = decay.exp()
+    queries = _unit(query).repeat_interleave(repeats, 1) * scale
+    keys = _unit(key).repeat_interleave(repeats, 1)
+    decay = log_decay.exp()
     state = state.float()
     outputs = []
     for token in range(len(value)):
-        state = state * factors[token, :, None, None]
-        known = (state * keys[token, :, None]).sum(-1)
-        correction = (value[token].float() - known) * beta[token, :, None]
+        state = state * decay[token, :, None, None]
+        state_times_key = (state * keys[token, :, None]).sum(-1)
+        correction = (value[token].float() - state_times_key) * beta[token, :, None]
         state = state + correction[:, :, None] * keys[token, :, None]
         outputs.append((state * queries[token, :, None]).sum(-1))
     return torch.stack(outputs), state
 
 
-def _normed(x: Tensor) -> Tensor:
+def _unit(x: Tensor) -> Tensor:
+    """Divide each vector by its norm."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
 
@@ -146,16 +159,18 @@ def extend(
     query_start_loc: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """Compute the new tokens of each request; all tensors have a first dimension of 1. Updates ``ssm_states``."""
+    """Compute the new tokens of each request. Updates ``ssm_states``.
+
+    ``g`` is the logarithm of the decay. q, k, v, g and beta are those of ``delta_rule`` for the tokens of all requests,
+    with a first dimension of 1.
+    """
     output = torch.empty_like(v)
     for request, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         if start == end:
             continue
         slot = int(cache_indices[request])
-        query, key, value, decay, part = (x[0, start:end] for x in (q, k, v, g, beta))
-        values, state = delta_rule(query, key, value, decay, part, ssm_states[slot])
-        output[0, start:end] = values
-        ssm_states[slot] = state
+        request_tensors = [x[0, start:end] for x in (q, k, v, g, beta)]
+        output[0, start:end], ssm_states[slot] = delta_rule(*request_tensors, ssm_states[slot])
     return output, None, None
 
 
@@ -184,8 +199,10 @@ def split_by_head(
     key_size: int,
     value_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split two products by key head, [T, (q k v.. z..)..] and [T, (b.. a..)..], into q k v, z, b and a of all
-    heads."""
+    """Split two products that are ordered by key head, into [T, q k v], z [T, V, E], b [T, V] and a [T, V].
+
+    Each key head has in ``qkvz`` its q and k, then v of its value heads, then their z, and in ``ba`` their b, then a.
+    """
     tokens = len(qkvz)
     values = value_heads // key_heads
     widths = [key_size, key_size, values * value_size, values * value_size]
@@ -204,9 +221,10 @@ def split_by_section(
     key_size: int,
     value_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split two products by section, [T, q k v z] and [T, b a], into q k v, z, b and a."""
-    values = value_heads * value_size
-    mixed, gates = qkvz.split([2 * key_heads * key_size + values, values], 1)
+    """Split two products that are ordered by section, [T, q k v z] and [T, b a], into [T, q k v], z [T, V, E], b and
+    a."""
+    value_width = value_heads * value_size
+    mixed, gates = qkvz.split([2 * key_heads * key_size + value_width, value_width], 1)
     b, a = ba.split(value_heads, 1)
     gates = gates.reshape(len(qkvz), value_heads, value_size)
     return mixed.contiguous(), gates, b.contiguous(), a.contiguous()
@@ -214,7 +232,8 @@ def split_by_section(
 
 def multiply_by_sigmoid(x: Tensor, gate: Tensor, inplace: bool = False) -> Tensor:
     """x [T, hidden] * sigmoid(gate), gate [T, heads, head] or [T, hidden], in fp32; with ``inplace`` also into x."""
-    product = (x.float() * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+    factors = gate.reshape(x.shape).float().sigmoid()
+    product = (x.float() * factors).to(x.dtype)
     return x.copy_(product) if inplace else product
 
 
@@ -234,6 +253,6 @@ class GatedHeadNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x and gate [..., hidden] -> the same shape."""
+        """x and gate are [..., hidden], and so is the result."""
         normed = F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
         return (normed * F.silu(gate.float())).to(x.dtype)

@@ -20,7 +20,7 @@ from megatron_dppo.system.processes import die_with_parent
 CONFIGURED = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """SGLang's function that selects the start method of its processes, before it starts the first one."""
 
-_server = 0
+_server_pid = 0
 """Process id of the server after it has selected forks; 0 before."""
 
 
@@ -28,29 +28,30 @@ def fork_processes() -> None:
     """Make SGLang fork its processes. Call it in the server's process before SGLang starts one."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    # A driver's state does not survive a fork.
+    # The state of a GPU's driver does not survive a fork.
     if not has_visible_gpu():
         hooks.register(CONFIGURED, _select_forks, "after")
         HookRegistry.apply_hooks()
 
 
 def _select_forks(result: Any, *_: Any) -> None:
-    global _server  # noqa: PLW0603  one server in a process
+    global _server_pid  # noqa: PLW0603  one server in a process
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     importlib.import_module(LIBRARIES)
     # Apply hooks that were registered after SGLang's plugins; a spawned process would apply them itself.
     HookRegistry.apply_hooks()
     multiprocessing.set_start_method("fork", force=True)
-    if not _server:
+    if not _server_pid:
         os.register_at_fork(after_in_child=_become_child)
-    _server = os.getpid()
+    _server_pid = os.getpid()
 
 
 def _become_child() -> None:
     """Give a fork of the server the settings that a spawned process would have."""
-    if os.getppid() == _server:
-        die_with_parent(_server)
+    if os.getppid() == _server_pid:
+        die_with_parent(_server_pid)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    # A fork that has threads, such as SGLang's controller of data-parallel schedulers, must spawn its processes.
+    # A process of SGLang that starts processes itself, such as its controller of data-parallel schedulers, has threads
+    # and must spawn them.
     multiprocessing.set_start_method("spawn", force=True)

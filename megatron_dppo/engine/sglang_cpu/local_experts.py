@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 class LocalExperts:
-    """SGLang's ``moe_forward_native``, ``forward``, and its part for a rank that has some of the experts only."""
+    """Replacement of SGLang's ``moe_forward_native``, which is ``forward``. This class adds the case of a rank that has
+    only some of the experts."""
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._forward = forward
@@ -26,7 +27,10 @@ class LocalExperts:
 
 
 def require_plain_experts(config: Any, case: str) -> None:
-    """Raise ValueError unless experts have SiLU and weights that multiply their outputs; ``case`` is in the message."""
+    """Raise ValueError unless the activation is SiLU and the router's weights multiply the experts' outputs.
+
+    ``case`` is a part of the message.
+    """
     if config.activation != "silu" or config.apply_router_weight_on_input:
         raise ValueError(
             f"experts with activation {config.activation!r} and apply_router_weight_on_input "
@@ -35,7 +39,8 @@ def require_plain_experts(config: Any, case: str) -> None:
 
 
 def local_choices(experts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert of this rank, with the tokens and the choices in ``experts`` that name it.
+    """Yield each expert of this rank that a token has chosen, with the rows (tokens) and columns (choices) of
+    ``experts`` that have its number.
 
     Negative numbers are experts of other expert-parallel ranks, which add their outputs.
     """

@@ -56,7 +56,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_deterministic_attention_backend_choices,
         )
 
-        # The attention kernel computes one sequence at a time, so no row depends on another.
+        # The attention kernel computes one sequence at a time, so that no row depends on another row.
         if ATTENTION not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices([ATTENTION])
         forks.fork_processes()
@@ -100,7 +100,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
         fp8.Fp8MoEMethod.apply = block_fp8_layers.apply_experts
         attention_replicas.use_plain_code()
-        # A paused scheduler polls in a busy loop, and takes a core from the process that updates its weights.
+        # Without this hook a paused scheduler polls in a busy loop, and takes a core from the process that updates its
+        # weights.
         hooks.register(PAUSED_STEP, sleep_when_paused, "after")
         hooks.register(pageable_memory.PREPARED, pageable_memory.use_pageable_memory, "before")
         hooks.register(attention_replicas.SLEEPING, attention_replicas.sleep_briefly, "around")
@@ -117,11 +118,11 @@ def _replace(module: ModuleType, name: str, replacement: Any) -> None:
     A forked server has imported SGLang's models before its platform is initialised.
     """
     original = getattr(module, name)
-    for loaded in list(sys.modules.values()):
-        if not getattr(loaded, "__name__", "").startswith("sglang"):
+    for loaded_module in list(sys.modules.values()):
+        if not getattr(loaded_module, "__name__", "").startswith("sglang"):
             continue
-        if vars(loaded).get(name) is original:
-            setattr(loaded, name, replacement)
+        if vars(loaded_module).get(name) is original:
+            setattr(loaded_module, name, replacement)
 
 
 def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch.Tensor:
@@ -148,7 +149,7 @@ def sleep_when_paused(result: Any, scheduler: Any) -> None:
 
 
 def end_when_drained(result: Any, handler: Any, *_: Any) -> None:
-    """After SIGTERM, end as soon as no request is left: SGLang looks for the signal every five seconds."""
+    """After SIGTERM, end as soon as no request is left. SGLang itself checks for the signal only every five seconds."""
     from sglang.srt.managers.tokenizer_manager import print_exception_wrapper
 
     manager = handler.tokenizer_manager

@@ -9,22 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD = np.uint64(0xFFFFFFFF)
+_WORD_MASK = np.uint64(0xFFFFFFFF)
+"""The lowest 32 bits."""
 
 
-_LARGEST = float(2**32 - 1)
+_LARGEST_HASH = float(2**32 - 1)
 
 
 def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """Draw a column of each row with the probabilities exp(``logprobs``), by the Gumbel trick.
+    """Draw a column of each row with the probabilities exp(``logprobs``), by the Gumbel trick: the column with the
+    largest sum of log-probability and noise -log(-log(u)), with u from 0 to 1.
 
-    The noise of a row follows from its seed (int64 ``[n]``) and its position in its sequence (``[n]``) alone, and
-    is that of SGLang's function of this name on a GPU. ``logprobs`` ``[n, m]`` need not be normalised; the result
-    is int64 ``[n, 1]``.
+    The noise of a row depends only on its seed (int64 ``[n]``) and its position in its sequence (``[n]``), and equals
+    the noise of SGLang's function of this name on a GPU. ``logprobs`` ``[n, m]`` need not be normalised; the result is
+    int64 ``[n, 1]``.
     """
     hashes = murmur_hash32(seed.numpy(), positions.numpy(), logprobs.shape[1])
-    noise = torch.from_numpy(hashes.astype(np.float64) / _LARGEST)
-    # A hash of 0 would be a noise of -inf, the largest one of inf.
+    noise = torch.from_numpy(hashes.astype(np.float64) / _LARGEST_HASH)
+    # Clamp log(u): u = 0 would give a noise of -inf, and u = 1 of inf.
     noise.log_().clamp_(min=torch.finfo(noise.dtype).min, max=-(2.0**-32)).neg_()
     noise.log_().neg_()
     return torch.argmax(noise.add_(logprobs.double()), dim=1, keepdim=True)
@@ -33,8 +35,8 @@ def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> 
 class FilteredSampling:
     """Replacement of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``.
 
-    A sample with a seed depends on its own row alone. ``unseeded`` is SGLang's function, for calls without seeds, and
-    for calls that need min-p or more results than the tokens.
+    A sample with a seed depends only on its own row. ``unseeded`` is SGLang's function, for calls without seeds, and
+    for calls that need min-p or return the filtered probabilities too.
     """
 
     def __init__(self, unseeded: Callable[..., Any]) -> None:
@@ -54,9 +56,9 @@ class FilteredSampling:
         if sampling_seed is None or need_min_p_sampling or options.get("return_filtered_probs"):
             fixed = (probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
             return self._unseeded(*fixed, **options)
-        # SGLang sorts the rows and samples a rank. One request with a filter in the batch (a greedy one has top-k 1)
-        # thus makes it sample every row by rank, which gives the other requests different tokens. So this method
-        # filters in sorted order, but samples in the order of the vocabulary.
+        # SGLang sorts the rows of a batch if one request in it has a filter (a greedy request has top-k 1), and samples
+        # a rank of every row. The noise then belongs to ranks instead of tokens, so that the other requests get
+        # different tokens. So this method filters in sorted order, but samples in the order of the vocabulary.
         log_probs = filtered(probs, top_ks, top_ps).log()
         return multinomial_with_seed(log_probs, sampling_seed, positions).view(-1).to(torch.int32)
 
@@ -64,8 +66,8 @@ class FilteredSampling:
 def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """Set to 0 the elements of ``probs`` ``[n, m]`` that top-k and top-p exclude, without renormalising.
 
-    Each row keeps its ``top_ks`` most likely tokens, of these the ones before which the mass is at most ``top_ps``. A
-    ``top_ps`` of 1 excludes nothing.
+    A row keeps a token if it is among the ``top_ks`` most likely tokens, and if all more likely tokens have together at
+    most the probability ``top_ps``. A ``top_ps`` of 1 excludes nothing.
     """
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(dim=-1) - ordered
@@ -78,11 +80,14 @@ def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
 def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.ndarray:
     """MurmurHash3 (32 bits) of the 16 bytes seed, position, column: uint32 ``[n, columns]``.
 
-    ``seeds`` int64 ``[n]``, of which negative ones count as uint64; ``positions`` integers ``[n]``.
+    ``seeds`` are int64 ``[n]``, whose bits are read as uint64; ``positions`` are integers ``[n]``.
     """
     wide = seeds.astype(np.int64).view(np.uint64)
     state = np.zeros(len(wide), np.uint32)
-    for word in (wide & _WORD, wide >> np.uint64(32), positions.astype(np.uint64) & _WORD):
+    low_word = wide & _WORD_MASK
+    high_word = wide >> np.uint64(32)
+    position_word = positions.astype(np.uint64) & _WORD_MASK
+    for word in (low_word, high_word, position_word):
         state = _mixed(state, word.astype(np.uint32))
     hashes = _mixed(state[:, None], np.arange(columns, dtype=np.uint32)[None])
     # MurmurHash3 ends with the input's length, in bytes.
