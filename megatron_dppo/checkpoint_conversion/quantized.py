@@ -65,7 +65,7 @@ class DequantizedReader(Closing):
                 f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, and config.json's quantization_config has no "
                 "weight_block_size"
             )
-        grid = tuple(-(-size // length) for size, length in zip(spec.shape, block, strict=True))
+        grid = tuple(math.ceil(n / length) for n, length in zip(spec.shape, block, strict=True))
         if scale.shape != grid:
             raise CheckpointError(
                 f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, expected {grid} for blocks of {block}"
@@ -79,7 +79,7 @@ class DequantizedReader(Closing):
             return rows
         height, width = self._blocks[name]
         scale_start = start // height
-        scale_end = -(-(start + count) // height)
+        scale_end = math.ceil((start + count) / height)
         scale_count = scale_end - scale_start
         scales = self._reader.read_rows(name + SCALE_SUFFIX, scale_start, scale_count).float()
         # Repeat the scales of each block for its rows, keep the rows that were read, and repeat them for its columns.

@@ -60,10 +60,11 @@ def changes_header(header: WireHeader, count: int) -> WireHeader:
     """Return the header of ``count`` changed items of a bucket; ``header`` is that of the whole bucket."""
     size = item_bytes(header)
     values_dtype = str(_ITEMS[size]).removeprefix("torch.")
+    empty_shapes = [(0,) for _ in header.names]
     return WireHeader(
         (POSITIONS, *header.names, VALUES),
         ("int32", *header.dtypes, values_dtype),
-        ((count,), *((0,) for _ in header.names), (count,)),
+        ((count,), *empty_shapes, (count,)),
         count * (_POSITION_BYTES + size),
     )
 

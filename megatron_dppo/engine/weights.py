@@ -286,7 +286,8 @@ class EngineWeights:
         await self._order(
             "/update_weight_version", {"new_version": label, "abort_all_requests": False}
         )
-        if (version := await self.version()) != label:
+        version = await self.version()
+        if version != label:
             raise EngineAnswerError(
                 f"{self.url}: weight_version is {version!r} after it was set to {label!r}"
             )
@@ -352,7 +353,8 @@ class EngineWeights:
             new_tokens.append(new_ids[:length])
             sequences.append([*prompt, *new_ids[:length]])
         scores = await self.score(sequences, adapter)
-        decode, prefill = [], []
+        decode = []
+        prefill = []
         for prompt, new_ids, new_scores, sequence_scores in zip(
             prompts, new_tokens, log_probs, scores, strict=True
         ):

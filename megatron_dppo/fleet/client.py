@@ -391,9 +391,10 @@ class FleetClient:
         reason: str,
         failures: int,
     ) -> errors.ServerLostError | errors.EngineLostError:
-        """Return the error for an answer from other weights than the committed ones.
+        """Return the error for an answer from weights that are not committed.
 
-        They are a failed update's if an update has failed since the call started. Otherwise the server is suspended.
+        If an update has failed since the call started, the weights are those of the failed update. Otherwise the server
+        is suspended.
         """
         if len(self._failed_updates) > failures:
             return errors.ServerLostError(reason)

@@ -53,7 +53,10 @@ async def set_servers(client: HttpClient, servers: Mapping[str, str | None]) -> 
         await _control_once(client, "POST", "/workers", orjson.dumps(body), done_status=409)
     clock = asyncio.get_running_loop().time
     deadline = clock() + _REGISTRATION_SECONDS
-    while (routed := await routed_servers(client)).keys() != servers.keys():
+    while True:
+        routed = await routed_servers(client)
+        if routed.keys() == servers.keys():
+            return
         if clock() > deadline:
             raise EngineLostError(
                 f"{client.url}: the router serves from {sorted(routed)} after {_REGISTRATION_SECONDS:.0f} s"

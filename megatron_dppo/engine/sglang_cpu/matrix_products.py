@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ROWS = 16
-"""Rows of a block: larger blocks waste work on small batches, smaller ones slow large batches down."""
+"""Rows of a block: larger blocks waste work on small batches, smaller blocks slow large batches down."""
 
 
 _overrides: list[torch.library.Library] = []
@@ -39,7 +39,11 @@ def blocked_addmm(
 ) -> Tensor:
     """Compute beta bias + alpha a @ b by ``blocked_mm``."""
     product = blocked_mm(a, b)
-    return (product if alpha == 1 else alpha * product) + (bias if beta == 1 else beta * bias)
+    if alpha != 1:
+        product = alpha * product
+    if beta != 1:
+        bias = beta * bias
+    return product + bias
 
 
 def enable() -> None:

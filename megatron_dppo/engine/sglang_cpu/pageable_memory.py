@@ -35,5 +35,10 @@ def use_pageable_memory(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.lora.backend import torch_backend
 
     pageable: Any = PageableTorch()
-    layers.torch = torch_backend.torch = pageable
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    layers.torch = pageable
+    torch_backend.torch = pageable
+    torch.Tensor.pin_memory = _unpinned  # type: ignore[method-assign]
+
+
+def _unpinned(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tensor
