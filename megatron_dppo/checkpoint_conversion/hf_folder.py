@@ -92,8 +92,8 @@ class StagedFolder:
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
-            # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on only the
-            # owner of this lock can.
+            # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on only this
+            # process can, because it holds the lock.
             self._require_out_is_free()
             free = shutil.disk_usage(self.folder).free
             if free < self._expected + SLACK_BYTES:
@@ -174,7 +174,7 @@ class SafetensorsReader(Closing):
 
     Args:
         hf_dir: the folder.
-        splits_experts: False: packed tensors stay whole.
+        splits_experts: whether packed tensors are read as a tensor for each matrix and expert.
     """
 
     def __init__(self, hf_dir: str | Path, *, splits_experts: bool = True) -> None:

@@ -338,8 +338,7 @@ class FleetClient:
         if answer.status >= 400:
             raise await self._refusal_error(router, answer)
         served_by = answer.headers.get(SERVED_BY, "")
-        url = served_by.rstrip("/")
-        active = next((p for p in self._servers if p.member.server.url == url), None)
+        active = self._server_at(served_by.rstrip("/"))
         if active is None:
             raise errors.AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
@@ -363,10 +362,11 @@ class FleetClient:
         if answer.status < 500:
             return errors.EngineRequestError(answer.status, reason)
         await self._probe()
-        if any(p.suspended and p.member.server.url in reason for p in self._servers):
-            # The router may not have removed the lost server yet.
-            await asyncio.sleep(_ROUTER_REMOVES_SECONDS)
-            return self._loss_error(reason)
+        for active in self._servers:
+            if active.suspended and active.member.server.url in reason:
+                # The router may not have removed the lost server yet.
+                await asyncio.sleep(_ROUTER_REMOVES_SECONDS)
+                return self._loss_error(reason)
         return errors.AbortedError(reason)
 
     async def _versions(self, start_version: int | None, failures: int) -> range | None:
@@ -406,8 +406,14 @@ class FleetClient:
             await self._serving.wait()
 
     async def _end_calls(self) -> None:
-        # Repeat: a call on its way to a scheduler is not aborted by the first attempt.
-        while calls := self._routed_calls.union(*(active.calls for active in self._servers)):
+        """Abort all calls in flight, and wait until each has ended."""
+        while True:
+            calls = set(self._routed_calls)
+            for active in self._servers:
+                calls |= active.calls
+            if not calls:
+                return
+            # Repeat the abort, which misses a call on its way to a scheduler.
             await self._abort_on_each(methodcaller("abort_all", _PROBE_SECONDS))
             await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
 
@@ -417,9 +423,10 @@ class FleetClient:
         """
         aborts = (abort(active.client) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(
-                outcome, errors.EngineLostError
-            ):
+            # A lost server has no call to abort.
+            if isinstance(outcome, errors.EngineLostError):
+                continue
+            if isinstance(outcome, BaseException):
                 raise outcome
 
     @property
@@ -428,7 +435,14 @@ class FleetClient:
             return adapter_name(self._version)
         return None
 
+    def _server_at(self, url: str) -> ActiveServer | None:
+        for active in self._servers:
+            if active.member.server.url == url:
+                return active
+        return None
+
     def _live(self) -> list[ActiveServer]:
+        """Return the servers that are not suspended."""
         return [active for active in self._servers if not active.suspended]
 
     def _watch_all(self) -> None:
@@ -465,9 +479,10 @@ class FleetClient:
 
     async def _probe_all(self) -> None:
         live = self._live()
-        healthy = await asyncio.gather(*(p.client.health(_PROBE_SECONDS) for p in live))
-        for active, answered in zip(live, healthy, strict=True):
-            if not answered:
+        checks = [active.client.health(_PROBE_SECONDS) for active in live]
+        answers = await asyncio.gather(*checks)
+        for active, is_healthy in zip(live, answers, strict=True):
+            if not is_healthy:
                 self._suspend(active, f"{active.member.server.url} does not answer")
 
     def _suspend(
@@ -536,7 +551,7 @@ class FleetClient:
         return self._no_server_error()
 
     def _no_server_error(self) -> errors.EngineLostError:
-        reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._servers]
+        reasons = [f"{active.member.server.name}: {active.suspended}" for active in self._servers]
         return errors.EngineLostError("; ".join(reasons) or "no server has the weights")
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -80,7 +80,7 @@ class DistributedStrategy(Strategy):
         self._announcements: dict[str, Announcements] = {}
 
     def meeting_point(self) -> Any:
-        """Return the address at which this rank's group meets; None on a rank that sends nothing."""
+        """Return address, port, name and backend of this rank's group; None on a rank that sends nothing."""
         if not self._transfer.sends:
             return None
         if self._group is None:
@@ -177,6 +177,7 @@ class DistributedStrategy(Strategy):
         self._all_arrive(calls, f"connecting the broadcast group {name}")
 
     def _receive_all(self) -> None:
+        """Have every engine receive the buckets of all senders, in the plan's order."""
         for planned in self._transfer.plan:
             self._receive(planned)
 

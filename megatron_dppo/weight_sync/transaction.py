@@ -419,9 +419,9 @@ class WeightUpdater:
             self._share(phases.error, title)
             trainer_scores = self._trainer_scores(phases) if score else None
             self._hand_back(phases, title)
-            canary = None
+            canary_report = None
             if trainer_scores is not None:
-                canary = self._canary(phases, trainer_scores)
+                canary_report = self._canary(phases, trainer_scores)
             # Check the fence again: the stream took time, and another start may have taken over the run.
             self.fence()
             self._on_rank_0(phases, "commit", self._commit, version)
@@ -457,7 +457,7 @@ class WeightUpdater:
             tensors=compared_tensors,
             update_s=committed_at - started,
             stall_s=committed_at - paused_at,
-            canary=canary,
+            canary=canary_report,
             network=self._network_rate(),
         )
 
