@@ -82,7 +82,7 @@ class TensorBlock:
 def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
     """Yield boxes that cover the elements ``start .. stop``, in row-major order, of a tensor of shape ``dims``.
 
-    Each box is contiguous in that order. There are at most two boxes for each axis. Nothing is yielded where ``stop``
+    Each box is contiguous in that order. There are at most two boxes for each axis. Nothing is yielded if ``stop``
     is not above ``start``.
     """
     if start >= stop:
@@ -192,7 +192,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        if (module, name) in self._DTYPES | self._OTHERS:
+        qualified_name = (module, name)
+        if qualified_name in self._DTYPES or qualified_name in self._OTHERS:
             return super().find_class(module, name)
         if module in self._MODULES:
             record = super().find_class(module, name)
