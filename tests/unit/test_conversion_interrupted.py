@@ -139,8 +139,8 @@ def test_a_folder_that_appears_while_another_process_begins_is_not_written_again
             first.__exit__(None)
 
     monkeypatch.setattr(Path, "mkdir", rename_beside_mkdir)
-    with pytest.raises(CheckpointError), hf_folder.StagedFolder(tmp_path / "m", 0):
-        pass
+    with pytest.raises(CheckpointError):
+        hf_folder.StagedFolder(tmp_path / "m", 0).__enter__()
     assert os.listdir(tmp_path) == ["m"]
     assert (tmp_path / "m" / "weights").read_text() == "first"
 
