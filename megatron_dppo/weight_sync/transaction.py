@@ -411,7 +411,7 @@ class WeightUpdater:
             own_facts = RankFacts(
                 sent, received, partials, self._foreign_hosts(), *self._copies_and_bytes()
             )
-            facts = [RankFacts(*values) for values in self.source.all_gather(own_facts)]
+            facts = [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
             self._on_rank_0(phases, "end", self._end)
             compared_tensors = 0
             if verify:
