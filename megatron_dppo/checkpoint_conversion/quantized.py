@@ -62,8 +62,8 @@ class DequantizedReader(Closing):
             return spec.shape[0], spec.shape[1]
         if block is None:
             raise CheckpointError(
-                f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, and config.json's quantization_config has no "
-                "weight_block_size"
+                f"{self.folder}: {name}{SCALE_SUFFIX} has shape {scale.shape}, and config.json's quantization_config "
+                "has no weight_block_size"
             )
         grid = tuple(math.ceil(n / length) for n, length in zip(spec.shape, block, strict=True))
         if scale.shape != grid:
