@@ -103,7 +103,7 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
             f"{seconds.trainer:.0f} s",
             gib(p.plan.fullest.total),
             p.plan.facts.trainer.layout.describe(),
-            f"{engine.servers} x TP{engine.tensor}",
+            f"{engine.servers} x TP{engine.layout.tensor}",
             p.plan.facts.trainer.recompute,
         )
     console.print(table)

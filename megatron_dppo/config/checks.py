@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,14 @@ from megatron_dppo.config.lora import (
 )
 from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.model import quantization
-from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.engine_layout import (
+    REPLICAS,
+    EngineLayout,
+    current_names,
+    engine_faults,
+    engine_size_faults,
+)
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.families import family_of
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -190,103 +196,28 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
 
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
-    """Compare the sizes of a server's layout with those of the model."""
-    size = sglang.get("tp_size") or 1
-    if not isinstance(size, int) or isinstance(size, bool):
+    """Compare the sizes of a server's layout with each other, and with those of the model."""
+    options = current_names(sglang)
+    sizes = [options.get(name) for name in ("tp_size", "ep_size", REPLICAS)]
+    tensor, expert, replicas = [1 if size is None else size for size in sizes]
+    if any(not isinstance(n, int) or isinstance(n, bool) for n in (tensor, expert, replicas)):
         # The check against SGLang's own fields reports this value.
         return
-    if size < 1:
-        yield f"sglang.tp_size: got {size}, expected at least 1"
-    else:
-        yield from _attention_faults(sglang, size, model)
-    most = family_of(model).most_engine_ranks
-    if most is not None and size > most:
-        yield (
-            f"sglang.tp_size: got {size}, expected at most {most}: SGLang's model of the family {model.family} is "
-            "wrong on more ranks"
-        )
-    expert = sglang.get("ep_size")
-    if expert is not None:
-        yield from _engine_expert_faults(expert, size, model)
-
-
-def _attention_faults(
-    sglang: Mapping[str, Any],
-    size: int,
-    model: ModelShape,
-) -> layout.Faults:
-    """Compare the ranks of an attention replica, of ``size`` ranks in all, with the heads of the model."""
-    key = "sglang.attn_dp_size"
-    if sglang.get("enable_dp_attention") and not sglang.get("attn_dp_size"):
-        key = "sglang.dp_size"
-    replicas = sglang.get(key.removeprefix("sglang.")) or 1
-    if not isinstance(replicas, int) or isinstance(replicas, bool):
-        return
-    if replicas < 1 or size % replicas:
-        yield f"{key}: got {replicas}, expected a divisor of sglang.tp_size {size}"
-        return
-    if replicas > 1:
-        yield from _replica_faults(key, replicas, sglang, model)
-    elif sglang.get("enable_dp_lm_head"):
+    faults = list(engine_size_faults(tensor, expert, replicas))
+    if not faults:
+        faults += engine_faults(model, EngineLayout.of_options(sglang))
+    for fault in faults:
+        is_older_name = fault.key == REPLICAS and not sglang.get(REPLICAS)
+        yield (replace(fault, key="dp_size") if is_older_name else fault).text("sglang.")
+    if replicas == 1 and options.get("enable_dp_lm_head"):
         yield (
             "sglang.enable_dp_lm_head: got true, expected false without attention replicas (sglang.attn_dp_size)"
         )
-    ranks = size // replicas
-    subject = f"sglang.tp_size: got {size}"
-    if replicas > 1:
-        subject += f" with {replicas} attention replicas of {ranks} ranks"
-    expected = "a divisor" if replicas == 1 else "replicas whose ranks are a divisor"
-    heads = model.num_attention_heads
-    groups = model.num_query_groups
-    if heads % ranks:
-        yield f"{subject}, expected {expected} of the model's {heads} attention heads"
-    elif groups % ranks and ranks % groups:
-        yield f"{subject}, expected {expected} or a multiple of the model's {groups} key-value heads"
-    elif model.delta is not None and model.delta.key_heads % ranks:
-        yield f"{subject}, expected {expected} of the model's {model.delta.key_heads} key heads of delta nets"
-
-
-def _replica_faults(
-    key: str,
-    replicas: int,
-    sglang: Mapping[str, Any],
-    model: ModelShape,
-) -> layout.Faults:
-    """Report why servers of this model have no attention replicas."""
-    family = family_of(model)
-    if not family.attention_replicas:
-        yield (
-            f"{key}: got {replicas}, expected 1: SGLang's model of the family {model.family} divides attention among "
-            "all ranks"
-        )
-    if sglang.get("enable_dp_lm_head") and not family.output_per_replica:
-        yield (
-            f"sglang.enable_dp_lm_head: got true, expected false: SGLang's model of the family {model.family} divides "
-            "its output matrix among all ranks"
-        )
-    running = sglang.get("max_running_requests")
-    if isinstance(running, int) and running < replicas:
+    running = options.get("max_running_requests")
+    if replicas > 1 and isinstance(running, int) and running < replicas:
         yield (
             f"sglang.max_running_requests: got {running}, expected at least {replicas}: SGLang divides them among the "
             "attention replicas"
-        )
-
-
-def _engine_expert_faults(expert: Any, size: int, model: ModelShape) -> layout.Faults:
-    """Compare ``sglang.ep_size`` with ``sglang.tp_size``, ``size``, and with the model's experts."""
-    if not isinstance(expert, int) or isinstance(expert, bool):
-        return
-    if expert < 1 or size % expert:
-        yield f"sglang.ep_size: got {expert}, expected a divisor of sglang.tp_size {size}"
-    elif not model.is_moe:
-        if expert > 1:
-            yield f"sglang.ep_size: got {expert}, expected 1 for a model without experts"
-    elif model.num_experts % expert:
-        yield f"sglang.ep_size: got {expert}, expected a divisor of the model's {model.num_experts} experts"
-    elif model.moe_ffn_hidden_size % (size // expert):
-        yield (
-            f"sglang.ep_size: got {expert}, expected one whose {size // expert} ranks of an expert divide its width of "
-            f"{model.moe_ffn_hidden_size}"
         )
 
 

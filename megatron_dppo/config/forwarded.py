@@ -604,6 +604,11 @@ class _SglangTable(ForwardedTable):
                 f"sglang.model_impl: got {given(values['model_impl'])}, expected 'auto' or 'sglang': weight updates "
                 "know the parameters of SGLang's own models"
             )
+        if values.get("load_balance_method") == "follow_bootstrap_room":
+            yield (
+                "sglang.load_balance_method: got 'follow_bootstrap_room', expected another: it sends a request to the "
+                "attention replica that disaggregated prefill chose, and requests of a run have none"
+            )
         replicas = values.get("dp_size")
         is_of_attention = values.get("enable_dp_attention") and not values.get("attn_dp_size")
         if replicas not in (None, 1) and not is_of_attention:

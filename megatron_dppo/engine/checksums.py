@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_dppo import block_fp8
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.model import mapping, quantization
+from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
@@ -100,7 +101,7 @@ class EngineTensors:
         self.quantized = quantized
         self.shapes = mapping.hf_tensors(shape)
         if quantized:
-            mapping.check_engine_layout(shape, layout)
+            check_engine_layout(shape, layout)
             quantization.check_block_widths(shape, layout)
             self.shapes = quantization.stored_tensors(self.shapes)
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}

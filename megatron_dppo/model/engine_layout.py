@@ -1,13 +1,17 @@
-"""The parallel layout of an engine, and its validation."""
+"""The parallel layout of an engine, and its faults by SGLang's names of the options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.layout import LayoutFault, raise_faults
 from megatron_dppo.model.shape import ModelShape
+
+REPLICAS = "attn_dp_size"
+"""SGLang's option of the number of attention replicas."""
 
 
 def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -17,26 +21,26 @@ def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
     """
     options = dict(table)
     has_older_form = options.pop("enable_dp_attention", None)
-    if has_older_form and options.get("attn_dp_size") in (None, 0, 1):
-        options["attn_dp_size"] = options.pop("dp_size", None)
+    if has_older_form and options.get(REPLICAS) in (None, 0, 1):
+        options[REPLICAS] = options.pop("dp_size", None)
     return options
 
 
 def attention_replicas(options: Mapping[str, Any]) -> int:
     """Return the number of attention replicas in SGLang's ``options``, in its current or its older form."""
-    return int(current_names(options).get("attn_dp_size") or 1)
+    return int(current_names(options).get(REPLICAS) or 1)
 
 
 @dataclass(frozen=True)
 class EngineLayout:
     """Sizes of an SGLang server: ``--tp-size``, ``--ep-size`` and ``--attn-dp-size``.
 
-    The experts' tensor parallelism is tensor / expert. An attention replica is a group of neighbouring ranks that
-    computes attention for requests of its own: the group divides the attention's weights and the embedding among its
-    ranks. Other weights are divided among all ranks.
+    Experts' tensor parallelism is tensor / expert. Each of ``attention_replicas`` groups of neighbouring ranks computes
+    attention for requests of its own: the group divides the attention's weights and the embedding among its ranks.
+    Other weights are divided among all ranks.
 
-    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as it does
-    attention's weights (``--enable-dp-lm-head``); otherwise all ranks divide the output matrix.
+    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as attention's
+    weights (``--enable-dp-lm-head``); otherwise all ranks divide it.
     """
 
     tensor: int = 1
@@ -45,15 +49,7 @@ class EngineLayout:
     output_per_replica: bool = False
 
     def __post_init__(self) -> None:
-        if self.tensor < 1 or self.expert < 1 or self.tensor % self.expert:
-            raise LayoutError(
-                f"engine: tensor {self.tensor} is not a positive multiple of expert {self.expert}"
-            )
-        if self.attention_replicas < 1 or self.tensor % self.attention_replicas:
-            raise LayoutError(
-                f"engine: tensor {self.tensor} is not a positive multiple of the {self.attention_replicas} attention "
-                "replicas"
-            )
+        raise_faults(engine_size_faults(self.tensor, self.expert, self.attention_replicas), "")
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
@@ -77,50 +73,86 @@ class EngineLayout:
         return self.tensor // self.attention_replicas
 
     def describe(self) -> str:
-        """Return a short text, such as ``TP8 EP4``, or ``TP8 EP4 attention DP2``."""
+        """Short text, as ``TP8 EP4``, or ``TP8 EP4 attention DP2``."""
         text = f"TP{self.tensor} EP{self.expert}"
         if self.attention_replicas > 1:
             text += f" attention DP{self.attention_replicas}"
         return text
 
 
-def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError if the sizes of ``engine`` do not divide those of ``shape``."""
-    heads = shape.num_attention_heads
-    groups = shape.num_query_groups
+def engine_size_faults(tensor: int, expert: int, replicas: int) -> Iterator[LayoutFault]:
+    """Yield the faults of an engine's sizes for any model, by SGLang's names of the options."""
+    if tensor < 1:
+        yield LayoutFault("tp_size", tensor, "at least 1")
+        return
+    for option, size in (("ep_size", expert), (REPLICAS, replicas)):
+        if size < 1 or tensor % size:
+            yield LayoutFault(option, size, f"a divisor of tp_size {tensor}")
+
+
+def engine_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:
+    """Yield the reasons why an engine cannot hold ``shape``, or computes wrong results, by SGLang's names."""
+    family = family_of(shape)
     tensor = engine.tensor
-    attention = engine.attention_tensor
-    subject = "attention tensor" if engine.attention_replicas > 1 else "tensor"
-    checks = [
-        (heads % attention == 0, f"{heads} attention heads into {subject} {attention}"),
-        (groups % attention == 0 or attention % groups == 0, f"{groups} key/value heads into {subject} {attention}"),
-    ]  # fmt: skip
-    if shape.delta is not None:
-        key_heads = shape.delta.key_heads
-        checks.append(
-            (
-                key_heads % attention == 0,
-                f"{key_heads} key heads of delta nets into {subject} {attention}",
-            )
+    yield from _attention_faults(shape, engine)
+    most = family.most_engine_ranks
+    if most is not None and tensor > most:
+        expectation = (
+            f"at most {most}: SGLang's model of the family {shape.family} is wrong on more ranks"
         )
+        yield LayoutFault("tp_size", tensor, expectation)
+    if engine.attention_replicas > 1 and not family.attention_replicas:
+        expectation = (
+            f"1: SGLang's model of the family {shape.family} divides attention among all ranks"
+        )
+        yield LayoutFault(REPLICAS, engine.attention_replicas, expectation)
+    if engine.output_per_replica and not family.output_per_replica:
+        expectation = f"false: SGLang's model of the family {shape.family} divides its output matrix among all ranks"
+        yield LayoutFault("enable_dp_lm_head", "true", expectation)
+    widths: list[tuple[str, int]] = []
     if shape.is_moe:
-        experts = shape.num_experts
-        width = shape.moe_ffn_hidden_size
-        checks += [
-            (experts % engine.expert == 0, f"{experts} experts into expert {engine.expert}"),
-            (width % engine.expert_tensor == 0, f"expert width {width} into {engine.expert_tensor} ranks"),
-            (
-                shape.shared_ffn_hidden_size % tensor == 0,
-                f"shared expert's width {shape.shared_ffn_hidden_size} into tensor {tensor}",
-            ),
-        ]  # fmt: skip
-    else:
-        checks.append((engine.expert == 1, f"a dense model into expert {engine.expert}"))
+        yield from _expert_faults(shape, engine)
+        widths.append(("shared expert", shape.shared_ffn_hidden_size))
+    elif engine.expert > 1:
+        yield LayoutFault("ep_size", engine.expert, "1 for a model without experts")
     if len(shape.moe_layers) < shape.num_layers:
-        width = shape.ffn_hidden_size
-        checks.append((width % tensor == 0, f"MLP width {width} into tensor {tensor}"))
-    failed_checks = [text for is_even, text in checks if not is_even]
-    if failed_checks:
-        raise LayoutError(
-            f"the engine's layout does not divide the model: {'; '.join(failed_checks)}"
-        )
+        widths.append(("MLP", shape.ffn_hidden_size))
+    for part, width in widths:
+        if width % tensor:
+            expectation = f"a divisor of the width {width} of the model's {part}"
+            yield LayoutFault("tp_size", tensor, expectation)
+
+
+def _attention_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:
+    """Yield at most one fault: the ranks of an attention replica divide heads, of all kinds."""
+    ranks = engine.attention_tensor
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    value, divisor = str(engine.tensor), "a divisor"
+    if engine.attention_replicas > 1:
+        value += f" with {engine.attention_replicas} attention replicas of {ranks} ranks"
+        divisor = "replicas whose ranks are a divisor"
+    if heads % ranks:
+        expectation = f"{divisor} of the model's {heads} attention heads"
+    elif groups % ranks and ranks % groups:
+        expectation = f"{divisor} or a multiple of the model's {groups} key-value heads"
+    elif shape.delta is not None and shape.delta.key_heads % ranks:
+        expectation = f"{divisor} of the model's {shape.delta.key_heads} key heads of delta nets"
+    else:
+        return
+    yield LayoutFault("tp_size", value, expectation)
+
+
+def _expert_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:
+    if shape.num_experts % engine.expert:
+        expectation = f"a divisor of the model's {shape.num_experts} experts"
+        yield LayoutFault("ep_size", engine.expert, expectation)
+    ranks, width = engine.expert_tensor, shape.moe_ffn_hidden_size
+    if width % ranks:
+        value = f"{engine.tensor} with ep_size {engine.expert}"
+        expectation = f"sizes whose {ranks} ranks of an expert divide its width {width}"
+        yield LayoutFault("tp_size", value, expectation)
+
+
+def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
+    """Raise LayoutError if the engine cannot hold ``shape``, or computes wrong results on that many ranks."""
+    raise_faults(engine_faults(shape, engine), "")

@@ -231,7 +231,7 @@ def layers_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[int]:
 
 @dataclass(frozen=True)
 class LayoutFault:
-    """One error in a layout. ``key`` is the field of LayoutSizes."""
+    """One error in a layout. ``key`` is the field of LayoutSizes, or SGLang's option."""
 
     key: str
     value: object

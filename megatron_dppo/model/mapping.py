@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from megatron_dppo.model.engine_layout import EngineLayout, check_engine_sizes
-from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.families import EngineRow, Rule, Source, family_of
 from megatron_dppo.model.layout import (
     Layout,
@@ -168,27 +167,6 @@ def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[Local
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
     """Return the parameters of ``local_parameters`` with ``is_primary``, without building the others."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=True))
-
-
-def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError if the engine cannot hold ``shape``, or computes wrong results on that many ranks."""
-    check_engine_sizes(shape, engine)
-    max_ranks = family_of(shape).most_engine_ranks
-    if max_ranks is not None and engine.tensor > max_ranks:
-        raise LayoutError(
-            f"the engine's layout has tensor {engine.tensor}, expected at most {max_ranks}: SGLang's model of the "
-            f"family {shape.family} is wrong on more ranks"
-        )
-    if engine.attention_replicas > 1 and not family_of(shape).attention_replicas:
-        raise LayoutError(
-            f"the engine's layout has {engine.attention_replicas} attention replicas, expected 1: SGLang's model of "
-            f"the family {shape.family} divides attention among all ranks"
-        )
-    if engine.output_per_replica and not family_of(shape).output_per_replica:
-        raise LayoutError(
-            "the engine's layout has an output matrix for each attention replica, expected one for all ranks: SGLang's "
-            f"model of the family {shape.family} divides it among all ranks"
-        )
 
 
 def dividing_ranks(shape: ModelShape, engine: EngineLayout, row: EngineRow) -> int:

@@ -40,18 +40,25 @@ from tests.tiny_models import save_tiny_model
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PATIENCE_S = 600.0
-TWO = {"tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True}
-"""One rank for each replica, which holds the whole attention, embedding and output matrix."""
+LAYOUTS = {
+    "two": {"tp_size": 2, "enable_dp_lm_head": True},
+    "two-one-output": {"tp_size": 2, "enable_dp_lm_head": False},
+    "four": {"tp_size": 4, "enable_dp_lm_head": True},
+    "four-one-output": {"tp_size": 4, "enable_dp_lm_head": False},
+}
+"""Two replicas of one rank or of two. All ranks share one output matrix, or those of each replica share one."""
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+"""Heads of the model, which the ranks of a replica divide."""
 
 
-@pytest.fixture(scope="module", params=[TWO], ids=["two"])
+@pytest.fixture(scope="module", params=[*LAYOUTS.values()], ids=[*LAYOUTS])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return dict(request.param)
+    return {**request.param, "attn_dp_size": 2}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> Iterator[Served]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("first"), vocab_size=500)
+    folder = save_tiny_model(tmp_path_factory.mktemp("first"), vocab_size=500, **HEADS)
     server = serve(folder, enable_return_routed_experts=True, **options)
     yield server
     server.process.kill()
@@ -60,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) ->
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    return save_tiny_model(folder, vocab_size=500, seed=1)
+    return save_tiny_model(folder, vocab_size=500, seed=1, **HEADS)
 
 
 def assert_all_serve(served: Served, folder: Path, version: int) -> None:

@@ -272,6 +272,7 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
         ("weight_cache_mode", "client"),
         ("max_ep_size", "8"),
         ("model_impl", "transformers"),
+        ("load_balance_method", "follow_bootstrap_room"),
     ],
 )
 def test_a_server_that_can_not_serve_a_run_is_refused(problems, key, value):
@@ -293,6 +294,7 @@ def test_options_that_are_given_as_off_are_taken(problems):
         "sglang.offload_group_size=-1",
         "sglang.weight_cache_mode=off",
         "sglang.model_impl=sglang",
+        "sglang.load_balance_method=total_tokens",
     )
 
 

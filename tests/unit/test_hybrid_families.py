@@ -18,6 +18,7 @@ from megatron_dppo.config import schema
 from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.lora import lora_faults
 from megatron_dppo.engine.sglang_cpu import delta_net as engine_delta_net
+from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
 from megatron_dppo.model.families import (
     FAMILIES,
@@ -26,13 +27,7 @@ from megatron_dppo.model.families import (
     unknown_key_warnings,
 )
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults
-from megatron_dppo.model.mapping import (
-    EngineLayout,
-    carried_names,
-    check_engine_layout,
-    engine_parameters,
-    hf_tensors,
-)
+from megatron_dppo.model.mapping import carried_names, engine_parameters, hf_tensors
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape, active_parameters, shape_of_json
 from megatron_dppo.tensor_hash import tiled_hash

@@ -76,7 +76,7 @@ def _trainer_groups(plan: RunPlan) -> str:
 
 
 def _engine_groups(plan: RunPlan) -> str:
-    count = int(plan.facts.engine.tensor > 1) + plan.facts.senders
+    count = int(plan.facts.engine.layout.tensor > 1) + plan.facts.senders
     return f"{count}: {gib(count * communicators.PER_COMMUNICATOR)}"
 
 

@@ -101,7 +101,7 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
         return ()
     shape = facts.trainer.shape
     engine = server_memory.engine_bytes(shape, facts.engine, facts.rollout, device)
-    groups = communicators.engine_communicator_bytes(facts.engine.tensor, 0)
+    groups = communicators.engine_communicator_bytes(facts.engine.layout.tensor, 0)
     stages = range(facts.trainer.layout.pipeline)
     return tuple(
         shared_bytes(memory.rank_bytes(facts, stage), engine, groups, device.memory)

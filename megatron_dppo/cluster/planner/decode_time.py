@@ -50,8 +50,8 @@ def network_seconds(
     nodes travel 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of a gather's bytes, through the ports of all
     n / h GPUs of a node at once.
     """
-    size = engine.tensor
-    nodes = ceil(engine.tensor / cluster.gpus_per_node)
+    size = engine.layout.tensor
+    nodes = ceil(engine.layout.tensor / cluster.gpus_per_node)
     if nodes == 1:
         return 0.0
     reductions = 2 * shape.num_layers + 1
@@ -76,7 +76,7 @@ def hand_over_seconds(
     """
     if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
         return 0.0
-    bytes_per_gpu = tokens * shape.hidden_size * _ITEM / engine.tensor
+    bytes_per_gpu = tokens * shape.hidden_size * _ITEM / engine.layout.tensor
     return cluster.network_latency + bytes_per_gpu / (cluster.device.network * LINK_EFFICIENCY)
 
 
@@ -129,16 +129,16 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     stages = engine.pipeline
     part = max(1.0, running / stages)
     touched = touched_parameters(shape, part)
-    cache = part / engine.attention_replicas * context * kv_bytes_per_token(shape, engine)
+    cache = part / engine.layout.attention_replicas * context * kv_bytes_per_token(shape, engine)
     dense_bytes = touched.dense * _ITEM
     expert_bytes = touched.experts * _ITEM
     if engine.quantized:
         # The output matrix and the routers stay bf16; the scales are 1 / 4096 of the bytes.
         dense_bytes -= quantized_parameters(shape) * (_ITEM - 1)
         expert_bytes = touched.experts
-    if engine.attention_replicas > 1:
+    if engine.layout.attention_replicas > 1:
         item = 1 if engine.quantized else _ITEM
-        dense_bytes += (engine.attention_replicas - 1) * attention_parameters(shape) * item
+        dense_bytes += (engine.layout.attention_replicas - 1) * attention_parameters(shape) * item
     read_seconds = (dense_bytes / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
     read_seconds += expert_bytes / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
     flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
@@ -159,7 +159,7 @@ def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, token
     Each layer has two all-reduces, and each takes its latency and the time in which 2 (n - 1) / n of the hidden states'
     bytes (bf16) cross NVLink.
     """
-    size = engine.tensor
+    size = engine.layout.tensor
     if size == 1:
         return 0.0
     nvlink_bytes = 2 * (size - 1) / size * tokens * shape.hidden_size * _ITEM

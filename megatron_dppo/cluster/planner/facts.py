@@ -37,7 +37,7 @@ from megatron_dppo.config.schema import (
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
-from megatron_dppo.model.engine_layout import EngineLayout, attention_replicas
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import Rule, family_of, layer_counts, load_model_shape
 from megatron_dppo.model.layout import Layout, LayoutSizes, layers_of_stage
@@ -374,36 +374,21 @@ class EngineFacts:
     """The servers that the run starts.
 
     ``memory_fraction``: SGLang's ``mem_fraction_static``; None where SGLang chooses it. ``quantized``: whether linear
-    layers and experts are block FP8. ``attention_replicas`` and ``output_per_replica``: as in EngineLayout.
+    layers and experts are block FP8. ``layout``: the layout of each of the ``pipeline`` stages.
     """
 
     servers: int
-    tensor: int
-    expert: int
+    layout: EngineLayout
     pipeline: int
     memory_fraction: float | None
     max_running: int | None
     chunked_prefill: int | None
     kv_bytes: int
     quantized: bool = False
-    attention_replicas: int = 1
-    output_per_replica: bool = False
-
-    @property
-    def layout(self) -> EngineLayout:
-        """The layout of a pipeline stage. Raises LayoutError for sizes that do not divide each other."""
-        return EngineLayout(
-            self.tensor, self.expert, self.attention_replicas, self.output_per_replica
-        )
-
-    @property
-    def attention_tensor(self) -> int:
-        """GPUs of a pipeline stage that share the attention of a sequence."""
-        return max(1, self.tensor // self.attention_replicas)
 
     @property
     def gpus(self) -> int:
-        return self.tensor * self.pipeline
+        return self.layout.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -663,16 +648,13 @@ def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) ->
     fraction = table.get("mem_fraction_static")
     return EngineFacts(
         servers=servers,
-        tensor=int(table.get("tp_size") or 1),
-        expert=int(table.get("ep_size") or 1),
+        layout=EngineLayout.of_options(table),
         pipeline=int(table.get("pp_size") or 1),
         memory_fraction=None if fraction is None else float(fraction),
         max_running=table.get("max_running_requests"),
         chunked_prefill=table.get("chunked_prefill_size"),
         kv_bytes=1 if str(table.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
         quantized=quantized,
-        attention_replicas=attention_replicas(table),
-        output_per_replica=bool(table.get("enable_dp_lm_head")),
     )
 
 

@@ -131,7 +131,7 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     shape = facts.trainer.shape
     rollout = facts.rollout
     engine = facts.engine
-    prefills = rollout.prompts * min(engine.attention_replicas, rollout.group_size)
+    prefills = rollout.prompts * min(engine.layout.attention_replicas, rollout.group_size)
     tokens = prefills * rollout.mean_prompt / engine.servers
     seconds = tokens * linear_flops(shape)
     seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION

@@ -24,9 +24,9 @@ from megatron_dppo.config import ConfigError
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.start_checks import StartCheck
+from megatron_dppo.model.engine_layout import check_engine_layout
 from megatron_dppo.model.errors import LayoutError, ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.mapping import check_engine_layout
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,10 @@ def _engine(
     except LayoutError as error:
         return None, [f"sglang: {error}"]
     parts = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
-    groups = communicators.engine_communicator_bytes(engine.tensor, facts.senders)
+    groups = communicators.engine_communicator_bytes(engine.layout.tensor, facts.senders)
     sequence_tokens = facts.rollout.longest
     faults = []
-    replica_tokens = parts.kv_tokens // engine.attention_replicas
+    replica_tokens = parts.kv_tokens // engine.layout.attention_replicas
     if replica_tokens < sequence_tokens:
         faults.append(
             f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {replica_tokens:,} tokens in "
@@ -255,7 +255,7 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         rank = 0
-    servers = engine.servers * engine.tensor * rank
+    servers = engine.servers * engine.layout.tensor * rank
     activations = activation_bytes(trainer, 0).saved
     line = (
         f"memory: {world} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "

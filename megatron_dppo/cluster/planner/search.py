@@ -23,6 +23,7 @@ from megatron_dppo.cluster.planner.traffic import STORAGE
 from megatron_dppo.config.checks import batch_faults
 from megatron_dppo.config.layout import layout_faults, world_faults
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.engine_layout import EngineLayout, engine_size_faults
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
@@ -214,8 +215,10 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     shares = [(world, cluster.gpus - world) for world in range(step, cluster.gpus, step)]
     if question.schedule.is_colocated:
         shares = [(cluster.gpus, cluster.gpus)]
+    layout = EngineLayout.of_options(config.sglang)
     for (world, serving), tensor in product(shares, _tensors()):
-        if tensor <= cluster.gpus_per_node and serving % tensor == 0:
+        has_faults = any(engine_size_faults(tensor, layout.expert, layout.attention_replicas))
+        if tensor <= cluster.gpus_per_node and serving % tensor == 0 and not has_faults:
             yield world, serving // tensor, tensor
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
 from megatron_dppo.model import mapping
+from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.families import EngineRow, engine_layer_counts, family_of
 from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -49,7 +50,7 @@ class EngineBytes:
 @cache
 def weight_bytes(
     shape: ModelShape,
-    layout: mapping.EngineLayout,
+    layout: EngineLayout,
     *,
     quantized: bool = False,
 ) -> int:
@@ -58,7 +59,7 @@ def weight_bytes(
     The weights are bf16 or of their own type; with ``quantized``, linear layers and experts are block FP8 with their
     scales.
     """
-    mapping.check_engine_layout(shape, layout)
+    check_engine_layout(shape, layout)
     family = family_of(shape)
     rows = engine_layer_counts(shape)
     ends = [family.embedding, family.final_norm]
@@ -91,7 +92,7 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     the key) x bytes of an element (``MLATokenToKVPool``).
     """
     layers = -(-shape.attention_layers // engine.pipeline)
-    return layers * shape.cached_elements(engine.attention_tensor) * engine.kv_bytes
+    return layers * shape.cached_elements(engine.layout.attention_tensor) * engine.kv_bytes
 
 
 def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
@@ -102,7 +103,9 @@ def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
     matrices, convolved = shape.delta.state_elements()
     layers = -(-len(shape.delta_layers) // engine.pipeline)
     return (
-        layers * (matrices * ITEM_BYTES["float32"] + convolved * _ITEM) // engine.attention_tensor
+        layers
+        * (matrices * ITEM_BYTES["float32"] + convolved * _ITEM)
+        // engine.layout.attention_tensor
     )
 
 
@@ -116,11 +119,11 @@ def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     memory = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
     graphs = 256
-    if engine.tensor >= 4 or memory >= 160 * 1024:
+    if engine.layout.tensor >= 4 or memory >= 160 * 1024:
         graphs = 512
     reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
-    if engine.attention_replicas > 1:
-        reserved += 3 * engine.attention_replicas * graphs * (1.5 if graphs > 300 else 1)
+    if engine.layout.attention_replicas > 1:
+        reserved += 3 * engine.layout.attention_replicas * graphs * (1.5 if graphs > 300 else 1)
     if memory > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((memory - reserved) / memory, 3)
@@ -147,7 +150,7 @@ def engine_bytes(
     kv_cache_configurator.py``). Each attention replica has such a pool and its share of ``max_running_requests``.
     """
     weights = weight_bytes(shape, engine.layout, quantized=engine.quantized) // engine.pipeline
-    replicas = engine.attention_replicas
+    replicas = engine.layout.attention_replicas
     fraction = engine.memory_fraction or default_fraction(device, engine)
     free_bytes = device.memory - devices.CONTEXT
     pool = int(free_bytes * fraction) - weights
