@@ -17,6 +17,7 @@ from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized, 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 """448, the largest value of e4m3."""
+_CHECKED_ROWS = 64 * BLOCK
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _SMALLEST_ACTIVATION = 1e-10
 """SGLang's lower bound of the largest magnitude in a block of activations, so that no scale is 0."""
@@ -72,6 +73,27 @@ def encode(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(name, tensor)]
     values, scales = quantize(tensor)
     return [(name, values), (name + SCALE_SUFFIX, scales)]
+
+
+def block_checksums(values: Tensor) -> Tensor:
+    """Return a checksum of the bytes of each block of e4m3 ``values`` ``[n, k]``, int64 ``[n / 128, k / 128]``.
+
+    It is the sum, modulo 2^64, of the block's 8-byte words times fixed odd numbers. Blocks at the edges are filled up
+    with zeros.
+    """
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (BLOCK, 1, BLOCK // 8), generator=generator)
+    factors = (2 * factors + 1).to(values.device)
+    sums: list[Tensor] = []
+    # A few rows of blocks at a time: the products are as large as the values.
+    for part in values.view(torch.uint8).split(_CHECKED_ROWS):
+        n, k = part.shape
+        rows, columns = scale_dims((n, k))
+        padding = (0, columns * BLOCK - k, 0, rows * BLOCK - n)
+        words = torch.nn.functional.pad(part, padding).view(torch.int64)
+        products = words.view(rows, BLOCK, columns, BLOCK // 8) * factors
+        sums.append(products.sum(dim=(1, 3)))
+    return torch.cat(sums)
 
 
 def round_activations(x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from megatron_dppo.engine import (
     continuation,
     direct_loading,
     flushing,
+    held_tensors,
     raw_checksums,
     recordings,
     server_state,
@@ -176,6 +177,7 @@ def _change_sglang() -> None:
     broadcast_group.register()
     server_state.register()
     raw_checksums.register()
+    held_tensors.register()
     direct_loading.register()
     flushing.register()
     if VARIABLE in os.environ:

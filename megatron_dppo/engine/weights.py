@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import block_fp8
+from megatron_dppo.engine import held_tensors
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.errors import (
@@ -24,6 +25,7 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
+from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout
 from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
@@ -482,7 +484,23 @@ class EngineWeights:
 
     async def checksums(self) -> list[dict[str, str]]:
         """Return, for each engine rank, the checksum of each tensor that the engine holds now."""
-        answer = await self._move("/weights_checker", {"action": "checksum"})
+        return await self._by_rank("checksum")
+
+    async def held_tensors(self) -> HeldTensors:
+        """Return what the engine holds now; a server that ``launch_server`` did not start rejects the request."""
+        ranks = await self._by_rank(held_tensors.ACTION)
+        return HeldTensors(
+            self.url,
+            await self.version(),
+            self.tensors.layout,
+            self.device,
+            self.tensors.quantized,
+            tuple(ranks),
+        )
+
+    async def _by_rank(self, action: str) -> list[dict[str, str]]:
+        """Return the answer of each engine rank to an ``action`` of ``/weights_checker``."""
+        answer = await self._move("/weights_checker", {"action": action})
         with self._reading("/weights_checker"):
             by_rank = {
                 rank["parallelism_info"][0]["tp_rank"]: _without_constants(rank["checksums"])

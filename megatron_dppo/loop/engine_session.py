@@ -18,6 +18,7 @@ from typing import Self
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine import held_tensors
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import last_exception_of
@@ -45,6 +46,7 @@ from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
+from megatron_dppo.weight_sync.engines import ENGINE_FAULTS
 from megatron_dppo.weight_sync.transaction import (
     UpdateReport,
     WeightUpdateError,
@@ -298,6 +300,21 @@ class EngineSession:
                     self._membership.blame(self._members, error.engines, str(error))
         self._clear_devices(self._devices.released)
         self._devices.take()
+
+    def write_held_tensors(self, path: Path) -> None:
+        """Write what the servers hold to ``path``, on rank 0. A failure is logged: the file is evidence for the doctor.
+
+        Servers on shared devices have released their weights, and those of adapters hold no policy: nothing is written.
+        """
+        holds_policy = not (self._devices.is_shared or isinstance(self._updater, AdapterUpdater))
+        if self._rank != 0 or not self._attached or not holds_policy:
+            return
+        try:
+            held_tensors.write(path, self._updater.held_tensors())
+        except ENGINE_FAULTS as error:
+            log.warning("%s: not written: %s", path, error)
+            return
+        log.info("%s: what the servers hold, for megatron-dppo doctor", path)
 
     def _clear_devices(self, tags: Sequence[MemoryTag]) -> None:
         """Ensure that no server starts or has memory of ``tags``. Collective. Raises EngineUnavailableError."""

@@ -59,13 +59,13 @@ class GapGuard:
         # The first warning is due above the normal range, as if half its upper end had been warned of.
         self._warned_gap = BY_METRIC[metric_names.GAP_ON_POLICY].upper(self._dtype) / 2
 
-    def check(self, gap: float, *, is_stale: bool) -> None:
-        """Raise GapError if ``gap`` exceeds the limit.
+    def check(self, gap: float, *, is_stale: bool) -> bool:
+        """Return whether a warning was logged; raise GapError if ``gap`` exceeds the limit.
 
         ``gap`` must be the same on every rank, so that all ranks raise or none does. It is NaN if no token trains.
         """
         if is_stale or math.isnan(gap):
-            return
+            return False
         message = (
             f"mean |pi - mu| of the first mini-batch is {gap:.3g} at equal weights in {self._dtype}"
         )
@@ -75,9 +75,11 @@ class GapGuard:
                 f"{BY_METRIC[metric_names.GAP_ON_POLICY].why} With rollout.save=true the batch is kept, and "
                 "megatron-dppo doctor RUN names the cause"
             )
-        if gap > 2 * self._warned_gap:
-            self._warned_gap = gap
-            log.warning("%s; %s", message, BY_METRIC[metric_names.GAP_ON_POLICY].why)
+        if gap <= 2 * self._warned_gap:
+            return False
+        self._warned_gap = gap
+        log.warning("%s; %s", message, BY_METRIC[metric_names.GAP_ON_POLICY].why)
+        return True
 
 
 def is_coarse(sglang: Mapping[str, Any], megatron: Mapping[str, Any]) -> bool:

@@ -378,6 +378,7 @@ class Learner:
         self.masked_by_response: dict[int, int] = {}
         self._masked_responses = MaskedResponses()
         self.loss_columns: LossColumns = {}
+        self.warned_of_gap = False
         self.layout = BatchLayout(
             dp_rank=trainer.topology.dp_rank,
             dp_size=trainer.topology.dp_size,
@@ -508,7 +509,7 @@ class Learner:
         try:
             if is_first:
                 gap = means(metrics.values()).get(metric_names.GAP, math.nan)
-                self._guard.check(gap, is_stale=batch.is_stale)
+                self.warned_of_gap = self._guard.check(gap, is_stale=batch.is_stale)
             canary.check(metrics.values())
         except (FrequencyError, GapError):
             if self._loss_record is not None:

@@ -22,6 +22,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.seal import Seal, text_digest
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine import held_tensors
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, forget_failure, note_failure
@@ -486,7 +487,10 @@ class Run:
             except (FrequencyError, GapError):
                 # Keep the batch, so that ``megatron-dppo doctor`` can explain the failure.
                 self._save_batch(step, planned.trajectories, seal)
+                self._write_held_tensors(step)
                 raise
+            if self.learner.warned_of_gap:
+                self._write_held_tensors(step)
             weights = self.memory.remember_weights(step)
             is_saved = last_due(step, self.config.checkpoint.every, self.config.run.steps) == step
             if is_saved and self._watches_optimizer:
@@ -495,6 +499,12 @@ class Run:
         self.seals.remember(step, weights)
         failpoint("step/sealed")
         return planned, learned, weights
+
+    def _write_held_tensors(self, step: int) -> None:
+        """Keep what the servers hold beside the batch of ``step``, whose probabilities differ."""
+        if self.config.rollout.save and self.engine is not None:
+            folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
+            self.engine.write_held_tensors(held_tensors.file_of(folder, step))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the policy if that is due and no record has the result. Collective."""

@@ -16,8 +16,10 @@ import torch
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
+from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
@@ -460,6 +462,11 @@ class WeightUpdater:
             canary=canary_report,
             network=self._network_rate(),
         )
+
+    def held_tensors(self) -> list[HeldTensors]:
+        """Return what each engine holds; on rank 0. Raises EngineFaultError with the engines that do not answer."""
+        assert self._engines is not None
+        return [*self._engines.each(EngineWeights.held_tensors).values()]
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
         """Interrupt the engines' responses until the next update, and release their memory of ``tags``.

@@ -17,10 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.block_fp8 import dequantize, quantize, round_activations
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
+from megatron_dppo.diagnostics.doctor.engine_tensors import RankTensors, tensor_faults
+from megatron_dppo.engine import held_tensors
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
-from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.quantization import SCALE, is_quantized
 from megatron_dppo.weight_sync.canary import canary_prompts
 from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError
 from megatron_dppo.weight_sync.transaction import WeightUpdateError
@@ -221,6 +224,72 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
     updates.attach([engine.url])
     assert updates.update(32).verified
     updates.close()
+
+
+class Misquantising(EngineWeights):
+    """Sends, and expects, what ``alter`` makes of the tensors of an encoded bucket and of all ``stale`` ones."""
+
+    alter: Callable[[Weights, Weights], None]
+    stale: Weights
+
+    def encode(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        encoded = dict(super().encode(bucket))
+        self.alter(encoded, self.stale)
+        return list(encoded.items())
+
+
+def as_they_are(encoded: Weights, stale: Weights) -> None:
+    pass
+
+
+def with_a_larger_scale(encoded: Weights, stale: Weights) -> None:
+    if V_PROJ in encoded:
+        encoded[V_PROJ][1] *= 1.5
+
+
+def with_exchanged_blocks(encoded: Weights, stale: Weights) -> None:
+    if O_PROJ in encoded:
+        encoded[O_PROJ] = with_swapped_blocks(encoded[O_PROJ], stale[O_PROJ])
+
+
+def with_a_stale_matrix(encoded: Weights, stale: Weights) -> None:
+    for name in encoded.keys() & {UP_PROJ, UP_PROJ.removesuffix(SCALE)}:
+        encoded[name] = stale[name]
+
+
+@pytest.mark.parametrize(
+    ("alter", "tensor", "difference"),
+    [
+        (as_they_are, None, ""),
+        (with_a_larger_scale, V_PROJ.removesuffix(SCALE), "scales of block row 1 times 1.5"),
+        (with_exchanged_blocks, O_PROJ, "values of block (0, 1) in the place of (0, 0), "),
+        (
+            with_a_stale_matrix,
+            UP_PROJ.removesuffix(SCALE),
+            "values of all blocks of version 40; scales of all blocks of version 40",
+        ),
+    ],
+)
+def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
+    served: Served, trained: Path, tmp_path: Path, alter: Any, tensor: str | None, difference: str
+) -> None:
+    """The update is verified, because the checksums are of what was sent."""
+    engine = served.weights(Misquantising)
+    engine.stale = dict(served.weights().encode([*read(served.folder).items()]))
+    # An attribute of the object, so that it is called as a function.
+    engine.alter = alter
+    updates = updater(engine, Bf16Source(read(trained)))
+    assert updates.update(41).verified
+    updates.close()
+    path = tmp_path / "held.json"
+    held_tensors.write(path, [RUNNER.run(engine.held_tensors())])
+    (held,) = held_tensors.read(path)
+    assert held.version == "41"
+    shape = load_model_shape(trained)
+    own, other = [RankTensors(held, 0, f, shape, torch.bfloat16) for f in (trained, served.folder)]
+    faults = tensor_faults(held, 0, own, lambda: {40: other})
+    assert [fault.tensor for fault in faults] == ([] if tensor is None else [tensor])
+    assert all(fault.difference.startswith(difference) for fault in faults)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

@@ -35,6 +35,7 @@ from megatron_dppo.logging import FatalError
 from megatron_dppo.loop import run, run_parts, run_rank
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, RolloutBatch
 from megatron_dppo.metrics import table as names
+from megatron_dppo.model.quantization import BLOCK, SCALE
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer import step
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
@@ -42,6 +43,8 @@ from megatron_dppo.trainer.topology import destroy_topology
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from tests.integration.kept_fleet import KeptFleet
 from tests.integration.runs import GROUP, PROMPTS, records_of, steps_of, write_material
+from tests.integration.test_fp8_rollouts import SIZES
+from tests.tiny_models import save_tiny_model
 from tests.unit.test_seal import at, cut, with_row, with_token
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -72,9 +75,15 @@ class Place:
 
 
 @contextmanager
-def served(folder: Path, *settings: str) -> Iterator[Place]:
-    """A configuration, each of whose steps has the prompts of the one before, and its server."""
+def served(folder: Path, *settings: str, **sizes: int) -> Iterator[Place]:
+    """A configuration, each of whose steps has the prompts of the one before, and its server.
+
+    ``sizes``: of the model, where they are others.
+    """
     config = write_material(folder)
+    if sizes:
+        shutil.rmtree(folder / "model")
+        save_tiny_model(folder / "model", seed=1, dtype=torch.bfloat16, **sizes)
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "train.jsonl").write_text("".join(lines[:PROMPTS]))
     own = [*COMMON, REPLAY, *settings, f"run.directory={folder}/fleet"]
@@ -97,6 +106,13 @@ def other_place(tmp_path_factory) -> Iterator[Place]:
         patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
         with served(tmp_path_factory.mktemp("other")) as place:
             yield place
+
+
+@pytest.fixture(scope="module")
+def fp8_place(tmp_path_factory) -> Iterator[Place]:
+    settings = "model.dtype=bfloat16", "engine.quantization=fp8", "rollout.largest_gap=1e-6"
+    with served(tmp_path_factory.mktemp("fp8"), *settings, **SIZES) as place:
+        yield place
 
 
 def with_models(package: str, **variables: str) -> AbstractContextManager[None]:
@@ -445,9 +461,68 @@ def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, mo
     assert end.error is not None
     assert "GapError" in end.error
     assert steps_of(end.directory)[-1] == 1
-    (finding,) = examined(end.directory, 2)["findings"]
+    finding, of_tensors = examined(end.directory, 2)["findings"]
     assert finding.startswith(fault.findings[0])
+    assert of_tensors.startswith("engine: weights: ")
+    assert "that of version 0" in of_tensors
     assert checkpoints_of(end.directory) == ["step_000001.suspect"]
+
+
+V_PROJ = "model.layers.1.self_attn.v_proj.weight"
+
+
+def with_larger_scales(tensors: Tensors) -> None:
+    if V_PROJ in tensors:
+        tensors[V_PROJ + SCALE][1] *= 1.5
+
+
+def with_swapped_blocks(tensors: Tensors) -> None:
+    if V_PROJ in tensors:
+        tensors[V_PROJ] = torch.cat([*reversed(tensors[V_PROJ].split(BLOCK))])
+
+
+def in_quantiser(change: Callable[[Tensors], None]) -> Plant:
+    """Engines receive what ``change`` makes of quantised tensors, and are compared with that."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        encode = EngineWeights.encode
+
+        def wrong(self: EngineWeights, bucket: Any) -> list[tuple[str, torch.Tensor]]:
+            tensors = dict(encode(self, bucket))
+            change(tensors)
+            return list(tensors.items())
+
+        patch.setattr(EngineWeights, "encode", wrong)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda _: None, None),
+        (with_larger_scales, "scales of block row 1 times 1.5"),
+        (with_swapped_blocks, "values of block (1, 0) in the place of (0, 0), block (0, 0) in "),
+    ],
+)
+def test_the_tensors_of_servers_are_told_from_the_gap_of_quantisation(
+    fp8_place, tmp_path, monkeypatch, change, difference
+):
+    """Any gap ends the run here; what the servers held is kept with its batch."""
+    in_quantiser(change)(monkeypatch)
+    end = looped(fp8_place, tmp_path / "run", 1)
+    monkeypatch.undo()
+    assert end.error is not None
+    assert "GapError" in end.error
+    figures = examined(end.directory, 1)
+    of_tensors = [finding for finding in figures["findings"] if V_PROJ in finding]
+    if difference is None:
+        assert figures["findings"] == []
+        assert not any("tensors" in name for name in figures["unexamined"])
+    else:
+        (finding,) = of_tensors
+        assert finding.startswith(f"engine: quantisation: {V_PROJ}: {difference}")
+    assert len(figures["tensor_faults"]) == len(of_tensors)
 
 
 def checkpoints_of(directory: Path) -> list[str]:

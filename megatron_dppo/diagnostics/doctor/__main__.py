@@ -143,10 +143,13 @@ class Case:
 def report_causes(case: Case) -> None:
     """Find the cause that makes a side differ, and print and write the report."""
     from megatron_dppo.diagnostics.doctor import report as pages
+    from megatron_dppo.engine import held_tensors
 
     options = case.options
     batch = case.batch
-    doctor_report = pages.Doctor(case.config, batch, case.weights).report(case.step)
+    path = held_tensors.file_of(options.run / ROLLOUTS_FOLDER, case.step)
+    servers = held_tensors.read(path) if path.is_file() else ()
+    doctor_report = pages.Doctor(case.config, batch, case.weights).report(case.step, servers)
     if not (doctor_report.diagnoses or doctor_report.findings):
         raise ValueError("nothing can be examined: " + "; ".join(doctor_report.all_facts))
     title = f"Doctor: {options.run}, batch of step {case.step}"

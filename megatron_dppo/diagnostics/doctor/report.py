@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
@@ -15,9 +17,19 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor import causes, diagnosis, sampling_evidence
+from megatron_dppo.diagnostics.doctor import (
+    causes,
+    diagnosis,
+    engine_tensors,
+    sampling_evidence,
+)
 from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun
 from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Side, TokenEvidence
+from megatron_dppo.diagnostics.doctor.engine_tensors import (
+    RankTensors,
+    TensorFault,
+    tensor_faults,
+)
 from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of, trainer_of
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
 from megatron_dppo.diagnostics.doctor.sampling import at_temperature
@@ -30,12 +42,16 @@ from megatron_dppo.diagnostics.pages import (
     TokenSpan,
     render_page,
 )
+from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.loop.gap_guard import is_coarse
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.families import load_model_shape
 
+TENSORS = 8
+"""Findings about tensors that the report shows; --json has all."""
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
 """How much the report shows of a side: alternatives, nearest first; tokens, largest gap first; and, on the page, the
 responses of the tokens with the largest gaps."""
@@ -53,6 +69,7 @@ class DoctorReport:
         diagnoses: one for each side that was examined.
         draws: how the engine sampled the tokens; None if it was not examined.
         prompt_faults: one line for each prompt that differs.
+        tensor_faults: one for each tensor that a server did not hold as the weights of its version.
         texts: texts of token ids.
         facts: lines about the batch.
         unexamined: the reason why something was not examined, by its name (a side, ``prompts``, ...).
@@ -62,6 +79,7 @@ class DoctorReport:
     diagnoses: Sequence[Diagnosis]
     draws: Draws | None
     prompt_faults: Sequence[str]
+    tensor_faults: Sequence[TensorFault]
     texts: TokenTexts
     facts: Sequence[str]
     unexamined: Mapping[str, str]
@@ -91,6 +109,12 @@ class DoctorReport:
     def findings(self) -> list[str]:
         """Return one line for each fault that was found."""
         lines = findings_of(self.diagnoses, self.draws)
+        of_tensors = engine_tensors.findings_of(self.tensor_faults)
+        lines += of_tensors[:TENSORS]
+        if len(of_tensors) > TENSORS:
+            lines.append(
+                f"engine: {len(of_tensors) - TENSORS} more findings about tensors (--json)"
+            )
         if self.prompt_faults:
             lines.append(
                 f"tokenizer: {len(self.prompt_faults)} prompts differ; {self.prompt_faults[0]}"
@@ -167,9 +191,23 @@ class Doctor:
         self._scores: dict[tuple[int, bool], Scores] = {}
         self._unexamined: dict[str, str] = {}
 
-    def report(self, step: int) -> DoctorReport:
-        """Compare both sides of the batch of ``step`` with the reference, and its prompts with the run's data."""
+    def report(self, step: int, servers: Sequence[HeldTensors] = ()) -> DoctorReport:
+        """Compare both sides of the batch of ``step`` with the reference, and its prompts with the run's data.
+
+        ``servers``: what the servers held.
+        """
         diagnoses, draws = self.diagnose(step)
+        facts: list[str] = []
+        faults: list[TensorFault] = []
+        for server in servers:
+            try:
+                found = self._tensor_faults(server)
+            except (OSError, ValueError, RuntimeError) as error:
+                self._unexamined[f"tensors of {server.url}"] = str(error)
+                continue
+            faults += found
+            if not found:
+                facts.append(f"{server.url} held the tensors of version {server.version}")
         prompt_faults: list[str] = []
         try:
             origin = RunData(self._config).origin()
@@ -183,13 +221,39 @@ class Doctor:
             diagnoses=diagnoses,
             draws=draws,
             prompt_faults=prompt_faults,
+            tensor_faults=faults,
             texts=TokenTexts(load_tokenizer(self._config.model.hf_checkpoint)),
             facts=[
                 f"{self._config.model.dtype}, temperature {self._config.temperature:g}",
                 *self._concentration(),
+                *facts,
             ],
             unexamined=dict(self._unexamined),
         )
+
+    def _tensor_faults(self, server: HeldTensors) -> list[TensorFault]:
+        """Compare the tensors that ``server`` held with those of its version. Raises OSError and ValueError."""
+        if not server.version.isdecimal():
+            raise ValueError(f"its weights were no version's ({server.version})")
+        version = int(server.version)
+        folder = self._weights.folder(version)
+        shape = load_model_shape(folder)
+        dtype = getattr(torch, self._config.model.dtype)
+        faults: list[TensorFault] = []
+        for rank in range(len(server.ranks)):
+            own = RankTensors(server, rank, folder, shape, dtype)
+            faults += tensor_faults(server, rank, own, partial(self._near_tensors, server, rank))
+        return faults
+
+    def _near_tensors(self, server: HeldTensors, rank: int) -> dict[int, RankTensors]:
+        """Return the tensors that a rank of ``server`` would hold, by those versions near its own that are known."""
+        others: dict[int, RankTensors] = {}
+        for version in (int(server.version) + offset for offset in NEAREST):
+            if version in self._weights.folders:
+                folder = self._weights.folder(version)
+                dtype = getattr(torch, self._config.model.dtype)
+                others[version] = RankTensors(server, rank, folder, load_model_shape(folder), dtype)
+        return others
 
     def _concentration(self) -> list[str]:
         """Return a line about how similar the responses of a group are; no line if the batch lacks TopK(mu)."""
@@ -542,6 +606,7 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
         "sides": [_side_as_json(diagnosed) for diagnosed in doctor_report.diagnoses],
         "draws": asdict(doctor_report.draws) if doctor_report.draws else None,
         "prompt_faults": list(doctor_report.prompt_faults),
+        "tensor_faults": [asdict(fault) for fault in doctor_report.tensor_faults],
         "unexamined": dict(doctor_report.unexamined),
     }
 

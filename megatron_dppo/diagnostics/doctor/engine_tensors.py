@@ -1,0 +1,264 @@
+"""Compare the tensors that servers held with the weights of their version, quantised by the trainer's own quantiser.
+
+The checksums of a weight update compare what was sent with what arrived. A quantiser that sends wrong scales, or a
+gather that sends another version's tensor, passes them; here the expected bytes come from the weights in a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.block_fp8 import DTYPE, block_checksums, encode
+from megatron_dppo.checkpoint_conversion.quantized import open_weights
+from megatron_dppo.engine.checksums import EnginePart, EngineTensors
+from megatron_dppo.engine.direct_loading import TensorPlaces
+from megatron_dppo.engine.held_tensors import HeldTensors
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.quantization import BLOCK, SCALE, is_quantized
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+
+_SAME_FACTOR = 1e-4
+"""Largest relative difference of scales that count as changed by the same factor."""
+_NAMED_BLOCKS, _NAMED_TENSORS = 3, 3
+
+_VALUES, _SCALES = "values", "scales"
+
+Block = tuple[str, int, int]
+"""Name of a Hugging Face tensor, and the row and column of one of its blocks on the rank."""
+
+
+@dataclass(frozen=True)
+class TensorFault:
+    """A tensor that a server does not hold as the weights of its version have it.
+
+    Attributes:
+        tensor: name of the Hugging Face tensor, or of the engine's where it has no blocks.
+        rank: rank of the server that holds it.
+        url: address of the server.
+        is_of_quantisation: whether values or scales of block FP8 differ, and not those of another version.
+        difference: how it differs.
+    """
+
+    tensor: str
+    rank: int
+    url: str
+    is_of_quantisation: bool
+    difference: str
+
+
+def findings_of(faults: Iterable[TensorFault]) -> list[str]:
+    """Return a line for each fault, and one for many tensors of a rank that differ in the same way."""
+    groups: dict[tuple[str, int, bool, str], list[str]] = {}
+    for fault in faults:
+        key = (fault.url, fault.rank, fault.is_of_quantisation, fault.difference)
+        groups.setdefault(key, []).append(fault.tensor)
+    lines: list[str] = []
+    for (url, rank, is_of_quantisation, difference), tensors in groups.items():
+        axis = "quantisation" if is_of_quantisation else "weights"
+        names = tensors
+        if len(tensors) > _NAMED_TENSORS:
+            names = [f"{len(tensors)} tensors, such as {tensors[0]}"]
+        lines += [f"engine: {axis}: {n}: {difference} (rank {rank} of {url})" for n in names]
+    return lines
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How the values or the scales of a tensor differ; ``is_stale``: they are those of another version."""
+
+    kind: str
+    text: str
+    is_stale: bool = False
+
+
+class RankTensors:
+    """The tensors that one rank of a server must hold with the weights in ``folder``.
+
+    Args:
+        held: what the server held; gives its layout.
+        rank: the rank.
+        folder: Hugging Face folder of the weights.
+        shape: shape of the model.
+        dtype: dtype in which the trainer holds the weights.
+
+    Raises LayoutError, OSError and CheckpointError.
+    """
+
+    def __init__(
+        self,
+        held: HeldTensors,
+        rank: int,
+        folder: Path,
+        shape: ModelShape,
+        dtype: torch.dtype,
+    ) -> None:
+        self._rank = rank
+        self._table = EngineTensors(
+            shape, held.layout, held.device, quantized=held.quantized, only_rank=rank
+        )
+        self.flat_tensors: dict[str, Tensor] = {}
+        for name, size in self._table.sizes[rank].items():
+            zeros = torch.zeros(size, dtype=self._table.dtype_of(name, dtype))
+            self.flat_tensors[name] = zeros
+        places = TensorPlaces(self._table, rank, self.flat_tensors)
+        with open_weights(folder) as reader:
+            for name, dims in hf_tensors(shape).items():
+                tensor = reader.read_rows(name, 0, dims[0]).reshape(dims)
+                if held.quantized and is_quantized(name):
+                    places.load(encode(name, tensor.to(dtype)))
+                else:
+                    places.load([(name, tensor.to(self._table.sent_dtype(name, dtype)))])
+
+    def parts(self, engine_tensor: str) -> Iterator[tuple[str, EnginePart]]:
+        """Yield the Hugging Face tensors in an engine tensor, each with its place there."""
+        for name, parts in self._table.parts.items():
+            for part in parts:
+                if part.rank == self._rank and part.tensor == engine_tensor:
+                    yield name, part
+
+    def dims_of(self, name: str, part: EnginePart) -> list[int]:
+        """Return the shape of a Hugging Face tensor's part in the engine."""
+        dims = list(self._table.shapes[name])
+        dims[part.block.dim] = part.width
+        return dims
+
+    def blocks(self, name: str, part: EnginePart) -> Tensor:
+        """Return the scales in a part of a tensor of scales, or the checksums of the blocks of an FP8 tensor's part."""
+        dims = self.dims_of(name, part)
+        size = dims[0] * dims[1]
+        matrix = self.flat_tensors[part.tensor][part.start : part.start + size].view(dims)
+        return matrix if name.endswith(SCALE) else block_checksums(matrix)
+
+
+def tensor_faults(
+    held: HeldTensors,
+    rank: int,
+    own: RankTensors,
+    load_others: Callable[[], Mapping[int, RankTensors]],
+) -> list[TensorFault]:
+    """Return a fault for each tensor of a rank that is not the one in ``own``.
+
+    ``load_others`` returns the rank's tensors by other versions; it is called if a tensor differs.
+
+    Raises ValueError if the server's answer has another form.
+    """
+    checksums = held.checksums(rank)
+    different = [
+        name for name, flat in own.flat_tensors.items() if tiled_hash(flat) != checksums.get(name)
+    ]
+    if not different:
+        return []
+    others = load_others()
+    differences: dict[str, list[_Difference]] = {}
+    for engine_tensor in different:
+        held_blocks = held.blocks(rank, engine_tensor)
+        if held_blocks is None:
+            text = "differs from that of its version"
+            for version, tensors in others.items():
+                if tiled_hash(tensors.flat_tensors[engine_tensor]) == checksums.get(engine_tensor):
+                    text = f"that of version {version}"
+            differences[engine_tensor] = [_Difference("", text, is_stale=True)]
+            continue
+        for name, difference in _block_differences(engine_tensor, held_blocks, own, others):
+            differences.setdefault(name.removesuffix(SCALE), []).append(difference)
+    faults: list[TensorFault] = []
+    for name, parts in differences.items():
+        text = "; ".join(f"{part.kind} {part.text}".strip() for part in parts)
+        # Scales of another version beside values of this one are no stale weight.
+        is_stale_weight = all(part.is_stale for part in parts) and parts[0].kind != _SCALES
+        faults.append(TensorFault(name, rank, held.url, not is_stale_weight, text))
+    return faults
+
+
+def _block_differences(
+    engine_tensor: str,
+    held_blocks: Tensor,
+    own: RankTensors,
+    others: Mapping[int, RankTensors],
+) -> Iterator[tuple[str, _Difference]]:
+    """Yield the Hugging Face tensors in an engine tensor that differ, each with its difference."""
+    kind = _SCALES if engine_tensor.endswith(SCALE) else _VALUES
+    parts = list(own.parts(engine_tensor))
+    expected = {name: own.blocks(name, part) for name, part in parts}
+    place_of: dict[float, Block] = {}
+    for name, grid in expected.items():
+        for row, values in enumerate(grid.tolist()):
+            for column, value in enumerate(values):
+                place_of.setdefault(value, (name, row, column))
+    for name, part in parts:
+        grid = expected[name]
+        unit = 1 if own.flat_tensors[engine_tensor].dtype != DTYPE else BLOCK * BLOCK
+        start = part.start // unit
+        held_grid = held_blocks[start : start + grid.numel()].view(grid.shape)
+        is_different = held_grid != grid
+        if not is_different.any():
+            continue
+        for version, tensors in others.items():
+            other = tensors.blocks(name, part)
+            if torch.equal(held_grid[is_different], other[is_different]):
+                text = f"of {_places(is_different)} of version {version}"
+                yield name, _Difference(kind, text, is_stale=True)
+                break
+        else:
+            moved = _moved(held_grid, is_different, name, place_of)
+            if moved is not None:
+                yield name, _Difference(kind, f"of {moved}")
+            elif kind == _SCALES:
+                factors = held_grid[is_different] / grid[is_different]
+                yield name, _Difference(kind, f"of {_places(is_different)} {_factors(factors)}")
+            else:
+                yield name, _Difference(kind, f"of {_places(is_different)} differ")
+
+
+def _moved(
+    held_grid: Tensor,
+    is_different: Tensor,
+    name: str,
+    place_of: Mapping[float, Block],
+) -> str | None:
+    """Return which blocks are in each other's places; None unless each block is another one of the tensor."""
+    sources: dict[tuple[int, int], Block] = {}
+    for row, column in is_different.nonzero().tolist():
+        source = place_of.get(held_grid[row, column].item())
+        if source is None:
+            return None
+        sources[row, column] = source
+    texts: list[str] = []
+    for place, (source_name, *source) in sources.items():
+        where = f"block {tuple(source)}"
+        if source_name != name:
+            where += f" of {source_name}"
+        texts.append(f"{where} in the place of {place}")
+    more = ", ..." if len(texts) > _NAMED_BLOCKS else ""
+    return ", ".join(texts[:_NAMED_BLOCKS]) + more
+
+
+def _factors(factors: Tensor) -> str:
+    """Return by which factors scales differ."""
+    least, largest = float(factors.min()), float(factors.max())
+    if abs(largest - least) <= _SAME_FACTOR * abs(largest):
+        return f"times {largest:.4g}"
+    return f"times {least:.4g} to {largest:.4g}"
+
+
+def _places(is_different: Tensor) -> str:
+    """Return the blocks that differ in words: all, whole rows or columns of blocks, or the first few."""
+    if is_different.all():
+        return "all blocks"
+    for axis, word in ((1, "block row"), (0, "block column")):
+        lines = is_different.any(dim=axis)
+        if (is_different.all(dim=axis) == lines).all():
+            return _listed(word, lines.nonzero()[:, 0].tolist())
+    return _listed("block", [tuple(index) for index in is_different.nonzero().tolist()])
+
+
+def _listed(word: str, items: Sequence[object]) -> str:
+    plural = "s" if len(items) > 1 else ""
+    more = ", ..." if len(items) > _NAMED_BLOCKS else ""
+    return f"{word}{plural} {', '.join(map(str, items[:_NAMED_BLOCKS]))}{more}"
