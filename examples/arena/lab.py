@@ -156,8 +156,10 @@ def _trajectory(
 def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainConfig:
     """The lab's recipe for ``task``; ``changes``: in the form ``key.path=value``."""
     placed = [f"model.hf_checkpoint={task.checkpoint}", f"data.train={CONFIG}"]
-    replay = [f"rollout.router_replay={str(mismatch.replays).lower()}"]
-    return load_config(CONFIG, [*placed, *replay, *task.settings, *changes])
+    engine = [f"rollout.router_replay={str(mismatch.replays).lower()}"]
+    if mismatch.blocks:
+        engine.append("engine.quantization=fp8")
+    return load_config(CONFIG, [*placed, *engine, *task.settings, *changes])
 
 
 RATIO_ERROR, PROB_ERROR = "mismatch/ratio_error_by_mu", "mismatch/prob_error_by_mu"

@@ -139,6 +139,7 @@ class RunView:
             "steps": self._steps(),
             "names": [[name, _MEANING.get(name, "")] for name in metrics],
             "axes": _axes(metrics),
+            "bounds": self._bounds(metrics),
             "phases": self._phases(recorded),
             "masked": self._masked(),
             "fleet": self._fleet(),
@@ -254,6 +255,17 @@ class RunView:
         if (start := record.ranks_start or 1) > 1:
             rows.append(["ranks", "", f"start {start}: a rank died {start - 1} times"])
         return {"version": status.get("version"), "servers": rows}
+
+    def _bounds(self, metrics: Sequence[str]) -> dict[str, float]:
+        """Return the upper end of the normal range of each metric that has one, by the run's dtype."""
+        info = self._info()
+        dtype = info.dtype if info else "float32"
+        bounds: dict[str, float] = {}
+        for name in metrics:
+            normal = METRICS[name].normal if name in METRICS else None
+            if normal is not None and math.isfinite(normal.upper(dtype)):
+                bounds[name] = normal.upper(dtype)
+        return bounds
 
     def _unusual(self, recorded: Sequence[Record]) -> list[list[Any]]:
         """The newest finding about each metric outside its normal range: step, finding, what to check."""

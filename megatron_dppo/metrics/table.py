@@ -69,6 +69,8 @@ GAP = _metric(
         "smaller learning rate or fewer optimiser steps per batch. If the gap at equal weights is "
         "equally large, check that first. The bound is this project's choice.",
         high=0.02,
+        # What the policy moves, and the gap at equal weights.
+        high_fp8=0.045,
     ),
     line=Line("gap", "whole step", "second"),
 )
@@ -576,7 +578,7 @@ of rewards that have components, `data/FILE/prompts` and `data/FILE/reward` of e
 `weights/PHASE_s` of the newest weight update. The console marks a figure outside its normal range and says what to
 check.
 
-| name | meaning | divided by | normal, float32 (bfloat16) |
+| name | meaning | divided by | normal, float32 (bfloat16; FP8 weights in the servers) |
 |---|---|---|---|
 """
 
@@ -595,6 +597,8 @@ def reference() -> str:
         if row.normal is not None and math.isfinite(row.normal.most_rise):
             normal = [f"at most {row.normal.most_rise:g} times the mean of the steps before"] * 2
         text = normal[0] if normal[0] == normal[1] else f"{normal[0]} ({normal[1]})"
+        if row.normal is not None and row.normal.high_fp8 is not None:
+            text = f"{normal[0]} ({normal[1]}; {row.range_text('fp8')})"
         divisor = f"`{row.divisor}`" if row.divisor else ""
         meaning = linked(row.meaning).replace("|", "\\|")
         rows.append(f"| `{row.recorded_as or row.name}` | {meaning} | {divisor} | {text} |\n")

@@ -132,10 +132,29 @@ def test_what_is_told_of_a_run(tmp_path):
             "rollout/truncated": [0, 1],
             "evaluation/sums/accuracy": [0, 1],
         }
+        assert state["bounds"] == {"rollout/truncated": METRICS["rollout/truncated"].normal.high}
         # What is normal is below 1%.
         assert METRICS["mask/masked_positive"].axis() == (0, 0.01)
         curves = get(f"{url}curves?name=time/train_s&name=no/such")
         assert curves == {"time/train_s": [[0, 1, 2, 3, 4], [1, 2, 3, 1, 2]], "no/such": [[], []]}
+
+
+def test_the_gap_of_a_run_with_fp8_servers_has_its_own_normal_range(tmp_path):
+    config = minimal(tmp_path)
+    bounds = {}
+    for dtype, engine in (("bfloat16", {}), ("fp8", {"quantization": "fp8"})):
+        folder = tmp_path / dtype
+        folder.mkdir()
+        own = {**config, "engine": {**config.get("engine", {}), **engine}}
+        (folder / "config.yaml").write_text(resolved_yaml(TrainConfig.model_validate(own)))
+        gap = {"mismatch/mean_abs_prob_gap": 0.01, "policy/abs_prob_gap": 0.03}
+        MetricsWriter(folder).write(1, gap)
+        with served(folder) as url:
+            state = get(f"{url}state")
+        bounds[dtype] = state["bounds"]
+        assert len(state["unusual"]) == (2 if dtype == "bfloat16" else 0)
+    assert bounds["bfloat16"] == {"mismatch/mean_abs_prob_gap": 0.005, "policy/abs_prob_gap": 0.02}
+    assert bounds["fp8"] == {"mismatch/mean_abs_prob_gap": 0.025, "policy/abs_prob_gap": 0.045}
 
 
 @pytest.mark.parametrize(
@@ -334,6 +353,8 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             assert HOSTILE in await tab.ask("document.querySelector('#faults').textContent")
             assert HOSTILE in await tab.ask("document.querySelector('#samples').textContent")
             assert "taken" not in await tab.ask("document.title")
+            assert shown.count("normal: at most 0.1") == 1
+            assert await tab.ask("document.querySelectorAll('#curves [data-bound]').length") == 1
             # It fits, and can be read.
             assert await tab.ask(WIDEST) <= width
             assert await tab.ask(SMALLEST_TEXT) >= 10
