@@ -124,7 +124,7 @@ The claims were registered in `examples/arena/fp8.py` before the runs. Tests and
 the policy quantises as an engine with `engine.quantization: fp8` does, beside a trainer in float32; in the real loop \
 SGLang's CPU server does so, beside a trainer in bfloat16. Runs have 24 steps, which show how a rule begins to \
 learn and no collapse that needs longer. The learning rate was chosen without a sweep: one run of PG-IS \
-came before, six steps with seed 100. Where runs are missing, the machine's time ended before they were made.
+came before, six steps with seed 100. All runs in the lab were made.
 """
 
 

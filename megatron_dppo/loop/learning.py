@@ -344,11 +344,12 @@ class PlannedBatch:
 class Learner:
     """Trains on batches with ``algorithm``. ``topk``: K of the batches' TopK(mu), 0 if they carry none.
 
-    Three attributes describe the last batch:
+    Four attributes describe the last batch:
     ``most_masked``: the tokens that the mask blocked most often, the same on every rank.
     ``masked_by_response``: the number of blocked tokens of each response whose loss this rank computed.
     ``loss_columns``: inputs and results of the loss for each token, by position in the batch, on global rank 0 of a run
     with ``rollout.save``.
+    ``warned_of_gap``: whether a warning about its gap was logged, the same on every rank.
     """
 
     def __init__(

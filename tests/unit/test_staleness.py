@@ -203,8 +203,9 @@ def test_where_the_weights_may_differ_a_gap_is_told_and_stops_nothing(tmp_path, 
 
 def test_a_gap_is_told_again_where_it_has_doubled(tmp_path, caplog):
     watching = guard(tmp_path)
-    for gap in (1e-7, 1e-4, 1.1e-4, 2e-4, 2.1e-4, 2.3e-4, 5e-4):
-        watching.check(gap, is_stale=False)
+    gaps = (1e-7, 1e-4, 1.1e-4, 2e-4, 2.1e-4, 2.3e-4, 5e-4)
+    warned_of = [gap for gap in gaps if watching.check(gap, is_stale=False)]
+    assert warned_of == [1.1e-4, 2.3e-4, 5e-4]
     assert [line.split(" is ")[1].split()[0] for line in caplog.messages] == [
         "0.00011",
         "0.00023",
