@@ -644,6 +644,14 @@ def test_search_ranks_what_fits_and_says_how_to_get_there():
     assert len(close[0].changes) == min(len(p.changes) for p in found)
 
 
+def test_search_keeps_the_experts_and_replicas_of_servers():
+    options = ("sglang.tp_size=4", "sglang.ep_size=4", "sglang.attn_dp_size=2")
+    found = search(Question(recipe("qwen3_30b_a3b_base", *options), MOE, H100))
+    layouts = {p.plan.facts.engine.layout for p in found}
+    assert {(layout.expert, layout.attention_replicas) for layout in layouts} == {(4, 2)}
+    assert {layout.tensor for layout in layouts} <= {4, 8}
+
+
 @pytest.mark.parametrize(("given", "is_suggested"), [("null", False), ("false", True)])
 def test_a_proposal_names_no_value_that_the_recipe_has_already(given, is_suggested):
     """Without a value the optimizer is distributed by itself: in bfloat16, over several replicas."""
