@@ -81,7 +81,7 @@ def _row(recipe: str) -> list[str]:
     found = plans(recipe)
     facts = found["h100"].facts
     ranks = f"{facts.trainer.layout.world_size}: {facts.trainer.layout.describe()}"
-    servers = f"{facts.engine.servers} x TP{facts.engine.tensor}"
+    servers = f"{facts.engine.servers} x TP{facts.engine.layout.tensor}"
     cells = [_cell(plan) for plan in found.values()]
     return [f"`{recipe}`", f"{NODES[recipe]} x {gpus_per_node(recipe)}", ranks, servers, *cells]
 

@@ -164,7 +164,7 @@ def _engine(plan: RunPlan) -> Table | None:
     facts = plan.facts.engine
     if engine is None:
         return None
-    title = f"A server's GPU: {facts.servers} servers x TP {facts.tensor}, mem_fraction_static {engine.fraction}"
+    title = f"A server's GPU: {facts.servers} servers x TP {facts.layout.tensor}, mem_fraction_static {engine.fraction}"
     table = figures_table(
         title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
     )

@@ -230,8 +230,8 @@ def _moved(
             return None
         sources[row, column] = source
     texts: list[str] = []
-    for place, (source_name, *source) in sources.items():
-        where = f"block {tuple(source)}"
+    for place, (source_name, row, column) in sources.items():
+        where = f"block ({row}, {column})"
         if source_name != name:
             where += f" of {source_name}"
         texts.append(f"{where} in the place of {place}")
