@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_dppo.engine import hooks
 from megatron_dppo.model.engine_layout import EngineLayout
-from megatron_dppo.model.quantization import SCALE
+from megatron_dppo.model.quantization import SCALE_SUFFIX
 from megatron_dppo.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class HeldTensors:
         text = self.ranks[rank].get(name + _BLOCKS)
         if text is None:
             return None
-        dtype = torch.float32 if name.endswith(SCALE) else torch.int64
+        dtype = torch.float32 if name.endswith(SCALE_SUFFIX) else torch.int64
         return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=dtype)
 
 
@@ -116,7 +116,7 @@ def blocks_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     for name, tensor in tensors:
         if tensor.dtype == DTYPE:
             blocks = block_checksums(tensor.detach().reshape(-1, tensor.shape[-1]))
-        elif name.endswith(SCALE):
+        elif name.endswith(SCALE_SUFFIX):
             blocks = tensor.detach().float()
         else:
             continue

@@ -35,12 +35,12 @@ def attention_replicas(options: Mapping[str, Any]) -> int:
 class EngineLayout:
     """Sizes of an SGLang server: ``--tp-size``, ``--ep-size`` and ``--attn-dp-size``.
 
-    Experts' tensor parallelism is tensor / expert. Each of ``attention_replicas`` groups of neighbouring ranks computes
-    attention for requests of its own: the group divides the attention's weights and the embedding among its ranks.
-    Other weights are divided among all ranks.
+    The experts' tensor parallelism is tensor / expert. An attention replica is a group of neighbouring ranks that
+    computes attention for requests of its own: the group divides the attention's weights and the embedding among its
+    ranks. Other weights are divided among all ranks.
 
-    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as attention's
-    weights (``--enable-dp-lm-head``); otherwise all ranks divide it.
+    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as it does
+    attention's weights (``--enable-dp-lm-head``); otherwise all ranks divide the output matrix.
     """
 
     tensor: int = 1

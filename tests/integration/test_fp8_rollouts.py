@@ -23,7 +23,7 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.quantization import SCALE, is_quantized
+from megatron_dppo.model.quantization import SCALE_SUFFIX, is_quantized
 from megatron_dppo.weight_sync.canary import canary_prompts
 from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError
 from megatron_dppo.weight_sync.transaction import WeightUpdateError
@@ -253,7 +253,7 @@ def with_exchanged_blocks(encoded: Weights, stale: Weights) -> None:
 
 
 def with_a_stale_matrix(encoded: Weights, stale: Weights) -> None:
-    for name in encoded.keys() & {UP_PROJ, UP_PROJ.removesuffix(SCALE)}:
+    for name in encoded.keys() & {UP_PROJ, UP_PROJ.removesuffix(SCALE_SUFFIX)}:
         encoded[name] = stale[name]
 
 
@@ -261,11 +261,11 @@ def with_a_stale_matrix(encoded: Weights, stale: Weights) -> None:
     ("alter", "tensor", "difference"),
     [
         (as_they_are, None, ""),
-        (with_a_larger_scale, V_PROJ.removesuffix(SCALE), "scales of block row 1 times 1.5"),
+        (with_a_larger_scale, V_PROJ.removesuffix(SCALE_SUFFIX), "scales of block row 1 times 1.5"),
         (with_exchanged_blocks, O_PROJ, "values of block (0, 1) in the place of (0, 0), "),
         (
             with_a_stale_matrix,
-            UP_PROJ.removesuffix(SCALE),
+            UP_PROJ.removesuffix(SCALE_SUFFIX),
             "values of all blocks of version 40; scales of all blocks of version 40",
         ),
     ],

@@ -35,7 +35,7 @@ from megatron_dppo.logging import FatalError
 from megatron_dppo.loop import run, run_parts, run_rank
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, RolloutBatch
 from megatron_dppo.metrics import table as names
-from megatron_dppo.model.quantization import BLOCK, SCALE
+from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer import step
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
@@ -473,7 +473,7 @@ V_PROJ = "model.layers.1.self_attn.v_proj.weight"
 
 def with_larger_scales(tensors: Tensors) -> None:
     if V_PROJ in tensors:
-        tensors[V_PROJ + SCALE][1] *= 1.5
+        tensors[V_PROJ + SCALE_SUFFIX][1] *= 1.5
 
 
 def with_swapped_blocks(tensors: Tensors) -> None:

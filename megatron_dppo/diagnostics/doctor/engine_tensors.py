@@ -19,7 +19,7 @@ from megatron_dppo.engine.checksums import EnginePart, EngineTensors
 from megatron_dppo.engine.direct_loading import TensorPlaces
 from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.quantization import BLOCK, SCALE, is_quantized
+from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 
@@ -133,7 +133,7 @@ class RankTensors:
         dims = self.dims_of(name, part)
         size = dims[0] * dims[1]
         matrix = self.flat_tensors[part.tensor][part.start : part.start + size].view(dims)
-        return matrix if name.endswith(SCALE) else block_checksums(matrix)
+        return matrix if name.endswith(SCALE_SUFFIX) else block_checksums(matrix)
 
 
 def tensor_faults(
@@ -166,7 +166,7 @@ def tensor_faults(
             differences[engine_tensor] = [_Difference("", text, is_stale=True)]
             continue
         for name, difference in _block_differences(engine_tensor, held_blocks, own, others):
-            differences.setdefault(name.removesuffix(SCALE), []).append(difference)
+            differences.setdefault(name.removesuffix(SCALE_SUFFIX), []).append(difference)
     faults: list[TensorFault] = []
     for name, parts in differences.items():
         text = "; ".join(f"{part.kind} {part.text}".strip() for part in parts)
@@ -183,7 +183,7 @@ def _block_differences(
     others: Mapping[int, RankTensors],
 ) -> Iterator[tuple[str, _Difference]]:
     """Yield the Hugging Face tensors in an engine tensor that differ, each with its difference."""
-    kind = _SCALES if engine_tensor.endswith(SCALE) else _VALUES
+    kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
     expected = {name: own.blocks(name, part) for name, part in parts}
     place_of: dict[float, Block] = {}
