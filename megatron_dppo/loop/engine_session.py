@@ -307,7 +307,7 @@ class EngineSession:
         Servers on shared devices have released their weights, and those of adapters hold no policy: nothing is written.
         """
         holds_policy = not (self._devices.is_shared or isinstance(self._updater, AdapterUpdater))
-        if self._rank != 0 or not self._attached or not holds_policy:
+        if self._rank != 0 or not self._is_attached or not holds_policy:
             return
         try:
             held_tensors.write(path, self._updater.held_tensors())

@@ -457,6 +457,7 @@ class Learner:
             NonFiniteLossError, GapError, FrequencyError: before the optimiser step on the mini-batch at fault.
             NonFiniteLogProbsError: a recomputed log-probability is not finite.
         """
+        self.warned_of_gap = False
         start_time = time.perf_counter()
         recomputed_columns = [self._recomputed(batch, plan) for plan in batch.plans]
         self._masked_tokens.clear()
