@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.algorithms.table import PRESETS, carried_topk
-from megatron_dppo.config import forwarded, layout, schema
+from megatron_dppo.config import forwarded, layout, schema, speculation
 from megatron_dppo.config.data_files import data_files, repeated_files
 from megatron_dppo.config.data_schema import EnvironmentConfig, RewardConfig, Section
 from megatron_dppo.config.errors import ConfigError, given
@@ -439,6 +439,7 @@ def check_config(
             ),
             engine_split_faults(config.sglang, model),
             quantization_faults(config, model),
+            speculation.run_faults(config, model),
             _topk(algorithm, rollout.topk_log_probs, model.vocab_size),
             _stop_tokens(rollout.stop_token_ids, model.vocab_size),
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_dppo.config import speculation
 from megatron_dppo.config.errors import closest, expectation, given
 
 
@@ -345,8 +346,7 @@ SGLANG_OTHER_SHARES = (
 """Fields of ServerArgs that change the shares of weights on the ranks of a server, in ways that nothing here knows."""
 SGLANG_UNUSABLE: Mapping[str, str] = {
     "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
-    "speculative_algorithm": "weight updates are verified for the served model alone, and on a CPU SGLang commits the "
-    "most probable token where it should sample",
+    **speculation.UNUSABLE,
     "dllm_algorithm": "a response is sampled token by token, each with its probability",
     "enable_watermark": "tokens would not be drawn from the probabilities that the server reports",
     "watermark_config": "tokens would not be drawn from the probabilities that the server reports",
@@ -414,6 +414,7 @@ SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_cp_size", "dcp_size", "dwdp_size"), (None, 0, 1)),
     "offload_group_size": (None, -1, 0),
     "weight_cache_mode": (None, "off"),
+    **dict.fromkeys(speculation.THRESHOLDS, (None, 1)),
 }
 """Field of SGLANG_UNUSABLE -> the values that leave it off, where they are others than the usual."""
 
@@ -475,6 +476,9 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
         "cuda_graph_bs_decode",
         "cuda_graph_bs_prefill",
         "disable_cuda_graph_padding",
+        # Speculation.
+        speculation.ALGORITHM,
+        *speculation.NGRAM_OPTIONS,
         # Adapters.
         "enable_lora",
         "max_lora_rank",
@@ -609,6 +613,7 @@ class _SglangTable(ForwardedTable):
                 "sglang.load_balance_method: got 'follow_bootstrap_room', expected another: it sends a request to the "
                 "attention replica that disaggregated prefill chose, and requests of a run have none"
             )
+        yield from speculation.table_faults(values)
         replicas = values.get("dp_size")
         is_of_attention = values.get("enable_dp_attention") and not values.get("attn_dp_size")
         if replicas not in (None, 1) and not is_of_attention:

@@ -32,7 +32,7 @@ _FACTS = "facts"
 _COLUMN = "column."
 _FIELDS = (
     *("problem_id", "sample_index", "finish_reason", "text", "prompt_tokens", "cached_tokens"),
-    *("ended_by", "turn_rewards", "turn_times", "wants_score"),
+    *("verify_steps", "ended_by", "turn_rewards", "turn_times", "wants_score"),
 )
 """Fields of a trajectory that are stored as JSON. Reward, advantage and components are not: the score gives them."""
 

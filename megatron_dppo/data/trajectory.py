@@ -113,6 +113,8 @@ class Trajectory:
         prompt_tokens: Number of prompt tokens of all engine calls for this response. This attribute and all that follow
             are not in batch files.
         cached_tokens: Number of these tokens that were in the engine's prefix cache.
+        verify_steps: Number of steps of the engine that verified drafted tokens for this response; 0 without
+            speculation.
         ended_by: The limit that cut an episode off, in words.
         turn_rewards: An environment's rewards of the turns, in the order of the tokens.
         turn_times: The position of each turn in the order of sampling; empty if that is the order of the tokens.
@@ -137,6 +139,7 @@ class Trajectory:
     reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    verify_steps: int = 0
     ended_by: str = ""
     turn_rewards: tuple[float, ...] = ()
     turn_times: tuple[int, ...] = ()
@@ -215,6 +218,7 @@ class Trajectory:
             columns=columns,
             prompt_tokens=sum(p.prompt_tokens for p in parts),
             cached_tokens=sum(p.cached_tokens for p in parts),
+            verify_steps=sum(p.verify_steps for p in parts),
         )
 
     def _with_routing_version(self) -> Self:
@@ -517,6 +521,7 @@ class Outline(NamedTuple):
     turns: int
     prompt_tokens: int
     cached_tokens: int
+    verify_steps: int
     branch_lengths: tuple[int, ...]
     interruptions: tuple[int, ...]
     version_spans: tuple[VersionSpan, ...]

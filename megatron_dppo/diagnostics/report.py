@@ -543,6 +543,10 @@ TURN_PANELS = (
     partial(_draw_from_zero, panel="prefix", title="Prompt tokens in the prefix cache", unit="%"),
 )
 """Panels of episodes, drawn if any run's episodes have several turns."""
+DRAFT_PANELS = (
+    partial(_draw_from_zero, panel="accepted", title="Tokens for each verification", unit="tokens"),
+)
+"""Panels of speculative decoding, drawn if any run has recorded the tokens of its verifications."""
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Panels of weight updates, drawn if any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
@@ -616,24 +620,27 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """Draw the page: six panels, and two more each for the machine's use, generation ahead, turns and weight updates.
+    """Draw the page: six panels, and more for the machine's use, generation ahead, turns, drafts and weight updates.
 
     With several runs, their names are below.
     """
     drawn_panels = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
     drawn_panels += AHEAD_PANELS if _largest(runs, names.STALENESS_MAX) > 0 else ()
     drawn_panels += TURN_PANELS if _largest(runs, names.TURNS) > 1 else ()
+    drawn_panels += DRAFT_PANELS if is_recorded(runs, names.ACCEPTED_LENGTH) else ()
     drawn_panels += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
-    figure = Figure(figsize=(10.5, 11 * len(drawn_panels) / len(PANELS)), dpi=130)
+    rows = -(-len(drawn_panels) // 2)
+    figure = Figure(figsize=(10.5, 22 * rows / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     steps: list[int] = []
     for run in runs:
         steps += [step_of(record) for record in run.records]
     margin = max(0.8, 0.02 * (max(steps) - min(steps)))
-    for axes, draw in zip(
-        figure.subplots(len(drawn_panels) // 2, 2).flat, drawn_panels, strict=True
-    ):
+    places = list(figure.subplots(rows, 2).flat)
+    for unused_axes in places[len(drawn_panels) :]:
+        unused_axes.set_axis_off()
+    for axes, draw in zip(places, drawn_panels, strict=False):
         draw(axes, runs)
         if axes.get_xlabel() == STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)

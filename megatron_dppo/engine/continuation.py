@@ -155,6 +155,7 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
         text="",
         prompt_tokens=partial.prompt_tokens + answer.prompt_tokens,
         cached_tokens=partial.cached_tokens + answer.cached_tokens,
+        verify_steps=partial.verify_steps + answer.verify_steps,
     )
 
 

@@ -32,6 +32,7 @@ from megatron_dppo.engine import (
     direct_loading,
     flushing,
     held_tensors,
+    ngram_drafts,
     raw_checksums,
     recordings,
     server_state,
@@ -180,6 +181,7 @@ def _change_sglang() -> None:
     held_tensors.register()
     direct_loading.register()
     flushing.register()
+    ngram_drafts.register()
     if VARIABLE in os.environ:
         register_digests()
 

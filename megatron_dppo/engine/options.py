@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.config import schema
+from megatron_dppo.config import schema, speculation
 from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
@@ -27,6 +27,8 @@ from megatron_dppo.system.secret_variables import chosen_variables, without_secr
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Largest key-value cache on a CPU. SGLang's default takes most of the machine's memory."""
+CPU_NGRAM_NODES = 200_000
+"""Nodes of the n-grams that a CPU server remembers. SGLang's default, 10 million, takes gigabytes at the start."""
 FIRST_WEIGHT_VERSION = 0
 """The weight version of an engine that has just loaded its checkpoint; weight updates count up from 1."""
 
@@ -142,11 +144,7 @@ def server_options(
         "log_level_http": "warning",
     }
     if device == "cpu":
-        options |= {
-            "attention_backend": "torch_native",
-            "max_total_tokens": cpu_kv_tokens(config),
-            "sleep_on_idle": True,
-        }
+        options |= _cpu_options(config)
     elif model.is_moe:
         options["moe_runner_backend"] = EXPERT_KERNEL
     if model.delta is not None:
@@ -181,6 +179,18 @@ def server_options(
     # SGLang rejects this option without GPUs. It then accepts calls to release memory, and releases nothing.
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
+    return options
+
+
+def _cpu_options(config: ServerSections) -> dict[str, Any]:
+    """Return SGLang's options for a CPU server."""
+    options: dict[str, Any] = {
+        "attention_backend": "torch_native",
+        "max_total_tokens": cpu_kv_tokens(config),
+        "sleep_on_idle": True,
+    }
+    if speculation.algorithm_of(config.sglang) == speculation.NGRAM:
+        options["speculative_ngram_capacity"] = CPU_NGRAM_NODES
     return options
 
 

@@ -442,6 +442,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
             text=answer["text"],
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=int(meta.get("cached_tokens", 0)),
+            verify_steps=int(meta.get("spec_verify_ct", 0)),
         )
     except KeyError as error:
         raise EngineAnswerError(f"request {request.key}: the answer lacks {error}") from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from megatron_dppo.config import speculation
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, SGLANG_OTHER_SHARES
 from megatron_dppo.config.lora import updates_adapters
@@ -63,11 +64,15 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
         differences.append(f"vocabulary: the engine's is not {size} tokens")
-    needs_recordings = config.rollout.router_replay or config.rollout.interrupt == "abort"
-    if needs_recordings and not differences and not await client.offers_recordings():
+    needs_hooks = (
+        config.rollout.router_replay
+        or config.rollout.interrupt == "abort"
+        or speculation.algorithm_of(config.sglang) == speculation.NGRAM
+    )
+    if needs_hooks and not differences and not await client.offers_recordings():
         differences.append(
-            "recorded routing: not offered beside the JSON answer, and tokens of aborted responses may be lost, "
-            "expected a server that was started by megatron_dppo.engine.launch_server"
+            "recorded routing: not offered beside the JSON answer, tokens of aborted responses may be lost, and drafts "
+            "of n-grams may repeat a token, expected a server that was started by megatron_dppo.engine.launch_server"
         )
     if differences:
         raise EngineMismatchError(
@@ -98,6 +103,10 @@ def compare_server(
         "architectures": (model_info["architectures"], [family.architecture]),
         "dtype (--dtype)": (info["dtype"], config.model.dtype),
         "quantization": (info["quantization"], config.engine.quantization),
+        "--speculative-algorithm": (
+            speculation.algorithm_of(info),
+            speculation.algorithm_of(config.sglang),
+        ),
     }
     if updates_adapters(config.lora):
         actual_and_expected["--enable-lora"] = (info.get("enable_lora"), True)
@@ -108,6 +117,9 @@ def compare_server(
     for name, (actual_value, expected_value) in actual_and_expected.items():
         if actual_value != expected_value:
             differences.append(f"{name}: {actual_value!r}, expected {expected_value!r}")
+    for name, reason in speculation.UNUSABLE.items():
+        if not SGLANG.leaves_off(name, info.get(name)):
+            differences.append(f"{name}: {info[name]!r}, expected it off: {reason}")
     needed_tokens = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
     if info["max_total_num_tokens"] < needed_tokens:
         differences.append(

@@ -129,6 +129,8 @@ _LEAVE_S = 5.0
 """Time limit of the call to leave a broadcast group."""
 _SLACK_S = 10.0
 """Time by which the limit of a call that moves weights or memory exceeds ``timeout_s``."""
+_SERVED = {"selector": "target"}
+"""Part of a call about weights: it is about the served model alone, and leaves a draft of speculation as it is."""
 
 
 @dataclass(frozen=True)
@@ -447,10 +449,10 @@ class EngineWeights:
         """Open an update session, after closing a session that a failed update left open."""
         self.occupation.check("update weights", "weights")
         try:
-            await self._order("/begin_weight_update")
+            await self._order("/begin_weight_update", _SERVED)
         except EngineRequestError:
             await self._order("/end_weight_update")
-            await self._order("/begin_weight_update")
+            await self._order("/begin_weight_update", _SERVED)
 
     async def receive(self, header: WireHeader, group: str) -> None:
         """Make the engine join the broadcast of a bucket, and return when the bucket is loaded."""
@@ -461,6 +463,7 @@ class EngineWeights:
             "group_name": group,
             "load_format": "flattened_bucket",
             "flush_cache": False,
+            **_SERVED,
         }
         await self._move("/update_weights_from_distributed", body)
 
@@ -470,6 +473,7 @@ class EngineWeights:
             "serialized_named_tensors": shared_payloads(header, data, self.ranks),
             "load_format": "flattened_bucket",
             "flush_cache": False,
+            **_SERVED,
         }
         await self._move("/update_weights_from_tensor", body)
 
@@ -500,7 +504,7 @@ class EngineWeights:
 
     async def _by_rank(self, action: str) -> list[dict[str, str]]:
         """Return the answer of each engine rank to an ``action`` of ``/weights_checker``."""
-        answer = await self._move("/weights_checker", {"action": action})
+        answer = await self._move("/weights_checker", {"action": action, **_SERVED})
         with self._reading("/weights_checker"):
             by_rank = {
                 rank["parallelism_info"][0]["tp_rank"]: _without_constants(rank["checksums"])

@@ -50,6 +50,7 @@ class GroupRow(NamedTuple):
     branches: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    verify_steps: int = 0
     concentration: float | None = None
 
     @classmethod
@@ -67,6 +68,7 @@ class GroupRow(NamedTuple):
             branches=sum(len(t.branch_lengths) for t in group),
             prompt_tokens=sum(t.prompt_tokens for t in group),
             cached_tokens=sum(t.cached_tokens for t in group),
+            verify_steps=sum(t.verify_steps for t in group),
             concentration=concentration_of(group),
         )
 
@@ -167,6 +169,8 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     if total.prompt_tokens:
         # A batch from a file has no prompt tokens.
         figures[metric_names.PREFIX_CACHED] = total.cached_tokens / total.prompt_tokens
+    if total.verify_steps:
+        figures[metric_names.ACCEPTED_LENGTH] = total.tokens / total.verify_steps
     if total.branches > total.responses:
         figures[metric_names.BRANCHES] = total.branches / total.responses
     return figures | _concentration_figures(rows)

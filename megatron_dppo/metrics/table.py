@@ -360,6 +360,11 @@ PREFIX_CACHED = _metric(
     share=True,
     line=Line("prefix", "in the prefix cache", scale=100),
 )
+ACCEPTED_LENGTH = _metric(
+    "rollout/accepted_length",
+    "sampled tokens for each step in which a server verified drafted tokens; only with speculation",
+    line=Line("accepted", "tokens a verification"),
+)
 ENVIRONMENT_FAULTS = _metric(
     "environment/faults",
     "crashes, time-outs and refused answers of environments since the batch before",

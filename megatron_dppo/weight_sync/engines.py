@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_dppo.engine.changes import Changes, item_bytes
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError
+from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
@@ -293,6 +294,11 @@ class Engines:
         """
         self.each(lambda engine: engine.interrupt())
         return []
+
+    def restarted(self) -> list[str]:
+        """Return the URLs of engines with the version that a server has before its first update."""
+        versions = self.each(lambda engine: engine.version())
+        return [url for url, version in versions.items() if version == str(FIRST_WEIGHT_VERSION)]
 
     def set_version(self, version: str) -> None:
         """Set ``weight_version`` on every engine."""

@@ -400,9 +400,8 @@ class WeightUpdater:
         started = time.perf_counter()
         self.fence()
         try:
-            sends_changes = self._sends_changes(previous_version)
-            compare_memory = sends_changes or self._is_memory_due(previous_version)
-            compared_version = previous_version if compare_memory else None
+            compared_version = self._compared_version(phases, previous_version)
+            sends_changes = self._sends_changes(compared_version)
             paused_at = self._begin(phases, version, title, compared_version)
             if not verify:
                 self._keep_digests(None, exist=False)
@@ -443,7 +442,8 @@ class WeightUpdater:
             raise
         self.committed_version = version
         # Without digests there is nothing to compare, so that the period before the next comparison starts here.
-        self._count(verify=verify, canary=score, memory=compare_memory or not self._has_digests)
+        was_compared = compared_version is not None or not self._has_digests
+        self._count(verify=verify, canary=score, memory=was_compared)
         committed_at = time.perf_counter()
         counts = count_bytes(
             facts,
@@ -607,6 +607,25 @@ class WeightUpdater:
         if not self.config.network_gb_per_s:
             return None
         return self.config.network_gb_per_s * _GB
+
+    def _compared_version(self, phases: Phases, previous_version: int | None) -> int | None:
+        """Return the version with which the engines are compared before the update; None: they are not. Collective.
+
+        An engine that was started again holds no update's weights: all of them are sent to it.
+        """
+        is_due = self._sends_changes(previous_version) or self._is_memory_due(previous_version)
+        if not is_due:
+            return None
+        restarted_urls = self._on_rank_0(phases, "drain", Engines.restarted)
+        found = self.agree(json.dumps(restarted_urls) if restarted_urls else None)
+        if found is None:
+            return previous_version
+        log.warning(
+            "engines at %s were started again after weight version %s: all weights are sent",
+            ", ".join(json.loads(found)),
+            previous_version,
+        )
+        return None
 
     def _sends_changes(self, previous_version: int | None) -> bool:
         """Return whether the update sends changes to ``previous_version``; the same on every rank.

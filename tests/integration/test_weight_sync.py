@@ -584,19 +584,22 @@ def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
 
 
 def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) -> None:
-    """The other stays quarantined until an update without the dead one; then its successor joins."""
+    """The other stays quarantined until an update without the dead one; then its successor joins.
+
+    Updates send changes: whole weights after the failure, and to the new pair of servers.
+    """
     second = serve(served.folder)
     pid = second.process.pid
     both = [served.weights(), second.weights()]
     try:
-        updates = updater(both, Source(read(trained), model=trained))
+        updates = updater(both, Source(read(trained), model=trained), changes_only=True)
         report = updates.update(70)
         size = sum(t.nbytes for t in read(trained).values())
         assert (report.tensors, report.bytes_moved) == (2 * 21, 2 * size)
         assert_serves(served, trained, 70)
         assert_serves(second, trained, 70)
-        new = read(served.folder)
-        updates.source = Source(new, between=lambda: os.killpg(pid, signal.SIGKILL))
+        changed = nudged(read(trained))
+        updates.source = Source(changed, between=lambda: os.killpg(pid, signal.SIGKILL))
         patience = own_patience(30)
         with pytest.raises(WeightUpdateError) as failure:
             updates.update(71)
@@ -604,17 +607,21 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         assert failure.value.engines == (second.process.url,)
         assert updates.committed_version is None
         assert served.version() == "unverified-71"
-        updates.source = Source(new, model=served.folder)
+        updates.source = Source(read(served.folder), model=served.folder)
         updates.attach([served.process.url])
-        assert updates.update(71).verified
+        assert updates.update(71).sent_fraction == 1.0
         assert_serves(served, served.folder, 71)
         second.process.kill()
 
         second = serve(served.folder)
-        joined = updater([served.weights(), second.weights()], Source(read(trained), model=trained))
-        assert joined.update(72).verified
+        pair = [served.weights(), second.weights()]
+        joined = updater(pair, Source(read(trained), model=trained), changes_only=True)
+        assert joined.update(72).sent_fraction == 1.0
         assert_serves(served, trained, 72)
         assert_serves(second, trained, 72)
+        joined.source = Source(changed)
+        report = joined.update(73)
+        assert (report.verified, report.bytes) == (True, 8 * len(changed))
         joined.close()
     finally:
         second.process.kill()

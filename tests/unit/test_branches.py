@@ -52,7 +52,7 @@ def turns(
 
 # Of the second branch token 3 was sampled in the first: here it is given.
 FIRST = turns("1 2 3. 4. 5 6 7.", [1, 1, 2], 1, prompt_tokens=2 + 6)
-SECOND = turns("8 3 9 10.", [3], 2, prompt_tokens=3, cached_tokens=1)
+SECOND = turns("8 3 9 10.", [3], 2, prompt_tokens=3, cached_tokens=1, verify_steps=2)
 
 
 def joined(**fields: Any) -> Trajectory:
@@ -66,6 +66,7 @@ def test_each_sampled_token_has_the_loss_mask_once_and_context_never():
     assert t.response_ids.tolist() == [3, 4, 7, 10]
     assert (t.turns, t.sampled, t.branch_lengths) == (3, 4, (7, 4))
     assert (t.prompt_ids.tolist(), t.prompt_tokens, t.cached_tokens) == ([1, 2], 11, 1)
+    assert t.verify_steps == 2
     packed = pack([t])
     # Token t stands where it is predicted: 3 and 4 at 2 and 3, 7 at 6, 10 at 9, in no other branch.
     predicting = packed.loss_mask.nonzero().squeeze(1)

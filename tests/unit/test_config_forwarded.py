@@ -249,8 +249,14 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("speculative_algorithm", "NGRAM"),
-        ("speculative_algorithm", "EAGLE"),
+        ("speculative_algorithm", "STANDALONE"),
+        ("speculative_algorithm", "NEXTN"),
+        ("speculative_algorithm", "DFLASH"),
+        ("speculative_adaptive", "true"),
+        ("speculative_use_rejection_sampling", "true"),
+        ("speculative_accept_threshold_single", "0.9"),
+        ("speculative_accept_threshold_acc", "0.9"),
+        ("speculative_token_map", "map.pt"),
         ("disaggregation_mode", "prefill"),
         ("disaggregation_mode", "decode"),
         ("skip_tokenizer_init", "true"),
@@ -283,6 +289,8 @@ def test_a_server_that_can_not_serve_a_run_is_refused(problems, key, value):
 def test_options_that_are_given_as_off_are_taken(problems):
     assert not problems(
         "sglang.speculative_algorithm=null",
+        "sglang.speculative_accept_threshold_acc=1.0",
+        "sglang.speculative_adaptive=false",
         "sglang.disaggregation_mode='null'",
         "sglang.skip_tokenizer_init=false",
         "sglang.json_model_override_args='{}'",

@@ -68,6 +68,7 @@ def answer(**changes) -> dict:
         "output_top_logprobs_val_flat_b64": b64(TOPK_LOG_PROBS, "<f4"),
         "routed_experts": np.array(ROUTED, np.uint8),  # as it was fetched
         "cached_tokens": 2,
+        "spec_verify_ct": 1,
     }
     return {"text": "7", "output_ids": [7, 2], "meta_info": meta | changes}
 
@@ -92,6 +93,7 @@ def test_every_field_of_an_answer_is_read():
     assert got.finish_reason == "stop"
     assert got.text == "7"
     assert (got.reward, got.advantage) == (0, 0)
+    assert (got.prompt_tokens, got.cached_tokens, got.verify_steps) == (3, 2, 1)
     assert got.version_spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
     assert {name: (array.dtype, array.tolist()) for name, array in got.columns.items()} == {
         "rollout_log_probs": (np.float32, [-0.5, -0.25]),

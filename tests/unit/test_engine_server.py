@@ -83,6 +83,10 @@ def test_options_of_a_cpu_server(tmp_path):
     assert options["weight_version"] == "0"
     assert options["enable_return_routed_experts"] is False
     assert options["sleep_on_idle"] is True
+    assert "speculative_ngram_capacity" not in options
+    drafting = sections(tmp_path, sglang={"speculative_algorithm": "NGRAM"})
+    options = server_options(drafting, host="127.0.0.1", port=31000, seed=5)
+    assert options["speculative_ngram_capacity"] == 200_000
     assert not {"api_key", "admin_api_key"} & set(options)
 
 
@@ -328,6 +332,14 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
         "--max-total-tokens",
     ]
     assert "'bfloat16', expected 'float32'" in lines[2]
+    drafting = info | {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 1.0}
+    (line,) = compare_server(config, drafting, model_info)
+    assert line.startswith("--speculative-algorithm: 'NGRAM'")
+    ngrams = sections(tmp_path, sglang={"speculative_algorithm": "NGRAM"})
+    assert compare_server(ngrams, drafting, model_info) == []
+    eager = drafting | {"speculative_accept_threshold_acc": 0.9}
+    (line,) = compare_server(ngrams, eager, model_info)
+    assert line.startswith("speculative_accept_threshold_acc: 0.9")
     assert numbers(lines[4:]) == [129, 128, 130]
     assert compare_server(config, info | {"max_req_input_len": 124}, model_info) == []
     short = compare_server(config, info | {"max_req_input_len": 123}, model_info)

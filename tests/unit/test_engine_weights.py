@@ -19,6 +19,7 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
+from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
@@ -43,6 +44,7 @@ class Engine(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[str, tuple[int, str]] = {"/server_info": (200, json.dumps(SERVER_INFO))}
         self.asked: list[tuple[str, str | None]] = []
+        self.bodies: dict[str, bytes] = {}
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def info(self, **changes: Any) -> None:
@@ -53,14 +55,15 @@ class Handler(BaseHTTPRequestHandler):
     server: Engine
 
     def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = self.path.split("?")[0]
+        self.server.bodies[path] = body
         self.server.asked.append((self.path, self.headers["Authorization"]))
-        status, body = self.server.answers.get(path, (200, "{}"))
+        status, answer = self.server.answers.get(path, (200, "{}"))
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(answer.encode())
 
     def do_POST(self) -> None:
         self.do_GET()
@@ -180,6 +183,20 @@ def test_a_version_that_does_not_stick_is_an_error(
     control.set_version("6")
     with pytest.raises(EngineAnswerError, match=r"'6' .*'7'"):
         control.set_version("7")
+
+
+def test_calls_about_weights_are_about_the_served_model_alone(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect()
+    place = [{"tp_rank": 0}]
+    answer = {"ranks": [{"checksums": {"a": "0"}, "parallelism_info": place}]}
+    engine.answers["/weights_checker"] = (200, json.dumps(answer))
+    control.begin()
+    control.receive(WireHeader(("a",), ("float32",), ((1,),), 4), "group")
+    control.checksums()
+    for path in ("begin_weight_update", "update_weights_from_distributed", "weights_checker"):
+        assert json.loads(engine.bodies[f"/{path}"])["selector"] == "target"
 
 
 def test_checksums_come_by_rank_and_completely(

@@ -115,7 +115,7 @@ def test_every_row_names_a_divisor_and_a_panel_that_there_are():
     assert {row.divisor for row in METRICS.values()} - {None} <= set(METRICS)
     drawn = {panel for row in METRICS.values() if row.line and (panel := row.line.panel)}
     assert drawn == {"gap", "masked", "entropy", "reward", "length", "memory", "tflops", "mfu",
-                     "update seconds", "update bytes", "age", "waiting", "turns", "prefix"}  # fmt: skip
+                     "update seconds", "update bytes", "age", "waiting", "turns", "prefix", "accepted"}  # fmt: skip
 
 
 def test_the_page_of_metrics_is_the_table():

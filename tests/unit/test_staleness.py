@@ -94,6 +94,10 @@ def test_figures_are_those_of_all_generated_groups():
     }
     cached = [row._replace(prompt_tokens=10, cached_tokens=n) for n, row in enumerate(rows, 4)]
     assert generated_figures(cached)["rollout/prefix_cached"] == (4 + 5) / 20
+    assert (
+        generated_figures([row._replace(verify_steps=4) for row in rows])["rollout/accepted_length"]
+        == 12 / 8
+    )
     assert trained_figures(batch[2:]) == {"rollout/response_length_trained": 3.0}
     assert trained_figures(batch[1:]) == {"rollout/response_length_trained": 10 / 3}
     figures = selection_figures(rows, Selection((1,), dropped=1), rounds=2)

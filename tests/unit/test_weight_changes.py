@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -287,6 +287,12 @@ class Engine(test_weight_sync.Engine):
         super().__init__(url)
         self.sent: list[int] = []
         self.held = dict.fromkeys("ab", "1")
+        self.on_end: Callable[[], None] | None = None
+
+    async def end(self) -> None:
+        await super().end()
+        if self.on_end is not None:
+            self.on_end()
 
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
         plain = super().header(tensors)
@@ -367,6 +373,24 @@ def test_an_engine_without_the_base_is_named_and_sent_nothing() -> None:
     assert engine.sent == []
     engine.held = dict.fromkeys("ab", "1")
     assert sizes_of(engine, updates, source, 2) == WHOLE
+
+
+def test_whole_weights_are_sent_to_a_server_that_was_started_again(caplog) -> None:
+    engine, other = Engine(), Engine(test_weight_sync.B)
+    updates, source = connected(engine, other)
+    updates.update(1)
+    other.label, other.held = "0", {"a": "start", "b": "start"}
+    source.train()
+    other.sent.clear()
+
+    def load() -> None:
+        other.held = dict.fromkeys("ab", "1")
+
+    other.on_end = load
+    assert updates.update(2).sent_fraction == 1.0
+    assert other.sent == WHOLE
+    assert f"{test_weight_sync.B} were started again" in caplog.text
+    assert sizes_of(other, updates, source, 3) == CHANGED
 
 
 def test_a_wrong_checksum_of_the_base_is_named() -> None:

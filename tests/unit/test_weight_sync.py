@@ -152,6 +152,7 @@ class Engine(ConstantScores):
         self.decode_value = SCORE
         self.closed = False
         self.held = dict.fromkeys("abc", "1")
+        self.label = "0"
 
     async def close(self) -> None:
         self.closed = True
@@ -182,6 +183,10 @@ class Engine(ConstantScores):
 
     async def set_version(self, label: str) -> None:
         self.step(label)
+        self.label = label
+
+    async def version(self) -> str:
+        return self.label
 
     async def close_group(self, name: str) -> None:
         self.step("close_group")

@@ -27,6 +27,7 @@ from megatron_dppo.engine.sglang_cpu import (
     received_buckets,
     sampling,
     shared_expert,
+    speculation,
 )
 from megatron_dppo.tensor_hash import tiled_hash
 
@@ -66,6 +67,18 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == speculation.NGRAM
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        """Replace SGLang's CUDA kernels of n-gram speculation: SGLang calls this before it makes its memory pools."""
+        if algorithm == speculation.NGRAM:
+            speculation.use_pytorch(_replace)
+        return None
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        return speculation.cache_locations
 
     def empty_cache(self) -> None:
         """Do nothing: the base class would collect garbage, which takes 0.4 s at every flush and resume."""

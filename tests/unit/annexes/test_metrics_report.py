@@ -107,7 +107,8 @@ def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
     speed = {names.TFLOPS: 240.0, names.MFU: 0.24, names.PEAK_MEMORY: 60.0, names.IDLE_SHARE: 0.02}
     updates = {names.UPDATE_SECONDS: 3.0, names.UPDATE_STALL: 2.5, names.UPDATE_BYTES_MOVED: 6e10}
     single, several = {names.TURNS: 1.0}, {names.TURNS: 1.5, names.PREFIX_CACHED: 0.5}
-    for recorded, rows in ((speed | single, 4), (updates, 5), (several, 6)):
+    drafted = {names.ACCEPTED_LENGTH: 1.4}
+    for recorded, rows in ((speed | single, 4), (updates, 5), (several, 6), (drafted, 7)):
         for record in lines[1:]:
             record.update(recorded)
         (used / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))

@@ -1,0 +1,179 @@
+"""Checks of speculative decoding, which the ``sglang:`` table turns on.
+
+With a right verification of the drafted tokens, each token is drawn from the served model's own probabilities, and the
+server reports these. Only algorithms for which that was shown, or read in SGLang's source, are admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config import schema
+from megatron_dppo.config.errors import given
+from megatron_dppo.config.lora import updates_adapters
+from megatron_dppo.model.shape import ModelShape
+
+ALGORITHM = "speculative_algorithm"
+NGRAM = "NGRAM"
+DRAFT_MODELS = ("EAGLE", "EAGLE3")
+"""Algorithms with a draft that is a model of its own. Updates of weights leave it as it is."""
+NGRAM_OPTIONS = (
+    "speculative_num_draft_tokens",
+    "speculative_ngram_min_bfs_breadth",
+    "speculative_ngram_max_bfs_breadth",
+    "speculative_ngram_match_type",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_capacity",
+)
+"""Fields of ServerArgs that NGRAM reads. None changes the probabilities of tokens."""
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+UNUSABLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        THRESHOLDS,
+        "drafted tokens would be accepted more often than the probabilities that the server reports say",
+    ),
+    **dict.fromkeys(
+        (
+            "speculative_use_rejection_sampling",
+            "speculative_use_block_verification",
+            "speculative_adaptive",
+            "speculative_adaptive_config",
+            "speculative_token_map",
+            "speculative_ngram_external_corpus_path",
+            "enable_multi_layer_eagle",
+            "uno_lora_path",
+            "spec_trace_dir",
+        ),
+        "this form of speculation was not compared with plain decoding",
+    ),
+}
+"""Reason why each of these fields of ServerArgs must be off."""
+_OFF = (None, "", "null", "none")
+
+
+def algorithm_of(table: Mapping[str, Any]) -> str | None:
+    """Return the algorithm of the ``sglang:`` table; None without speculation."""
+    value = table.get(ALGORITHM)
+    return None if value in _OFF else str(value)
+
+
+def table_faults(table: Mapping[str, Any]) -> Iterator[str]:
+    """Report speculation in the ``sglang:`` table that would change what is sampled, or that nobody has read."""
+    algorithm = algorithm_of(table)
+    subject = f"sglang.{ALGORITHM}: got {given(table.get(ALGORITHM))}"
+    if algorithm == NGRAM:
+        yield from _ngram_faults(table)
+    elif algorithm in DRAFT_MODELS:
+        yield from _draft_faults(table, algorithm)
+    elif algorithm is not None:
+        yield (
+            f"{subject}, expected {NGRAM!r}, {' or '.join(map(repr, DRAFT_MODELS))}: other drafts are parts of the "
+            "model that training leaves behind, or draw tokens in ways that were not compared with plain decoding"
+        )
+
+
+def _ngram_faults(table: Mapping[str, Any]) -> Iterator[str]:
+    breadth = table.get("speculative_ngram_max_bfs_breadth")
+    if breadth == 1:
+        yield (
+            f"sglang.speculative_ngram_max_bfs_breadth: got {given(breadth)}, expected at least 2: matches of several "
+            "lengths make a tree, and SGLang's kernels then read no mask of one"
+        )
+    page_size = table.get("page_size")
+    if page_size not in (None, 1):
+        yield (
+            f"sglang.page_size: got {given(page_size)} with {ALGORITHM} {NGRAM}, expected 1: SGLang moves the accepted "
+            "tokens of a tree within pages for one kernel of attention alone"
+        )
+    if table.get("attn_dp_size") not in (None, 0, 1) or table.get("enable_dp_attention"):
+        yield (
+            f"sglang.{ALGORITHM}: got {given(NGRAM)} with attention replicas, expected one replica: SGLang has "
+            "no n-grams there"
+        )
+
+
+def _draft_faults(table: Mapping[str, Any], algorithm: str) -> Iterator[str]:
+    if table.get("speculative_draft_model_path") in _OFF:
+        yield (
+            f"sglang.speculative_draft_model_path: got nothing with {ALGORITHM} {algorithm}, expected the folder of a "
+            "draft that training leaves as it is"
+        )
+    topk = table.get("speculative_eagle_topk")
+    if topk != 1:
+        yield (
+            f"sglang.speculative_eagle_topk: got {given(topk)} with {ALGORITHM} {algorithm}, expected 1: SGLang moves "
+            "the keys and values of a tree's accepted tokens, but not their recorded routing"
+        )
+    steps = table.get("speculative_num_steps")
+    if not isinstance(steps, int) or steps < 1:
+        yield (
+            f"sglang.speculative_num_steps: got {given(steps)} with {ALGORITHM} {algorithm}, expected at least 1: "
+            "SGLang would choose the number of drafted tokens and a tree itself"
+        )
+
+
+def run_faults(config: schema.TrainConfig, model: ModelShape) -> Iterator[str]:
+    """Report parts of a run that exclude its servers' speculation."""
+    algorithm = algorithm_of(config.sglang)
+    if algorithm is None:
+        return
+    option = f"sglang.{ALGORITHM} {algorithm}"
+    if config.engine.deterministic:
+        yield (
+            f"engine.deterministic: got true with {option}, expected false: the numbers that draw a token then depend "
+            "on its draft, and drafts depend on the other requests"
+        )
+    if config.rollout.interrupt != "drain":
+        yield (
+            f"rollout.interrupt: got {config.rollout.interrupt!r} with {option}, expected 'drain': the tokens of the "
+            "last verification of an interrupted response were not compared with its end, and to redraw only some of "
+            "them would favour drafted tokens"
+        )
+    if updates_adapters(config.lora):
+        yield (
+            f"lora.update: got 'adapters' with {option}, expected 'merged': verification of drafts with adapters was "
+            "not compared with plain decoding"
+        )
+    if model.delta is not None:
+        yield (
+            f"sglang.{ALGORITHM}: got {algorithm!r} for a model of the family {model.family}, expected none: the "
+            "states of its delta nets after a rejected draft were not compared with plain decoding"
+        )
+    if algorithm in DRAFT_MODELS:
+        yield from _draft_run_faults(config, algorithm)
+
+
+def _is_same_folder(first: str, second: str) -> bool:
+    return Path(first).resolve() == Path(second).resolve()
+
+
+def _draft_run_faults(config: schema.TrainConfig, algorithm: str) -> Iterator[str]:
+    option = f"sglang.{ALGORITHM} {algorithm}"
+    draft = str(config.sglang.get("speculative_draft_model_path"))
+    if _is_same_folder(draft, config.model.hf_checkpoint):
+        yield (
+            f"sglang.speculative_draft_model_path: got {draft!r}, which is model.hf_checkpoint, expected the folder of "
+            "a draft that training leaves as it is"
+        )
+    if config.engine.placement == "colocated":
+        yield (
+            f"engine.placement: got 'colocated' with {option}, expected another one: a server that releases its memory "
+            "loses the weights of its draft, and no update sends them again"
+        )
+    if config.engine.quantization is not None:
+        yield (
+            f"engine.quantization: got {config.engine.quantization} with {option}, expected none: such a server starts "
+            "with arbitrary weights, also of its draft"
+        )
+    if config.weight_sync.strategy == "disk":
+        yield (
+            f"weight_sync.strategy: got 'disk' with {option}, expected another one: SGLang would load the folder into "
+            "the draft too"
+        )
+    if config.engine.device == "cpu":
+        yield (
+            f"sglang.{ALGORITHM}: got {algorithm!r} with engine.device cpu, expected {NGRAM!r}: SGLang's kernels of "
+            "drafts run on GPUs"
+        )
