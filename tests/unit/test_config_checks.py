@@ -570,8 +570,10 @@ def test_the_longest_that_a_model_serves_or_a_replay_trains(problems, check, tmp
 
 def test_the_engine_s_split_divides_the_heads(problems, check):
     check("sglang.tp_size=4")  # 4 heads; each of 2 key-value heads is on two ranks
-    (problem,) = problems("sglang.tp_size=3")
+    problem, *others = problems("sglang.tp_size=3")
     assert mentions(problem, "sglang.tp_size", 3, 4)
+    # Nor does it divide the width of the experts.
+    assert all(other.startswith("sglang.tp_size: got 3") for other in others)
 
 
 def test_many_problems_are_a_screen():

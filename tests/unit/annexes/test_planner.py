@@ -324,7 +324,7 @@ def test_fp8_rollouts_in_the_plan():
 def test_kv_cache_by_hand():
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=2", mean_response=8192, mean_prompt=256)
     assert kv_bytes_per_token(MOE, run.engine) == 2 * 48 * 2 * 128 * 2
-    assert kv_bytes_per_token(MOE, replace(run.engine, tensor=8)) == 2 * 48 * 1 * 128 * 2
+    assert kv_bytes_per_token(MOE, replace(run.engine, layout=EngineLayout(8))) == 2 * 48 * 1 * 128 * 2
     found = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
     assert found.kv_tokens == found.kv_pool // 49152
     assert found.sequences == found.kv_tokens // 8448
@@ -877,7 +877,7 @@ def test_pipeline_stages_are_filled_and_drained_in_prefill():
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8")
     rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
     run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
-    stages = replace(run, engine=replace(run.engine, tensor=4, pipeline=2))
+    stages = replace(run, engine=replace(run.engine, layout=EngineLayout(4), pipeline=2))
     cluster = Cluster(DEVICES["h100"], 1, 8)  # two passes of 8,192 tokens
     assert prefill_seconds(stages, cluster) == pytest.approx(1.5 * prefill_seconds(run, cluster))
 
