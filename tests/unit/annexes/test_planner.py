@@ -324,7 +324,9 @@ def test_fp8_rollouts_in_the_plan():
 def test_kv_cache_by_hand():
     run = facts("qwen3_30b_a3b_base", "sglang.tp_size=2", mean_response=8192, mean_prompt=256)
     assert kv_bytes_per_token(MOE, run.engine) == 2 * 48 * 2 * 128 * 2
-    assert kv_bytes_per_token(MOE, replace(run.engine, layout=EngineLayout(8))) == 2 * 48 * 1 * 128 * 2
+    assert (
+        kv_bytes_per_token(MOE, replace(run.engine, layout=EngineLayout(8))) == 2 * 48 * 1 * 128 * 2
+    )
     found = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
     assert found.kv_tokens == found.kv_pool // 49152
     assert found.sequences == found.kv_tokens // 8448
