@@ -72,6 +72,8 @@ class DistributedStrategy(Strategy):
         self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
         self._meeting_points: list[Any] = []
+        self._aborted_groups: list[str] = []
+        """On rank 0: names of aborted groups, which the engines keep with their connections until they leave."""
         self._packer = Packer(transfer.engines.first.pieces)
         self._broadcast: Future[None] | None = None
         """The last broadcast of this rank, until it has been waited for."""
@@ -97,6 +99,7 @@ class DistributedStrategy(Strategy):
     def begin(self, meeting_points: Sequence[Any]) -> None:
         new_groups: list[str] = []
         if self._transfer.is_rank_0:
+            self._leave_aborted_groups()
             former_points = self._meeting_points
             self._meeting_points = list(meeting_points)
             for point in meeting_points:
@@ -143,6 +146,7 @@ class DistributedStrategy(Strategy):
             self._call_off()
         self._broadcast = None
         self._requests = None
+        self._aborted_groups += self._group_names()
         self._meeting_points = []
         self._announcements.clear()
         if self._group is not None:
@@ -151,13 +155,25 @@ class DistributedStrategy(Strategy):
 
     def close(self) -> None:
         """Have the engines leave the groups. Never raises: an engine that has ended has also left."""
-        for _, _, name, _ in filter(None, self._meeting_points):
+        self._leave(self._group_names())
+        self._leave_aborted_groups()
+        self._meeting_points = []
+        self.abort()
+
+    def _group_names(self) -> list[str]:
+        return [name for _, _, name, _ in filter(None, self._meeting_points)]
+
+    def _leave_aborted_groups(self) -> None:
+        self._leave(self._aborted_groups)
+        self._aborted_groups = []
+
+    def _leave(self, names: Sequence[str]) -> None:
+        """Have the engines leave groups. Never raises."""
+        for name in names:
             try:
                 self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
             except ENGINE_FAULTS as error:
                 log.info("an engine did not leave the weight group: %s", error)
-        self._meeting_points = []
-        self.abort()
 
     def _open_group(self, address: str, port: int, name: str, backend: str) -> None:
         """Have every engine join the group."""

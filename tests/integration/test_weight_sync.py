@@ -588,6 +588,7 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
 
     Updates send changes: whole weights after the failure, and to the new pair of servers.
     """
+    earlier_groups = set(served.weights().groups)
     second = serve(served.folder)
     pid = second.process.pid
     both = [served.weights(), second.weights()]
@@ -611,6 +612,8 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         updates.attach([served.process.url])
         assert updates.update(71).sent_fraction == 1.0
         assert_serves(served, served.folder, 71)
+        # The engine has left the group of the failed update, whose connections it would keep.
+        assert len(set(served.weights().groups) - earlier_groups) == 1
         second.process.kill()
 
         second = serve(served.folder)
