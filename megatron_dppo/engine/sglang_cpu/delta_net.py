@@ -169,8 +169,15 @@ def extend(
         if start == end:
             continue
         slot = int(cache_indices[request])
-        request_tensors = [x[0, start:end] for x in (q, k, v, g, beta)]
-        output[0, start:end], ssm_states[slot] = delta_rule(*request_tensors, ssm_states[slot])
+        tokens = slice(start, end)
+        output[0, tokens], ssm_states[slot] = delta_rule(
+            q[0, tokens],
+            k[0, tokens],
+            v[0, tokens],
+            g[0, tokens],
+            beta[0, tokens],
+            ssm_states[slot],
+        )
     return output, None, None
 
 
