@@ -43,10 +43,9 @@ PATIENCE_S = 600.0
 LAYOUTS = {
     "two": {"tp_size": 2, "enable_dp_lm_head": True},
     "two-one-output": {"tp_size": 2, "enable_dp_lm_head": False},
-    "four": {"tp_size": 4, "enable_dp_lm_head": True},
     "four-one-output": {"tp_size": 4, "enable_dp_lm_head": False},
 }
-"""Two replicas of one rank or of two. All ranks share one output matrix, or those of each replica share one."""
+"""Two replicas of one rank or of two. All ranks share one output matrix, or each replica of one rank has its own."""
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Heads of the model, which the ranks of a replica divide."""
 

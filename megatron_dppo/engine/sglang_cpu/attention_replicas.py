@@ -35,9 +35,7 @@ def all_gather(output: Tensor, input: Tensor, group_name: str) -> None:
     """Gather in one of SGLang's groups of ranks; its custom operator has no kernel for CPUs."""
     from sglang.srt.distributed import parallel_state
 
-    # A replica without requests has no rows on any of its ranks, and Gloo gathers no empty tensors.
-    if output.numel():
-        parallel_state._groups[group_name]()._all_gather_into_tensor(output, input)
+    parallel_state._groups[group_name]()._all_gather_into_tensor(output, input)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group_name: str) -> None:
