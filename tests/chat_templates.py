@@ -280,8 +280,9 @@ PUBLISHED: dict[str, PublishedTemplate] = {
     "deepseek_v3, Moonlight": PublishedTemplate(MOONLIGHT),
     "glm4_moe": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
     "glm4_moe_lite": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
-    # The published template was not at hand: this one says nothing about it.
+    # The published templates were not at hand: this one says nothing about them.
     "hy_v3": PublishedTemplate(CHAT_TEMPLATE),
+    "gpt_oss": PublishedTemplate(CHAT_TEMPLATE),
     "minimax_m2": PublishedTemplate(MINIMAX, opened="<think>\n"),
     "qwen3_next": PublishedTemplate(QWEN2.replace("You are helpful.", ""), call=_HERMES),
     "qwen3_next, thinking": PublishedTemplate(QWEN3_THINKING, opened="<think>\n", call=_HERMES),

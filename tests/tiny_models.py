@@ -15,6 +15,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
     LlamaConfig,
@@ -53,6 +55,15 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 512,
+}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 256,
 }
 R1_FORM = {
     "q_lora_rank": 48,
@@ -219,6 +230,20 @@ def save_tiny_model(
             "router_scaling_factor": 1.8,
         },
     )
+    builders["gpt_oss"] = (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": hidden,
+            # Windows and limits that short sequences and small weights reach.
+            "sliding_window": 8,
+            "swiglu_limit": 1.0,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
+    )
     builders["qwen3_next"] = (
         Qwen3NextConfig,
         Qwen3NextForCausalLM,
@@ -256,9 +281,15 @@ def save_tiny_model(
     model = model_class(config_class(**{**common, **rope, **extra, **overrides}))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            scale = 0.2 if "mlp.gate." in name or "shared_expert_gate" in name else 0.08
+            scale = (
+                0.2
+                if "mlp.gate." in name or "mlp.router." in name or "shared_expert_gate" in name
+                else 0.08
+            )
             if name.endswith("A_log"):
                 p.copy_(2 * torch.rand_like(p))
+            elif name.endswith((".sinks", "experts.gate_up_proj_bias", "experts.down_proj_bias")):
+                p.copy_(0.5 * torch.randn_like(p))
             elif "norm" not in name:
                 p.copy_(scale * torch.randn_like(p))
             elif family in ONE_PLUS and not name.endswith("linear_attn.norm.weight"):

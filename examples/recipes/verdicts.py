@@ -43,6 +43,7 @@ NODES = {
     "glm_4.7_flash_gsm8k": 4,
     "qwen3_next_80b_a3b_gsm8k": 6,
     "qwen3_5_35b_a3b_gsm8k": 4,
+    "gpt_oss_20b_gsm8k": 2,
 }
 """Recipe -> nodes."""
 GPUS_PER_NODE = {"olmoe_1b_7b_gsm8k": 4}

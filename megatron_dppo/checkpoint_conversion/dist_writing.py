@@ -245,7 +245,9 @@ def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_C
         stacked = written_parameter(shape, p.name)
         sources = {s.hf_name for s in p.segments}
         dtype = dtypes[p.segments[0].hf_name]
-        if len(sources) == 1:
+        if any(s.hf_step > 1 for s in p.segments):
+            yield _Chunk(p, stacked, dtype, 0, p.shape[0])
+        elif len(sources) == 1:
             for start, count in row_blocks(TensorSpec(p.shape, dtype)):
                 yield _Chunk(p, stacked, dtype, start, count)
         elif len(sources) == len(p.segments):

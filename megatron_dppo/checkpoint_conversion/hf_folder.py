@@ -162,6 +162,8 @@ _BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of buffers that follow from config.json; transformers and SGLang do not read them either."""
 _PACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 """Names of the tensors [experts, rows, columns] in which transformers 5 packs all experts of a layer."""
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of the two tensors that a quantised checkpoint has in place of a matrix."""
 
 
 class SafetensorsReader(Closing):
@@ -235,17 +237,19 @@ class SafetensorsReader(Closing):
     def _split_experts(self) -> None:
         family_tensors = packed_experts(self.folder)
         for name, file in list(self._file_of.items()):
-            templates = _transformers_templates(name)
+            templates, is_transposed = _transformers_templates(name), False
             if family_tensors:
-                templates = _family_templates(name, family_tensors)
+                templates, is_transposed = _family_templates(name, family_tensors)
             shape = file.entries[name].shape
             # A tensor of a wrong shape stays whole, so that ``check`` reports its name.
             if not templates or len(shape) < 2 or shape[1] % len(templates):
                 continue
+            if is_transposed and len(shape) != 3:
+                continue
             # From here on ``file`` has the parts instead of the packed tensor.
             del self._file_of[name]
             packed = file.entries.pop(name)
-            parts = _parts_of(packed, templates)
+            parts = _parts_of(packed, templates, is_transposed=is_transposed)
             duplicates = sorted(parts.keys() & self._file_of.keys())
             if duplicates:
                 raise CheckpointError(f"{self.folder}: {duplicates[0]} is also in {name}")
@@ -287,32 +291,41 @@ def _transformers_templates(name: str) -> list[str]:
     return [f"{match[1]}.{{expert}}.{matrix}.weight" for matrix in matrices]
 
 
-def _family_templates(name: str, family_tensors: Sequence[PackedExperts]) -> list[str]:
-    """Name templates of an expert's matrices in a packed tensor of the model family; empty for another tensor."""
+def _family_templates(name: str, family_tensors: Sequence[PackedExperts]) -> tuple[list[str], bool]:
+    """Return the name templates of an expert's matrices in a packed tensor of the model family, and whether it has them
+    transposed; no template for another tensor."""
     for packed in family_tensors:
         pattern = re.escape(packed.name).replace(r"\{layer\}", r"(\d+)")
-        match = re.fullmatch(pattern, name)
+        match = re.fullmatch(f"{pattern}({MXFP4_BLOCKS}|{MXFP4_SCALES})?", name)
         if match is not None:
-            return [matrix.replace("{layer}", match[1]) for matrix in packed.matrices]
-    return []
+            ending = match[2] or ""
+            matrices = [matrix.replace("{layer}", match[1]) + ending for matrix in packed.matrices]
+            # MXFP4 has blocks of elements of a row, so its rows are those of the matrix.
+            return matrices, packed.is_transposed and not ending
+    return [], False
 
 
 def _parts_of(
-    packed: tensor_store.Entry, templates: Sequence[str]
+    packed: tensor_store.Entry, templates: Sequence[str], *, is_transposed: bool
 ) -> dict[str, tensor_store.Entry]:
     """Return where each matrix of each expert is in a packed tensor.
 
-    Experts follow each other, and within an expert its matrices do (gate_proj, then up_proj), each as whole rows.
+    Experts follow each other, and within an expert its matrices do (gate_proj, then up_proj), each as whole rows, or
+    as whole columns.
     """
     experts, rows, *widths = packed.shape
     dims = (rows // len(templates), *widths)
+    if is_transposed:
+        dims = dims[::-1]
     size = packed.dtype.itemsize * math.prod(dims)
     parts: dict[str, tensor_store.Entry] = {}
     offset = packed.offset
     for expert in range(experts):
         for template in templates:
             name = template.format(expert=expert)
-            parts[name] = tensor_store.Entry(dims, packed.dtype, offset=offset)
+            parts[name] = tensor_store.Entry(
+                dims, packed.dtype, offset=offset, is_transposed=is_transposed
+            )
             offset += size
     return parts
 

@@ -1,7 +1,11 @@
-"""Reading 8-bit weights with their scales (``quantization_config: {quant_method: fp8}``) as fp32, and writing them.
+"""Reading weights of 8 and of 4 bits with their scales as fp32, and writing those of 8 bits.
 
-A matrix of type F8_E4M3 has a tensor ``..._scale_inv``: a factor for each block of ``weight_block_size`` (rows,
-columns), or one factor for the whole matrix.
+A matrix of type F8_E4M3 (``quantization_config: {quant_method: fp8}``) has a tensor ``..._scale_inv``: a factor for
+each block of ``weight_block_size`` (rows, columns), or one factor for the whole matrix.
+
+In place of a matrix of MXFP4 (``quant_method: mxfp4``), [rows, columns], a checkpoint has two tensors of bytes:
+``..._blocks`` [rows, columns / 32, 16], of which each byte has two elements, the first in its low bits, and
+``..._scales`` [rows, columns / 32], the exponents of the blocks' factors.
 """
 
 from __future__ import annotations
@@ -14,7 +18,12 @@ from pathlib import Path
 import torch
 
 from megatron_dppo import block_fp8
-from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, ShardedWriter
+from megatron_dppo.checkpoint_conversion.hf_folder import (
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    SafetensorsReader,
+    ShardedWriter,
+)
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec, check_store
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
@@ -92,11 +101,78 @@ class DequantizedReader(Closing):
         self._reader.close()
 
 
-def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader:
-    """Open a Hugging Face folder with a supported config.json, with or without 8-bit weights. Raises
+_MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The values of E2M1 by their lower three bits; the fourth is the sign."""
+_MXFP4_BIAS = 127
+_MXFP4_BLOCK = 32
+
+
+def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Compute the elements of MXFP4: value(4 bits) * 2^(scale - 127), fp32 [..., groups * 32].
+
+    ``blocks`` is uint8 [..., groups, 16], ``scales`` uint8 [..., groups].
+    """
+    pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    values = torch.cat([_MXFP4_VALUES, -_MXFP4_VALUES])[pairs.int()]
+    exponents = scales.int() - _MXFP4_BIAS
+    return torch.ldexp(values, exponents[..., None]).flatten(-2)
+
+
+class Mxfp4Reader(Closing):
+    """The tensors of a folder with matrices in MXFP4. ``specs`` has uint8 as the type of these matrices, whose rows are
+    returned as fp32.
+
+    Raises CheckpointError if one of a matrix's two tensors is missing, or their shapes do not fit.
+    """
+
+    def __init__(self, reader: SafetensorsReader) -> None:
+        self.folder = reader.folder
+        self._reader = reader
+        self._quantized: set[str] = set()
+        self.specs: dict[str, TensorSpec] = {}
+        for name, spec in reader.specs.items():
+            if name.endswith(MXFP4_BLOCKS):
+                matrix = name.removesuffix(MXFP4_BLOCKS)
+                self.specs[matrix] = self._matrix(matrix, spec)
+                self._quantized.add(matrix)
+            elif not name.endswith(MXFP4_SCALES):
+                self.specs[name] = spec
+
+    def _matrix(self, name: str, blocks: TensorSpec) -> TensorSpec:
+        scales = self._reader.specs.get(name + MXFP4_SCALES)
+        is_of_bytes = scales is not None and blocks.dtype == scales.dtype == torch.uint8
+        if scales is None or not is_of_bytes or blocks.shape != (*scales.shape, _MXFP4_BLOCK // 2):
+            found = "none" if scales is None else f"{scales.dtype} of shape {scales.shape}"
+            raise CheckpointError(
+                f"{self.folder}: {name}{MXFP4_BLOCKS} is {blocks.dtype} of shape {blocks.shape} and "
+                f"{name}{MXFP4_SCALES} is {found}, expected bytes of shapes [rows, groups, {_MXFP4_BLOCK // 2}] and "
+                "[rows, groups]"
+            )
+        rows, groups = scales.shape
+        return TensorSpec((rows, groups * _MXFP4_BLOCK), torch.uint8)
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows ``start .. start + count`` of dim 0."""
+        if name not in self._quantized:
+            return self._reader.read_rows(name, start, count)
+        blocks = self._reader.read_rows(name + MXFP4_BLOCKS, start, count)
+        return mxfp4_values(blocks, self._reader.read_rows(name + MXFP4_SCALES, start, count))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader | Mxfp4Reader:
+    """Open a Hugging Face folder with a supported config.json, with or without weights of 8 or 4 bits. Raises
     CheckpointError.
     """
     reader = SafetensorsReader(hf_dir)
+    if any(name.endswith(MXFP4_BLOCKS) for name in reader.specs):
+        try:
+            return Mxfp4Reader(reader)
+        except CheckpointError:
+            reader.close()
+            raise
     if all(spec.dtype != block_fp8.DTYPE for spec in reader.specs.values()):
         return reader
     try:

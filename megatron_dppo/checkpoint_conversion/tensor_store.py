@@ -31,17 +31,21 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 """Types that can be written -> their code in safetensors."""
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-"""Codes that can be read -> their type. 8-bit weights have to be multiplied by scales; ``quantized.py`` does that."""
+DTYPES = {code: dtype for dtype, code in CODES.items()} | {"U8": torch.uint8}
+"""Codes that can be read -> their type. ``quantized.py`` reads weights of 8 and of 4 bits, which need their scales."""
 MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
 class PackedIn:
-    """A packed tensor of a file, [``experts``, rows, ...]: its parts are matrices of single experts."""
+    """A packed tensor of a file, [``experts``, rows, ...]: its parts are matrices of single experts.
+
+    With ``is_transposed`` it is [``experts``, columns, rows].
+    """
 
     name: str
     experts: int
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry(TensorSpec):
-    """A tensor in a file. ``offset`` is the position of its first byte in the file."""
+    """A tensor in a file. ``offset`` is the position of its first byte in the file.
+
+    With ``is_transposed`` the file has the columns of the matrix, one after another, in place of its rows.
+    """
 
     offset: int = 0
+    is_transposed: bool = False
 
 
 def packed_specs(shape: ModelShape, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -76,7 +84,8 @@ def packed_specs(shape: ModelShape, specs: Mapping[str, TensorSpec]) -> dict[str
     for name, spec in specs.items():
         packed_in = None
         if name in packed_name_of:
-            packed_in = PackedIn(packed_name_of[name], shape.num_experts)
+            packed_name = packed_name_of[name]
+            packed_in = PackedIn(packed_name.name, shape.num_experts, packed_name.is_transposed)
         result[name] = replace(spec, packed_in=packed_in)
     return result
 
@@ -99,8 +108,10 @@ def _file_tensor(parts: Sequence[TensorSpec]) -> TensorSpec:
     if first.packed_in is None:
         return first
     experts = first.packed_in.experts
-    rows = sum(part.shape[0] for part in parts)
-    return TensorSpec((experts, rows // experts, *first.shape[1:]), first.dtype)
+    rows = sum(part.shape[0] for part in parts) // experts
+    if first.packed_in.is_transposed:
+        return TensorSpec((experts, first.shape[1], rows), first.dtype)
+    return TensorSpec((experts, rows, *first.shape[1:]), first.dtype)
 
 
 class SafetensorsFile:
@@ -117,14 +128,28 @@ class SafetensorsFile:
         except CheckpointError:
             os.close(self._fd)
             raise
+        # Rows of a matrix are read in runs, and those of a transposed one are read by reading all of it.
+        self._transposed: tuple[str, torch.Tensor] | None = None
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Read rows ``start .. start + count`` of a tensor into new memory on the CPU."""
         entry = self.entries[name]
+        if entry.is_transposed:
+            return self._read_transposed(name, entry)[start : start + count].clone()
         out = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
         offset = entry.offset + start * entry.row_bytes
         read_all(self._fd, byte_view(out), offset, f"{self.path}: ended inside {name}")
         return out
+
+    def _read_transposed(self, name: str, entry: Entry) -> torch.Tensor:
+        """Read a transposed matrix as a whole, or return it if it is the last one that was read."""
+        if self._transposed is None or self._transposed[0] != name:
+            columns = torch.empty(entry.shape[::-1], dtype=entry.dtype)
+            read_all(
+                self._fd, byte_view(columns), entry.offset, f"{self.path}: ended inside {name}"
+            )
+            self._transposed = name, columns.t().contiguous()
+        return self._transposed[1]
 
     def close(self) -> None:
         os.close(self._fd)
@@ -209,7 +234,11 @@ class SafetensorsFileWriter:
         base = 8 + len(text)
         self.entries: dict[str, Entry] = {}
         for name, spec in tensors.items():
-            self.entries[name] = Entry(spec.shape, spec.dtype, offset=base + begins[name])
+            is_transposed = spec.packed_in is not None and spec.packed_in.is_transposed
+            self.entries[name] = Entry(
+                spec.shape, spec.dtype, offset=base + begins[name], is_transposed=is_transposed
+            )
+        self._unfinished: dict[str, tuple[torch.Tensor, int]] = {}
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         file_failpoint("create", self.path.name)
         os.ftruncate(self._fd, base + end)
@@ -227,7 +256,22 @@ class SafetensorsFileWriter:
                 f"{name}: rows {tuple(rows.shape)} {rows.dtype} at {start}, expected to fit "
                 f"{tuple(entry.shape)} {entry.dtype}"
             )
+        if entry.is_transposed:
+            self._write_transposed(name, entry, start, rows)
+            return
         _write_all(self._fd, byte_view(rows), entry.offset + start * entry.row_bytes)
+
+    def _write_transposed(self, name: str, entry: Entry, start: int, rows: torch.Tensor) -> None:
+        """Keep ``rows`` of a transposed matrix, and write the matrix with its last rows."""
+        matrix, count = self._unfinished.pop(name, (None, 0))
+        if matrix is None:
+            matrix = torch.empty(entry.shape, dtype=entry.dtype)
+        matrix[start : start + len(rows)] = rows
+        count += len(rows)
+        if count < len(matrix):
+            self._unfinished[name] = matrix, count
+            return
+        _write_all(self._fd, byte_view(matrix.t()), entry.offset)
 
     def _keep_half(self) -> None:
         os.ftruncate(self._fd, os.fstat(self._fd).st_size // 2)

@@ -32,7 +32,13 @@ from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import family_of, layers_are_alike, no_tensor
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, local_parameters
+from megatron_dppo.model.mapping import (
+    carried_names,
+    file_dtypes,
+    hf_tensors,
+    local_parameters,
+    stepped,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
@@ -41,7 +47,7 @@ CARRIED = "carried"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 """Prefixes of the names of the model's tensors. Other tensors are the optimizer's."""
-_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ def stacked_parameters(name: str) -> list[StackedParameter]:
     expert = _EXPERT.fullmatch(local_name)
     index: tuple[int, ...] = ()
     if expert is not None:
-        local_name = f"mlp.experts.experts.{expert[1]}.weight"
-        index = (int(expert[2]),)
+        local_name = f"mlp.experts.experts.{expert[1]}.{expert[2]}"
+        index = (int(expert[3]),)
     return [
         StackedParameter(f"decoder.layers.{local_name}", (number, *index)),
         StackedParameter(f"decoder.layers.{number}.{local_name}", index),
@@ -278,9 +284,10 @@ class TorchDistCheckpoint(Closing):
             return f"{name} of {self._carried.folder}"
         for piece in self._sources[name].pieces:
             s = piece.segment
-            if s.hf_start <= index[s.dim] < s.hf_start + s.length:
+            first, count = s.within(index[s.dim], 1)
+            if count > 0:
                 local = list(index)
-                local[s.dim] += s.local_start - s.hf_start
+                local[s.dim] = s.local_start + first
                 path, byte = self._tensors.locate(piece.name, local)
                 return f"{path} at byte {byte}"
         raise ValueError(f"{name} has no element {tuple(index)}")
@@ -330,9 +337,11 @@ def assemble_rows(
         overlap = rows_of_piece(piece, start, count)
         if overlap is not None:
             local_row, hf_row, length = overlap
-            block = out.narrow(0, hf_row - start, length)
             segment = piece.segment
-            if segment.dim:
+            if segment.dim == 0:
+                block = stepped(out, 0, hf_row - start, length, segment.hf_step)
+            else:
+                block = out.narrow(0, hf_row - start, length)
                 block = block.narrow(1, segment.hf_start, segment.length)
             block.copy_(read(piece, local_row, length))
     return out
@@ -351,11 +360,10 @@ def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] 
             f"{piece.name}: a column block narrower than its shard"
         )
         return start, start, count
-    begin = max(start, s.hf_start)
-    end = min(start + count, s.hf_start + s.length)
-    if begin >= end:
+    first, rows = s.within(start, count)
+    if rows <= 0:
         return None
-    return s.local_start + begin - s.hf_start, begin, end - begin
+    return s.local_start + first, s.hf_start + first * s.hf_step, rows
 
 
 class Store(tensor_store.TensorStore, Protocol):

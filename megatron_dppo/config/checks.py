@@ -35,6 +35,7 @@ from megatron_dppo.model.engine_layout import (
     engine_size_faults,
 )
 from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -193,6 +194,16 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
     yield from faults
     if not faults and len(set(urls)) < len(urls):
         yield f"engine.urls: got {urls}, expected each server once"
+
+
+def engine_dtype_faults(dtype: str, model: ModelShape) -> layout.Faults:
+    """Compare the type of a server's weights with the one that SGLang's model of the family has."""
+    if family_of(model).engine_has_config_dtype and dtype != model.dtype:
+        yield (
+            f"model.dtype: got {dtype}, expected {model.dtype}, the type in config.json: SGLang's model of the family "
+            f"{model.family} has linears of no other (`megatron-dppo convert hf-to-megatron --dtype`, then `convert "
+            "megatron-to-hf`, makes a folder of another type)"
+        )
 
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
@@ -438,6 +449,7 @@ def check_config(
                 config.data, rollout, config.evaluation, config.sglang, model, config.environment
             ),
             engine_split_faults(config.sglang, model),
+            engine_dtype_faults(config.model.dtype, model),
             quantization_faults(config, model),
             speculation.run_faults(config, model),
             _topk(algorithm, rollout.topk_log_probs, model.vocab_size),

@@ -144,7 +144,7 @@ def server_options(
         "log_level_http": "warning",
     }
     if device == "cpu":
-        options |= _cpu_options(config)
+        options |= _cpu_options(config, model)
     elif model.is_moe:
         options["moe_runner_backend"] = EXPERT_KERNEL
     if model.delta is not None:
@@ -182,7 +182,7 @@ def server_options(
     return options
 
 
-def _cpu_options(config: ServerSections) -> dict[str, Any]:
+def _cpu_options(config: ServerSections, model: ModelShape) -> dict[str, Any]:
     """Return SGLang's options for a CPU server."""
     options: dict[str, Any] = {
         "attention_backend": "torch_native",
@@ -191,6 +191,9 @@ def _cpu_options(config: ServerSections) -> dict[str, Any]:
     }
     if speculation.algorithm_of(config.sglang) == speculation.NGRAM:
         options["speculative_ngram_capacity"] = CPU_NGRAM_NODES
+    if model.window is not None:
+        # PyTorch's attention does not find the tokens of layers with a window in a cache of their own.
+        options["disable_hybrid_swa_memory"] = True
     return options
 
 

@@ -211,10 +211,30 @@ def check_layout(
             f"{url}: moe_runner_backend is {kernel!r}, which may keep the experts' weights in a layout of its own; "
             f"expected {EXPERT_KERNEL!r} (--moe-runner-backend)"
         )
+    attention = info.get("attention_backend")
+    if shape.has_sinks and attention in _FLOAT32_SINKS:
+        raise EngineMismatchError(
+            f"{url}: attention_backend is {attention!r}, with which SGLang keeps attention sinks in float32; expected "
+            "another, such as 'triton' (--attention-backend)"
+        )
     engine_dtype = shape.dtype if info["dtype"] == "auto" else info["dtype"]
     if engine_dtype != dtype:
         raise EngineMismatchError(
             f"{url}: the engine's weights are {engine_dtype}, the trainer's {dtype}"
+        )
+
+
+_FLOAT32_SINKS = ("trtllm_mha",)
+"""Attention backends with which SGLang's model keeps sinks in another type than the model's."""
+
+
+def check_placement(url: str, shape: ModelShape, *, places_directly: bool) -> None:
+    """Raise EngineMismatchError if SGLang's loader would leave tensors of an update of ``shape`` unread."""
+    if family_of(shape).needs_direct_placement and not places_directly:
+        raise EngineMismatchError(
+            f"{url}: SGLang's own loader leaves updates of single experts of the family {shape.family} unread, "
+            "expected a server that was started by megatron_dppo.engine.launch_server and loads updates directly (its "
+            "log says why it does not)"
         )
 
 

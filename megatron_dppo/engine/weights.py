@@ -27,7 +27,7 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
-from megatron_dppo.engine.running_server import check_layout
+from megatron_dppo.engine.running_server import check_layout, check_placement
 from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
 from megatron_dppo.engine.shared_buckets import WireHeader, shared_payloads
 from megatron_dppo.model.engine_layout import EngineLayout
@@ -207,6 +207,8 @@ class EngineWeights:
             check_layout(client.url, info, dtype, shape, quantization)
             tensors = EngineTensors.of_server(shape, info)
             state = state_of(client.url, info)
+            places_directly = state is not None and state.places_directly
+            check_placement(client.url, shape, places_directly=places_directly)
             if tensors.layout.attention_replicas > 1 and state is None:
                 raise EngineMismatchError(
                     f"{client.url}: the server has {tensors.layout.attention_replicas} attention replicas and answers "

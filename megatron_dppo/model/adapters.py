@@ -66,7 +66,8 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     for rule in _rules_in_layers(shape):
         if _is_linear(rule):
             groups[_group_of(rule)].append(rule)
-    if shape.is_moe:
+    if shape.is_moe and all(_is_linear(rule) for rule in family.expert):
+        # Experts with biases have no adapters: PEFT has no names for matrices in a tensor of all experts.
         groups[EXPERTS] += family.expert
     if not shape.tied_embeddings:
         groups[HEAD].append(family.output)

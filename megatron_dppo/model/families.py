@@ -26,6 +26,7 @@ from megatron_dppo.model.config_keys import HARMLESS, NEUTRAL
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.shape import (
     ITEM_BYTES,
+    AttentionWindow,
     DeltaNet,
     LatentAttention,
     Llama3RopeScaling,
@@ -116,7 +117,11 @@ class ConfigFacts:
         return value
 
     def rope(
-        self, rotary_fraction: float = 1, *, accepts_yarn: bool = False
+        self,
+        rotary_fraction: float = 1,
+        *,
+        accepts_yarn: bool = False,
+        accepts_untruncated_yarn: bool = False,
     ) -> tuple[float, RopeScaling | None]:
         """Read ``(theta, scaling)``. Only ``rotary_fraction`` is accepted as partial_rotary_factor."""
         # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
@@ -142,7 +147,7 @@ class ConfigFacts:
         if kind == "default":
             return theta, None
         if kind == "yarn" and accepts_yarn:
-            return theta, facts.yarn()
+            return theta, facts.yarn(accepts_untruncated=accepts_untruncated_yarn)
         accepted = ["default", "yarn" if accepts_yarn else "llama3"]
         if kind not in accepted:
             self.fault(
@@ -159,10 +164,11 @@ class ConfigFacts:
         )
         return theta, scaling
 
-    def yarn(self) -> YarnRopeScaling:
+    def yarn(self, *, accepts_untruncated: bool = False) -> YarnRopeScaling:
         """Read YaRN's scaling; without ``mscale`` and ``mscale_all_dim`` attention is not scaled."""
         self.require("attention_factor", None, None)
-        self.require("truncate", True, True)
+        if not accepts_untruncated:
+            self.require("truncate", True, True)
         coefficients = 1.0, 0.0
         if self._first(("mscale", "mscale_all_dim"), None) is not None:
             # Both must be set: with one of them transformers, Megatron-Core and SGLang compute different factors.
@@ -173,6 +179,7 @@ class ConfigFacts:
             self.number("beta_fast", 32.0),
             self.number("beta_slow", 1.0),
             *coefficients,
+            truncate=self.flag("truncate", True),
         )
 
     def ignore(self, *keys: str) -> None:
@@ -227,6 +234,7 @@ def read_decoder_shape(
     head_dim_default: int | None = None,
     key_value_heads_default: int | None = None,
     rotary_fraction: float = 1,
+    accepts_untruncated_yarn: bool = False,
     **extra: Any,
 ) -> ModelShape:
     """Read the entries that have the same names in all supported families.
@@ -237,17 +245,22 @@ def read_decoder_shape(
         head_dim_default: transformers' default if the file has no ``head_dim``; None: hidden size / heads.
         key_value_heads_default: transformers' default if it has no ``num_key_value_heads``; None: the number of heads.
         rotary_fraction: the part of each head that the family rotates.
+        accepts_untruncated_yarn: whether the family's models may have YaRN, of either kind.
         extra: fields of ModelShape to add or to replace.
     """
     facts.require("hidden_act", "silu", "silu")
     facts.require("use_sliding_window", False, False)
-    if "delta" not in extra:
+    if "delta" not in extra and "window" not in extra:
         facts.require_each("layer_types", "full_attention")
     heads = facts.positive("num_attention_heads")
     is_absent = "num_key_value_heads" not in facts.values
     groups_default = (is_absent and key_value_heads_default) or heads
     hidden = facts.positive("hidden_size")
-    theta, scaling = facts.rope(rotary_fraction, accepts_yarn="latent" in extra)
+    theta, scaling = facts.rope(
+        rotary_fraction,
+        accepts_yarn="latent" in extra or accepts_untruncated_yarn,
+        accepts_untruncated_yarn=accepts_untruncated_yarn,
+    )
     fields: dict[str, Any] = {
         "family": family,
         "num_layers": facts.positive("num_hidden_layers"),
@@ -385,11 +398,13 @@ class PackedExperts:
     """The tensor of a checkpoint's files that has matrices of all experts of a layer, expert after expert: [experts,
     rows of an expert's ``matrices``, ...].
 
-    Everywhere else each matrix is a tensor of its own; ``matrices`` are the name templates of an expert's.
+    Everywhere else each matrix is a tensor of its own; ``matrices`` are the name templates of an expert's. With
+    ``is_transposed`` an expert has one matrix, and the tensor has its columns in place of its rows.
     """
 
     name: str
     matrices: tuple[str, ...]
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -679,6 +694,10 @@ class Family:
         text_table: in a model with further parts, the table of config.json that has the language model's entries.
         outer_engine_keys: keys outside of ``text_table`` that SGLang's model needs and that files lack.
         engine_options: options that SGLang's servers need for this family.
+        needs_direct_placement: whether SGLang's own loader reads experts only from a tensor of all experts of a layer,
+            which updates do not send.
+        engine_has_config_dtype: whether SGLang's model makes linears in the type of config.json whatever the server's
+            type is, so that both must be the same.
     """
 
     model_type: str
@@ -698,6 +717,8 @@ class Family:
     text_table: str | None = None
     outer_engine_keys: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
+    needs_direct_placement: bool = False
+    engine_has_config_dtype: bool = False
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT
@@ -785,12 +806,12 @@ def layer_counts(shape: ModelShape, layers: Iterable[int]) -> list[tuple[Rule, i
 def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelShape:
     """Read ``hf_dir/config.json`` (or a config file itself).
 
-    ``quantized``: the caller reads 8-bit weights, too; a quantised model is refused otherwise. Raises
+    ``quantized``: the caller reads weights of 8 and 4 bits, too; a quantised model is refused otherwise. Raises
     ModelConfigError where there is none or it is no JSON, UnsupportedModelError, with all faults, for a family or
     entries outside the tables.
     """
     facts, shape = _read(hf_dir)
-    _refuse_quantization(facts, reads_fp8=quantized)
+    _refuse_quantization(facts, reads_quantized=quantized)
     if not facts.faults:
         # Compare values with each other only if each is valid alone: a placeholder would cause a second, wrong fault.
         _check_relations(shape, facts)
@@ -915,20 +936,24 @@ def with_language_model_values(
     return {**outer_values, family.text_table: table_values}
 
 
-def _refuse_quantization(facts: ConfigFacts, *, reads_fp8: bool) -> None:
+_READ_METHODS = ("fp8", "mxfp4")
+"""Values of quant_method in config.json whose weights conversion reads."""
+
+
+def _refuse_quantization(facts: ConfigFacts, *, reads_quantized: bool) -> None:
     scheme = facts.values.get("quantization_config")
     if scheme is None:
         return
     method = scheme
     if isinstance(scheme, Mapping):
         method = scheme.get("quant_method")
-    if method != "fp8":
+    if method not in _READ_METHODS:
         way_out = "use the model's unquantised release"
-    elif reads_fp8:
+    elif reads_quantized:
         return
     else:
         way_out = (
-            "`megatron-dppo convert hf-to-megatron --dtype bfloat16` reads 8-bit weights with their scales, and "
+            "`megatron-dppo convert hf-to-megatron --dtype bfloat16` reads such weights with their scales, and "
             "`convert megatron-to-hf` makes an unquantised folder of the result"
         )
     facts.fault(
@@ -1740,3 +1765,127 @@ def read_qwen3_5_moe(facts: ConfigFacts) -> ModelShape:
     facts.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     facts.ignore("vision_config", "language_model_only")
     return _read_qwen3_5(facts, "qwen3_5_moe")
+
+
+def _limited_expert(name: str, *, transposed: bool) -> PackedExperts:
+    """Return the tensor of a gpt-oss file that has all experts' ``name``, such as ``gate_up_proj_bias``."""
+    kind = "weight" if transposed else "bias"
+    matrix = f"{HF_LAYER}mlp.experts.{{expert}}.{name.removesuffix('_bias')}.{kind}"
+    return PackedExperts(f"{HF_LAYER}mlp.experts.{name}", (matrix,), transposed)
+
+
+GPT_OSS_EXPERT = (
+    layer_rule(
+        "mlp.experts.linear_fc1.weight{expert}",
+        splits.gates_then_ups,
+        ("mlp.experts.{expert}.gate_up_proj.weight", ("expert_gate_up", "hidden")),
+        engine=("mlp.experts.w13_weight[{expert}]", splits.column_parallel),
+    ),
+    layer_rule(
+        "mlp.experts.linear_fc1.bias{expert}",
+        splits.gates_then_ups,
+        ("mlp.experts.{expert}.gate_up_proj.bias", ("expert_gate_up",)),
+        engine=("mlp.experts.w13_weight_bias[{expert}]", splits.column_parallel),
+        engine_dtype="float32",
+    ),
+    layer_rule(
+        "mlp.experts.linear_fc2.weight{expert}",
+        splits.row_parallel,
+        ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
+        engine=("mlp.experts.w2_weight[{expert}]", splits.row_parallel),
+    ),
+    layer_rule(
+        "mlp.experts.linear_fc2.bias{expert}",
+        splits.replicated,
+        ("mlp.experts.{expert}.down_proj.bias", ("hidden",)),
+        engine=("mlp.experts.w2_weight_bias[{expert}]", splits.on_first_rank),
+        engine_dtype="float32",
+    ),
+)
+"""An expert of gpt-oss: the rows of its first matrix are gates and ups in turn, also in SGLang."""
+GPT_OSS_LAYER = (
+    *ATTENTION,
+    QKV_BIAS,
+    layer_rule(
+        "self_attention.linear_proj.bias",
+        splits.replicated,
+        ("self_attn.o_proj.bias", ("hidden",)),
+    ),
+    layer_rule(
+        "self_attention.core_attention.softmax_offset",
+        splits.column_parallel,
+        ("self_attn.sinks", ("heads",)),
+    ),
+    norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    layer_rule(
+        "mlp.router.weight", splits.replicated, ("mlp.router.weight", ("experts", "hidden"))
+    ),
+    layer_rule("mlp.router.bias", splits.replicated, ("mlp.router.bias", ("experts",))),
+)
+
+
+@declares(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    layer=GPT_OSS_LAYER,
+    expert=GPT_OSS_EXPERT,
+    packed=(
+        _limited_expert("gate_up_proj", transposed=True),
+        _limited_expert("gate_up_proj_bias", transposed=False),
+        _limited_expert("down_proj", transposed=True),
+        _limited_expert("down_proj_bias", transposed=False),
+    ),
+    engine_keeps_output=True,
+    needs_direct_placement=True,
+    engine_has_config_dtype=True,
+)
+def read_gpt_oss(facts: ConfigFacts) -> ModelShape:
+    """gpt-oss (gpt-oss-20b, gpt-oss-120b): attention with sinks, windows in every other layer, biases everywhere."""
+    facts.require("attention_bias", True, True)
+    facts.require("swiglu_alpha", 1.702, 1.702)
+    facts.require("hidden_act_alpha", 1.702, 1.702)
+    experts_per_token = facts.positive("num_experts_per_tok", default=4)
+    # The names of the same numbers in the model's first code.
+    facts.require("experts_per_token", experts_per_token, experts_per_token)
+    facts.ignore("initial_context_length")
+    if not facts.values.get("rope_scaling") and not facts.values.get("rope_parameters"):
+        facts.fault("rope_parameters is missing, expected a table")
+    width = facts.positive("intermediate_size")
+    return read_decoder_shape(
+        facts,
+        "gpt_oss",
+        head_dim_default=64,
+        key_value_heads_default=8,
+        accepts_untruncated_yarn=True,
+        num_experts=facts.positive("num_local_experts", "num_experts"),
+        experts_per_token=experts_per_token,
+        ffn_hidden_size=width,
+        moe_ffn_hidden_size=width,
+        norm_topk_prob=True,
+        norm_eps=facts.number("rms_norm_eps", 1e-5),
+        window=_read_window(facts),
+        has_sinks=True,
+        has_biases=True,
+        glu_limit=facts.number("swiglu_limit", 7.0),
+    )
+
+
+def _read_window(facts: ConfigFacts) -> AttentionWindow:
+    """Read which layers attend to a window only: those of ``layer_types``, or every other layer from the first on."""
+    kinds = facts.values.get("layer_types")
+    layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
+    if kinds is None:
+        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
+    facts.ignore("layer_types")
+    known_kinds = ("sliding_attention", "full_attention")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in known_kinds for kind in kinds)
+    ):
+        facts.fault(
+            f"layer_types is {kinds!r}, expected one of {known_kinds} for each of {layers} layers"
+        )
+        kinds = []
+    windows = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    return AttentionWindow(facts.positive("sliding_window", default=128), windows)

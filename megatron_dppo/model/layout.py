@@ -414,6 +414,9 @@ def _expert_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFaul
 
 def _training_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
     tensor, expert_tensor = sizes.tensor, sizes.expert_tensor_size
+    if shape.has_biases and expert_tensor > 1:
+        expectation = "1: Megatron-Core does not divide an expert with biases among ranks"
+        yield LayoutFault("expert_tensor", sizes.expert_tensor, expectation)
     if shape.delta is not None and sizes.context > 1:
         expectation = "1: Megatron-Core's delta nets do not divide a sequence among ranks"
         yield LayoutFault("context", sizes.context, expectation)

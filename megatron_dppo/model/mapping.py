@@ -32,11 +32,26 @@ class Narrowable(Protocol):
     def narrow(self, dim: int, start: int, length: int) -> Any:
         """Return the view of ``length`` indices from ``start`` on along ``dim``."""
 
+    def __getitem__(self, index: Any) -> Any:
+        """The view of some indices."""
+
+
+T = TypeVar("T", bound=Narrowable)
+
+
+def stepped(tensor: T, dim: int, start: int, length: int, step: int) -> T:
+    """Return the view of ``length`` indices of ``tensor`` along ``dim``: every ``step``-th from ``start`` on."""
+    view: T = tensor.narrow(dim, start, (length - 1) * step + 1)
+    if step == 1:
+        return view
+    index = (*(slice(None) for _ in range(dim)), slice(None, None, step))
+    strided: T = view[index]
+    return strided
+
 
 ATTENTION_MODULES = (".self_attn.", ".linear_attn.")
 """Parts of the names of SGLang's tensors that an attention replica divides among its ranks."""
 
-T = TypeVar("T", bound=Narrowable)
 RowT = TypeVar("RowT", Rule, EngineRow)
 
 
@@ -44,7 +59,8 @@ RowT = TypeVar("RowT", Rule, EngineRow)
 class Segment:
     """A block copy along ``dim``. The block covers all other dimensions.
 
-    ``local.narrow(dim, local_start, length)`` and ``hf.narrow(dim, hf_start, length)`` hold the same elements.
+    ``local.narrow(dim, local_start, length)`` and ``hf.narrow(dim, hf_start, length)`` hold the same elements. With
+    ``hf_step`` n the block has every n-th index of the Hugging Face tensor, from ``hf_start`` on.
     """
 
     hf_name: str
@@ -52,6 +68,20 @@ class Segment:
     hf_start: int
     local_start: int
     length: int
+    hf_step: int = 1
+
+    @property
+    def hf_end(self) -> int:
+        """The index of the Hugging Face tensor after the block's last."""
+        return self.hf_start + (self.length - 1) * self.hf_step + 1
+
+    def within(self, start: int, count: int) -> tuple[int, int]:
+        """Return the first index in the block, and the number, of those that are ``start .. start + count`` in the
+        Hugging Face tensor; the number is not positive without any."""
+        step = self.hf_step
+        first = max(0, -(-(start - self.hf_start) // step))
+        end = min(self.length, -(-(start + count - self.hf_start) // step))
+        return first, end - first
 
     def of_local(self, tensor: T) -> T:
         """Return the segment's view of the local parameter ``tensor``."""
@@ -60,8 +90,7 @@ class Segment:
 
     def of_hf(self, tensor: T) -> T:
         """Return the segment's view of the Hugging Face tensor ``tensor``."""
-        view: T = tensor.narrow(self.dim, self.hf_start, self.length)
-        return view
+        return stepped(tensor, self.dim, self.hf_start, self.length, self.hf_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +169,23 @@ def file_dtypes(shape: ModelShape) -> dict[str, str]:
     return dtypes
 
 
+class PackedName(NamedTuple):
+    """The name of a tensor in which files have all experts of a layer, and whether it has the matrices transposed."""
+
+    name: str
+    is_transposed: bool
+
+
 @cache
-def packed_names(shape: ModelShape) -> dict[str, str]:
+def packed_names(shape: ModelShape) -> dict[str, PackedName]:
     """The tensor in which files have each matrix of an expert, by the matrix's name; empty if they have no such."""
-    names: dict[str, str] = {}
+    names: dict[str, PackedName] = {}
     for layer in shape.moe_layers:
         for packed in family_of(shape).packed:
+            whole = PackedName(packed.name.format(layer=layer), packed.is_transposed)
             for expert in range(shape.num_experts):
                 for matrix in packed.matrices:
-                    name = matrix.format(layer=layer, expert=expert)
-                    names[name] = packed.name.format(layer=layer)
+                    names[matrix.format(layer=layer, expert=expert)] = whole
     return names
 
 
@@ -396,6 +432,6 @@ def _parameter(
 def _segments(shard: Shard, row: _MappingRow[Any]) -> tuple[Segment, ...]:
     names = [source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources]
     return tuple(
-        Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length)
+        Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length, b.source_step)
         for b in shard.blocks
     )

@@ -68,7 +68,7 @@ def check_filled(
         other_dims = list(source)
         local_other_dims = list(parameter.shape)
         del other_dims[s.dim], local_other_dims[s.dim]
-        if s.hf_start + s.length > source[s.dim] or other_dims != local_other_dims:
+        if s.hf_end > source[s.dim] or other_dims != local_other_dims:
             raise ProofError(
                 f"{location}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
             )
@@ -83,15 +83,27 @@ def check_filled(
 
 
 def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> None:
-    """Check that ``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError."""
+    """Check that ``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError.
+
+    Segments with a step, which all have the same, cover the tensor if those with each remainder cover its indices.
+    """
     segments = list(segments)
     axes = {s.dim for s in segments}
     if len(axes) != 1:
         raise ProofError(f"{name}: provided along dimensions {sorted(axes)}, expected one")
     (dim,) = axes
-    end = _run(name, sorted((s.hf_start, s.length) for s in segments))
-    if end != dims[dim]:
-        raise ProofError(f"{name}: covered up to {end} of {dims[dim]} along dim {dim}")
+    steps = {s.hf_step for s in segments}
+    if len(steps) != 1:
+        raise ProofError(f"{name}: provided with the steps {sorted(steps)}, expected one")
+    (step,) = steps
+    for remainder in range(step):
+        intervals = [
+            (s.hf_start // step, s.length) for s in segments if s.hf_start % step == remainder
+        ]
+        end = _run(name, sorted(intervals)) * step + remainder
+        expected_end = dims[dim] + remainder
+        if end != expected_end:
+            raise ProofError(f"{name}: covered up to {end} of {expected_end} along dim {dim}")
 
 
 def _run(location: str, intervals: list[tuple[int, int]]) -> int:
@@ -193,25 +205,26 @@ def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
     # Ranks may hold copies of a block (replicas, shared K/V heads), which are equal intervals: count these.
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
-    copies = Counter((s.dim, s.hf_start, s.length) for *_, s in landed)
+    copies = Counter((s.dim, s.hf_start, s.length, s.hf_step) for *_, s in landed)
     if len(set(copies.values())) != 1:
         raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(copies)}")
-    blocks = {(s.dim, s.hf_start, s.length): s for *_, s in landed}
+    blocks = {(s.dim, s.hf_start, s.length, s.hf_step): s for *_, s in landed}
     check_tiling(f"{tensor.name} in the engine", tensor.shape, blocks.values())
     if len({(rank, name, s.hf_start) for rank, name, s in landed}) != len(landed):
         raise ProofError(f"{tensor.name}: a block lands twice in a parameter of an engine rank")
 
 
 def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
-    """Number of elements of a tensor that are in both blocks."""
+    """Number of elements of a tensor that are in both blocks; at most ``a`` has a step."""
     total = 1
     for axis, size in enumerate(dims):
         low, high = 0, size
-        for s in (a, b):
-            if s.dim == axis:
-                low = max(low, s.hf_start)
-                high = min(high, s.hf_start + s.length)
-        total *= max(0, high - low)
+        if b.dim == axis:
+            low, high = b.hf_start, b.hf_end
+        count = high - low
+        if a.dim == axis:
+            _, count = a.within(low, count)
+        total *= max(0, count)
     return total
 
 

@@ -3,6 +3,7 @@ of a pass."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,7 +42,8 @@ class YarnRopeScaling:
     """YaRN's frequency scaling (``rope_type: yarn``) as DeepSeek-V3 has it; positions in tokens.
 
     ``mscale`` and ``mscale_all_dim`` are the coefficients of the logarithm of ``factor`` in the factors of the rotated
-    part and of the attention's scale.
+    part and of the attention's scale. With ``truncate`` the first and the last interpolated dimension are rounded to
+    whole numbers.
     """
 
     factor: float
@@ -50,6 +52,21 @@ class YarnRopeScaling:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    truncate: bool = True
+
+    @property
+    def rotated_factor(self) -> float:
+        """The factor of rotated queries and keys: (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+        logarithm = 0.1 * math.log(max(self.factor, 1.0))
+        return (self.mscale * logarithm + 1) / (self.mscale_all_dim * logarithm + 1)
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """Sliding windows: in ``layers``, from 0, a token attends to the last ``tokens`` tokens, itself included."""
+
+    tokens: int
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,12 @@ class ModelShape:
         gates_attention: whether the output of attention is multiplied by the sigmoid of a gate, which is computed along
             with the queries.
         norms_add_one: whether a norm multiplies by 1 + its weight.
+        window: sliding windows of attention; None: all layers attend to the whole sequence.
+        has_sinks: whether the softmax of each head of attention has a further logit, a parameter, whose share is
+            dropped.
+        has_biases: whether all linears of layers, routers and experts have biases.
+        glu_limit: above 0, the gated unit of an MLP is gate * sigmoid(1.702 gate) * (up + 1), with the gate at most the
+            limit, and up between -limit and limit.
     """
 
     family: str
@@ -193,6 +216,10 @@ class ModelShape:
     delta: DeltaNet | None = None
     gates_attention: bool = False
     norms_add_one: bool = False
+    window: AttentionWindow | None = None
+    has_sinks: bool = False
+    has_biases: bool = False
+    glu_limit: float = 0.0
 
     @property
     def is_moe(self) -> bool:
@@ -232,11 +259,13 @@ class ModelShape:
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
             "head": self.head_dim,
+            "heads": self.num_attention_heads,
             "query": self.num_attention_heads * self.head_dim,
             "kv": self.num_query_groups * self.head_dim,
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.moe_ffn_hidden_size,
+            "expert_gate_up": 2 * self.moe_ffn_hidden_size,
             "shared_ffn": self.shared_ffn_hidden_size,
             "one": 1,
         }
@@ -265,6 +294,9 @@ def shape_of_json(values: Mapping[str, Any]) -> ModelShape:
         fields["latent"] = LatentAttention(**fields["latent"])
     if fields.get("delta") is not None:
         fields["delta"] = DeltaNet(**fields["delta"])
+    window = fields.get("window")
+    if window is not None:
+        fields["window"] = AttentionWindow(window["tokens"], tuple(window["layers"]))
     return ModelShape(**fields)
 
 
@@ -371,14 +403,18 @@ def forward_flops(shape: ModelShape) -> SequenceCost:
 
     A token takes 2 x ``active_parameters``. In addition, S tokens take 2q + 2v for each of the S^2/2 pairs of causal
     attention (Q K^T and its product with V) in every layer, with q and v the widths of all heads' queries and values:
-    (q + v)L S^2. In a layer with a delta net the state of each head is read, corrected and read again for a token:
-    6 x its elements. Norms, rotary embedding and softmax are not counted.
+    (q + v)L S^2. A layer with a window of W tokens takes at most S W pairs instead. In a layer with a delta net the
+    state of each head is read, corrected and read again for a token: 6 x its elements. Norms, rotary embedding and
+    softmax are not counted.
     """
     sizes = shape.sizes()
     # The output layer counts for every token, because it is computed also for tokens that were not sampled.
     values = sizes["query"] if shape.latent is None else sizes["attention"]
-    pairs = float(sizes["query"] + values) * shape.attention_layers
+    windows = 0 if shape.window is None else len(shape.window.layers)
+    pairs = float(sizes["query"] + values) * (shape.attention_layers - windows)
     linear = 2.0 * active_parameters(shape)
+    if shape.window is not None:
+        linear += 2.0 * (sizes["query"] + values) * windows * shape.window.tokens
     if shape.delta is not None:
         state, _ = shape.delta.state_elements()
         linear += 6.0 * state * len(shape.delta_layers)

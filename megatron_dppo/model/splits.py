@@ -21,13 +21,17 @@ number times TP."""
 
 @dataclass(frozen=True)
 class Block:
-    """``local.narrow(dim, local_start, length) = source.narrow(dim, source_start, length)``; other dims whole."""
+    """``local.narrow(dim, local_start, length) = source.narrow(dim, source_start, length)``; other dims whole.
+
+    With ``source_step`` n the block has every n-th index of the source, from ``source_start`` on.
+    """
 
     source: int
     dim: int
     source_start: int
     local_start: int
     length: int
+    source_step: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,22 @@ def replicated(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int)
 def column_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
     """Each source cut along its output (dim 0), the parts stacked: one linear, or ``[gate_r; up_r]``."""
     return _cut_and_stack(sources, 0, rank, size)
+
+
+def gates_then_ups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """``[gate_r; up_r]`` of a source whose rows are gates and ups in turn, ``gate, up, gate, up, ..`` (Megatron)."""
+    (dims,) = sources
+    rows = _share(dims[0], 2 * size, f"dim 0 of {dims}")
+    gates, ups = (Block(0, 0, 2 * rank * rows + i, i * rows, rows, source_step=2) for i in (0, 1))
+    return Shard((2 * rows, *dims[1:]), (gates, ups))
+
+
+def on_first_rank(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """The whole tensor on the first rank, zeros on the others: a bias that is added before a sum (SGLang)."""
+    if rank == 0:
+        return replicated(sources, shape, rank, size)
+    (dims,) = sources
+    return Shard(dims, ())
 
 
 def row_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:

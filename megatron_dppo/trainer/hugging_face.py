@@ -42,7 +42,7 @@ from megatron_dppo.model.gather_plan import (
     gather_plan,
 )
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import carried_names, local_parameters
+from megatron_dppo.model.mapping import carried_names, local_parameters, stepped
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sync_to_disk
@@ -94,7 +94,9 @@ def load_hf(
             # Zero the parameter first: rows that no segment fills pad the vocabulary.
             parameter.zero_()
             for segment in entry.segments:
-                part = reader.read(segment.hf_name, segment.dim, segment.hf_start, segment.length)
+                span = segment.hf_end - segment.hf_start
+                part = reader.read(segment.hf_name, segment.dim, segment.hf_start, span)
+                part = stepped(part, segment.dim, 0, segment.length, segment.hf_step)
                 tensor_store.require_finite(part, segment.hf_name, 0, str(hf_dir))
                 segment.of_local(parameter).copy_(part)
 

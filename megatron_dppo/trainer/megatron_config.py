@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, get_type_hints
@@ -12,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -67,6 +69,8 @@ def transformer_config(
         **platform.current().transformer_options,
         **_latent_options(shape),
         **_delta_options(shape),
+        **_window_options(shape),
+        **_limited_unit_options(shape),
         **adapter_options,
         **library_values(forwarded.MEGATRON, config.megatron),
     }
@@ -95,7 +99,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "attention_output_gate": shape.gates_attention,
         "qk_layernorm": _has_head_norms(shape),
         "add_qkv_bias": has_layer_parameter(shape, "self_attention.linear_qkv.bias"),
-        "add_bias_linear": False,
+        "add_bias_linear": shape.has_biases,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
@@ -113,6 +117,38 @@ def _has_head_norms(shape: ModelShape) -> bool:
     if shape.latent is not None:
         return True
     return has_layer_parameter(shape, "self_attention.q_layernorm.weight")
+
+
+def _window_options(shape: ModelShape) -> dict[str, Any]:
+    """Fields of TransformerConfig for windows and sinks of attention, and for YaRN without latent attention."""
+    options: dict[str, Any] = {}
+    if shape.window is not None and shape.window.layers:
+        options["window_size"] = (shape.window.tokens - 1, 0)
+        options["window_attn_skip_freq"] = [
+            int(layer in shape.window.layers) for layer in range(shape.num_layers)
+        ]
+    if shape.has_sinks:
+        options["softmax_type"] = "learnable"
+    if shape.latent is None and isinstance(shape.rope_scaling, YarnRopeScaling):
+        # Rotated queries and keys have this factor, which Megatron-Core's rotary embedding of packs does not multiply
+        # by. Their product has its square.
+        options["softmax_scale"] = shape.rope_scaling.rotated_factor**2 / math.sqrt(shape.head_dim)
+    return options
+
+
+def _limited_unit_options(shape: ModelShape) -> dict[str, Any]:
+    """Fields of TransformerConfig for the gated unit of MLPs with a limit, and biases beside it."""
+    options: dict[str, Any] = {}
+    if shape.glu_limit:
+        options |= {
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": shape.glu_limit,
+            "glu_linear_offset": 1.0,
+        }
+    if shape.is_moe and shape.has_biases:
+        # Megatron-Core's experts with biases refuse it.
+        options["bias_dropout_fusion"] = False
+    return options
 
 
 def _delta_options(shape: ModelShape) -> dict[str, Any]:

@@ -7,6 +7,7 @@ conversion rules. That takes no memory and no other process: torch's fake proces
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
-from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
+from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape, YarnRopeScaling
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.all_heads_norm import norm_all_heads
@@ -208,6 +209,11 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    if shape.latent is None and isinstance(shape.rope_scaling, YarnRopeScaling):
+        model.rotary_pos_emb.inv_freq = yarn_frequencies(
+            model.rotary_pos_emb.inv_freq, shape.rope_theta, shape.rope_scaling
+        )
+    _mark_divided_parameters(model)
     if isinstance(shape.rope_scaling, Llama3RopeScaling):
         rope = model.rotary_pos_emb
         # Scale the frequencies here, because GPTModel's own option fixes three of these four numbers to those of
@@ -220,6 +226,42 @@ def _build_chunk(
             original_max_position_embeddings=shape.rope_scaling.original_max_positions,
         )
     return model
+
+
+_UNMARKED = re.compile(r".*\.(softmax_offset|experts\.linear_fc[12]\.bias\d+)")
+"""Names of parameters that tensor-parallel ranks have different parts of, or of different experts, and that neither
+Megatron-Core nor Transformer Engine marks as such."""
+
+
+def _mark_divided_parameters(model: GPTModel) -> None:
+    """Mark these parameters: the norm of gradients would count those of the first tensor-parallel rank only."""
+    for name, parameter in model.named_parameters():
+        if _UNMARKED.fullmatch(name):
+            parameter.tensor_model_parallel = True
+
+
+def yarn_frequencies(plain: Tensor, theta: float, yarn: YarnRopeScaling) -> Tensor:
+    """Compute YaRN's frequencies f_i of ``plain`` ones p_i [D / 2] (arXiv:2309.00071, equations 19 to 23).
+
+    f_i = (1 - r_i) p_i + r_i p_i / factor, with the ramp r_i = (i - low) / (high - low), between 0 and 1. ``low`` is
+    the index whose frequency turns beta_fast times within the original positions, ``high`` that of beta_slow turns.
+    """
+    pairs = len(plain)
+
+    def index_of(turns: float) -> float:
+        return (
+            pairs * math.log(yarn.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+        )
+
+    low, high = index_of(yarn.beta_fast), index_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    if low == high:
+        high += 0.001
+    indices = torch.arange(pairs, dtype=torch.float32, device=plain.device)
+    ramp = ((indices - low) / (high - low)).clamp(0, 1)
+    return plain * (1 - ramp) + plain / yarn.factor * ramp
 
 
 @dataclass(frozen=True)

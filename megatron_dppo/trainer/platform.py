@@ -354,9 +354,14 @@ def _torch_recomputed(is_moe: bool) -> tuple[str, ...]:
     return ("core_attn",)
 
 
-def _no_layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterable[LayoutFault]:
-    """Return no fault: the layers support every layout."""
-    return ()
+def _te_layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterable[LayoutFault]:
+    """Yield a fault for a context-parallel model with sinks or windows of attention."""
+    if sizes.context > 1 and (shape.has_sinks or shape.window is not None):
+        expectation = (
+            "1 with Transformer Engine's layers: its context parallelism of packed sequences with sinks and windows of "
+            "attention has not been run"
+        )
+        yield LayoutFault("context", sizes.context, expectation)
 
 
 def _cuda() -> Platform:
@@ -375,7 +380,7 @@ def _cuda() -> Platform:
             "batch_p2p_comm": True,
             "gradient_accumulation_fusion": fused_weight_gradients() is not None,
         },
-        layout_faults=_no_layout_faults,
+        layout_faults=_te_layout_faults,
     )
     if not has_transformer_engine():
         return _with_torch_layers(layers)

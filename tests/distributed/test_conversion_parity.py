@@ -52,6 +52,7 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"layers": 4}),
     "qwen3_5_moe": ("qwen3_5_moe", {"layers": 4}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {"layers": 4}),
+    "gpt_oss": ("gpt_oss", {"layers": 4}),
 }
 ALL_FAMILIES = FAMILIES | SLOW_FAMILIES
 _DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
@@ -73,6 +74,9 @@ def sequences() -> list[list[int]]:
 def layouts_of(case: str) -> dict[str, dict[str, Any]]:
     family, options = ALL_FAMILIES[case]
     found = DENSE_LAYOUTS if family in _DENSE_FAMILIES else MOE_LAYOUTS
+    if family == "gpt_oss":
+        # Experts with biases are not divided.
+        found = {name: sizes for name, sizes in found.items() if "expert_tensor" not in sizes}
     deep = options.get("layers", 2) >= 4
     return {name: sizes for name, sizes in found.items() if deep or "VPP" not in name}
 

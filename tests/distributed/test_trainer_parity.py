@@ -127,6 +127,7 @@ SLOW_FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v3": {"layers": 4},
     "qwen3_next": {"layers": 4},
     "qwen3_5_moe": {"layers": 4},
+    "gpt_oss": {"layers": 4},
 }
 SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latent attention TP2 ETP2": ("deepseek_v3", {"tensor": 2}, {}),
@@ -183,6 +184,15 @@ SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_5_moe EP2": ("qwen3_5_moe", {"expert": 2}, {}),
     "qwen3_5_moe PP2 VPP2": ("qwen3_5_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "gpt_oss TP2 EP2": ("gpt_oss", {"tensor": 2, "expert": 2}, {}),
+    "gpt_oss EP2 recompute full, distributed optimizer": (
+        "gpt_oss",
+        {"expert": 2},
+        {"distributed": True, "recompute": "full"},
+    ),
+    "gpt_oss EP2 recompute selective": ("gpt_oss", {"expert": 2}, {"recompute": "selective"}),
+    "gpt_oss CP2 EP2": ("gpt_oss", {**CP2, "expert": 2}, {}),
+    "gpt_oss PP2 VPP2": ("gpt_oss", {"pipeline": 2, "virtual_pipeline": 2}, {}),
 }
 CP4 = {"context": 4}
 CONTEXT_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

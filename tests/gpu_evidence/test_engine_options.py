@@ -51,6 +51,7 @@ SIZES = {
     "glm_4.7_flash_gsm8k": 4,
     "qwen3_next_80b_a3b_gsm8k": 4,
     "qwen3_5_35b_a3b_gsm8k": 4,
+    "gpt_oss_20b_gsm8k": 2,
 }
 """Recipe -> tensor-parallel ranks of a server; those of 30B-A3B have 4, the others 1."""
 
@@ -63,7 +64,7 @@ def test_what_the_recipes_count_on(now: str) -> None:
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
         options = every | own
-        moe = any(name in recipe for name in ("_a3b", "_a22b", "olmoe", "_moe_", "glm"))
+        moe = any(name in recipe for name in ("_a3b", "_a22b", "olmoe", "_moe_", "glm", "gpt_oss"))
         size = SIZES.get(recipe, 4 if "30b_a3b" in recipe else 1)
         assert options["attention_backend"] == "fa3"
         assert options["sampling_backend"] == "flashinfer"

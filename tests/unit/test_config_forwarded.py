@@ -354,9 +354,6 @@ def test_options_of_the_trainer_that_are_given_as_off_are_taken(problems):
         "megatron.moe_expert_capacity_factor=null",
         "megatron.moe_layer_freq=1",
         "megatron.moe_router_topk_scaling_factor=1.0",
-        "megatron.softmax_type=vanilla",
-        "megatron.glu_linear_offset=0.0",
-        "megatron.window_size=null",
         "megatron.cuda_graph_impl=none",
     )
 

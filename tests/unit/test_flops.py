@@ -27,6 +27,16 @@ def test_a_dense_model():
     assert cost.quadratic == 2 * 4096 * 36
 
 
+def test_windows_of_attention():
+    # h 2880, q 64 x 64 = 4096, k and v 8 x 64 = 512 each, 4 of 32 experts of 2880, 24 layers, of which 12 attend to 128
+    # tokens: S * 128 pairs of 2 * 4096 + 2 * 4096 in place of S^2 / 2.
+    cost = forward_flops(load_model_shape(CONFIGS / "gpt-oss-20b"))
+    attention = 2 * 2880 * (4096 + 1024) + 2 * 4096 * 2880
+    layer = attention + 6 * 2880 * 2880 * 4 + 2 * 2880 * 32
+    assert cost.linear == 24 * layer + 2 * 2880 * 201_088 + 12 * 128 * 4 * 4096
+    assert cost.quadratic == 2 * 4096 * 12
+
+
 def test_a_sequence():
     assert SequenceCost(3.0, 0.5)(4) == 3 * 4 + 0.5 * 16
     assert TOKENS(7) == 7

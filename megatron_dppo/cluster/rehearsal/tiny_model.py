@@ -179,6 +179,8 @@ def tiny_sizes(
     )
 
 
+_WINDOW = 16
+"""Largest window of attention: responses of a rehearsal are longer."""
 _KERNEL_ROWS = 128
 """Rows of an MLP on each rank that GPU kernels support."""
 
@@ -250,6 +252,8 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         values |= _latent_sizes(known.shape.latent)
     if known.shape.delta is not None:
         values |= _delta_sizes(known.shape.delta, sizes)
+    if known.shape.window is not None:
+        values["sliding_window"] = min(_WINDOW, known.shape.window.tokens)
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
@@ -271,6 +275,8 @@ def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any
     if "moe_intermediate_size" in values:
         width = "moe_intermediate_size"
     found = {name: sizes.experts, "num_experts_per_tok": sizes.choices, width: sizes.moe_ffn}
+    if "experts_per_token" in values:
+        found["experts_per_token"] = sizes.choices
     if "expert_hidden_dim" in values:
         found["expert_hidden_dim"] = sizes.moe_ffn
     if "shared_expert_intermediate_size" in values:

@@ -31,6 +31,8 @@ def require_plain_experts(config: Any, case: str) -> None:
 
     ``case`` is a part of the message.
     """
+    if config.gemm1_alpha is not None:
+        raise ValueError(f"gpt-oss's experts {case}, expected ep_size 1 on a CPU")
     if config.activation != "silu" or config.apply_router_weight_on_input:
         raise ValueError(
             f"experts with activation {config.activation!r} and apply_router_weight_on_input "

@@ -17,6 +17,7 @@ from megatron_dppo.engine import hooks
 from megatron_dppo.engine.sglang_cpu import (
     all_heads_norm,
     attention_replicas,
+    attention_sinks,
     block_fp8_layers,
     delta_net,
     forks,
@@ -60,6 +61,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The attention kernel computes one sequence at a time, so that no row depends on another row.
         if ATTENTION not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices([ATTENTION])
+        attention_sinks.admit()
         forks.fork_processes()
 
     def get_default_attention_backend(self) -> str:
@@ -152,6 +154,8 @@ def prepare_models(runner: Any, *args: Any, **kwargs: Any) -> None:
             setattr(minimax_m2, function.__name__, function)
     if DELTA_MODELS.intersection(architectures):
         delta_net.use_pytorch()
+    if "GptOssForCausalLM" in architectures:
+        attention_sinks.use_sinks()
     if LATENT_MODELS.intersection(architectures):
         latent_attention.use_latent_cache()
 

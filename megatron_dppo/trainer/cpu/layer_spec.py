@@ -48,7 +48,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -93,8 +96,57 @@ def packed_causal_attention(
     return torch.cat(outputs).index_select(0, plan.row_of_token)
 
 
+def packed_attention_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PaddingPlan,
+    scale: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """Compute causal attention within each sequence, with a sink in each head's softmax, or over a window, or both.
+
+    With the logits s_ij = q_i k_j * scale of the last ``window`` tokens j, which are those up to i (None: all), and the
+    sink b of the head: o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij)). The softmax is computed in fp32.
+
+    q [T, H, D], k [T, G, D], v [T, G, E], sinks [H] -> [T, H, E].
+    """
+    heads, groups = q.shape[1], k.shape[1]
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[2])
+    outputs = []
+    for token_of_row, sequences, longest_length in plan.batches:
+        padded_q, padded_k, padded_v = (
+            x.index_select(0, token_of_row)
+            .view(sequences, longest_length, *x.shape[1:])
+            .transpose(1, 2)
+            for x in (q, k, v)
+        )  # [n, heads, longest, D]
+        padded_k, padded_v = (x.repeat_interleave(heads // groups, 1) for x in (padded_k, padded_v))
+        logits = (padded_q @ padded_k.transpose(2, 3)).float() * scale
+        positions = torch.arange(longest_length, device=q.device)
+        distances = positions[:, None] - positions
+        is_hidden = distances < 0
+        if window is not None:
+            is_hidden |= distances >= window
+        logits = logits.masked_fill(is_hidden, -math.inf)
+        if sinks is not None:
+            sink_logits = sinks.float().view(1, heads, 1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, sink_logits], -1)
+        shares = logits.softmax(-1)[..., :longest_length]
+        out = shares.to(v.dtype) @ padded_v
+        outputs.append(out.transpose(1, 2).reshape(-1, heads, v.shape[2]))
+    return torch.cat(outputs).index_select(0, plan.row_of_token)
+
+
 class TorchAttention(MegatronModule):
-    """Core attention that replaces Transformer Engine's: packed (thd) inputs, causal, no dropout."""
+    """Core attention that replaces Transformer Engine's: packed (thd) inputs, causal, no dropout.
+
+    ``softmax_offset`` are the sinks of this rank's heads, if the model has sinks.
+    """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -109,6 +161,17 @@ class TorchAttention(MegatronModule):
         super().__init__(config)
         self.scale = softmax_scale
         self.context_group = pg_collection.cp
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            assert config.window_size is not None
+            self.window = config.window_size[0] + 1
+        self.softmax_offset = None
+        self.tensor_group = pg_collection.tp
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -131,10 +194,40 @@ class TorchAttention(MegatronModule):
                 _HeadsForTokens.apply(_even_heads(x, group.size()), rows, group)
                 for x in (query, key, value)
             )
-        output = packed_causal_attention(query, key, value, plan, self.scale)
+        if self.softmax_offset is None and self.window is None:
+            output = packed_causal_attention(query, key, value, plan, self.scale)
+        else:
+            sinks = self._sinks_of_exchanged_heads()
+            output = packed_attention_with_sinks(
+                query, key, value, plan, self.scale, sinks, self.window
+            )
         if group.size() > 1:
             output = _TokensForHeads.apply(output, rows, group)
         return output.reshape(output.shape[0], -1)
+
+    def _sinks_of_exchanged_heads(self) -> Tensor | None:
+        """Return the sinks of the heads that this rank has after the exchange of tokens for heads."""
+        if self.softmax_offset is None:
+            return None
+        return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
+    ) -> ShardedStateDict:
+        """The sinks, cut by tensor-parallel ranks, as in Transformer Engine."""
+        if self.softmax_offset is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
@@ -279,8 +372,8 @@ class WholeLinear(torch.nn.Linear):
 
 
 class ColumnGroupedLinear(torch.nn.Module):
-    """One linear ``weight<i>`` [out / ETP, in] for each local expert i; replaces
-    TEColumnParallelGroupedLinear.
+    """One linear ``weight<i>`` [out / ETP, in] for each local expert i, with ``bias<i>`` [out] or without; replaces
+    TEColumnParallelGroupedLinear. With ``skip_bias_add`` the biases are returned instead of added.
     """
 
     partition_dim: ClassVar[int] = 0
@@ -294,11 +387,15 @@ class ColumnGroupedLinear(torch.nn.Module):
         config: TransformerConfig,
         init_method: Any,
         pg_collection: Any,
+        bias: bool,
+        skip_bias_add: bool,
         **_: Any,
     ) -> None:
         super().__init__()
         self.num_gemms = num_gemms
         self.groups = pg_collection
+        self.has_bias = bias
+        self.skip_bias_add = skip_bias_add
         shape = [output_size, input_size]
         shape[self.partition_dim] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
@@ -309,14 +406,24 @@ class ColumnGroupedLinear(torch.nn.Module):
             # Megatron's DDP reduces a parameter whose ``allreduce`` is False over expert-data ranks only.
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                # Megatron-Core refuses biases of experts that several ranks share.
+                values = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
+                values.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+                self.register_parameter(f"bias{i}", values)
 
-    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """Map x [tokens, in], sorted by expert with ``m_splits`` tokens each, to ([tokens, out / ETP], None)."""
+    def forward(
+        self, x: Tensor, m_splits: list[int]
+    ) -> tuple[Tensor, list[torch.nn.Parameter] | None]:
+        """Map x [tokens, in], sorted by expert with ``m_splits`` tokens each, to [tokens, out / ETP] and the biases
+        that were not added."""
         parts = x.split(m_splits)
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.has_bias else []
         outputs: list[Tensor] = []
         for expert, part in enumerate(parts):
-            outputs.append(F.linear(part, getattr(self, f"weight{expert}")))
-        return torch.cat(outputs), None
+            added = biases[expert] if biases and not self.skip_bias_add else None
+            outputs.append(F.linear(part, getattr(self, f"weight{expert}"), added))
+        return torch.cat(outputs), biases if biases and self.skip_bias_add else None
 
     def sharded_state_dict(
         self,
@@ -330,17 +437,22 @@ class ColumnGroupedLinear(torch.nn.Module):
         out = {}
         for i in range(n):
             expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
-            sharded = make_sharded_tensors_for_checkpoint(
-                {"weight": getattr(self, f"weight{i}")},
+            tensors = {"weight": getattr(self, f"weight{i}")}
+            if self.has_bias:
+                tensors["bias"] = getattr(self, f"bias{i}")
+            sharded_tensors = make_sharded_tensors_for_checkpoint(
+                tensors,
                 prefix,
                 {"weight": self.partition_dim},
                 (*sharded_offsets, expert),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=(metadata or {})["dp_cp_group"],
-            )[f"{prefix}weight"]
-            # The helper counts the replicas of dense layers, which are on other ranks than those of experts.
-            sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
-            out[f"{prefix}weight{i}"] = sharded
+            )
+            for name in tensors:
+                sharded = sharded_tensors[f"{prefix}{name}"]
+                # The helper counts the replicas of dense layers, which are on other ranks than those of experts.
+                sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
+                out[f"{prefix}{name}{i}"] = sharded
         return out
 
 

@@ -58,6 +58,7 @@ OURS = {
     "glm_4.7_flash_gsm8k": ("glm-4.7-flash", 4),
     "qwen3_next_80b_a3b_gsm8k": ("qwen3-next-80b-a3b-instruct", 4),
     "qwen3_5_35b_a3b_gsm8k": ("qwen3.5-35b-a3b", 4),
+    "gpt_oss_20b_gsm8k": ("gpt-oss-20b", 4),
 }
 STEPS = {name: (row[0], row[2] // row[3]) for name, row in PAPER.items()} | OURS
 
