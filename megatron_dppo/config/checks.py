@@ -1,7 +1,7 @@
-"""Checks that need more than one field, or the file system. All checks run, and all faults become one error.
+"""Checks that need more than one field, or the file system. All checks run, and one error lists all faults.
 
-Nothing here imports torch, Megatron or SGLang. Names of rewards and the libraries' own options are checked by
-``launch/library_checks.py``, before any process starts.
+This module imports no torch, Megatron or SGLang. ``launch/library_checks.py`` checks the names of rewards and the
+options of libraries, before any process starts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
 PLACEHOLDER = "{prompt}"
-"""Placeholder of the problem's text in a prompt template."""
+"""Part of a prompt template that the problem's text replaces."""
 
 RESERVED_ARGUMENTS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -50,21 +50,21 @@ RESERVED_ARGUMENTS = (
 """Arguments of ``apply_chat_template`` that the package sets itself, or that do not reach the template."""
 
 ROLE = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
-"""The name of a message's role. Templates write it as it is, so it must not hold a token that ends a turn."""
+"""The name of a message's role. Templates write the name unchanged, so it must not contain a token that ends a turn."""
 
 MOST_STOPS = 32
-"""Stop texts that SGLang takes."""
+"""Largest number of stop texts that SGLang takes."""
 
 
 def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     """Report missing files, weights of only some files, and names that can't be metric names."""
-    is_listed = not isinstance(data.train, str)
-    files: dict[str, str] = {}
+    paths_by_key: dict[str, str] = {}
     for i, file in enumerate(data.train_files):
-        files[f"data.train[{i}].path" if is_listed else "data.train"] = file.path
+        key = "data.train" if isinstance(data.train, str) else f"data.train[{i}].path"
+        paths_by_key[key] = file.path
     for name, evaluation_file in data.evaluation_files.items():
-        files[f"data.evaluation.{name}"] = evaluation_file.path
-    for key, path in files.items():
+        paths_by_key[f"data.evaluation.{name}"] = evaluation_file.path
+    for key, path in paths_by_key.items():
         if fault := data_files(path).fault:
             yield (
                 f"{key}: got {path!r}, expected {fault}; docs/data.md tells how published sets are prepared"
@@ -75,11 +75,11 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     repeated = sorted({path for path in paths if paths.count(path) > 1})
     if repeated:
         yield f"data.train: {repeated[0]!r} is there twice, expected each file once; see weight"
-    elif twice := next(repeated_files(paths), None):
-        yield f"data.train: {twice!r} is in two of the paths, expected each file once; see weight"
-    weighted = [file.weight is not None for file in data.train_files]
-    if any(weighted) and not all(weighted):
-        unweighted_index = weighted.index(False)
+    elif repeated_file := next(repeated_files(paths), None):
+        yield f"data.train: {repeated_file!r} is in two of the paths, expected each file once; see weight"
+    has_weight = [file.weight is not None for file in data.train_files]
+    if any(has_weight) and not all(has_weight):
+        unweighted_index = has_weight.index(False)
         yield f"data.train[{unweighted_index}].weight: missing, expected one for each file, or for none"
     for name in data.evaluation:
         if not re.fullmatch(r"[\w.-]+", name):
@@ -90,7 +90,7 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
 
 
 def reward_faults(reward: RewardConfig) -> layout.Faults:
-    """Report a further reward with the name of the first one's function, which would replace the first."""
+    """Report a further reward with the name of the first reward's function: it would replace the first reward."""
     if reward.first in reward.further:
         yield (
             f"reward.further.{reward.first}: is also the name of reward.name {reward.name}; expected another"
@@ -100,8 +100,8 @@ def reward_faults(reward: RewardConfig) -> layout.Faults:
 def services_of(config: schema.TrainConfig) -> dict[str, Mapping[str, Any]]:
     """Return the options of the environment and of rewards that run on another server, by the key of their table.
 
-    Only this package's own environments and rewards are known, whose address is the option ``url``. The result is empty
-    where nothing is generated.
+    Only this package's own environments and rewards are included; their option ``url`` has the address. The result is
+    empty for a run that replays rollouts.
     """
     services: dict[str, Mapping[str, Any]] = {}
     if config.rollout.replay_from is not None:
@@ -120,7 +120,7 @@ _REWARD_SERVICES = ("judge", "reward_model")
 
 
 def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.Faults:
-    """Report templates without a placeholder for the problem, prompts that no message would hold, and bad stop
+    """Report templates without a placeholder for the problem, system prompts without a chat template, and bad stop
     texts.
     """
     if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
@@ -150,11 +150,11 @@ def template_argument_faults(arguments: Mapping[str, Any]) -> layout.Faults:
 
 
 LONGEST_TEXT = 4096
-"""Longest path in characters, as Linux limits it."""
+"""Characters of the longest text that is not in ``PROSE``: Linux has no longer paths."""
 LONGEST_PROSE = 65536
-"""Longest text for the model, in characters."""
+"""Characters of the longest text for the model, or script."""
 PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue"}
-"""Keys whose text is for the model, or a script, and may have several lines."""
+"""Keys whose text is for the model, or is a script (``prologue`` of Slurm's site file). It may have several lines."""
 LARGEST_NUMBER = 2**63 - 1
 SPARE_POSITIONS = 2
 """Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache: ``max_req_len`` is one less
@@ -163,16 +163,17 @@ SPARE_POSITIONS = 2
 PROMPT_SPARE_POSITIONS = 7
 """Tokens by which a prompt must be shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
 LONGEST_WAIT_S = 10**8
-"""Longest time in seconds: three years. ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
+"""Longest time in seconds: three years. ``threading`` takes a hundred times as much, ``select`` and the timers of C++
+libraries take less than ``threading``."""
 
 
 def unusable_values(config: Section) -> list[str]:
-    """Report texts that no path, name or URL may contain, and numbers that no library takes."""
+    """Report texts with control characters, and texts, numbers and times beyond what libraries take."""
     faults: list[str] = []
     for key, value in _leaves(config.model_dump(), ""):
-        complaint = _complaint(key, value)
-        if complaint:
-            faults.append(f"{key}: {complaint}")
+        value_fault = _value_fault(key, value)
+        if value_fault:
+            faults.append(f"{key}: {value_fault}")
     return faults
 
 
@@ -185,7 +186,7 @@ def without_os_errors(faults: layout.Faults) -> layout.Faults:
 
 
 def url_faults(given_urls: Sequence[str]) -> layout.Faults:
-    """Report ``engine.urls`` that no server can have, or that name one server twice."""
+    """Report ``engine.urls`` that are no base URL of a server, and servers that are listed twice."""
     urls = [url.rstrip("/") for url in given_urls]
     faults: list[str] = []
     for url in urls:
@@ -245,7 +246,12 @@ def length_faults(
     A run that replays rollouts has no engine, so it may use all of the model's positions.
     """
     generates = rollout.replay_from is None
-    spare, prompt_spare = (SPARE_POSITIONS, PROMPT_SPARE_POSITIONS) if generates else (0, 1)
+    spare = 0
+    # One position after the prompt is for a token of the response.
+    prompt_spare = 1
+    if generates:
+        spare = SPARE_POSITIONS
+        prompt_spare = PROMPT_SPARE_POSITIONS
     limits: dict[str, Any] = {"model's": model.max_position_embeddings}
     if generates:
         for key in ("context_length", "max_total_tokens"):
@@ -255,39 +261,40 @@ def length_faults(
     # Without a value of its own, the evaluation has the rollout's limit.
     if evaluation.max_response_tokens is not None:
         responses["evaluation"] = evaluation.max_response_tokens
-    # Tokens that an episode adds to its prompt and its first response.
-    episodes: dict[str, int] = {}
-    for section, response in responses.items():
-        episodes[section] = environment.longest(prompt, response) - prompt - response
-    reason = ""
-    if generates:
-        reason = ", of which SGLang fills all but {}"
-    for whose, positions in limits.items():
+    for owner, positions in limits.items():
         if not isinstance(positions, int):
             continue
         if prompt > positions - prompt_spare:
-            yield (
-                f"data.max_prompt_tokens: got {prompt}, expected at most {positions - prompt_spare}: the "
-                f"{whose} {positions} positions{reason.format(f'{prompt_spare} with a prompt')}"
-            )
+            reason = _positions(owner, positions, f"{prompt_spare} with a prompt", generates)
+            yield f"data.max_prompt_tokens: got {prompt}, expected at most {positions - prompt_spare}: {reason}"
             continue
         for section, response in responses.items():
-            # An aborted response continues with a prompt of all its tokens except the last.
-            continued = generates and section == "rollout" and rollout.interrupt == "abort"
-            reserve = prompt_spare - 1 if continued else spare
-            if prompt + response > positions - reserve:
+            section_spare = spare
+            if generates and section == "rollout" and rollout.interrupt == "abort":
+                # An aborted response continues with a prompt of all its tokens except the last.
+                section_spare = prompt_spare - 1
+            reason = _positions(owner, positions, str(section_spare), generates)
+            usable_positions = positions - section_spare
+            episode_tokens = environment.longest(prompt, response)
+            if prompt + response > usable_positions:
                 yield (
                     f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens {prompt} "
-                    f"that is {prompt + response}, expected at most {positions - reserve - prompt}: the {whose} "
-                    f"{positions} positions{reason.format(reserve)}"
+                    f"that is {prompt + response}, expected at most {usable_positions - prompt}: {reason}"
                 )
-            elif (episode_tokens := prompt + response + episodes[section]) > positions - reserve:
+            elif episode_tokens > usable_positions:
                 yield (
                     f"environment.max_tokens: got {given(environment.max_tokens)}, which is {episode_tokens} tokens of "
-                    f"an episode, expected at most {positions - reserve}: the {whose} {positions} positions"
-                    f"{reason.format(reserve)}. null is what environment.max_turns, rollout.max_response_tokens and "
-                    "environment.max_observation_tokens allow together"
+                    f"an episode, expected at most {usable_positions}: {reason}. null is what environment.max_turns, "
+                    "rollout.max_response_tokens and environment.max_observation_tokens allow together"
                 )
+
+
+def _positions(owner: str, positions: int, spare: str, has_engine: bool) -> str:
+    """Return the part of a message about the positions of the model or the engine."""
+    text = f"the {owner} {positions} positions"
+    if has_engine:
+        text += f", of which SGLang fills all but {spare}"
+    return text
 
 
 def environment_faults(
@@ -323,26 +330,29 @@ def environment_faults(
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield every value in a tree of tables and lists that is neither, with its dotted key."""
+    """Yield each value of a tree of tables and lists with its dotted key. Items of a list have the key of the list."""
     if isinstance(value, dict):
-        for name, part in value.items():
-            yield from _leaves(part, f"{key}.{name}" if key else str(name))
+        for name, entry in value.items():
+            yield from _leaves(entry, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
-        for part in value:
-            yield from _leaves(part, key)
+        for item in value:
+            yield from _leaves(item, key)
     else:
         yield key, value
 
 
-def _complaint(key: str, value: Any) -> str | None:
-    is_prose = key in PROSE
-    most_characters = LONGEST_PROSE if is_prose else LONGEST_TEXT
+def _value_fault(key: str, value: Any) -> str | None:
+    """Return the fault of a single value without its key; None for a usable value."""
     if isinstance(value, str):
-        text = value.translate(_LINES) if is_prose else value
-        if _UNUSABLE.search(text):
+        text = value
+        max_characters = LONGEST_TEXT
+        if key in PROSE:
+            text = value.replace("\n", " ").replace("\t", " ")
+            max_characters = LONGEST_PROSE
+        if _UNUSABLE_CHARACTERS.search(text):
             return f"got {given(value)}, expected text without control characters"
-        if len(value) > most_characters:
-            return f"got {len(value)} characters, expected at most {most_characters}"
+        if len(value) > max_characters:
+            return f"got {len(value)} characters, expected at most {max_characters}"
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
     if isinstance(value, int | float) and key.endswith("_s") and value > LONGEST_WAIT_S:
@@ -350,14 +360,13 @@ def _complaint(key: str, value: Any) -> str | None:
     return None
 
 
-_LINES = str.maketrans("\n\t", "  ")
-
-
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_UNUSABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and halves of surrogate pairs, which UTF-8 can't encode."""
 
 
 MOST_RESPONSES = 2**24
-"""Most responses in a rollout batch: every rank holds a line for each. No published run has a tenth of it."""
+"""Largest number of responses in a rollout batch: every rank holds a summary of each. No published run has a tenth of
+this number."""
 
 
 def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout.Faults:
@@ -461,7 +470,7 @@ def check_config(
 
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
-    """Run every check of a supervised run; as :func:`check_config`."""
+    """Run every check of a supervised run. Raises ConfigError with the name ``source``."""
     parallel = config.parallel
     training = config.training
     faults = [
@@ -502,7 +511,10 @@ def _checked_model(
     *,
     weights: bool = True,
 ) -> ModelShape:
-    """Return the model's shape. Raises ConfigError where it or an earlier check has a fault."""
+    """Read the model's shape and run ``checks`` on it.
+
+    Raises ConfigError with their faults and the earlier ``faults``.
+    """
     model = None
     try:
         model = layout.read_checkpoint_folder(section.hf_checkpoint, weights=weights)
@@ -515,13 +527,17 @@ def _checked_model(
     return model
 
 
-def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.Faults:
-    """Report why a rollout batch can't be cut into optimiser steps of ``size`` prompts, or shared by ``data``
-    replicas.
+def batch_faults(
+    rollout: schema.RolloutConfig, prompts_per_mini_batch: int, replicas: int
+) -> layout.Faults:
+    """Report why a rollout batch can't be cut into mini-batches, or shared by the data-parallel ranks.
+
+    ``replicas``: number of data-parallel ranks; 0 where the world is smaller than one replica, which another check
+    reports.
     """
-    if rollout.prompts_per_step % size:
+    if rollout.prompts_per_step % prompts_per_mini_batch:
         yield (
-            f"training.prompts_per_mini_batch: got {size}, expected a divisor of "
+            f"training.prompts_per_mini_batch: got {prompts_per_mini_batch}, expected a divisor of "
             f"rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
     responses = rollout.prompts_per_step * rollout.group_size
@@ -530,31 +546,32 @@ def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.
             f"rollout.group_size: got {rollout.group_size}, with rollout.prompts_per_step {rollout.prompts_per_step} "
             f"that is {responses} responses in a batch, expected at most {MOST_RESPONSES}"
         )
-    if data and rollout.prompts_per_step % data:
+    if replicas and rollout.prompts_per_step % replicas:
         yield (
             f"rollout.prompts_per_step: got {rollout.prompts_per_step}, expected a multiple of the "
-            f"{data} data-parallel ranks (world_size / (tensor x pipeline x context)), which share the prompts"
+            f"{replicas} data-parallel ranks (world_size / (tensor x pipeline x context)), which share the prompts"
         )
-    if size * rollout.group_size < data:
+    step_responses = prompts_per_mini_batch * rollout.group_size
+    if step_responses < replicas:
         yield (
-            f"training.prompts_per_mini_batch: got {size} x rollout.group_size "
-            f"{rollout.group_size} = {size * rollout.group_size} responses in an optimiser step, expected "
-            f"at least one for each of the {data} data-parallel ranks"
+            f"training.prompts_per_mini_batch: got {prompts_per_mini_batch} x rollout.group_size "
+            f"{rollout.group_size} = {step_responses} responses in an optimiser step, expected "
+            f"at least one for each of the {replicas} data-parallel ranks"
         )
 
 
 def schedule_faults(optimizer: schema.OptimizerConfig) -> layout.Faults:
     """Report numbers of the learning rate's schedule that contradict each other."""
-    falls = optimizer.schedule != "constant"
-    end = optimizer.decay_steps
-    if falls and (end is None or end <= optimizer.warmup_steps):
+    is_constant = optimizer.schedule == "constant"
+    decay_steps = optimizer.decay_steps
+    if not is_constant and (decay_steps is None or decay_steps <= optimizer.warmup_steps):
         yield (
-            f"optimizer.decay_steps: got {given(end)} with schedule {optimizer.schedule!r}, expected more than "
+            f"optimizer.decay_steps: got {given(decay_steps)} with schedule {optimizer.schedule!r}, expected more than "
             f"optimizer.warmup_steps, {optimizer.warmup_steps}: all optimiser steps of the run, for one"
         )
-    if not falls and (end is not None or optimizer.min_lr):
+    if is_constant and (decay_steps is not None or optimizer.min_lr):
         yield (
-            f"optimizer.schedule: got 'constant' with decay_steps {given(end)} and min_lr {optimizer.min_lr}, "
+            f"optimizer.schedule: got 'constant' with decay_steps {given(decay_steps)} and min_lr {optimizer.min_lr}, "
             "expected 'linear' or 'cosine', or neither of these"
         )
     if optimizer.min_lr > optimizer.lr:
@@ -597,11 +614,12 @@ def length_penalty_faults(
 
 
 def _reference(algorithm: schema.AlgorithmConfig) -> layout.Faults:
-    unchanged = schema.AlgorithmConfig()
+    """Report settings of the KL penalty where it is off."""
+    defaults = schema.AlgorithmConfig()
     if algorithm.reference_kl > 0:
         return
     for key in ("reference_estimator", "reference_importance_weights"):
-        if getattr(algorithm, key) != getattr(unchanged, key):
+        if getattr(algorithm, key) != getattr(defaults, key):
             yield (
                 f"algorithm.{key}: got {given(getattr(algorithm, key))} with algorithm.reference_kl 0 "
                 "(off), expected a factor above 0, or nothing of it"
@@ -636,6 +654,7 @@ def _upload(repository: str | None, *, exports: bool) -> layout.Faults:
 
 
 def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.Faults:
+    """Report settings of interrupted, stale and surplus responses that the run can't have."""
     if rollout.interrupt == "retract" and updates_adapters(lora):
         yield (
             "rollout.interrupt: got retract, expected drain or abort where updates send adapters alone: a retracted "
@@ -664,10 +683,10 @@ def _engine(
     rollout: schema.RolloutConfig,
     strategy: str,
 ) -> layout.Faults:
-    if engine.port is not None and engine.port + engine.started > 65536:
+    if engine.port is not None and engine.port + engine.servers_to_start > 65536:
         yield (
-            f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
-            f"{65536 - engine.started}: they count on from it"
+            f"engine.port: got {engine.port} for {engine.servers_to_start} servers, expected at most "
+            f"{65536 - engine.servers_to_start}: they count on from it"
         )
     if engine.placement == "colocated":
         yield from _colocation(engine, rollout, strategy)
@@ -711,7 +730,7 @@ def _colocation(
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "
             "device with the trainer"
         )
-    elif not engine.started and rollout.replay_from is None:
+    elif not engine.servers_to_start and rollout.replay_from is None:
         yield (
             "engine.servers: got 0 with engine.placement colocated, expected at least 1: servers that are attached "
             "later share no device with the trainer"

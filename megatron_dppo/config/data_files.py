@@ -13,10 +13,11 @@ from pathlib import Path
 
 _TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".tsv")
 DATA_ENDINGS = (*_TEXT_ENDINGS, *(f"{ending}.gz" for ending in _TEXT_ENDINGS), ".parquet", ".arrow")
-"""Endings, in any case, of the files in a folder that are read. A file named directly may have any ending."""
+"""Endings of the files in a folder that are read, upper or lower case. A path to one file may have any ending."""
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""Files that ``datasets`` writes beside its data."""
-_SHOWN = 5
+"""Files without problems that Hugging Face's ``datasets`` writes beside its data."""
+_MAX_LISTED = 5
+"""Largest number of file names in a message."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class DataFiles:
         path: the path as it was given.
         files: sorted by name. A path that is neither a folder nor a glob is its own only file, whether it exists or
             not.
-        unread: names of other entries of a folder, which are no data files. Hidden ones are not among them.
+        unread: names of the entries of a folder that are no data files, without hidden ones.
     """
 
     path: str
@@ -50,8 +51,8 @@ class DataFiles:
 
     @property
     def fault(self) -> str | None:
-        """Return what was expected, where nothing can be read: the text after "got PATH, expected". None where there
-        are files.
+        """Return why the path can't be read, as the end of the message "got PATH, expected ..."; None where all files
+        exist.
         """
         if not self.files:
             endings = ", ".join(DATA_ENDINGS)
@@ -61,11 +62,11 @@ class DataFiles:
             if self.unread:
                 found_names = _listed(self.unread)
             return f"data files in this folder ({endings}), found {found_names}"
-        lost = [file for file in self.files if not os.path.isfile(file)]
-        if not lost:
+        missing_files = [file for file in self.files if not os.path.isfile(file)]
+        if not missing_files:
             return None
         if self.is_several:
-            return f"files alone, but {lost[0]} is none"
+            return f"files alone, but {missing_files[0]} is none"
         return f"a JSONL or Parquet file, relative to {Path.cwd()}"
 
 
@@ -85,7 +86,11 @@ def data_files(path: str | Path) -> DataFiles:
 
 
 def label_of(path: str) -> str:
-    """Return the path with a last part that can name metrics: without a glob's wildcards, or else the folder's name."""
+    """Return the text from which the name of a data path's metrics is made.
+
+    Returns the path itself, or for a glob its last part that has other characters than wildcards: ``train-*.jsonl`` ->
+    ``train``.
+    """
     if os.path.exists(path) or not glob.has_magic(path):
         return path
     for part in reversed(Path(path).parts):
@@ -98,13 +103,13 @@ def label_of(path: str) -> str:
 
 
 def repeated_files(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the files that two of the paths name, where one of the paths is a folder or a glob."""
-    path_of: dict[Path, DataFiles] = {}
+    """Yield the files that belong to two different paths of which one is a folder or a glob."""
+    first_path_of: dict[Path, DataFiles] = {}
     for path in paths:
-        expanded = data_files(path)
-        for file in expanded.files:
-            earlier_path = path_of.setdefault(file, expanded)
-            if earlier_path.path != path and (earlier_path.is_several or expanded.is_several):
+        data_path = data_files(path)
+        for file in data_path.files:
+            first_path = first_path_of.setdefault(file, data_path)
+            if first_path.path != path and (first_path.is_several or data_path.is_several):
                 yield str(file)
 
 
@@ -128,6 +133,6 @@ def _is_data_file(folder: str, name: str) -> bool:
 
 def _listed(names: Sequence[str]) -> str:
     more = ""
-    if len(names) > _SHOWN:
-        more = f" and {len(names) - _SHOWN} more"
-    return ", ".join(names[:_SHOWN]) + more
+    if len(names) > _MAX_LISTED:
+        more = f" and {len(names) - _MAX_LISTED} more"
+    return ", ".join(names[:_MAX_LISTED]) + more

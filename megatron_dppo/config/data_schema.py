@@ -20,19 +20,21 @@ class Section(BaseModel):
 
 
 class ProblemFile(Section):
-    """Files of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each row."""
+    """Files of problems, with a prompt and an answer in each row."""
 
     path: str
     """JSONL, CSV, TSV or Parquet file (text also as .gz), a folder of such files, or a glob (docs/data.md)."""
     prompt_key: str | None = None
-    """Column of the prompt, text or chat messages; ``a.b`` is a field of a structure. Empty: a usual name,
-    docs/data.md#records.
+    """Column of the prompt, text or chat messages; ``a.b`` is a field of a structure. Empty: a column with one of the
+    usual names in docs/data.md#records.
     """
     answer_key: str | None = None
-    """Column of the answer; ``conversations[-1].value`` is the last message of a conversation. Empty: a usual name."""
+    """Column of the answer; ``conversations[-1].value`` is the last message of a conversation. Empty: a column with
+    one of the usual names in docs/data.md#records.
+    """
     metadata_key: str | None = None
     """Column of an object with other values that a reward may use; ``*``: all columns of the row. Empty:
-    ``metadata``, ``extra_info`` or ``info``, where there is one.
+    ``metadata``, ``extra_info`` or ``info``, if the row has such a column.
     """
 
 
@@ -52,8 +54,8 @@ class TrainingFile(ProblemFile):
     """One of several files of training problems."""
 
     weight: float | None = Field(default=None, gt=0)
-    """Share of the prompts that come from this file, relative to the other files. Empty for all files: they are one
-    set, each problem as frequent as any other.
+    """Share of the prompts that come from this file, relative to the weights of the other files. Empty for all files:
+    all problems are equally frequent.
     """
 
 
@@ -73,9 +75,9 @@ class DataConfig(Section):
     train: TrainingFiles
     """JSONL, CSV or Parquet file of training problems, a folder or a glob of such files, or a list of any of these."""
     evaluation: dict[str, EvaluationFile] = Field(default_factory=dict)
-    """Name -> file, folder or glob of held-out problems; null removes a set that another file names."""
+    """Name -> file, folder or glob of held-out problems; null removes a set of the configuration's ``base``."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longest prompt in tokens. Longer ones are dropped at load, and counted. A start is refused where fewer
+    """Longest prompt in tokens. Longer prompts are dropped at load, and counted. The run does not start if fewer
     problems remain than ``rollout.prompts_per_step``.
     """
     apply_chat_template: bool = True
@@ -83,8 +85,8 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message before each prompt, in training and evaluation."""
     prompt_template: str | None = None
-    """Text around each problem, in training and evaluation; ``{prompt}`` marks the place of the problem. Empty: the
-    problem alone.
+    """Text around each problem, in training and evaluation; ``{prompt}`` stands for the problem. Empty: no text around
+    it.
     """
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking: false}``, for every prompt in training and
@@ -93,20 +95,20 @@ class DataConfig(Section):
     shuffle: bool = True
     """Use a new seeded order in every epoch."""
     on_bad_answer: Literal["refuse", "drop"] = "refuse"
-    """Action for a problem whose answer is missing or empty, which the reward can't parse, or which the reward does
-    not accept as its own answer: refuse to start, or leave the problem out and count it.
+    """Action for a problem without an answer, or whose answer the reward can't parse, or scores as wrong. ``refuse``:
+    the run does not start. ``drop``: the problem is left out, and counted.
     """
 
     @property
     def train_files(self) -> tuple[TrainingFile, ...]:
-        """The training files, in the same form for every way to name them."""
+        """``train`` as a list of files, also where it is a single path."""
         if isinstance(self.train, str):
             return (TrainingFile(path=self.train),)
         return tuple(self.train)
 
     @property
     def evaluation_files(self) -> dict[str, ProblemFile]:
-        """The files of the held-out sets by name, in the same form for every way to name them."""
+        """``evaluation`` with a ``ProblemFile`` for each set, also where it has only a path."""
         files: dict[str, ProblemFile] = {}
         for name, file in self.evaluation.items():
             files[name] = ProblemFile(path=file) if isinstance(file, str) else file
@@ -124,13 +126,13 @@ class RewardTerm(Section):
     weight: float = 1.0
     """Factor of this reward's value in the sum over all rewards of a response."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The reward's own settings, by name; docs/rewards.md lists those of the rewards here."""
+    """The reward's own settings, by name; docs/rewards.md lists the settings of this package's rewards."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Longest time for one call. A longer call is killed, and ``on_timeout`` decides its result."""
     on_timeout: OnTimeout = "zero"
-    """Meaning of a call that took too long or whose process died. ``zero``: the response caused it; it scores 0, and
-    is counted. ``unavailable``: a service caused it, and the response is scored again, as ``attempts`` says. An
-    asynchronous reward is always ``unavailable``, because it waits for other programs.
+    """Result of a call that took too long or whose process died. ``zero``: the response is assumed to be the cause; it
+    scores 0, and is counted. ``unavailable``: a service is assumed to be the cause, and the response is scored again,
+    up to ``attempts`` times. An asynchronous reward is always ``unavailable``, because it waits for other programs.
     """
     workers: int = Field(default=2, gt=0, le=1024)
     """Worker processes of this reward in each data-parallel leader."""
@@ -139,12 +141,12 @@ class RewardTerm(Section):
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each worker process and its children, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
-    """Attempts to score a response whose reward is unavailable (a service does not answer), with growing pauses from
-    0.5 s. After the last attempt, another response replaces it.
+    """Attempts to score a response whose reward is unavailable (a service does not answer). The pause between two
+    attempts is 0.5 s at first, and grows. After the last attempt, another response replaces this one.
     """
     passed_variables: list[str] = Field(default_factory=list)
-    """Environment variables with keys that the worker processes receive, in addition to those that ``options`` names
-    (``api_key_variable``); docs/environments.md#keys.
+    """Environment variables with credentials that are passed on to the worker processes, in addition to the variable
+    that ``options.api_key_variable`` names; docs/environments.md#keys.
     """
 
 
@@ -154,10 +156,10 @@ class RewardConfig(RewardTerm):
     name: str = "math_verify"
     """Name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
     further: dict[str, RewardTerm] = Field(default_factory=dict)
-    """Further rewards, by a name for metrics and samples; null removes one that another file names."""
+    """Further rewards, by a name for metrics and samples; null removes a reward of the configuration's ``base``."""
     max_replacements: int = Field(default=3, ge=0, le=100)
-    """Rounds in which responses without a reward are replaced by others to the same problems. The run ends where
-    some responses have no reward after them.
+    """Rounds in which responses without a reward are replaced by other responses to their problems. The run ends if
+    some responses have no reward after the last round.
     """
 
     @property
@@ -178,50 +180,53 @@ class EnvironmentConfig(Section):
     """The environment that answers the policy's turns, in training and evaluation; docs/environments.md."""
 
     name: str | None = None
-    """Name in ``megatron_dppo.environments``, or ``package.module:Class``. Empty: none, a response has one turn and
-    ``reward.name`` scores it.
+    """Name in ``megatron_dppo.environments``, or ``package.module:Class``. Empty: no environment; a response has one
+    turn, and ``reward.name`` scores it.
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class."""
     credit: Credit = "trajectory"
-    """Unit of an advantage: the whole trajectory's reward, or the reward from a token's turn on, each compared with
-    the group; docs/environments.md#credit. Turns are paired in the order of the branches, not by time.
+    """Reward that the advantage of a token compares with the group. ``trajectory``: the whole trajectory's. ``turn``:
+    the reward from the token's turn on; docs/environments.md#credit. Turns of two trajectories are paired in the order
+    of their branches, not by time.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""
     max_turns: int = Field(default=8, gt=0)
-    """Most turns of the policy, each of at most ``rollout.max_response_tokens``; an episode that has used all turns
-    is truncated.
+    """Largest number of turns of the policy, each of at most ``rollout.max_response_tokens`` tokens; an episode that
+    has used all turns is truncated.
     """
     cut_turns: Literal["end", "answer"] = "end"
-    """Result of a turn that ``rollout.max_response_tokens`` cuts off: the episode ends as truncated, or the
-    environment answers the turn and the episode continues.
+    """Result of a turn that ``rollout.max_response_tokens`` cuts off. ``end``: the episode ends as truncated.
+    ``answer``: the environment answers the turn, and the episode continues.
     """
     max_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of an episode with its prompt, in all its branches together; a longer episode is truncated. Empty:
-    the sum that prompt, turns and observations may reach.
+    """Largest number of tokens of an episode, its prompt and all its branches together; a longer episode is truncated.
+    Empty: the sum of the largest prompt, turns and observations.
     """
     max_observation_tokens: int = Field(default=1024, gt=0)
-    """Most tokens of one observation, including the chat template's; more is a fault."""
+    """Largest number of tokens of one observation, including those of the chat template. A longer observation is a
+    fault of the episode.
+    """
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time for an answer of the environment; longer is a fault."""
+    """Longest time for an answer of the environment. A later answer is a fault of the episode."""
     retries: int = Field(default=2, ge=0)
-    """Faults of an episode that are repaired by replaying its turns in a new environment. After one more fault,
-    another response to the same problem replaces it, up to ``reward.max_replacements`` times.
+    """Number of faults of an episode after which its turns are replayed in a new environment. After one more fault,
+    another response to the episode's problem replaces it, up to ``reward.max_replacements`` times.
     """
     workers: int = Field(default=1, gt=0, le=1024)
-    """Processes for environments in each data-parallel leader; each runs many environments side by side."""
+    """Worker processes for environments in each data-parallel leader; each runs many environments at the same time."""
     concurrent: int | None = Field(default=None, gt=0)
     """Episodes that are open at the same time in each data-parallel leader; others wait. Empty: four times
     ``rollout.max_concurrent_requests``, because some environments compute while other turns are sampled.
     """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
-    """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent``
-    have no such limit.
+    """Address space of each worker process, in GiB; an environment that maps more fails. Commands of ``agent`` have no
+    such limit.
     """
     passed_variables: list[str] = Field(default_factory=list)
-    """Environment variables that these processes, and commands of ``agent``, receive in addition to harmless ones,
-    such as the key of a tool; docs/environments.md#keys.
+    """Environment variables that are passed on to the worker processes and to commands of ``agent``, such as the key of
+    a tool. Variables without secrets, such as PATH, are passed on in any case; docs/environments.md#keys.
     """
 
     def longest(self, prompt: int, response: int) -> int:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Tag
 from megatron_dppo.system.errors import RunError
 
 MOST_SHOWN = 14
-"""Most faults in one message: as many as a screen holds."""
+"""Largest number of faults in one message: as many as fit on a screen."""
 
 
 class ConfigError(RunError, ValueError):
@@ -39,7 +39,7 @@ class ConfigError(RunError, ValueError):
         super().__init__("\n  ".join([f"{source}:{count}", *shown_faults, *more]))
 
 
-_NAMES = {
+_TYPE_WORDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -55,7 +55,8 @@ _NAMES = {
     collections.abc.Callable: "a Python function, which YAML can't hold",
 }
 _BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
-_LONGEST = 60
+_MAX_VALUE_TEXT = 60
+"""Characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class FieldExpectation:
 
 
 def given(value: Any) -> str:
-    """Return a value as the user would recognise it, with its type: ``'x' (str)``."""
+    """Return the text of a value as the user wrote it, with its type: ``'x' (str)``."""
     if value is None:
         return "null"
     text = repr(value)
     if isinstance(value, bool):
         text = text.lower()
-    if len(text) > _LONGEST:
-        text = text[: _LONGEST - 3] + "..."
+    if len(text) > _MAX_VALUE_TEXT:
+        text = text[: _MAX_VALUE_TEXT - 3] + "..."
     return f"{text} ({type(value).__name__})"
 
 
@@ -93,8 +94,11 @@ def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"a table of name: {expectation(arguments[1])}"
     if origin is list and arguments:
         return f"a list, each item {expectation(arguments[0])}"
-    name = _NAMES.get(origin or annotation)
-    return name + _bounds(metadata) if name else _class_expectation(origin or annotation)
+    python_type = origin or annotation
+    words = _class_expectation(python_type)
+    if python_type in _TYPE_WORDS:
+        words = _TYPE_WORDS[python_type] + _bounds(metadata)
+    return words
 
 
 def _union_expectation(members: Sequence[Any], metadata: Iterable[Any]) -> str:
@@ -102,70 +106,76 @@ def _union_expectation(members: Sequence[Any], metadata: Iterable[Any]) -> str:
     alternatives = [expectation(member, metadata) for member in member_types]
     if type(None) in members:
         alternatives.append("null")
-    if _NAMES[float] in alternatives:
-        # Every whole number is a number.
-        alternatives = [word for word in alternatives if word != _NAMES[int]]
+    if _TYPE_WORDS[float] in alternatives:
+        # "a number or a whole number" would say the same twice.
+        alternatives = [word for word in alternatives if word != _TYPE_WORDS[int]]
     return " or ".join(dict.fromkeys(alternatives))
 
 
-def _class_expectation(kind: Any) -> str:
-    if dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+def _class_expectation(python_type: Any) -> str:
+    if dataclasses.is_dataclass(python_type) or _is_section(python_type):
         return "a table"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "one of " + ", ".join(map(repr, kind.__members__))
-    return f"a Python {getattr(kind, '__name__', kind)}, which YAML can't hold"
+    if isinstance(python_type, type) and issubclass(python_type, Enum):
+        return "one of " + ", ".join(map(repr, python_type.__members__))
+    return f"a Python {getattr(python_type, '__name__', python_type)}, which YAML can't hold"
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
     bounds = [m for m in metadata if isinstance(m, Gt | Ge | Lt | Le)]
     texts: list[str] = []
     for bound in bounds:
-        for kind, attribute, sign in _BOUNDS:
-            if type(bound) is kind:
+        for bound_type, attribute, sign in _BOUNDS:
+            if type(bound) is bound_type:
                 texts.append(f"{sign} {getattr(bound, attribute)}")
-    return " " + " and ".join(texts) if texts else ""
+    if not texts:
+        return ""
+    return " " + " and ".join(texts)
 
 
 def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
     """Return the key that the ``location`` of a pydantic error stands for.
 
-    The branch of a union is no key. An item of a list is a key where it is a table.
+    The tag of a union's branch is part of the location, but not of the key. The index of a list's item is part of the
+    key if the item is a table: ``data.train[0].path``.
     """
     path: list[str] = []
     annotation: Any = model
     metadata: Sequence[Any] = ()
     summary = ""
     for part in location:
-        kind = _bare(annotation)
-        if _is_section(kind):
+        part_type = _bare(annotation)
+        if _is_section(part_type):
             path.append(str(part))
-            field = kind.model_fields.get(str(part))
+            field = part_type.model_fields.get(str(part))
             if field is None:
                 break
             annotation = field.annotation
             metadata = field.metadata
             summary = (field.description or "").split(". ")[0].strip().rstrip(".")
             continue
-        inner_kind = _inside(kind, part)
-        if inner_kind is None:
+        inner_type = _inside(part_type, part)
+        if inner_type is None:
             break
-        annotation, metadata = inner_kind, ()
-        if get_origin(kind) is dict:
+        annotation, metadata = inner_type, ()
+        if get_origin(part_type) is dict:
             path.append(str(part))
-        elif get_origin(kind) is list:
+        elif get_origin(part_type) is list:
             path[-1] += f"[{part}]"
     return FieldExpectation(".".join(path), expectation(annotation, metadata), summary)
 
 
 def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
+    """Return the section that contains the key at ``location``."""
     annotation: Any = model
     for part in location[:-1]:
-        kind = _bare(annotation)
-        section = _is_section(kind)
-        annotation = kind.model_fields[str(part)].annotation if section else _inside(kind, part)
-    bare = _bare(annotation)
-    assert _is_section(bare)
-    return bare
+        part_type = _bare(annotation)
+        if _is_section(part_type):
+            annotation = part_type.model_fields[str(part)].annotation
+        else:
+            annotation = _inside(part_type, part)
+    section = _bare(annotation)
+    assert _is_section(section)
+    return section
 
 
 def _bare(annotation: Any) -> Any:
@@ -175,17 +185,18 @@ def _bare(annotation: Any) -> Any:
     return annotation
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _is_section(python_type: Any) -> bool:
+    return isinstance(python_type, type) and issubclass(python_type, BaseModel)
 
 
-def _inside(kind: Any, part: Any) -> Any:
-    """Return the type inside a table, a list of tables or a tagged union at ``part``.
+def _inside(outer_type: Any, part: Any) -> Any:
+    """Return the type at ``part`` of a table, of a list of tables or of a tagged union.
 
-    Returns None inside any other type, and for a union's branch that is a plain value: the union's own text says more.
+    Returns None for any other type, and for a union's branch that is a plain value: the message then names all
+    alternatives of the union.
     """
-    origin = get_origin(kind)
-    arguments = get_args(kind)
+    origin = get_origin(outer_type)
+    arguments = get_args(outer_type)
     if origin is dict:
         return arguments[1]
     if origin is list:
@@ -193,13 +204,16 @@ def _inside(kind: Any, part: Any) -> Any:
             return arguments[0]
         return None
     if origin in (Union, types.UnionType):
-        tagged = [a for a in arguments if Tag(str(part)) in get_args(a)[1:]]
-        return next((a for a in tagged if _is_section(_bare(a)) or get_args(_bare(a))), None)
+        for branch in arguments:
+            has_tag = Tag(str(part)) in get_args(branch)[1:]
+            bare_type = _bare(branch)
+            if has_tag and (_is_section(bare_type) or get_args(bare_type)):
+                return branch
     return None
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every key of the schema."""
+    """Yield every key of the schema with its sections, ``section.key``, and ``prefix`` before each."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -212,19 +226,22 @@ def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
 
 
 def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
-    """Return the key that an unknown key was probably meant to be: in its section, or of that name in another
-    section.
+    """Return the key that an unknown key was probably meant to be; None where no key is similar.
+
+    A very similar key of the same section is preferred to a key of another section, and this one to a less similar key
+    of the same section.
     """
     key = str(location[-1])
     prefix = field_at(model, location[:-1]).path
-    prefix += "." if prefix else ""
+    if prefix:
+        prefix += "."
     similar_keys = closest(key, section_at(model, location).model_fields)
     if similar_keys and difflib.SequenceMatcher(None, key, similar_keys[0]).ratio() >= 0.8:
         return prefix + similar_keys[0]
-    leaves = {path.rsplit(".", 1)[-1]: path for path in dotted_paths(model)}
-    elsewhere = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.85)
-    if elsewhere:
-        return leaves[elsewhere[0]]
+    path_of_key = {path.rsplit(".", 1)[-1]: path for path in dotted_paths(model)}
+    keys_elsewhere = difflib.get_close_matches(key, list(path_of_key), n=1, cutoff=0.85)
+    if keys_elsewhere:
+        return path_of_key[keys_elsewhere[0]]
     if similar_keys:
         return prefix + similar_keys[0]
     return None

@@ -1,7 +1,7 @@
-"""The tables that are forwarded to Megatron and SGLang, and their keys that other sections set or that must not be set.
+"""The tables that are forwarded to Megatron and SGLang: keys that another section sets, and keys that must not be set.
 
-The remaining keys are the library's own. :mod:`megatron_dppo.launch.library_checks` compares them with the fields that
-the library declares.
+All other keys are passed on. :mod:`megatron_dppo.launch.library_checks` compares them with the fields that the library
+declares.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class LibraryMissingError(ImportError):
 class LibraryFields:
     """The options of a library's class, as plain data.
 
-    The readers are :mod:`megatron_dppo.trainer.megatron_config` and :mod:`megatron_dppo.engine.server_arguments`, which
-    import their library; nothing here does.
+    :mod:`megatron_dppo.trainer.megatron_config` and :mod:`megatron_dppo.engine.server_arguments` import the libraries
+    and make these objects; this module imports neither.
 
     Attributes:
         title: class, library and version, for messages.
-        types: annotation by field.
-        computed: fields that the library sets itself and that nobody may set.
+        types: field -> its type annotation.
+        computed: fields that the library sets itself and that must not be set.
     """
 
     title: str
@@ -46,7 +46,7 @@ def field_fault(
     value: Any,
     hidden: Collection[str] = (),
 ) -> str | None:
-    """Return the fault of ``key: value`` in words; None where the library takes it.
+    """Return the fault of ``key: value`` as the end of a message; None where the library accepts the value.
 
     ``hidden``: fields that are never suggested for an unknown key.
     """
@@ -68,15 +68,15 @@ def field_fault(
 def read_value(annotation: Any, value: Any) -> Any:
     """Convert ``value``, as YAML gave it, to the type of ``annotation``.
 
-    A list becomes a tuple where one is declared, and a name a member of an enumeration. Raises ValueError with what was
-    expected.
+    A list is converted to a tuple, and a name to the member of an enumeration, if that is the annotation. Raises
+    ValueError with what was expected.
     """
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         if isinstance(value, str) and value in annotation.__members__:
             return annotation[value]
         raise ValueError(f"expected {expectation(annotation)}")
     adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    # In pydantic's strict mode, only JSON allows a list for a tuple.
+    # Validate as JSON: pydantic's strict mode accepts a list for a tuple in JSON only.
     try:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -144,7 +144,7 @@ MEGATRON_OWNED: Mapping[str, str] = {
         _CHECKPOINT,
     ),
 }
-"""Key that sets each of these fields of TransformerConfig."""
+"""Field of TransformerConfig -> the key of this package that sets it."""
 
 MEGATRON_FIXED: Mapping[str, str] = {
     "calculate_per_token_loss": "the summed loss is divided once, by a global count",
@@ -168,15 +168,21 @@ MEGATRON_FIXED: Mapping[str, str] = {
         "that the policy loss, divided by a global count already, does not make",
     ),
 }
-"""Reason why nothing may set each of these fields of TransformerConfig."""
+"""Field of TransformerConfig that must not be set -> the reason."""
 
 _OTHER_MODEL = (
     "the trainer computes what config.json says, and the engine would compute something else"
 )
-_FLEETING = "packed micro-batches differ in length, and a captured graph takes one length"
-_QUANTISED = "weights are read as plain tensors: gathered, hashed, parked, written to checkpoints"
-_STAGES = "parallel.first_stage_layers and parallel.last_stage_layers divide layers among stages"
-_SCHEDULE = "the schedule calls the forward step with an argument that this trainer's does not have"
+_VARIABLE_LENGTHS = "packed micro-batches differ in length, and a captured graph takes one length"
+_PLAIN_WEIGHTS = (
+    "weights are read as plain tensors: gathered, hashed, parked, written to checkpoints"
+)
+_STAGE_LAYERS = (
+    "parallel.first_stage_layers and parallel.last_stage_layers divide layers among stages"
+)
+_OTHER_SCHEDULE = (
+    "the schedule calls the forward step with an argument that this trainer's does not have"
+)
 MEGATRON_UNUSABLE: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -204,15 +210,17 @@ MEGATRON_UNUSABLE: Mapping[str, str] = {
         ),
         _OTHER_MODEL,
     ),
-    **dict.fromkeys(("fp8_param", "fp4_param"), _QUANTISED),
-    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _FLEETING),
+    **dict.fromkeys(("fp8_param", "fp4_param"), _PLAIN_WEIGHTS),
+    **dict.fromkeys(
+        ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _VARIABLE_LENGTHS
+    ),
     **dict.fromkeys(
         (
             "overlap_moe_expert_parallel_comm",
             "delay_wgrad_compute",
             "ep_overlap_early_attn_memory_release",
         ),
-        _SCHEDULE,
+        _OTHER_SCHEDULE,
     ),
     **dict.fromkeys(
         (
@@ -220,14 +228,14 @@ MEGATRON_UNUSABLE: Mapping[str, str] = {
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
         ),
-        _STAGES,
+        _STAGE_LAYERS,
     ),
-    "tp_comm_overlap": "Transformer Engine's buffers for it are made by a training program, which this one does not do",
+    "tp_comm_overlap": "the training program must create Transformer Engine's buffers for it, and this one creates none",
     "moe_use_legacy_grouped_gemm": "weights are mapped for Transformer Engine's grouped experts",
     "qk_clip": "weights are clipped by a call after each step, which this trainer does not make",
     "use_ring_exchange_p2p": "torch has no such exchange: a build of NVIDIA's own has",
 }
-"""Field of TransformerConfig that must be off -> why."""
+"""Field of TransformerConfig that must be off -> the reason."""
 
 MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_expert_capacity_factor": (None,),
@@ -236,7 +244,7 @@ MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0),
     "cuda_graph_impl": ("none",),
 }
-"""Field of MEGATRON_UNUSABLE -> the values that turn it off, for fields without the usual ones."""
+"""Field of MEGATRON_UNUSABLE -> the values that turn it off, where these are not ``_USUALLY_OFF``."""
 
 MEGATRON_KNOWN: frozenset[str] = frozenset(
     (
@@ -291,7 +299,7 @@ MEGATRON_KNOWN: frozenset[str] = frozenset(
 MEGATRON_WITHOUT_REPLAY: Mapping[str, str] = {
     "moe_router_fusion": "the fused router takes no recorded choice",
 }
-"""Reason why router replay excludes each of these fields of TransformerConfig."""
+"""Field of TransformerConfig that router replay excludes -> the reason."""
 
 SGLANG_OWNED: Mapping[str, str] = {
     "model_path": "model.hf_checkpoint",
@@ -311,7 +319,7 @@ SGLANG_OWNED: Mapping[str, str] = {
     "preferred_sampling_params": "rollout.temperature and evaluation.temperature",
     "sampling_defaults": "rollout.temperature and evaluation.temperature",
 }
-"""Key that sets each of these fields of ServerArgs or sampling parameters."""
+"""Field of ServerArgs, or sampling parameter -> the key of this package that sets it."""
 
 SGLANG_FIXED: Mapping[str, str] = {
     "api_key": "the run makes its own keys",
@@ -326,12 +334,14 @@ SGLANG_FIXED: Mapping[str, str] = {
         "weight updates are verified for engines of tensor and expert parallelism and of attention replicas",
     ),
 }
-"""Reason why nothing may set each of these fields of ServerArgs."""
+"""Field of ServerArgs that must not be set -> the reason."""
 
 
-_MODE = "the servers answer /generate over plain HTTP, each by itself"
-_EXPERTS = "weight updates are verified for experts that lie as tp_size and ep_size place them"
-_EXCHANGE = "the exchanges of DeepEP and flashinfer bring kernels that lay out the experts' weights in their own way"
+_PLAIN_HTTP = "the servers answer /generate over plain HTTP, each by itself"
+_EXPERT_PLACES = (
+    "weight updates are verified for experts that lie as tp_size and ep_size place them"
+)
+_EXCHANGE_KERNELS = "the exchanges of DeepEP and flashinfer bring kernels that lay out the experts' weights in their own way"
 _OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
 SGLANG_OTHER_SHARES = (
     "attn_cp_size",
@@ -342,7 +352,8 @@ SGLANG_OTHER_SHARES = (
     "enable_shared_experts_attn_tp",
     "enable_dense_mlp_attn_tp",
 )
-"""Fields of ServerArgs that change the shares of weights on the ranks of a server, in ways that nothing here knows."""
+"""Fields of ServerArgs that change which part of the weights a rank of a server holds, in ways that the weight update
+does not support."""
 SGLANG_UNUSABLE: Mapping[str, str] = {
     "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
     **speculation.UNUSABLE,
@@ -359,7 +370,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
             "ssl_certfile",
             "ssl_keyfile",
         ),
-        _MODE,
+        _PLAIN_HTTP,
     ),
     **dict.fromkeys(
         ("gated_launch_port", "checkpoint_engine_wait_weights_before_ready"),
@@ -377,7 +388,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
         "weight updates are verified for servers whose tp_size ranks divide MLPs, and whose attention replicas divide "
         "attention",
     ),
-    "moe_a2a_backend": _EXCHANGE,
+    "moe_a2a_backend": _EXCHANGE_KERNELS,
     **dict.fromkeys(
         (
             "enable_eplb",
@@ -389,7 +400,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
             "enable_paged_experts",
             "kt_weight_path",
         ),
-        _EXPERTS,
+        _EXPERT_PLACES,
     ),
     **dict.fromkeys(
         ("cpu_offload_gb", "offload_group_size"),
@@ -406,7 +417,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
         _OLD_CACHE,
     ),
 }
-"""Reason why each of these fields of ServerArgs must be off."""
+"""Field of ServerArgs that must be off -> the reason."""
 
 
 SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -415,7 +426,7 @@ SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "weight_cache_mode": (None, "off"),
     **dict.fromkeys(speculation.THRESHOLDS, (None, 1)),
 }
-"""Field of SGLANG_UNUSABLE -> the values that leave it off, where they are others than the usual."""
+"""Field of SGLANG_UNUSABLE -> the values that turn it off, where these are not ``_USUALLY_OFF``."""
 
 SGLANG_KNOWN: frozenset[str] = frozenset(
     (
@@ -513,10 +524,11 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
         "enable_request_time_stats_logging",
     )
 )
-"""Fields of ServerArgs whose effect on a run was tested, read in SGLang's source, or seen in its resolution for an
-H100 (``tests/gpu_evidence``): none changes how weights lie or what is recorded."""
+"""Fields of ServerArgs that change neither the layout of weights nor the recorded data. This was tested, read in
+SGLang's source, or seen in the options that SGLang chose for an H100 (``tests/gpu_evidence``)."""
 
 _USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
+"""Values, beside false, that turn most options off."""
 
 
 def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:
@@ -539,9 +551,9 @@ class ForwardedTable:
         name: name of the section.
         owned: option -> this package's key that sets it.
         fixed: option -> reason why nothing may set it.
-        off: option -> reason why it may only be given as off.
-        neutral: option of ``off`` -> values that leave it off, where they differ from the usual ones.
-        known: options whose effect on a run is known; None: there is no such list.
+        off: option -> reason why it must be off.
+        neutral: option of ``off`` -> values that turn it off, where these are not ``_USUALLY_OFF``.
+        known: options whose effect on a run is known; None: not listed, so ``untried`` warns of none.
     """
 
     name: str
@@ -554,7 +566,9 @@ class ForwardedTable:
     def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yield a line for each key that the user must not set here."""
         for key, value in values.items():
-            reason = f"{self.owned[key]} sets it" if key in self.owned else self.fixed.get(key)
+            reason = self.fixed.get(key)
+            if key in self.owned:
+                reason = f"{self.owned[key]} sets it"
             if reason is not None:
                 yield f"{self.name}.{key}: got {given(value)}, expected nothing: {reason}"
         for key, reason in self.off.items():
@@ -562,7 +576,7 @@ class ForwardedTable:
                 yield f"{self.name}.{key}: got {given(values[key])}, expected it off: {reason}"
 
     def untried(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """A warning for each free key whose effect on a run is not known."""
+        """Yield a warning for each free key whose effect on a run is not known."""
         if self.known is None:
             return
         for key, value in self.free(values).items():
@@ -573,15 +587,15 @@ class ForwardedTable:
                 )
 
     def leaves_off(self, key: str, value: Any) -> bool:
-        """Return whether ``value`` leaves the option ``key``, which must be off, off."""
+        """Whether ``value`` turns the option ``key`` off."""
         return value is None or _is_off(value, self.neutral.get(key, _USUALLY_OFF))
 
     def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that the library itself must know."""
+        """Return the free keys with their values: those that are passed on to the library."""
         return {k: v for k, v in values.items() if k not in self.owned and k not in self.fixed}
 
     def library_faults(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:
-        """Yield a line for each free key that the library does not declare, or not with such a value."""
+        """Yield a line for each free key that the library does not declare, or whose value has another type."""
         hidden_fields = {*self.owned, *self.fixed}
         for key, value in self.free(values).items():
             fault = field_fault(fields, key, value, hidden_fields)
@@ -636,23 +650,23 @@ _FP8_CAPABILITIES: Mapping[str, tuple[int, int]] = {
     "blockwise": (9, 0),
     "mxfp8": (10, 0),
 }
-"""``fp8_recipe`` -> the least compute capability of a GPU that Transformer Engine takes for it."""
+"""``fp8_recipe`` -> the lowest compute capability of a GPU on which Transformer Engine computes it."""
 _FP4_CAPABILITY = (10, 0)
 _DELAYED = "delayed"
 """Megatron-Core's default of ``fp8_recipe``."""
 
 
 def is_blockwise(table: Mapping[str, Any]) -> bool:
-    """Whether the ``megatron:`` table asks for FP8 with a scale for each block."""
+    """Whether the ``megatron:`` table sets FP8 with a scale for each block."""
     return table.get("fp8") is not None and table.get("fp8_recipe") == "blockwise"
 
 
 def precision_faults(table: Mapping[str, Any], capability: tuple[int, int]) -> Iterator[str]:
-    """Low precision in the ``megatron:`` table that a GPU of this compute ``capability`` does not have."""
+    """Report low precision in the ``megatron:`` table that a GPU of this compute ``capability`` does not support."""
     recipe = table.get("fp8_recipe") or _DELAYED
-    least = _FP8_CAPABILITIES.get(recipe)
-    if table.get("fp8") is not None and least is not None and capability < least:
-        yield _capability_fault("fp8_recipe", recipe, least, capability)
+    min_capability = _FP8_CAPABILITIES.get(recipe)
+    if table.get("fp8") is not None and min_capability is not None and capability < min_capability:
+        yield _capability_fault("fp8_recipe", recipe, min_capability, capability)
     if table.get("fp4") is not None and capability < _FP4_CAPABILITY:
         yield _capability_fault("fp4", table["fp4"], _FP4_CAPABILITY, capability)
 
@@ -660,19 +674,22 @@ def precision_faults(table: Mapping[str, Any], capability: tuple[int, int]) -> I
 def _capability_fault(
     key: str,
     value: Any,
-    least: tuple[int, int],
+    min_capability: tuple[int, int],
     capability: tuple[int, int],
 ) -> str:
+    capability_text = f"{capability[0]}.{capability[1]}"
+    min_text = f"{min_capability[0]}.{min_capability[1]}"
     return (
-        f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability[0]}.{capability[1]}, expected "
-        f"{least[0]}.{least[1]} or more"
+        f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability_text}, expected {min_text} or "
+        "more"
     )
 
 
 def recompute_faults(table: Mapping[str, Any], recompute: str) -> Iterator[str]:
-    """FP8 in the ``megatron:`` table of a mixture of experts that selective recomputation excludes.
+    """Report an FP8 recipe of a mixture of experts that selective recomputation excludes.
 
-    ``recompute``: ``training.recompute``. On a GPU it recomputes the experts' activations and the norms.
+    ``recompute``: ``training.recompute``. On a GPU ``selective`` recomputes the experts' activation function and the
+    norms.
     """
     recipe = table.get("fp8_recipe") or _DELAYED
     is_delayed = table.get("fp8") is not None and recipe == _DELAYED
@@ -690,8 +707,8 @@ def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:
     if backend not in (None, EXPERT_KERNEL):
         yield (
             f"sglang.moe_runner_backend: got {given(backend)}, expected {EXPERT_KERNEL!r}: other kernels keep the "
-            "experts' weights in a layout of their own (auto takes such a one on some GPUs), and their checksums "
-            "match no trainer's"
+            "experts' weights in a layout of their own (auto chooses such kernels on some GPUs), and the checksums of "
+            "this layout differ from the trainer's"
         )
 
 
@@ -704,18 +721,18 @@ def replay_faults(table: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-_SUMS = "gradients are plain sums: the loss was divided by a global count"
-_FSDP = "weights are gathered from whole parameters of their ranks"
-_LATE = "weights are read between steps, before the forward pass that would gather them"
+_PLAIN_SUMS = "gradients are plain sums: the loss was divided by a global count"
+_WHOLE_PARAMETERS = "weights are gathered from whole parameters of their ranks"
+_GATHERED_LATER = "weights are read between steps, before the forward pass that would gather them"
 
 DDP = ForwardedTable(
     "megatron_ddp",
     {"use_distributed_optimizer": "optimizer.distributed"},
     {
-        "average_in_collective": _SUMS,
-        "align_param_gather": _LATE,
-        "fp8_param_gather": _LATE,
-        "reuse_grad_buf_for_mxfp8_param_ag": _LATE,
+        "average_in_collective": _PLAIN_SUMS,
+        "align_param_gather": _GATHERED_LATER,
+        "fp8_param_gather": _GATHERED_LATER,
+        "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED_LATER,
         "num_distributed_optimizer_instances": "checkpoints know one instance",
         **dict.fromkeys(
             (
@@ -729,15 +746,15 @@ DDP = ForwardedTable(
                 "fsdp_double_buffer",
                 "fsdp_manual_registration",
             ),
-            _FSDP,
+            _WHOLE_PARAMETERS,
         ),
     },
 )
 """Fields of megatron.core's DistributedDataParallelConfig."""
 
-_OTHER = "the optimizer is Adam"
-_SCALE = "bfloat16 needs no loss scale"
-_MASTERS = "checkpoints hold the fp32 master of each weight"
+_ADAM_ONLY = "the optimizer is Adam"
+_NO_LOSS_SCALE = "bfloat16 needs no loss scale"
+_FP32_MASTERS = "checkpoints hold the fp32 master of each weight"
 OPTIMIZER = ForwardedTable(
     "megatron_optimizer",
     {
@@ -755,7 +772,7 @@ OPTIMIZER = ForwardedTable(
         "params_dtype": "model.dtype",
     },
     {
-        "optimizer": _OTHER,
+        "optimizer": _ADAM_ONLY,
         "decoupled_weight_decay": "weight decay is decoupled",
         **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one rate"),
         **dict.fromkeys(
@@ -766,7 +783,7 @@ OPTIMIZER = ForwardedTable(
                 "loss_scale_window",
                 "hysteresis",
             ),
-            _SCALE,
+            _NO_LOSS_SCALE,
         ),
         **dict.fromkeys(
             (
@@ -780,16 +797,16 @@ OPTIMIZER = ForwardedTable(
                 "muon_tp_mode",
                 "muon_extra_scale_factor",
             ),
-            _OTHER,
+            _ADAM_ONLY,
         ),
         **dict.fromkeys(
             (
                 "overlap_param_gather_with_optimizer_step",
                 "reuse_grad_buf_for_mxfp8_param_ag",
             ),
-            _LATE,
+            _GATHERED_LATER,
         ),
-        **dict.fromkeys(("store_param_remainders", "main_params_dtype"), _MASTERS),
+        **dict.fromkeys(("store_param_remainders", "main_params_dtype"), _FP32_MASTERS),
         "main_grads_dtype": "megatron_ddp.grad_reduce_in_fp32 sets it",
         "use_torch_optimizer_for_cpu_offload": "Megatron-Core steps offloaded state by torch's Adam in any case",
         "timers": "a Python function, which YAML can't hold",
@@ -825,14 +842,14 @@ MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def offloaded_fraction(optimizer: Mapping[str, Any]) -> float:
-    """The share of Adam's state that the ``megatron_optimizer:`` table moves to the host."""
+    """Return the share of Adam's state that the ``megatron_optimizer:`` table moves to the host."""
     if not optimizer.get(OFFLOAD):
         return 0.0
     return float(optimizer.get(OFFLOAD_FRACTION, 1.0))
 
 
 def moment_dtypes(optimizer: Mapping[str, Any]) -> list[str]:
-    """The types of Adam's two moments, as the ``megatron_optimizer:`` table sets them."""
+    """Return the dtypes of Adam's two moments, as the ``megatron_optimizer:`` table sets them."""
     return [str(optimizer.get(key) or "float32") for key in MOMENT_DTYPES]
 
 
@@ -878,7 +895,10 @@ def _optimizer_memory_faults(
 
 
 def adam_faults(optimizer: Mapping[str, Any], *, has_fused_adam: bool) -> Iterator[str]:
-    """Report an Adam in the ``megatron_optimizer:`` table that an environment without Transformer Engine lacks."""
+    """Report Adam's state in the ``megatron_optimizer:`` table that only Transformer Engine's Adam can have.
+
+    ``has_fused_adam``: whether Transformer Engine is installed.
+    """
     if optimizer.get(PRECISION_AWARE) and not optimizer.get(OFFLOAD) and not has_fused_adam:
         yield (
             f"megatron_optimizer.{PRECISION_AWARE}: got true, expected Transformer Engine in this environment, or "

@@ -1,23 +1,23 @@
-"""Read a YAML file and ``key.path=value`` words into a :class:`TrainConfig`, or one error that lists all faults.
+"""Read a YAML file and ``key.path=value`` words into a :class:`TrainConfig`, or raise one error that lists all faults.
 
 A relative path in a configuration is relative to the directory that the program is started in.
 
-YAML here is the 1.2 core schema with duplicate keys refused. PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30`` is
-90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here a number is a number (``1e-6``, ``1_000``, ``0x10``,
-``.inf``), ``true``/``false`` are the only truth values, and all else is text. :func:`parse_yaml` reads back what
-:func:`dump_yaml` writes. ruamel.yaml reads YAML 1.2 as well, but it would be a second YAML library beside the one that
-our dependencies bring, it turns ``2024-01-01`` into a date, and it accepts keys that are no text.
+The YAML is that of the 1.2 core schema, without duplicate keys. PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30``
+is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here ``1e-6``, ``1_000``, ``0x10`` and ``.inf`` are
+numbers, ``true`` and ``false`` are the only truth values, and ``1:30``, ``no`` and ``2024-01-01`` are text.
+:func:`parse_yaml` reads back what :func:`dump_yaml` writes. ruamel.yaml reads YAML 1.2 as well, but it would be a
+second YAML library beside the one that our dependencies bring, it turns ``2024-01-01`` into a date, and it accepts keys
+that are no text.
 
-A configuration can build on another one with the top-level key ``base``. ``base: other.yaml`` reads that file first and
-lays this one over it: tables are merged key by key, every other value replaces the base's, null included. The path is
-relative to the file that names it, so recipes can lie side by side and be started from anywhere. A base may have a base
-of its own.
+A configuration can build on another one. Its top-level key ``base: other.yaml`` reads that file first; then tables are
+merged key by key, and every other value, null included, replaces that of the base. The path is relative to the file in
+which it stands, so a run can be started in any directory. A base may have a base of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -39,10 +39,11 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.system.files import hash_fault
 
 MAX_VALUES = 100_000
-"""Most values of a document, each counted as often as its aliases repeat it."""
+"""Largest number of values of a document. A value with aliases counts once for each place where it appears."""
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _PLAIN_TYPES = (
+    # The YAML tag, the pattern of its texts, and the characters that such a text begins with (\0: the empty text).
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("tag:yaml.org,2002:int", rf"[-+]?{_DIGITS}|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
@@ -57,12 +58,12 @@ _PLAIN_TYPES = (
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema's plain scalars, text keys only, and no key twice."""
+    """SafeLoader with the plain scalars of YAML 1.2. It refuses duplicate keys, and keys that are no text."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  PyYAML's own protocol
 
     def get_single_node(self) -> yaml.Node | None:
-        """Read a node as PyYAML does, but refuse a few lines of aliases that stand for millions of values."""
+        """Read the document's root as PyYAML does, but refuse a document whose aliases stand for millions of values."""
         node = super().get_single_node()
         if node is not None:
             _count_values(node, {})
@@ -105,12 +106,11 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     if id(node) not in counts:
         counts[id(node)] = None
         value_count = 0
-        for item in node.value if isinstance(node, yaml.CollectionNode) else ():
-            for child in item if isinstance(item, tuple) else (item,):
-                value_count += _count_values(child, counts)
-                if value_count >= MAX_VALUES:
-                    fault = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
-                    raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
+        for child in _children(node):
+            value_count += _count_values(child, counts)
+            if value_count >= MAX_VALUES:
+                fault = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
+                raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
         counts[id(node)] = value_count + 1
     count = counts[id(node)]
     if count is None:
@@ -121,14 +121,28 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     return count
 
 
-def _value_of(node: yaml.Node, kind: str) -> str:
-    """Return the text of a scalar of that kind, also where a tag such as ``!!bool`` says so; case as given."""
-    if not isinstance(node, yaml.ScalarNode) or not _PATTERNS[kind].match(node.value):
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Yield the items of a list, or the keys and values of a table; nothing for a scalar."""
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value_node in node.value:
+            yield key_node
+            yield value_node
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _value_of(node: yaml.Node, tag: str) -> str:
+    """Return the text of a scalar with this tag (``int``, ``bool``, ...), in the case in which it was written.
+
+    An explicit tag such as ``!!bool`` may stand before any value. Raises yaml.MarkedYAMLError for a value that does not
+    fit the tag.
+    """
+    if not isinstance(node, yaml.ScalarNode) or not _PATTERNS[tag].match(node.value):
         shown_value = "a table or a list"
         if isinstance(node, yaml.ScalarNode):
             shown_value = node.value[:40]
         raise yaml.MarkedYAMLError(
-            problem=f"!!{kind} is given to {shown_value!r}",
+            problem=f"!!{tag} is given to {shown_value!r}",
             problem_mark=node.start_mark,
         )
     return str(node.value)
@@ -147,29 +161,31 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(text)
 
 
-def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    # YAML writes .inf and .nan, Python reads inf and nan.
     return float(re.sub(r"\.(?=inf|nan)", "", _value_of(node, "float").lower()))
 
 
-def _truth(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> bool:
+def _bool(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> bool:
     return _value_of(node, "bool").lower() == "true"
 
 
-def _nothing(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> None:
+def _null(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> None:
     _value_of(node, "null")
 
 
 _PATTERNS: dict[str, re.Pattern[str]] = {}
-for _tag, _pattern, _first in _PLAIN_TYPES:
+for _tag, _pattern, _first_characters in _PLAIN_TYPES:
     _compiled = re.compile(rf"^(?:{_pattern})$")
     _PATTERNS[_tag.rpartition(":")[2]] = _compiled
+    _firsts = [character.strip("\0") for character in _first_characters]
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, _compiled, ["" if c == "\0" else c for c in _first])
+        _class.add_implicit_resolver(_tag, _compiled, _firsts)
 _CONSTRUCTORS: dict[str, Callable[[Any, Any], Any]] = {
-    "null": _nothing,
-    "bool": _truth,
+    "null": _null,
+    "bool": _bool,
     "int": _integer,
-    "float": _number,
+    "float": _float,
     "str": yaml.SafeLoader.construct_yaml_str,
     "seq": yaml.SafeLoader.construct_yaml_seq,
     "map": yaml.SafeLoader.construct_yaml_map,
@@ -202,15 +218,17 @@ def parse_scalar(text: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """Return block-style YAML in the order given."""
+    """Return ``value`` as block-style YAML; tables keep the order of their keys."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 _BASE_KEY = "base"
 """Key of the file that a configuration builds on."""
-_LONGEST_BASE = 4096
+_MAX_PATH = 4096
+"""Characters of the longest path; Linux allows no longer one."""
 
 Tree = dict[str, Any]
+"""The tables of a configuration as read from YAML, before the schema validates them."""
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -219,29 +237,30 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """
     result = dict(base)
     for key, value in over.items():
-        below = result.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            result[key] = merged(below, value)
+        base_value = result.get(key)
+        if isinstance(base_value, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(base_value, value)
         else:
             result[key] = value
     return result
 
 
 def _is_path(text: str) -> bool:
-    return len(text) <= _LONGEST_BASE and "\0" not in text
+    return len(text) <= _MAX_PATH and "\0" not in text
 
 
-def read_with_bases(path: Path, schema: type[Section], above: tuple[Path, ...] = ()) -> Tree:
+def read_with_bases(path: Path, schema: type[Section], descendants: tuple[Path, ...] = ()) -> Tree:
     """Return the tables of ``path`` and of all files that it builds on, merged, without the key ``base``.
 
-    ``above`` are the files that build on this one. Raises ConfigError where a file can't be read as ``schema``'s
+    ``descendants`` are the files that build on this one. Raises ConfigError where a file can't be read as ``schema``'s
     sections, or a base is no path, is missing, or builds on itself.
     """
     if not _is_path(str(path)):
         raise ConfigError(["this is no path"], given(str(path)))
     resolved_path = path.resolve()
-    if resolved_path in above:
-        chain = " -> ".join(p.name for p in (*above[above.index(resolved_path) :], resolved_path))
+    if resolved_path in descendants:
+        cycle = (*descendants[descendants.index(resolved_path) :], resolved_path)
+        chain = " -> ".join(cycle_path.name for cycle_path in cycle)
         raise ConfigError(
             [f"{_BASE_KEY}: {chain}: a configuration can't build on itself"], str(path)
         )
@@ -257,27 +276,27 @@ def read_with_bases(path: Path, schema: type[Section], above: tuple[Path, ...] =
     base = path.parent / name
     if not base.is_file():
         raise ConfigError([f"{_BASE_KEY}: got {name!r}, but there is no file {base}"], str(path))
-    return merged(read_with_bases(base, schema, (*above, resolved_path)), tree)
+    return merged(read_with_bases(base, schema, (*descendants, resolved_path)), tree)
 
 
-_LONGEST_PATH = 1024
+_MAX_SHOWN_PATH = 1024
+"""Characters of the longest path that a message shows whole."""
 C = TypeVar("C", bound=Section)
 
 _KEY_PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Load the configuration of a reinforcement-learning run, as :func:`load_as`."""
+    """Load the configuration of a reinforcement-learning run; :func:`load_as` describes it."""
     return load_as(TrainConfig, path, overrides)
 
 
 def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
     """Read ``path`` (None: an empty file) as ``schema``, apply the overrides, and validate every field by itself.
 
-    Of several overrides of a key, the last one wins. An override's value is a YAML scalar or a flow list; nothing after
-    ``=`` means null; a missing table is created. ``base: other.yaml`` builds on that file. ``{key.path}`` in
-    ``run.directory`` stands for that value. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises
-    ConfigError.
+    Of several overrides of a key, the last one counts. An override's value is a YAML scalar or a flow list; nothing
+    after ``=`` means null; a missing table is created. ``{key.path}`` in ``run.directory`` is replaced by the value of
+    that key. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises ConfigError.
     """
     tree = {}
     if path is not None:
@@ -310,10 +329,12 @@ _STAND_INS: Mapping[str, Any] = {
     "training.micro_batch_tokens": 1,
     "optimizer.lr": 1e-6,
 }
-"""Values in place of required ones that are missing, so that the others can be checked. No path exists."""
-_NAMED_FUNCTIONS = ("reward", "environment")
-"""Sections whose keys depend on each other: their options are arguments of the function that they name."""
-_MOST_ROUNDS = 6
+"""Required keys -> the value that stands in for a missing one, so that the other keys can be checked. None of the paths
+exists."""
+_SECTIONS_OF_A_FUNCTION = ("reward", "environment")
+"""Sections whose keys depend on each other: ``options`` are arguments of the function ``name``."""
+_MAX_ROUNDS = 6
+"""Largest number of rounds of validating and removing faulty values."""
 
 
 @dataclass(frozen=True)
@@ -333,11 +354,15 @@ class Remainder:
         return any(key.partition(".")[0] in sections for key in self.faulty_keys)
 
     def is_certain(self, fault: str) -> bool:
-        """Whether a check's fault holds for every value of the faulty keys, as it names none of them."""
+        """Whether the fault that a check reports about ``config`` does not come from a replaced value.
+
+        It may come from a replaced value if its text has the key of that value, if it is about a table with that key,
+        or if it is about the section of a function with that key.
+        """
         fault_key = fault.partition(":")[0]
         for key in self.faulty_keys:
             section = key.partition(".")[0]
-            if section in _NAMED_FUNCTIONS and fault.startswith(section):
+            if section in _SECTIONS_OF_A_FUNCTION and fault.startswith(section):
                 return False
             if key.startswith(f"{fault_key}."):
                 return False
@@ -347,7 +372,7 @@ class Remainder:
 
 
 def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder | None:
-    """Load what :func:`load_config` refuses without the values that it refuses.
+    """Load a configuration that :func:`load_config` refuses, without its faulty values.
 
     Returns None where the file can't be read as a configuration, or where it has more faults than a message shows.
     """
@@ -363,8 +388,8 @@ def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder
     if _fill_in_directory(tree):
         faulty_keys.add("run.directory")
         _remove(tree, ["run", "directory"])
-    # A value that is removed may be a required one, which is missing in the next round.
-    for _ in range(_MOST_ROUNDS):
+    # A round may remove a required value; the next round sets its stand-in.
+    for _ in range(_MAX_ROUNDS):
         try:
             config = TrainConfig.model_validate(tree)
         except ValidationError as error:
@@ -383,23 +408,32 @@ def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder
     return None
 
 
-def _replace(tree: Tree, kind: str, location: Sequence[int | str]) -> set[str]:
-    """Remove the value of a pydantic error, or set the stand-in of a missing one; return the keys to distrust."""
+def _replace(tree: Tree, error_type: str, location: Sequence[int | str]) -> set[str]:
+    """Remove the value at which pydantic reports an error, or set the stand-in of a missing one.
+
+    Returns the keys whose values are now unknown; for an unknown key also the key that was probably meant.
+    """
     path = field_at(TrainConfig, location).path
     keys = {path.partition("[")[0]}
-    if kind == "missing" and path in _STAND_INS:
-        value = _STAND_INS[path]
-        _set(tree, path, dict(value) if isinstance(value, dict) else value)
-        # The keys of a missing section are missing themselves.
-        return set() if isinstance(value, dict) else keys
-    if kind == "extra_forbidden" and (meant := suggestion(TrainConfig, location)):
-        keys.add(meant)
+    if error_type == "missing" and path in _STAND_INS:
+        stand_in = _STAND_INS[path]
+        if isinstance(stand_in, dict):
+            # The next round reports each missing key of this section.
+            _set(tree, path, dict(stand_in))
+            return set()
+        _set(tree, path, stand_in)
+        return keys
+    if error_type == "extra_forbidden" and (meant_key := suggestion(TrainConfig, location)):
+        keys.add(meant_key)
     _remove(tree, location)
     return keys
 
 
 def _remove(tree: Tree, location: Sequence[int | str]) -> None:
-    """Remove the innermost table's entry on the way to ``location``."""
+    """Remove the value at ``location``, or the smallest value that contains it and is an entry of a table.
+
+    A faulty item of a list thus removes the whole list.
+    """
     table: Any = tree
     for part, next_part in zip(location, [*location[1:], None], strict=True):
         value = table.get(part)
@@ -415,9 +449,9 @@ def resolved_yaml(config: Section) -> str:
 
 
 def _source(path: Path) -> str:
-    """Return a path for a message: whole, or cut where it is too long to read or has unprintable characters."""
+    """Return a path for a message; a long path, or one with unprintable characters, is quoted and cut."""
     text = str(path)
-    if len(text) <= _LONGEST_PATH and text.isprintable():
+    if len(text) <= _MAX_SHOWN_PATH and text.isprintable():
         return text
     return given(text)
 
@@ -433,8 +467,9 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     try:
         tree = parse_yaml(text)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        position = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        position = str(path)
+        if mark := error.problem_mark:
+            position = f"{path}:{mark.line + 1}:{mark.column + 1}"
         raise ConfigError([f"not valid YAML: {error.problem}"], position) from error
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -452,12 +487,14 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
 def _is_table(schema: type[Section], name: str) -> bool:
     """Whether the schema has a table of this name; an unknown name counts as a table."""
     field = schema.model_fields.get(name)
-    annotation = None if field is None else field.annotation
-    return annotation is None or isinstance(annotation, type) or get_origin(annotation) is dict
+    if field is None:
+        return True
+    # A top-level key is a section (a class) or a forwarded table (a dict).
+    return isinstance(field.annotation, type) or get_origin(field.annotation) is dict
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
-    """Set each override in ``tree`` and return the faults of those that can't be set."""
+    """Set each override in ``tree``, and return the faults of the overrides that can't be set."""
     faults = []
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -475,22 +512,23 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
-    *tables, leaf = key.split(".")
-    for depth, name in enumerate(tables):
-        table = tree.setdefault(name, {})
-        if not isinstance(table, dict):
-            path = ".".join(tables[: depth + 1])
-            return [f"override {key}: {path} is {given(table)}, not a table"]
-        tree = table
-    tree[leaf] = value
+    """Set the value of a dotted key, and create its tables; return a fault if one of these is no table."""
+    *table_names, last_name = key.split(".")
+    table = tree
+    for depth, name in enumerate(table_names):
+        inner_table = table.setdefault(name, {})
+        if not isinstance(inner_table, dict):
+            path = ".".join(table_names[: depth + 1])
+            return [f"override {key}: {path} is {given(inner_table)}, not a table"]
+        table = inner_table
+    table[last_name] = value
     return []
 
 
 def _drop_null_sets(tree: dict[str, Any]) -> None:
     """Remove sets and rewards whose value is null.
 
-    ``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names; ``reward.further.NAME:
-    null`` removes a reward.
+    ``data.evaluation.NAME: null`` removes a set of the base (or of this file), ``reward.further.NAME: null`` a reward.
     """
     for section, key in (("data", "evaluation"), ("reward", "further")):
         table = tree.get(section)
@@ -499,7 +537,7 @@ def _drop_null_sets(tree: dict[str, Any]) -> None:
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
-    """Replace each ``{key.path}`` in ``run.directory``, and return the faults of those that can't be replaced."""
+    """Replace each ``{key.path}`` in ``run.directory`` by its value; return the faults of keys without a value."""
     run = tree.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("directory"), str):
         return []
@@ -508,7 +546,10 @@ def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
     def value_of(match: re.Match[str]) -> str:
         value: Any = tree
         for name in match[1].split("."):
-            value = value.get(name) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                value = None
+                break
+            value = value.get(name)
         if value is None or isinstance(value, dict | list):
             faults.append(
                 f"run.directory: {match[0]} stands for nothing, expected the path of a value that "
@@ -525,27 +566,32 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         return schema.model_validate(tree), []
     except ValidationError as error:
         errors = error.errors()
-        # Guessing the meaning of thousands of unknown keys would take minutes.
-        shown_errors = errors[: 2 * MOST_SHOWN]
-        faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in shown_errors]
-        # A union reports each of its branches, so drop equal lines.
-        other_locations = [str(e["loc"]) for e in errors[len(shown_errors) :]]
+        # Describe only as many errors as a message may show: to look for the key that was meant takes minutes for
+        # thousands of unknown keys. There are twice as many errors as lines, because several errors may give equal
+        # lines, which are dropped: a union reports one error for each of its branches.
+        described_errors = errors[: 2 * MOST_SHOWN]
+        faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in described_errors]
+        other_locations = [str(e["loc"]) for e in errors[len(described_errors) :]]
         return None, [*dict.fromkeys(faults), *other_locations]
 
 
-def _fault(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:
+def _fault(
+    schema: type[Section], error_type: str, location: tuple[int | str, ...], value: Any
+) -> str:
     """Return one line about one pydantic error."""
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         return _unknown_key(schema, location, value)
     field = field_at(schema, location)
-    if kind == "missing":
-        meaning = f" ({field.summary})" if field.summary else ""
+    if error_type == "missing":
+        meaning = ""
+        if field.summary:
+            meaning = f" ({field.summary})"
         return f"{field.path}: missing, expected {field.expected}{meaning}"
-    reason = _WHY_NOT.get((field.path, str(value)), "")
+    reason = _REFUSAL_REASONS.get((field.path, str(value)), "")
     return f"{field.path}: got {given(value)}, expected {field.expected}{reason}"
 
 
-_WHY_NOT = {
+_REFUSAL_REASONS = {
     (
         "rollout.interrupt",
         "in_place",
@@ -557,7 +603,8 @@ _WHY_NOT = {
 
 def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: Any) -> str:
     path = field_at(schema, location).path
-    meant = suggestion(schema, location)
-    hint = f"did you mean {meant}? " if meant else ""
+    hint = ""
+    if meant_key := suggestion(schema, location):
+        hint = f"did you mean {meant_key}? "
     expected_keys = ", ".join(section_at(schema, location).model_fields)
     return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {expected_keys}"

@@ -32,7 +32,7 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
     if not lora.rank:
         return None
     modules = resolve_modules(lora.target_modules, shape)
-    return Adapters(lora.rank, lora.scale_alpha, modules, lora.experts == "shared")
+    return Adapters(lora.rank, lora.filled_alpha, modules, lora.experts == "shared")
 
 
 def lora_faults(

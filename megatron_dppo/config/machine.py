@@ -1,4 +1,4 @@
-"""Checks of the machine's GPUs, cores and open files before a run starts there. Memory is the planner's subject."""
+"""Checks of the machine's GPUs, cores and open files before a run starts there. The planner checks memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[
 
 
 def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -> None:
-    """Make a trainer rank's torch allocate expandable segments, unless a variable or the weight strategy excludes it.
+    """Make a trainer rank's torch allocate expandable segments, except where the user has set one of
+    ``ALLOCATOR_VARIABLES``, or where the weight strategy excludes such segments.
 
     Call it before torch is imported. ``strategy`` is ``weight_sync.strategy``, None without engines. The planner's
     estimate of unusable memory assumes expandable segments.
@@ -42,10 +44,11 @@ def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -
 
 
 def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, str]) -> None:
-    """Set the variables that the ``megatron:`` table needs and that nobody chose. Before torch is imported.
+    """Set environment variables that the ``megatron:`` table needs, except those that the user has set.
 
-    On Hopper, FP8 with a scale for each block gets fp32 scales, as an engine has them; Transformer Engine's default is
-    powers of two. ``deterministic_mode`` needs Transformer Engine's deterministic attention. Not yet run on a GPU.
+    Call it before torch is imported. On Hopper, block FP8 gets fp32 scales, as the engine's block FP8 has; Transformer
+    Engine's default is powers of two. ``deterministic_mode`` needs Transformer Engine's deterministic attention. Not
+    yet run on a GPU.
     """
     if is_blockwise(megatron) and has_hopper():
         environment.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
@@ -54,7 +57,7 @@ def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, 
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that makes torch allocate expandable segments; None where none does."""
+    """Return the name of the variable that makes torch allocate expandable segments; None without such a variable."""
     for name in ALLOCATOR_VARIABLES:
         settings = environment.get(name, "").lower().replace(" ", "").split(",")
         if "expandable_segments:true" in settings:
@@ -63,10 +66,10 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 LEAST_OPEN_FILES = 128
-"""Files and sockets that the processes of a small run hold open, and a reserve."""
+"""Files and sockets that a process of a small run has open at the same time, and a reserve."""
 
-_PYTHON_S = 60.0
-_LACKING = (
+_PYTHON_TIMEOUT_S = 60.0
+_MISSING_PACKAGES_PROGRAM = (
     "import importlib.util as u, json, sys;"
     "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
 )
@@ -84,7 +87,7 @@ _SERVER_SIZES = (
     "max_running_requests",
     "chunked_prefill_size",
 )
-"""Keys of the ``sglang:`` table whose numbers the plans of devices and memory read."""
+"""Keys of the ``sglang:`` table that the planner and the placement of servers on devices compute with."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     for key, folder in folders.items():
         if fault := unwritable(Path(folder)):
             yield f"{key}: {fault}, expected a folder of your own"
-    servers = engine.started if generates else 0
+    servers = engine.servers_to_start if generates else 0
     if machine.open_files < LEAST_OPEN_FILES:
         yield (
             f"open files: this process may have {machine.open_files}, expected at least "
@@ -139,13 +142,13 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
             yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
         return
     sglang = config.sglang
-    per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
-    processes = ranks + servers * per_server
-    most = config.run.processes_per_core
-    if processes > most * machine.cores:
+    ranks_per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
+    processes = ranks + servers * ranks_per_server
+    max_per_core = config.run.processes_per_core
+    if processes > max_per_core * machine.cores:
         yield (
-            f"run.processes_per_core: got {most}, but {processes} processes of ranks and servers on {machine.cores} "
-            f"cores are more, expected at least {-(-processes // machine.cores)} or fewer ranks"
+            f"run.processes_per_core: got {max_per_core}, but {processes} processes of ranks and servers on "
+            f"{machine.cores} cores are more, expected at least {ceil(processes / machine.cores)} or fewer ranks"
         )
 
 
@@ -160,7 +163,11 @@ def _interface_faults(interface: str | None) -> Iterator[str]:
 
 def _server_faults(engine: EngineConfig) -> Iterator[str]:
     """Report faults of the address and of the interpreter of servers and router that start here."""
-    packages = ["sglang"] * bool(engine.started) + ["smg"] * engine.uses_router
+    packages: list[str] = []
+    if engine.servers_to_start:
+        packages.append("sglang")
+    if engine.uses_router:
+        packages.append("smg")
     if packages:
         yield from _host_faults(engine.host)
         yield from _python_faults(engine.python, ["megatron_dppo", *packages])
@@ -183,10 +190,10 @@ def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]
         return
     try:
         probe = subprocess.run(
-            [python, "-c", _LACKING, *packages],
+            [python, "-c", _MISSING_PACKAGES_PROGRAM, *packages],
             capture_output=True,
             text=True,
-            timeout=_PYTHON_S,
+            timeout=_PYTHON_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             check=False,
         )

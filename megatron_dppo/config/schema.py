@@ -41,14 +41,15 @@ class RunConfig(Section):
     ``samples.jsonl`` has a few of every step.
     """
     max_restarts: int = Field(default=3, ge=0)
-    """Most restarts of the trainer's ranks within ``restart_window_s`` after one has died; the servers keep running.
-    Then the run ends. 0: the first death ends it. An error that the user can put right always ends it.
+    """Largest number of restarts of the trainer's ranks within ``restart_window_s``; the servers keep running
+    meanwhile. The death of a rank beyond this number ends the run. 0: the first death ends it. An error that the user
+    can put right always ends it.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
-    """Age in seconds at which a restart of the ranks is forgotten."""
+    """Seconds after which a restart of the ranks no longer counts."""
     processes_per_core: int = Field(default=8, gt=0, le=2**16)
-    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more is refused at its
-    start: it would mostly wait for cores."""
+    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more is refused before
+    it starts, because its processes would mostly wait for a core."""
 
 
 class ModelConfig(Section):
@@ -57,28 +58,32 @@ class ModelConfig(Section):
     hf_checkpoint: str
     """Hugging Face folder: config.json, safetensors, tokenizer. The start of a fresh run."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters' and activations' type in the trainer; the optimizer's master weights are fp32."""
+    """Dtype of parameters and activations in the trainer; the optimizer's master weights are fp32."""
 
 
 class HeadConfig(Section):
-    """The output layer, whose logits exist for one chunk of tokens at a time; docs/long_context.md."""
+    """The output layer. The logits of one chunk of tokens exist at a time; docs/long_context.md."""
 
     chunk_tokens: int = Field(default=4096, gt=0)
-    """Tokens of a chunk. Memory: one chunk's logits. Below about 1024, sums of the weight's gradient cost time."""
+    """Tokens of a chunk. Smaller chunks need less memory for logits. Below about 1024 tokens, adding the gradient of
+    each chunk to that of the output layer takes noticeable time.
+    """
     dtype: Literal["model", "float32"] = "model"
-    """Type of the logits: the weights' type, or float32, in the engines too (their --enable-fp32-lm-head)."""
+    """Dtype of the logits in trainer and engines. ``model``: the dtype of the weights. ``float32``: the engines run
+    with SGLang's --enable-fp32-lm-head.
+    """
 
 
 class LoraConfig(Section):
     """Low-rank adapters (LoRA) on a frozen model; docs/lora.md."""
 
     rank: int = Field(default=0, ge=0)
-    """Inner dimension of every adapter; 0: off, the whole model is trained."""
+    """Inner dimension of every adapter. 0: no adapters, the whole model is trained."""
     alpha: float | None = Field(default=None, gt=0)
     """Adapters are multiplied by alpha / rank. Empty: twice the rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that training drops. Above 0, pi of a training pass differs from that of the
-    policy that sampled.
+    """Share of an adapter's inputs that training sets to zero. Above 0, a training pass computes other
+    log-probabilities than the engine, even with equal weights.
     """
     target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
     """Adapted matrices, by the last part of their name in the checkpoint (``q_proj``, ...), or groups of them:
@@ -88,20 +93,20 @@ class LoraConfig(Section):
     experts: Literal["each", "shared"] = "each"
     """``each``: every expert has its own adapters. ``shared``: the experts of a layer share them."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """Initial values of A, as in PEFT: uniform within 1/sqrt(inputs), or normal with deviation 1/rank. B starts at
-    zero.
+    """Initial values of A, as in PEFT. ``kaiming``: uniform within +-1/sqrt(inputs). ``gaussian``: normal with standard
+    deviation 1/rank. B starts at zero.
     """
     start_from: str | None = None
-    """Folder of adapters in PEFT's format to start from, of the same model, rank and modules."""
+    """Folder of adapters in PEFT's format to start from; model, rank and modules must be those of this run."""
     train_router: bool = False
     """Train the routers' own weights too."""
     update: Literal["merged", "adapters"] = "merged"
-    """Content of a weight update: the whole model with its adapters ``merged``, or only the ``adapters``, with which
-    the engines' own LoRA computes (attention and dense MLP).
+    """Content of a weight update. ``merged``: the whole model, with the adapters added to its weights. ``adapters``:
+    the adapters only, which SGLang's LoRA applies (attention and dense MLP).
     """
 
     @property
-    def scale_alpha(self) -> float:
+    def filled_alpha(self) -> float:
         """``alpha`` with its default filled in."""
         if self.alpha is None:
             return 2.0 * self.rank
@@ -120,55 +125,61 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Must be 1: the engine's log-probabilities ignore the truncation, the samples do not."""
+    """Must be 1: truncation changes the distribution that is sampled from, but not the engine's log-probabilities."""
     top_k: int = -1
-    """Must be -1 (off), for the same reason."""
+    """Must be -1 (off), for the reason of ``top_p``."""
     stop_token_ids: list[int] = Field(default_factory=list)
-    """Tokens that end a response in addition to the model's own, in evaluation too; like those they are trained on."""
+    """Tokens that end a response in addition to the model's own, in training and evaluation. The token that ends a
+    response is trained on.
+    """
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response, in training and evaluation. The tokens up to the one that completes such a text are
     trained on; the verifier sees the text before it.
     """
     topk_log_probs: int = Field(default=0, ge=0)
-    """K of the engine's TopK(mu) to record although the algorithm does not use it; 0: the algorithm decides."""
+    """K of the engine's TopK(mu) log-probabilities to record, also for an algorithm that needs none. 0: the
+    algorithm's own K. Otherwise it must equal the K of an algorithm that has one.
+    """
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Requests in flight from one data-parallel leader."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for one response before it is aborted and sampled again, without the time of weight updates and
-    of a trainer's turn. Empty: the time of the longest response at 10 tokens/s, and at least 600. The second sample
-    may be shorter, so a limit that long responses reach favours short ones; `rollout/timed_out` counts them.
+    """Longest time for one response before it is aborted and sampled again. The time of weight updates, and in
+    colocated runs of training, does not count. Empty: the time of the longest response at 10 tokens/s, and at least
+    600. The second sample may be shorter, so a limit that long responses reach favours short ones; `rollout/timed_out`
+    counts the aborted responses.
     """
     responses_per_call: int = Field(default=1, gt=0)
-    """Responses that share one HTTP call. More than one saves the engine work where responses are a few dozen
-    tokens; they then finish, time out and are lost together.
+    """Responses that share one HTTP call. More than one saves the engine work where responses have a few dozen
+    tokens. The responses of a call finish, time out and are lost together.
     """
     max_staleness: int = Field(default=0, ge=0, le=64)
-    """Weight versions that a token may lag behind the trainer, and batches that are generated ahead. 0: generate,
-    then train. 1: step n+1 is generated while step n is trained on; see docs/staleness.md.
+    """Largest number of weight versions that a token may lag behind the trainer; as many batches are generated ahead.
+    0: generate, then train. 1: batch n+1 is generated while batch n is trained on; see docs/staleness.md.
     """
     interrupt: Literal["drain", "retract", "abort"] = "drain"
-    """Effect of a weight update on responses in flight. ``drain``: the update waits for them. ``retract``: they stop
-    and continue with the new weights, every token under the version that sampled it. ``abort``: as ``retract``, but
-    the rest is requested again after the update, so that recorded routing, too, comes from the weights that sampled.
+    """Effect of a weight update on responses in flight. ``drain``: the update waits for them. ``retract``: the engine
+    pauses them and continues with the new weights; each token keeps the version that sampled it. Recorded routing of
+    the tokens before the pause is discarded. ``abort``: the engine ends them, and the client requests the rest of each
+    response after the update; recorded routing of all tokens is kept.
     """
     drop_zero_variance_groups: bool = False
-    """Replace groups whose responses all earn the same reward, which have no advantage, by groups of further
-    prompts.
-    """
+    """Replace groups whose responses all have the same reward, and so the advantage 0, by groups of further prompts."""
     oversampling: float = Field(default=1.0, ge=1)
-    """Groups that a generation round requests, as a multiple of the missing groups; above 1 only where groups are
-    dropped.
+    """Groups that a generation round requests, as a multiple of the missing groups; above 1 only with
+    ``drop_zero_variance_groups``.
     """
     max_generation_rounds: int = Field(default=3, gt=0)
-    """Most generation rounds where groups are dropped; after them, zero-variance groups complete the batch."""
+    """Largest number of generation rounds with ``drop_zero_variance_groups``; after them, zero-variance groups complete
+    the batch.
+    """
     save: bool = False
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None
     """Train on the rollout batches saved in this folder instead of generating; no engine is started."""
     largest_gap: float | None = Field(default=None, gt=0, le=1)
     """Largest mean |pi - mu| of a batch's first mini-batch at equal weights; above it the run stops before it trains
-    on the batch. Empty: 0.01 in float32, 0.1 in bfloat16 or where one side computes in fewer bits. Stale and
-    replayed batches, whose weights may differ, are not checked.
+    on the batch. Empty: 0.01 in float32; 0.1 in bfloat16, or if trainer or engine computes in FP8. Stale and replayed
+    batches are not checked: trainer and engine may have had different weights.
     """
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""
@@ -191,39 +202,45 @@ class AlgorithmConfig(Section):
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
     """Changes to the preset's numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
     aggregation: table.AggregationName = "sequence-mean-with-constant"
-    """Divisor of the tokens' summed loss: global tokens; global sequences times a constant; global sequences; or
-    global sequences after each token's loss is divided by its own sequence's trained tokens (GSPO's objective).
+    """Divisor of the summed token losses. ``token-mean``: all trained tokens. ``sequence-mean-with-constant``: all
+    sequences, times ``aggregation_constant``. ``sequence-mean-token-sum``: all sequences. ``sequence-mean-token-mean``
+    (the objective of GSPO): all sequences, and each token's loss is first divided by the number of trained tokens of
+    its sequence. Tokens and sequences of all ranks are counted.
     """
     aggregation_constant: float | None = Field(default=None, gt=0)
-    """The constant above, in tokens. Empty: ``rollout.max_response_tokens``."""
+    """Constant of ``sequence-mean-with-constant``, in tokens. Empty: ``rollout.max_response_tokens``."""
     reference_kl: float = Field(default=0.0, ge=0)
-    """Factor of the penalty on leaving the reference policy that is added to every trained token's loss. The
-    reference is the policy that training started from. Above 0 it costs a forward pass, and a copy of the trained
-    parameters (of adapters only where ``lora.start_from`` is set).
+    """Factor of the KL penalty for leaving the reference policy, the policy that training started from. The penalty is
+    added to the loss of every trained token. Above 0 each batch needs one more forward pass, and the trainer keeps a
+    copy of the start values of its trained parameters. Adapters need this copy only with ``lora.start_from``: without
+    it the reference is the model without adapters.
     """
     reference_estimator: table.EstimatorName = "k3"
-    """Estimator of that penalty at a token, and the KL that its gradient lowers; docs/algorithms.md has the table.
+    """Estimator of the KL penalty at a token; docs/algorithms.md has a table of the KL that its gradient lowers.
     ``k3`` estimates KL(pi || reference), but its gradient is that of KL(reference || pi).
     """
     reference_importance_weights: bool = False
-    """Multiply that penalty by min(pi / mu, ``ratio_cap``). It is then correct also where pi has left the policy
-    that sampled, as after the first of several optimiser steps on a batch.
+    """Multiply the KL penalty by min(pi / mu, ``ratio_cap``). The penalty is then correct also where pi differs from
+    the policy that sampled, for instance after the first of several optimiser steps on a batch.
     """
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
-    """Reward of a response that reached the length limit. ``zero-reward``: 0, or its reward where that is less;
-    ``drop``: no gradient, but it stays in the baseline.
+    """Reward of a response that reached the length limit. ``as-verified``: the verifier's. ``zero-reward``: 0, or the
+    verifier's if that is less. ``drop``: the verifier's counts in the group's baseline, but the response has no
+    gradient.
     """
     overlong_tokens: int = Field(default=0, ge=0)
-    """Tokens before ``rollout.max_response_tokens`` over which a response's reward falls by up to 1, linearly in its
-    length (DAPO's soft overlong penalty); at the limit the penalty is 1. 0: none. It applies after
-    ``truncated_responses``.
+    """Length of the zone before ``rollout.max_response_tokens``, in tokens, in which a penalty on the reward rises
+    linearly from 0 to 1 (DAPO's soft overlong penalty). 0: none. It applies after ``truncated_responses``.
     """
     length_penalty: float = Field(default=0.0, ge=0)
-    """Reward that a response of ``rollout.max_response_tokens`` tokens loses; a shorter one loses its share."""
+    """Reward that a response of ``rollout.max_response_tokens`` tokens loses; a shorter response loses less, in
+    proportion to its length.
+    """
     advantage: table.AdvantageName = "group-mean"
-    """Baseline of a reward: the mean of its group; the mean of the other responses (RLOO); the mean, in the group's
-    standard deviations (GRPO). Dividing by the deviation gives prompts of nearly equal rewards more weight (Dr.
-    GRPO, arXiv 2503.20783, calls that a bias of difficulty).
+    """Advantage of a response. ``group-mean``: its reward minus the mean of its group. ``leave-one-out``: its reward
+    minus the mean of the other responses (RLOO). ``group-standardized``: ``group-mean`` divided by the group's standard
+    deviation (GRPO). Division by the deviation gives prompts with nearly equal rewards more weight (Dr. GRPO, arXiv
+    2503.20783, calls that a bias of difficulty).
     """
 
     def facts(self) -> table.AlgorithmFacts:
@@ -237,11 +254,11 @@ class ParallelConfig(Section):
     """Megatron-Core's layout. Data parallelism is the rest of the world size."""
 
     world_size: int = Field(default=1, gt=0, le=2**20)
-    """Trainer processes, one a device."""
+    """Trainer processes (ranks), one on each device."""
     tensor: int = Field(default=1, gt=0)
     """Ranks that share each matrix of the dense layers (TP)."""
     context: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of each sequence (CP); docs/long_context.md tells when to use it."""
+    """Ranks that share the tokens of each sequence (CP); docs/long_context.md says when to use it."""
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages (PP)."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
@@ -262,10 +279,13 @@ class ParallelConfig(Section):
     """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
 
     interface: str | None = None
-    """Network interface, or an address of it, on which ranks listen. Empty: loopback where all are on one machine."""
+    """Name or address of the network interface on which ranks listen. Empty: loopback if all ranks are on one machine;
+    on several machines gloo and NCCL choose the interface, and rank 0 listens on MASTER_ADDR.
+    """
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of a collective. A rank that waits longer ends, and reports the collective and the ranks that it
-    waited for. Longer waits are allowed where other ranks generate, start, save or update weights.
+    waited for. Collectives in which a rank waits while others generate, start, save or update weights have longer
+    limits.
     """
 
     @property
@@ -283,12 +303,13 @@ class StepConfig(Section):
     """How one optimiser step is divided and computed."""
 
     micro_batch_tokens: int = Field(gt=0)
-    """Token budget of a packed micro-batch; a longer sequence has a micro-batch of its own. With
-    ``parallel.context`` each of these ranks holds its share of the tokens.
+    """Token budget of a packed micro-batch; a longer sequence has a micro-batch of its own. With context parallelism
+    each rank of a CP group holds its share of these tokens.
     """
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation. ``full``: of every layer. ``selective``: of the core attention or, on GPUs, where
-    that saves almost nothing, of a mixture's expert activations and norms (megatron.recompute_modules names others).
+    """Activation recomputation. ``full``: of every layer. ``selective``: of the core attention. For mixtures of experts
+    on GPUs, where recomputing fused attention saves almost nothing, ``selective`` recomputes the experts' activation
+    function and the norms instead. ``megatron.recompute_modules`` replaces this choice.
     """
 
 
@@ -307,10 +328,12 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimiser steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to ``min_lr`` linearly or as half a cosine."""
+    """Learning rate after the warm-up. ``constant``: ``lr``. ``linear``, ``cosine``: it falls to ``min_lr``, linearly
+    or as half a cosine.
+    """
     decay_steps: int | None = Field(default=None, gt=0)
-    """Optimiser steps, including the warm-up, after which the rate is ``min_lr`` and stays there. Empty only where
-    the schedule is constant. Each optimiser step of a rollout batch counts.
+    """Optimiser steps, including the warm-up, after which the rate is ``min_lr`` and stays there. Empty only with the
+    constant schedule. A rollout batch of several mini-batches counts as several optimiser steps.
     """
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of a falling schedule."""
@@ -321,9 +344,9 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of an update."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Share of a weight, times the learning rate, that every step subtracts."""
+    """Every step subtracts ``weight_decay`` times the learning rate times the weight."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Global gradient norm; 0: off."""
+    """Largest global norm of the gradient; a larger gradient is scaled down to it. 0: no clipping."""
     distributed: bool | None = None
     """Shard the optimizer's state over ranks that have the same weights. Empty: on in bfloat16 with several ranks."""
 
@@ -332,17 +355,17 @@ class EngineConfig(Section):
     """The fleet of SGLang servers; docs/fleet.md describes it."""
 
     servers: int | None = Field(default=None, ge=0, le=2**16)
-    """Servers to start here, each with ``sglang.tp_size`` ranks. Empty: one, or none where ``urls`` names some."""
+    """Servers that the run starts, each with ``sglang.tp_size`` ranks. Empty: one, or none if ``urls`` has servers."""
     urls: list[str] = Field(default_factory=list)
-    """Servers that run elsewhere, used in addition to those that start here."""
+    """Servers that run already, used in addition to those that the run starts."""
     ca_file: str | None = None
     """PEM file of the authorities that sign the certificates of ``urls`` with https. Empty: the system's."""
     passed_variables: list[str] = Field(default_factory=list)
-    """Environment variables with keys that servers started here receive, for storage that SGLang reads from;
-    docs/shared_hosts.md.
+    """Environment variables with credentials that the run passes on to the servers that it starts, for instance of an
+    object store from which SGLang reads weights; docs/shared_hosts.md.
     """
     host: str = "127.0.0.1"
-    """Network interface to bind; private by default."""
+    """Address on which servers listen; loopback by default."""
     port: int | None = Field(default=None, gt=0, lt=65536)
     """Port of the first server; the next servers take the next ports. Empty: free ports."""
     router: bool | None = None
@@ -350,47 +373,51 @@ class EngineConfig(Section):
     router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
         "power_of_two"
     )
-    """Rule by which the router chooses a server: the less loaded of two, the server that knows the prompt's
-    beginning, in turn, or by the prompt's hash.
+    """Rule by which the router chooses a server. ``power_of_two``: the less loaded of two random servers.
+    ``cache_aware``: the server whose cache has the prompt's beginning. ``round_robin``: each server in turn.
+    ``consistent_hashing``: by the prompt's hash.
     """
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest start of a server, and longest wait for one where none is left. On GPUs a start reads the weights,
-    compiles kernels, captures CUDA graphs and answers its first requests.
+    """Longest time for a server to start, and longest time that a run without any healthy server waits for one. On
+    GPUs a starting server reads the weights, compiles kernels, captures CUDA graphs and answers its first requests.
     """
     hang_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest silence of a server, health checks included; a longer one counts as lost. Before the first answer of a
-    server that runs elsewhere, which may still compile, ``start_timeout_s`` applies.
+    """A server that answers nothing, not even health checks, for longer counts as lost. A server of ``urls`` may still
+    compile: until its first answer ``start_timeout_s`` applies.
     """
     max_restarts: int = Field(default=3, ge=0)
-    """Most restarts of each server within ``restart_window_s``, each after a longer pause; then the server is given
-    up. Without any server left the run ends, after a checkpoint.
+    """Largest number of restarts of each server within ``restart_window_s``, each after a longer pause; after them the
+    server is given up. If no server is left, the run saves a checkpoint and ends.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
-    """Age in seconds at which a restart is forgotten."""
+    """Seconds after which a restart of a server no longer counts."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device of the servers. Empty: cuda where there is one."""
+    """Device of the servers. Empty: ``cuda`` on a machine with GPUs, else ``cpu``."""
     placement: Literal["separate", "colocated"] = "separate"
     """``separate``: servers have devices of their own. ``colocated``: trainer and servers take turns on the same
     devices, and the side that waits keeps its memory on the host; see docs/colocation.md.
     """
     parked: list[TrainerPart] | None = Field(default=None, min_length=1)
-    """Parts that a colocated trainer moves to the host while servers generate; ``megatron-dppo plan`` prints the
-    least that must move. Empty: all parts.
+    """Parts that a colocated trainer moves to the host while servers generate; ``megatron-dppo plan`` prints which
+    parts must move at least. Empty: all parts.
     """
     deterministic: bool = False
-    """Sample every response with its own seed and compute it alike in every batch: a run of the same seed, weights
-    and machine samples the same. Slower; docs/fleet.md has the cost.
+    """Sample every response with its own seed, by computations that do not depend on the other responses of a batch. A
+    second run with equal seed, weights and machine then samples the same responses. docs/fleet.md has the cost in
+    time.
     """
     quantization: Literal["fp8"] | None = None
     """``fp8``: servers hold linear layers and experts as block FP8 (e4m3, 128 x 128) and round activations to FP8; the
-    trainer keeps ``model.dtype``. Empty: servers hold the trainer's dtype. docs/fleet.md.
+    trainer keeps ``model.dtype``. Empty: servers hold weights in the trainer's dtype. docs/fleet.md.
     """
     python: str | None = None
-    """Python of the servers and their router, with this package, SGLang and smg installed. Empty: the trainer's."""
+    """Python interpreter of the servers and their router, with this package, SGLang and smg installed. Empty: the
+    trainer's.
+    """
 
     @property
-    def started(self) -> int:
-        """Servers to start here, the default filled in."""
+    def servers_to_start(self) -> int:
+        """``servers`` with its default filled in."""
         if self.servers is not None:
             return self.servers
         return 0 if self.urls else 1
@@ -399,7 +426,7 @@ class EngineConfig(Section):
     def uses_router(self) -> bool:
         """``router`` with its default filled in."""
         if self.router is None:
-            return self.started + len(self.urls) > 1
+            return self.servers_to_start + len(self.urls) > 1
         return self.router
 
 
@@ -407,41 +434,43 @@ class WeightSyncConfig(Section):
     """Weight updates from trainer to engines."""
 
     strategy: Literal["distributed", "tensor", "disk"] = "distributed"
-    """``distributed``: broadcasts over NCCL or gloo; ``tensor``: memory shared on one host; ``disk``: a
-    folder that the engines read."""
+    """``distributed``: broadcasts over NCCL or gloo. ``tensor``: memory that trainer and engines share on one host.
+    ``disk``: a folder that the engines read.
+    """
     senders: Literal["holders", "nodes"] | None = None
-    """Senders of ``distributed`` and ``tensor``. ``holders``: every rank that holds most of a tensor sends it.
-    ``nodes``: one rank of each node sends what its node holds, so engines join fewer groups. Empty: ``nodes`` where
-    the trainer runs on GPUs.
+    """Ranks that send with ``distributed`` and ``tensor``. ``holders``: each tensor is gathered on the rank that holds
+    most of it, and sent from there. ``nodes``: one rank of that rank's node gathers and sends the tensor, so engines
+    join fewer groups. Empty: ``nodes`` on GPUs, else ``holders``.
     """
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
-    """Network bandwidth into a node, GB/s (1e9 bytes). With it, the lower bound of an update's seconds is recorded
-    beside the measured ones, as ``weights/bound_s``. Empty: bounds in bytes only.
+    """Network bandwidth into a node, GB/s (1e9 bytes). From it the metric ``weights/bound_s`` is computed, the shortest
+    possible time of an update. Empty: only the bounds in bytes are recorded.
     """
     changes_only: bool = False
-    """Send only the elements that changed since the last update, to servers that hold it; ``distributed`` and
-    ``tensor``. Every sender keeps a copy of the weights that it sends in host memory. Whole weights are sent to a new
-    server, after a failed update, and where the changes are not fewer bytes.
+    """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
+    keeps a copy of the weights that it sends in host memory. Whole weights are sent to a new server, after a failed
+    update, and where the changes are not fewer bytes.
     """
     verify_every: int = Field(default=1, gt=0)
-    """Compare a hash of every tensor at every n-th update; at every update with ``changes_only``."""
+    """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""
     canary_every: int = Field(default=1, ge=0)
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
     canary_largest: float | None = Field(default=None, gt=0)
     """Largest difference of one token's log-probability, nats, that the canary accepts as rounding. Empty: 1e-3 for
-    float32 weights, 10 for bfloat16.
+    float32 weights; 10 for bfloat16 and FP8, where rounding may send a token to another expert (docs/weight_sync.md).
     """
     canary_mean: float | None = Field(default=None, gt=0)
-    """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.3 for
-    bfloat16; with more than 8 layers times the cube root of layers / 8."""
+    """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.3 for bfloat16, 0.6 for FP8. Above 8
+    layers this default is multiplied by the cube root of (layers / 8).
+    """
     directory: str | None = None
     """Folder of the strategy ``disk``; trainer and engines must see it under the same path. Empty: ``/dev/shm``, for
     engines on the trainer's host.
     """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that one request to an engine may take: loading a bucket, hashing its weights, becoming idle."""
+    """Longest time of one request to an engine: to load a bucket, to hash the weights, to become idle."""
 
 
 class EvaluationConfig(Section):
@@ -454,7 +483,7 @@ class EvaluationConfig(Section):
     temperature: float = Field(default=0.7, gt=0)
     """Sampling temperature."""
     top_p: float = Field(default=0.95, gt=0, le=1)
-    """Probability mass that is sampled from (top-p)."""
+    """Probability mass that is sampled from."""
     max_response_tokens: int | None = Field(default=None, gt=0)
     """Longest response in tokens. Empty: as in training."""
 
@@ -467,52 +496,58 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, gt=0)
     """Newest complete checkpoints to keep."""
     background: bool = True
-    """Copy a rank's share to host memory (pinned with a GPU) and write it while training continues; the next save
-    waits for it. false: training waits for the disk, and no such memory is used.
+    """Copy a rank's share to host memory (pinned with a GPU), and write this copy while training continues; the next
+    save waits until it is written. false: no copy is made, and training waits for the disk.
     """
     keep_responses: bool = True
-    """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. Ranks
-    that start again then repeat the steps since that checkpoint, and sample only what is missing; docs/failures.md.
+    """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. When
+    ranks start again from that checkpoint, they train on the kept responses and sample only the missing ones;
+    docs/failures.md.
     """
     on_damage: Literal["refuse", "previous"] = "refuse"
-    """Reaction to a damaged newest checkpoint: refuse to start, or start from the one before it."""
+    """Reaction if the newest checkpoint is damaged. ``refuse``: do not start. ``previous``: start from the checkpoint
+    before it.
+    """
     export_hf: bool = True
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
     verify_export: bool = False
-    """Load the export with transformers on rank 0 and compare log-probabilities; needs host memory for the model."""
+    """Load the export with transformers on rank 0 and compare log-probabilities; this needs host memory for the whole
+    model.
+    """
     upload: str | None = None
     """``OWNER/NAME`` of a repository of huggingface.co, to which rank 0 uploads the export when the run is finished,
-    as ``convert upload`` does; a new repository is private. A failure is logged with the command that repeats it.
+    as ``convert upload`` does; a new repository is private. If the upload fails, the log has the command that repeats
+    it.
     """
 
 
 class MemoryChecksConfig(Section):
-    """Checks for memory that changes although nothing writes to it; docs/memory_checks.md. The hashes of the weights
-    are always compared.
+    """Checks for memory that changes although nothing writes to it; docs/memory_checks.md. The trainer's weights are
+    always checked.
     """
 
     optimizer: bool = True
-    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint, and compare them at the
-    checkpoint and before the next step.
+    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint, and compare the hashes at
+    the checkpoint and before the next step.
     """
     engines_every: int = Field(default=10, ge=0)
-    """Hash the engines' weights before every n-th weight update, and compare them with those of the version that they
-    serve; with ``lora.update: adapters`` the frozen model. 0: never. Colocated engines, which drop their weights in
-    each trainer's turn, have nothing to compare.
+    """Hash the engines' weights before every n-th weight update, and compare the hashes with those of the version that
+    the engines serve. With ``lora.update: adapters``, hash the frozen model instead. 0: never. Colocated engines are
+    not checked: they drop their weights while the trainer works.
     """
     on_mismatch: Literal["stop", "restore"] = "stop"
-    """Reaction to a mismatch. ``stop``: the run ends with the tensor, the rank and the step. ``restore``: all ranks
-    load the newest checkpoint and go on from there.
+    """Reaction to a mismatch. ``stop``: the run ends with an error that has the tensor, the rank and the step.
+    ``restore``: all ranks load the newest checkpoint and continue from there.
     """
     max_restores: int = Field(default=3, ge=0)
-    """Most restores of one start of the run; the next mismatch ends it."""
+    """Largest number of restores since the run was started or resumed; one more mismatch ends the run."""
 
 
 class ProfileConfig(Section):
     """Traces of single steps, under ``<directory>/profile``, for chrome://tracing or Perfetto."""
 
     steps: list[int] = Field(default_factory=list)
-    """Steps to trace, counted from 1. A trace slows its step down and takes tens of MB."""
+    """Steps to trace, counted from 1. A traced step takes longer, and its file takes tens of MB."""
     ranks: list[int] = Field(default_factory=lambda: [0])
     """Trainer ranks that trace."""
     memory: bool = False
@@ -524,7 +559,9 @@ class TrackingConfig(Section):
 
     trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
     """``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, the name of an installed package's entry point, or
-    ``package.module:Class``. Keys and addresses come from the libraries' own environment variables."""
+    ``package.module:Class``. The trackers' libraries read credentials and addresses from their own environment
+    variables.
+    """
     project: str = Field(default="megatron-dppo", min_length=1)
     """Project in the trackers; TensorBoard has no projects."""
     name: str | None = Field(default=None, min_length=1)
@@ -547,17 +584,18 @@ class PolicyConfig(Section):
     """Forwarded to megatron.core's DistributedDataParallelConfig: overlap_grad_reduce, bucket_size, grad_reduce_in_fp32
     (true here; false: gradients in the weights' type)."""
     megatron_optimizer: dict[str, Any] = Field(default_factory=dict)
-    """Forwarded to megatron.core's OptimizerConfig: log_num_zeros_in_grad and the like. Precision-aware and offloaded
-    state are refused (docs/checkpoints.md)."""
+    """Forwarded to megatron.core's OptimizerConfig: log_num_zeros_in_grad, options of low-precision and offloaded state
+    (docs/checkpoints.md), and others.
+    """
 
     @property
     def forwards_to_megatron(self) -> bool:
-        """Whether a table has keys that only Megatron-Core can check."""
+        """Whether ``megatron``, ``megatron_ddp`` or ``megatron_optimizer`` has keys, to be checked by Megatron-Core."""
         return bool(self.megatron or self.megatron_ddp or self.megatron_optimizer)
 
     @property
     def token_multiple(self) -> int:
-        """Number that divides a rank's tokens of a micro-batch: 1, or the multiple that FP8 kernels require."""
+        """A rank's tokens of a micro-batch are padded to a multiple of this number: 1, or what FP8 kernels require."""
         if self.megatron.get("fp8") is None:
             return 1
         if self.megatron.get("fp8_recipe") == "mxfp8":
@@ -613,7 +651,7 @@ class TrainConfig(PolicyConfig):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16", "fp8"]:
-        """The coarser dtype of the weights of trainer and servers, which sets the normal range of their gap."""
+        """The coarser of the weights' dtypes in trainer and servers; the normal size of |pi - mu| depends on it."""
         return self.engine.quantization or self.model.dtype
 
     @property
@@ -628,10 +666,10 @@ class TrainConfig(PolicyConfig):
 
 
 class SupervisedDataConfig(Section):
-    """Pairs of prompt and response to imitate; JSON Lines or Parquet with both in each row."""
+    """Pairs of prompt and response to imitate."""
 
     train: str
-    """JSONL, CSV or Parquet file, a folder with such files, or a glob."""
+    """JSONL, CSV or Parquet file, a folder with such files, or a glob. Each row has a prompt and a response."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
@@ -639,7 +677,7 @@ class SupervisedDataConfig(Section):
 
 
 class SupervisedTrainingConfig(StepConfig):
-    """Optimiser steps of pairs."""
+    """Size of an optimiser step of a supervised run."""
 
     sequences_per_step: int = Field(gt=0, le=2**24)
     """Pairs in one optimiser step."""

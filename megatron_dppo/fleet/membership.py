@@ -302,7 +302,7 @@ class FleetMembership:
         self._runner = runner
         self._stop = stop
         self._states = ServerStates()
-        self._expected = engine.started + len(engine.urls)
+        self._expected = engine.servers_to_start + len(engine.urls)
         self._version: int | None = None
         self._publishing = threading.Lock()
         self._examiner = Examiner(record, engine, self._states, check, self._publish)

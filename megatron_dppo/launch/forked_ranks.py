@@ -145,5 +145,5 @@ def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) 
     if shares_imports(ranks, gpus=0):
         variables = ranks_environment(ranks, cores_of_ranks(sections))
         servers.add(libraries_of(TRAIN), variables, output)
-    if sections is not None and config.engine.started > 0:
+    if sections is not None and config.engine.servers_to_start > 0:
         servers.add([SERVER_LIBRARIES], server_environment(sections), output)

@@ -85,7 +85,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
         "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
     }
-    starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
+    starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
     return _with_libraries(
         partial(check_config, config, source, weights=weights),
         source,

@@ -78,7 +78,7 @@ def run_local(
             raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
     with RunDirectory(run.directory) as directory:
         configure_logging(directory.path, None)
-        servers = 0 if sections is None else sections.engine.started
+        servers = 0 if sections is None else sections.engine.servers_to_start
         log.info(
             "starting %s; their logs are in %s", processes(servers, ranks), directory.path / "logs"
         )
@@ -172,7 +172,7 @@ def servers_beside(sections: ServerSections | None) -> int:
     if sections is None or sections.engine.placement == "colocated":
         return 0
     if sections.rollout.max_staleness:
-        return sections.engine.started
+        return sections.engine.servers_to_start
     return 0
 
 

@@ -219,7 +219,9 @@ class Roles:
         first_device = table.get("base_gpu_id")
         if engine.placement == "colocated":
             first_device = 0
-        return cls(ranks, engine.started, size, first_device, engine.port, engine.uses_router)
+        return cls(
+            ranks, engine.servers_to_start, size, first_device, engine.port, engine.uses_router
+        )
 
     def hosts_needed(self, devices: int) -> int:
         """Return how many hosts with ``devices`` devices these roles fill.

@@ -132,7 +132,7 @@ def supervised_fleet(
     directory.fleet.allow_starts(engine.placement == "separate")
     servers: list[SupervisedServer] = []
     for server in placement.servers:
-        title = "the engine" if engine.started == 1 else server.name
+        title = "the engine" if engine.servers_to_start == 1 else server.name
         make = partial(maker.server, server)
         servers.append(supervised(server.name, make, title, may_start=directory.fleet.begin_start))
     router = None

@@ -550,7 +550,7 @@ def test_experts_under_their_other_name(check):
 )
 def test_how_many_servers_start_and_whether_a_router_does(given, started, router):
     engine = EngineConfig(**given)
-    assert (engine.started, engine.uses_router) == (started, router)
+    assert (engine.servers_to_start, engine.uses_router) == (started, router)
 
 
 @pytest.mark.parametrize("key", ["context_length", "max_total_tokens"])

@@ -45,7 +45,7 @@ def problems(tmp_path):
         config = load_config(path, overrides)
         tables = config.megatron, config.megatron_ddp, config.megatron_optimizer
         sections = ServerSections.of(config)
-        starts = config.engine.started > 0
+        starts = config.engine.servers_to_start > 0
         faults = [*library_faults(*tables), *server_faults(sections, starts_servers=starts)]
         try:
             check_config(config)

@@ -540,7 +540,7 @@ def facts_of(
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
         engine=_engine_facts(
-            config.engine.started if settings.replay_from is None else 0,
+            config.engine.servers_to_start if settings.replay_from is None else 0,
             config.sglang,
             quantized=config.engine.quantization is not None,
         ),

@@ -208,7 +208,7 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     """
     config = question.config
     cluster = question.cluster
-    if not config.engine.started or config.rollout.replay_from is not None:
+    if not config.engine.servers_to_start or config.rollout.replay_from is not None:
         yield cluster.gpus, 0, 1
         return
     step = max(1, cluster.gpus_per_node // 2)
@@ -282,5 +282,5 @@ def _meaning(config: TrainConfig, section: str, key: str) -> Any:
         case "optimizer", "distributed":
             return config.distributed_optimizer
         case "engine", "servers":
-            return config.engine.started
+            return config.engine.servers_to_start
     return getattr(getattr(config, section), key)

@@ -78,7 +78,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     )
     pythons = {"trainer": sys.executable}
     extras = {"trainer": "gpu" if gpus else "cpu"}
-    if config.engine.started and config.rollout.replay_from is None:
+    if config.engine.servers_to_start and config.rollout.replay_from is None:
         pythons["engine"] = config.engine.python or sys.executable
         extras["engine"] = "gpu-engine"
     through_shm = sync.strategy == "disk" and sync.directory is None

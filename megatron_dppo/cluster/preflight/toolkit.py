@@ -137,7 +137,7 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
 
 def check_compiler(config: TrainConfig, machine: Machine) -> StartCheck:
     """Start check: a server that starts on this machine's GPUs must be able to compile its kernels."""
-    starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
+    starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
     return StartCheck(list(compiler_faults(config.engine)) if starts_servers else ())
 
 

@@ -205,7 +205,7 @@ class Rehearsal:
         """Describe the recipe in a line: algorithm, features, layout."""
         parts = ", ".join(verdict.features(config))
         layout = Layout.of(parallel.sizes).describe()
-        servers = config.engine.started + len(config.engine.urls)
+        servers = config.engine.servers_to_start + len(config.engine.urls)
         return f"{parts}; {parallel.world_size} ranks, {layout}; {servers} servers"
 
     def _tell_sources(
@@ -328,7 +328,7 @@ class Rehearsal:
         *,
         has_own_tokenizer: bool,
     ) -> Stage:
-        servers = config.engine.started
+        servers = config.engine.servers_to_start
         if self.options.on_nodes is None:
             servers = max(1, self.options.servers)
         stage = Stage(
@@ -374,7 +374,7 @@ class Rehearsal:
         import psutil
 
         ranks = derived.parallel.world_size
-        servers = derived.engine.started
+        servers = derived.engine.servers_to_start
         if self.options.on_nodes is not None:
             say(f"  {ranks} ranks and {servers} of SGLang's servers start on the nodes")
             return

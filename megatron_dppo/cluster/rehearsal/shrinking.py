@@ -375,8 +375,8 @@ def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
     if config.parallel.interface is not None and stage.nodes is None:
         yield Omission("parallel.interface", "all ranks are on one machine")
     engine = config.engine
-    if engine.started != stage.servers or engine.urls:
-        there = f"{engine.started} servers"
+    if engine.servers_to_start != stage.servers or engine.urls:
+        there = f"{engine.servers_to_start} servers"
         if engine.urls:
             there += f" and {len(engine.urls)} urls"
         yield Omission("engine.servers", f"{stage.servers} instead of {there} (--servers)")

@@ -272,7 +272,7 @@ def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> I
     The result is empty where the run starts no server (``sections``: None where it generates nothing), and where that
     Python can't run here: the job's own check on its first node covers it then.
     """
-    if sections is None or not sections.engine.started or not SGLANG.free(sections.sglang):
+    if sections is None or not sections.engine.servers_to_start or not SGLANG.free(sections.sglang):
         return
     container = site.container
     if container.kind != "none":

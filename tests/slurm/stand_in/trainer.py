@@ -74,7 +74,7 @@ def stop_flag() -> Callable[[], bool]:
 def wait_for_servers(config: TrainConfig) -> None:
     """Until all are published, as the real trainer waits."""
     record = RecordClient(os.environ[ENDPOINT_VARIABLE], Keys.handed_down())
-    while len(record.servers()) < config.engine.started:
+    while len(record.servers()) < config.engine.servers_to_start:
         time.sleep(0.05)
 
 
