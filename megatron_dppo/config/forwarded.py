@@ -230,7 +230,7 @@ MEGATRON_UNUSABLE: Mapping[str, str] = {
         ),
         _STAGE_LAYERS,
     ),
-    "tp_comm_overlap": "the training program must create Transformer Engine's buffers for it, and this one creates none",
+    "tp_comm_overlap": "a training program must create Transformer Engine's buffers for it; this one creates none",
     "moe_use_legacy_grouped_gemm": "weights are mapped for Transformer Engine's grouped experts",
     "qk_clip": "weights are clipped by a call after each step, which this trainer does not make",
     "use_ring_exchange_p2p": "torch has no such exchange: a build of NVIDIA's own has",
@@ -341,7 +341,9 @@ _PLAIN_HTTP = "the servers answer /generate over plain HTTP, each by itself"
 _EXPERT_PLACES = (
     "weight updates are verified for experts that lie as tp_size and ep_size place them"
 )
-_EXCHANGE_KERNELS = "the exchanges of DeepEP and flashinfer bring kernels that lay out the experts' weights in their own way"
+_EXCHANGE_KERNELS = (
+    "DeepEP and flashinfer have kernels that lay out the experts' weights in their own way"
+)
 _OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
 SGLANG_OTHER_SHARES = (
     "attn_cp_size",

@@ -21,20 +21,21 @@ from megatron_dppo.model.layout import (
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 
-_WHERE = "model.hf_checkpoint"
+_KEY = "model.hf_checkpoint"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+"""Sets of files: a tokenizer has all files of one of them."""
 
 
 def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> ModelShape:
-    """Return the model in ``folder``, which must have a tokenizer and, where ``weights`` is true, weights.
+    """Return the shape of the model in ``folder``, which must have a tokenizer and, if ``weights`` is true, weights.
 
-    An index of weights must be valid in any case. Raises ConfigError with every missing file and every wrong entry of
-    config.json.
+    An index of the weights must be valid also if ``weights`` is false. Raises ConfigError with every missing file and
+    every wrong entry of config.json.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError([f"{_WHERE}: got {str(folder)!r}, which is not a folder"])
+        raise ConfigError([f"{_KEY}: got {str(folder)!r}, which is not a folder"])
     shape: ModelShape | None = None
     faults: list[str] = []
     try:
@@ -43,32 +44,40 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
         faults += error.faults
     except ModelConfigError as error:
         faults.append(str(error))
-    faults += [*(missing_weights(folder) if weights else _damaged_index(folder))]
+    if weights:
+        faults += missing_weights(folder)
+    else:
+        faults += _index_faults(folder)
     faults += _missing_tokenizer(folder)
     if faults or shape is None:
-        raise ConfigError([f"{_WHERE}: {fault}" for fault in faults])
+        raise ConfigError([f"{_KEY}: {fault}" for fault in faults])
     return shape
 
 
 def missing_weights(folder: str | Path) -> list[str]:
-    """Return a line about the missing files of the weights in ``folder``; empty where all exist."""
+    """Return one line about missing files of the weights in ``folder``; an empty list where all exist."""
     folder = Path(folder)
-    if damaged := _damaged_index(folder):
-        return damaged
+    if index_faults := _index_faults(folder):
+        return index_faults
     index = folder / _INDEX
     if not index.is_file():
         if (folder / "model.safetensors").is_file():
             return []
         return [f"no weights in {folder}: expected model.safetensors or {index.name}"]
     shards = _shards(index) or []
-    lost = [name for name in shards if not (folder / name).is_file()]
-    if not lost:
+    missing_shards = [name for name in shards if not (folder / name).is_file()]
+    if not missing_shards:
         return []
-    lost_names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-    return [f"{len(lost)} of the {len(shards)} files that {index} names are missing: {lost_names}"]
+    names = ", ".join(missing_shards[:3])
+    if len(missing_shards) > 3:
+        names += ", ..."
+    return [
+        f"{len(missing_shards)} of the {len(shards)} files that {index} names are missing: {names}"
+    ]
 
 
-def _damaged_index(folder: Path) -> list[str]:
+def _index_faults(folder: Path) -> list[str]:
+    """Return one line about an index that can't be read; an empty list for a valid index, or without an index."""
     index = folder / _INDEX
     if not index.is_file() or _shards(index) is not None:
         return []
@@ -76,7 +85,7 @@ def _damaged_index(folder: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str] | None:
-    """Return the files that an index names; None where the file is no index."""
+    """Return the names of the files in an index, sorted; None where ``index`` is no valid index."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -98,6 +107,7 @@ def _missing_tokenizer(folder: Path) -> list[str]:
 
 
 Faults = Iterator[str]
+"""Lines about faults, each with the key first."""
 
 
 def describe(
@@ -109,14 +119,14 @@ def describe(
     """Return the layout, the vocabulary and a batch's optimiser steps in one line; the sections must be valid."""
     layout = Layout.of(sizes)
     vocab = model.vocab_size
-    dense = {
+    dense_sizes = {
         "TP": layout.tensor,
         "CP": layout.context,
         "PP": layout.pipeline,
         "VPP": layout.chunks,
         "DP": layout.data,
     }
-    experts = {
+    expert_sizes = {
         "EP": layout.expert,
         "ETP": layout.expert_tensor,
         "expert DP": layout.expert_data,
@@ -130,7 +140,7 @@ def describe(
         padding = f" (padded to {padded})"
     steps = rollout.prompts_per_step // training.prompts_per_mini_batch
     return (
-        f"{layout.world_size} ranks: {_product(dense)}, experts {_product(experts)}{sequence}; vocabulary "
+        f"{layout.world_size} ranks: {_product(dense_sizes)}, experts {_product(expert_sizes)}{sequence}; vocabulary "
         f"{vocab}{padding}; a rollout batch is {rollout.prompts_per_step * rollout.group_size} responses and "
         f"{steps} optimiser steps"
     )
@@ -158,8 +168,8 @@ def layout_faults(sizes: LayoutSizes, megatron: Mapping[str, Any], model: ModelS
 
 
 EXCHANGES = ("p2p", "a2a")
-"""Ways in which Transformer Engine's attention brings a packed sequence's keys and values to its context-parallel
-ranks: around a ring, or an exchange of heads for tokens.
+"""How Transformer Engine's context-parallel attention brings keys and values of a packed sequence to the ranks.
+``p2p``: around a ring. ``a2a``: an all-to-all, after which each rank has all tokens of some heads.
 """
 
 
@@ -171,8 +181,10 @@ def _exchange_faults(sizes: LayoutSizes, exchange: Any, model: ModelShape) -> Fa
         yield f"{key}, expected nothing: parallel.context is 1"
     elif exchange not in EXCHANGES:
         yield f"{key}, expected {' or '.join(EXCHANGES)}, which take packed sequences"
-    elif exchange == "a2a" and (most_ranks := most_all_to_all(sizes.tensor, model)) % sizes.context:
-        yield (
-            f"{key} with parallel.context {sizes.context} and parallel.tensor {sizes.tensor}, expected a context that "
-            f"divides {most_ranks}, the heads of queries and of keys that a rank has; or p2p"
-        )
+    elif exchange == "a2a":
+        max_context = most_all_to_all(sizes.tensor, model)
+        if max_context % sizes.context:
+            yield (
+                f"{key} with parallel.context {sizes.context} and parallel.tensor {sizes.tensor}, expected a context "
+                f"that divides {max_context}, the heads of queries and of keys that a rank has; or p2p"
+            )

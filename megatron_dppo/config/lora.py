@@ -22,12 +22,14 @@ from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults, size_f
 from megatron_dppo.model.shape import ModelShape
 
 _FUSED_IN_ENGINE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that SGLang fuses into one: all of a group must have adapters, or none."""
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
-    """Return the adapters that the section configures; None where it is off. Raises AdapterError for an unknown
-    name.
+    """Return the adapters that the section configures; None with rank 0.
+
+    Raises AdapterError for an unknown name in ``target_modules``.
     """
     if not lora.rank:
         return None
@@ -42,7 +44,7 @@ def lora_faults(
     *,
     has_engines: bool,
 ) -> Faults:
-    """Report faults of the ``lora:`` section, each with its key."""
+    """Report faults of the ``lora:`` section. ``has_engines``: false for a supervised run."""
     if not lora.rank:
         yield from _without_adapters(lora)
         return
@@ -57,8 +59,8 @@ def lora_faults(
     assert adapters is not None
     if updates_adapters(lora) and not has_engines:
         yield "lora.update: got 'adapters', expected 'merged': a supervised run has no engines to send them to"
-    has_experts = set(module_groups(shape).get(EXPERTS, ())) & set(adapters.modules)
-    if lora.experts == "shared" and not has_experts:
+    expert_modules = set(module_groups(shape).get(EXPERTS, ())) & set(adapters.modules)
+    if lora.experts == "shared" and not expert_modules:
         yield "lora.experts: got 'shared', expected 'each': no expert has an adapter"
     if lora.train_router and not shape.is_moe:
         yield f"lora.train_router: got true, expected false: {shape.family} is a dense model"
@@ -75,11 +77,11 @@ def engine_adapter_faults(
     engine: EngineConfig,
 ) -> Faults:
     """Report settings that contradict ``lora.update``: engines receive merged weights, or load the run's adapters."""
-    set_here: tuple[str, ...] = ()
+    allowed_keys: tuple[str, ...] = ()
     if updates_adapters(lora):
-        set_here = ("lora_backend",)
+        allowed_keys = ("lora_backend",)
     for key, value in sglang.items():
-        if "lora" in key and key not in set_here:
+        if "lora" in key and key not in allowed_keys:
             yield (
                 f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, or with "
                 "lora.update adapters what the lora section says"
@@ -112,7 +114,8 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
         return
     try:
         adapters = adapters_of(lora, shape)
-    except AdapterError:  # lora_faults names it
+    except AdapterError:
+        # The function lora_faults reports this error.
         return
     assert adapters is not None
     if shape.latent is not None:
@@ -140,11 +143,12 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
             f"lora.target_modules: got {of_head} with lora.update 'adapters', expected no output layer, or 'merged': "
             "an adapter beside SGLang's logits is not tested here"
         )
-    for fused in _FUSED_IN_ENGINE:
-        if modules & set(fused) and not modules >= set(fused):
+    for group in _FUSED_IN_ENGINE:
+        adapted_modules = modules & set(group)
+        if adapted_modules and adapted_modules != set(group):
             yield (
-                f"lora.target_modules: got {sorted(modules & set(fused))} with lora.update 'adapters', expected all of "
-                f"{list(fused)} or none: SGLang fuses them and takes no part"
+                f"lora.target_modules: got {sorted(adapted_modules)} with lora.update 'adapters', expected all of "
+                f"{list(group)} or none: SGLang fuses them and takes no part"
             )
 
 
@@ -154,6 +158,7 @@ def updates_adapters(lora: LoraConfig) -> bool:
 
 
 def _without_adapters(lora: LoraConfig) -> Faults:
+    """Report keys of the section that have no effect with rank 0."""
     given_keys = sorted(lora.model_fields_set - {"rank"})
     changed_keys = [key for key in given_keys if getattr(lora, key) != getattr(LoraConfig(), key)]
     if changed_keys:
@@ -162,6 +167,7 @@ def _without_adapters(lora: LoraConfig) -> Faults:
 
 
 def _folder(lora: LoraConfig) -> Faults:
+    """Report a folder ``start_from`` that lacks files of adapters."""
     if lora.start_from is None:
         return
     missing_files: list[str] = []

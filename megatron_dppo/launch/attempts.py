@@ -88,7 +88,7 @@ class AttemptBook:
 
     def reached(self, attempt: Attempt) -> Attempt:
         history = read_history(self._run)
-        return replace(attempt, saved=history.saved or 0, recorded=history.recorded or 0)
+        return replace(attempt, saved=history.saved_step or 0, recorded=history.last_step or 0)
 
     def _write(self, attempt: Attempt) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ def _progress(directory: Path) -> Iterator[str]:
     parts += _held_out(records)
     parts += _figure("tokens/s", last_record.get(names.TOKENS_PER_SECOND), "{:,.0f}")
     yield ", ".join(parts)
-    saved = read_history(directory).saved
+    saved = read_history(directory).saved_step
     yield f"last checkpoint: {'none' if saved is None else f'step {saved}'}"
 
 

@@ -66,9 +66,9 @@ def refuse_fresh_start(run: RunConfig, unusable: Sequence[str], history: records
     if unusable:
         shown_reasons = "; ".join(unusable[:_SHOWN]) + ("; ..." if len(unusable) > _SHOWN else "")
         remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown_reasons})")
-    elif history.saved is not None:
-        remains.append(f"no checkpoint, though one of step {history.saved} was written")
-    elif history.counted:
+    elif history.saved_step is not None:
+        remains.append(f"no checkpoint, though one of step {history.saved_step} was written")
+    elif history.counts_checkpoint:
         remains.append("no checkpoint, though one that was written is in the records")
     if history.damage is not None:
         remains.append(f"records that can't be read ({history.damage})")
@@ -76,8 +76,8 @@ def refuse_fresh_start(run: RunConfig, unusable: Sequence[str], history: records
         remains.append("no checkpoint")
     if not remains:
         return
-    if history.recorded is not None:
-        remains.append(f"records up to step {history.recorded}")
+    if history.last_step is not None:
+        remains.append(f"records up to step {history.last_step}")
     raise ResumeError(
         f"{directory} holds {' and '.join(remains)}; run.resume: {run.resume} would begin anew "
         f"at step 0. Bring the checkpoints back (is {directory}/{records.CHECKPOINTS_FOLDER} mounted?), or "

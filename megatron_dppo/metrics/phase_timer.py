@@ -15,36 +15,39 @@ OTHER = "other"
 class PhaseTimer:
     """Splits wall-clock time into named, disjoint phases: ``with timer("generate"): ...``.
 
-    An inner phase stops the clock of the outer one; time outside all phases counts as ``other``. So the phases of a
-    step sum to the time since the end of the step before. A block that raises is counted too. Not thread-safe.
-    ``clock`` returns seconds.
+    An inner phase stops the clock of the outer phase; time outside all phases counts as ``other``. So the seconds of a
+    step's phases sum to the time since the end of the step before. The time of a block that raises counts too. Not
+    thread-safe. ``clock`` returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._mark = clock()
-        self._open: list[str] = []
-        self._step: defaultdict[str, float] = defaultdict(float)
-        self._total: defaultdict[str, float] = defaultdict(float)
+        self._last_change = clock()
+        self._open_phases: list[str] = []
+        self._step_seconds: defaultdict[str, float] = defaultdict(float)
+        self._total_seconds: defaultdict[str, float] = defaultdict(float)
 
     def _credit(self) -> None:
         """Add the seconds since the last change of phase to the running phase."""
         current_time = self._clock()
-        phase = self._open[-1] if self._open else OTHER
-        self._step[phase] += current_time - self._mark
-        self._total[phase] += current_time - self._mark
-        self._mark = current_time
+        phase = OTHER
+        if self._open_phases:
+            phase = self._open_phases[-1]
+        seconds = current_time - self._last_change
+        self._step_seconds[phase] += seconds
+        self._total_seconds[phase] += seconds
+        self._last_change = current_time
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the block's time as ``phase``."""
         self._credit()
-        self._open.append(phase)
+        self._open_phases.append(phase)
         try:
             yield
         finally:
             self._credit()
-            self._open.pop()
+            self._open_phases.pop()
 
     def finish_step(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, as metrics: ``{"time/generate_s": 7.1, ...}``.
@@ -52,12 +55,14 @@ class PhaseTimer:
         The step's clock starts anew. The time of a phase that is still open is split at this call.
         """
         self._credit()
-        seconds = {table.phase_seconds(phase): value for phase, value in self._step.items()}
-        self._step.clear()
-        return seconds
+        metrics: dict[str, float] = {}
+        for phase, seconds in self._step_seconds.items():
+            metrics[table.phase_seconds(phase)] = seconds
+        self._step_seconds.clear()
+        return metrics
 
     @property
     def total(self) -> dict[str, float]:
         """Seconds by phase since construction."""
         self._credit()
-        return dict(self._total)
+        return dict(self._total_seconds)

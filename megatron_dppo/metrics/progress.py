@@ -44,8 +44,10 @@ class Tracker:
     def update(self, *, completed: int | None = None, note: str | None = None) -> None:
         """Set the number of finished items, or the note after the bar (``"loading weights"``)."""
         with self._lock:
-            self.completed = self.completed if completed is None else completed
-            self.note = self.note if note is None else note
+            if completed is not None:
+                self.completed = completed
+            if note is not None:
+                self.note = note
         self._changed()
 
     @property
@@ -54,7 +56,7 @@ class Tracker:
         return time.monotonic() - self._started
 
     def line(self) -> str:
-        """The state as text: ``generate: 12/64 (19%), 31 s``."""
+        """Return the state as text: ``generate: 12/64 (19%), 31 s``."""
         parts = [f"{self.elapsed:.0f} s"]
         if self.total is not None:
             share = ""
@@ -91,14 +93,14 @@ def progress(
 ) -> Iterator[Tracker]:
     """Show the progress of the block; yields the Tracker to advance.
 
-    On a terminal: a bar, or without ``total`` a spinner, removed at the end; bars may be nested. Elsewhere: plain
-    lines, one every ``interval_s`` seconds and one at the end of a block that took longer than that; without ``total``
-    also one at the start and always one at the end.
+    A terminal shows a bar (without ``total`` a spinner), which is removed at the end; bars may be nested. Elsewhere a
+    plain line is printed every ``interval_s`` seconds, and at the end of a block that took at least as long. Without
+    ``total`` a line is also printed at the start, and at the end of every block.
 
     Args:
         description: text of the work.
         total: number of items; None: unknown.
-        console: console to print on; default: the process's shared console. A quiet one prints nothing.
+        console: console to print on; default: the process's shared console. A quiet console prints nothing.
         interval_s: seconds between plain lines.
     """
     console = console or shared_console()
@@ -127,18 +129,20 @@ def progress(
         finished.set()
         reporter.join()
     if total is None or tracker.elapsed >= interval_s:
-        is_complete = total is None or tracker.completed >= total
-        _print(console, f"{tracker.line()} ({'done' if is_complete else 'ended'})")
+        outcome = "done"
+        if total is not None and tracker.completed < total:
+            outcome = "ended"
+        _print(console, f"{tracker.line()} ({outcome})")
 
 
 def _columns(total: int | None) -> list[ProgressColumn]:
-    counting: list[ProgressColumn] = (
-        [BarColumn(), MofNCompleteColumn()] if total is not None else []
-    )
+    count_columns: list[ProgressColumn] = []
+    if total is not None:
+        count_columns = [BarColumn(), MofNCompleteColumn()]
     return [
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
-        *counting,
+        *count_columns,
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}", markup=False, style="dim"),
     ]

@@ -1,13 +1,12 @@
-"""The files of a run that grow by the step: reading, writing, and series of values.
+"""The records of a run, which grow with each step: reading, writing, and series of values.
 
-``metrics.jsonl`` has one flat JSON object for each step. ``masked_tokens.jsonl``, ``samples.jsonl`` and
-``environment_faults.jsonl`` have lines with a step. These files and folders are left by earlier starts, and a new
-beginning sets them aside:
+``metrics.jsonl`` has one flat JSON object for each step. The lines of ``masked_tokens.jsonl``, ``samples.jsonl`` and
+``environment_faults.jsonl`` have a step. Other files and folders here:
 
-last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now beginning.json
-{"nonce"}: the start under that lease has begun the run at step 0 upload.json
-{"repository", "steps"}: the export after so many steps was sent there, or refused earlier-<UTC time>/         records,
-rollouts and checkpoints of a run that was begun anew
+- ``last_checkpoint.json``, {"step": n}: a checkpoint of step n was written; it may have been removed since.
+- ``beginning.json``, {"nonce"}: the start under the lease with this nonce has begun the run at step 0.
+- ``upload.json``, {"repository", "steps"}: the export after so many steps was sent to the repository, or refused.
+- ``earlier-<UTC time>/``: records, rollouts and checkpoints of earlier starts, moved here when the run began anew.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.failpoints import failpoint, file_failpoint, write_whole
 from megatron_dppo.system.files import unused_path, write_atomically
@@ -33,14 +32,14 @@ RECORDS_FILE = "metrics.jsonl"
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 """Tokens that the trust region masked, one line for each step."""
 SAMPLES_FILE = "samples.jsonl"
-"""A few responses of each step as text, one line each."""
+"""A few responses of each step as text, one line for each response."""
 ENVIRONMENT_FAULTS_FILE = "environment_faults.jsonl"
 """{"step", "environment", "faults": reason -> count}: one line for each step in which environments failed."""
 TENSORBOARD_FOLDER = "tensorboard"
 TRACKERS_FOLDER = "trackers"
-"""Folder of the experiment trackers' files of a run, and of the run's id in the trackers."""
+"""Folder of the experiment trackers' files, and of the run's id in each tracker."""
 REPORT_FILE = "report.png"
-"""The run's figures."""
+"""Plots of the run's metrics."""
 SUMMARY_FILE = "summary.json"
 UPLOAD_FILE = "upload.json"
 
@@ -53,7 +52,7 @@ class RecordsError(RunError, ValueError):
 
 
 def encode_record(step: int, values: Mapping[str, float]) -> str:
-    """Encode one JSON line without the line end. NaN and infinities become null. Raises RecordsError."""
+    """Return a step's metrics as JSON without the line end; null for NaN and infinities. Raises RecordsError."""
     record: Record = {"step": step}
     for name, value in values.items():
         if not isinstance(value, int | float):
@@ -74,10 +73,10 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
 
 
 def decode_records(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
-    """Parse ``lines``, in order; an incomplete last line (left by a crash) is dropped.
+    """Parse ``lines``; an incomplete last line (left by a crash) is dropped.
 
     Raises:
-        RecordsError: a line is not a JSON object with an integer ``step``; names ``source`` and line.
+        RecordsError: a line is not a JSON object with an integer ``step``. The message has ``source`` and the line.
     """
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -130,12 +129,13 @@ def read_lines(path: Path) -> list[str]:
 
 
 def sha256_until(records: Iterable[Record], step: int) -> str:
-    """Return the SHA-256 (hex) of the records up to ``step``, by their values."""
+    """Return the SHA-256 (hex) of the values in the records up to ``step``."""
     earlier_records = [record for record in records if step_of(record) <= step]
     return hashlib.sha256(json.dumps(earlier_records, sort_keys=True).encode()).hexdigest()
 
 
 def step_of(record: Record) -> int:
+    """Return the step of a record as an int."""
     return int(record["step"] or 0)
 
 
@@ -155,7 +155,7 @@ def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
     """Return the held-out accuracy of one step: mean over the evaluation sets; None if none was evaluated."""
     accuracies: list[float] = []
     for name, value in record.items():
-        if names.accuracy_set(name) is not None and value is not None:
+        if metric_names.accuracy_set(name) is not None and value is not None:
             accuracies.append(value)
     if accuracies:
         return sum(accuracies) / len(accuracies)
@@ -165,24 +165,27 @@ def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
 def phase_table(records: Iterable[Record]) -> dict[str, list[float]]:
     """Return phase -> seconds in each record (0 if it did not run), the phase with the largest sum first."""
     records = list(records)
-    table: dict[str, list[float]] = {}
+    seconds_of_phase: dict[str, list[float]] = {}
     for index, record in enumerate(records):
         for name, value in record.items():
-            phase = names.phase_of(name)
+            phase = metric_names.phase_of(name)
             if phase is not None:
-                table.setdefault(phase, [0.0] * len(records))[index] = value or 0.0
-    return dict(sorted(sorted(table.items()), key=_total_seconds, reverse=True))
+                seconds = seconds_of_phase.setdefault(phase, [0.0] * len(records))
+                seconds[index] = value or 0.0
+    # Sorting is stable: phases with equal sums are in alphabetical order.
+    alphabetical = sorted(seconds_of_phase.items())
+    return dict(sorted(alphabetical, key=_total_seconds, reverse=True))
 
 
-def _total_seconds(phase_row: tuple[str, list[float]]) -> float:
-    return sum(phase_row[1])
+def _total_seconds(phase_and_seconds: tuple[str, list[float]]) -> float:
+    return sum(phase_and_seconds[1])
 
 
 class StepLines:
     """Appends JSON lines, objects with an integer ``step``, to ``path``.
 
-    ``resume_step``: first step that this process will write; 0 for a fresh run. Lines of this and later steps (left by
-    a process that died after its last checkpoint) and an incomplete last line are dropped.
+    ``resume_step``: first step that this process will write; 0 for a fresh run. Lines of ``resume_step`` and later
+    steps (left by a process that died after its last checkpoint) and an incomplete last line are dropped.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -190,7 +193,7 @@ class StepLines:
         self.last_step = -1
         lines = read_lines(path) if path.exists() else []
         kept_lines: list[str] = []
-        # An incomplete last line has no record.
+        # An incomplete last line has no record, so there may be one line more than records.
         for line, record in zip(lines, decode_records(lines, str(path)), strict=False):
             if record["step"] < resume_step:
                 kept_lines.append(line)
@@ -200,7 +203,8 @@ class StepLines:
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
-        # Replace half of a surrogate pair, with which a judge's answer may end: it must not end the run.
+        # A judge's answer may end with half of a surrogate pair, which UTF-8 can't encode. Replace it: it must not end
+        # the run.
         with open(self.path, "a", encoding="utf-8", errors="replace") as file:
             write_whole("append", self.path.name, file, text)
         file_failpoint("appended", self.path.name)
@@ -210,7 +214,7 @@ class StepLines:
         self.append(encode_lines(lines))
 
     def restore(self, text: str) -> None:
-        """Append those of the encoded lines that the file lacks: a full disk did not take them. Raises OSError."""
+        """Append the lines of ``text`` that the file lacks because the disk was full. Raises OSError."""
         known_lines = set(read_lines(self.path)) if self.path.exists() else set()
         missing_lines = [line for line in text.splitlines(keepends=True) if line not in known_lines]
         if missing_lines:
@@ -237,12 +241,12 @@ class MetricsWriter:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._lines = StepLines(directory / RECORDS_FILE, resume_step)
-        # Create the file at the start: readers take a folder without it for no run.
+        # Create the file at the start: to readers, a folder without it is not the folder of a run.
         self._lines.append("")
         self._last_step = self._lines.last_step
 
     def restore(self, text: str) -> None:
-        """Write the encoded records that a full disk did not take, where the file lacks them. Raises OSError."""
+        """Append the records of ``text`` that the file lacks because the disk was full. Raises OSError."""
         self._lines.restore(text)
         for record in decode_records(text.splitlines(keepends=True), str(self._lines.path)):
             self._last_step = max(self._last_step, record["step"])
@@ -270,10 +274,11 @@ class MetricsWriter:
         values: Mapping[str, float],
         summed: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Add ``values`` to the last record, that of ``step``; those named in ``summed`` to the values there.
+        """Set ``values`` in the last record, which must be that of ``step``.
 
-        The file is replaced atomically. Returns the values whose names the record did not have. Raises OSError,
-        RecordsError: the last record is another's.
+        The values of metrics in ``summed`` are added to the record's values. The file is replaced atomically. Returns
+        the metrics that the record did not have before. Raises OSError, and RecordsError if the last record is that of
+        another step.
         """
         lines = read_lines(self._lines.path)
         last_records = decode_records(lines[-1:], str(self._lines.path))
@@ -298,9 +303,9 @@ class MetricsWriter:
 CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
 SPOOL_FOLDER = "spool"
-"""Scored responses since the newest checkpoint (``loop/spool.py``)."""
+"""Folder of the scored responses since the newest checkpoint (``loop/spool.py``)."""
 BATCH_FILES = "step_*.safetensors"
-"""File names of saved batches in that folder."""
+"""Pattern of the file names of saved batches in ``ROLLOUTS_FOLDER``."""
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _BEGINNING = "beginning.json"
@@ -311,7 +316,7 @@ _RECORDS = (
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps whose batches are in ``folder``, in order. Raises ValueError without any."""
+    """Return the steps whose batches are in ``folder``, in order. Raises ValueError for a folder without batches."""
     steps = [int(path.stem.removeprefix("step_")) for path in folder.glob(BATCH_FILES)]
     if not steps:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
@@ -319,9 +324,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def saved_step(folder: Path, step: int | None) -> int:
-    """Return the ``step`` of a saved batch, or the last one where it is None.
+    """Return ``step``, or the last saved step if ``step`` is None.
 
-    Raises ValueError where there is none, or none of that step.
+    Raises ValueError if ``folder`` has no batch of that step, or no batch at all.
     """
     saved = saved_steps(folder)
     if step is not None and step not in saved:
@@ -333,34 +338,37 @@ def saved_step(folder: Path, step: int | None) -> int:
 
 @dataclass(frozen=True)
 class History:
-    """Evidence of earlier starts in a run's folder, apart from the checkpoints themselves.
+    """What the files of a run's folder, apart from its checkpoints, say about earlier starts.
 
     Attributes:
-        recorded: last step of ``metrics.jsonl``; None without a record.
-        saved: step of the last written checkpoint; None where none was written.
-        damage: reason why one of the two could not be read; None where both could.
-        counted: whether a record counts a written checkpoint.
+        last_step: last step of ``metrics.jsonl``; None without a record.
+        saved_step: step of the last written checkpoint; None if no checkpoint was written.
+        damage: reason why one of the two could not be read; None if both could be read.
+        counts_checkpoint: whether a record has the metric of a written checkpoint.
     """
 
-    recorded: int | None
-    saved: int | None
+    last_step: int | None
+    saved_step: int | None
     damage: str | None = None
-    counted: bool = False
+    counts_checkpoint: bool = False
 
 
 def read_history(directory: str | Path) -> History:
     """Read the history of the run in ``directory``, which need not exist. Raises OSError."""
     directory = Path(directory)
-    recorded, saved, damage, counted = None, None, None, False
+    last_step = None
+    saved_step = None
+    damage = None
+    counts_checkpoint = False
     try:
         if (directory / RECORDS_FILE).is_file():
-            lines = read_records(directory)
-            recorded = max(map(step_of, lines), default=None)
-            counted = any(names.CHECKPOINT_BYTES in line for line in lines)
-        saved = _last_checkpoint(directory / _LAST_CHECKPOINT)
+            records = read_records(directory)
+            last_step = max(map(step_of, records), default=None)
+            counts_checkpoint = any(metric_names.CHECKPOINT_BYTES in record for record in records)
+        saved_step = _last_checkpoint(directory / _LAST_CHECKPOINT)
     except RecordsError as error:
         damage = str(error)
-    return History(recorded, saved, damage, counted)
+    return History(last_step, saved_step, damage, counts_checkpoint)
 
 
 def remember_checkpoint(directory: str | Path, step: int) -> None:
@@ -369,7 +377,7 @@ def remember_checkpoint(directory: str | Path, step: int) -> None:
 
 
 def remember_beginning(directory: str | Path, nonce: str) -> None:
-    """Record that the start under the lease ``nonce`` has begun the run at step 0, and set earlier ones aside."""
+    """Record that the start under the lease ``nonce`` has begun the run at step 0 and set earlier records aside."""
     write_atomically(Path(directory) / _BEGINNING, json.dumps({"nonce": nonce}) + "\n")
 
 
@@ -388,26 +396,28 @@ def remember_upload(directory: str | Path, repository: str, steps: int) -> None:
 
 
 def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
-    """Move what earlier starts left into a folder with the time in its name, and return that folder.
+    """Move the records and checkpoints of earlier starts into a new folder ``earlier-<UTC time>``, and return it.
 
-    Returns None without anything to move. ``rollouts``: move saved rollout batches too. Raises OSError where something
-    can't be moved, such as a mounted folder.
+    Returns None if there is nothing to move. ``rollouts``: move saved rollout batches too. Raises OSError if a file or
+    folder can't be moved, such as a mounted folder.
     """
     directory = Path(directory)
-    names = [*_RECORDS, _LAST_CHECKPOINT, CHECKPOINTS_FOLDER, *([ROLLOUTS_FOLDER] * rollouts)]
-    # Move the checkpoints first: where a mount can't be moved, nothing else was moved yet.
-    paths = [path for name in reversed(names) if (path := directory / name).exists()]
-    if not paths:
+    # Move the folders first: one of them may be a mount, and then the error comes before anything was moved.
+    names = [CHECKPOINTS_FOLDER, _LAST_CHECKPOINT, *reversed(_RECORDS)]
+    if rollouts:
+        names.insert(0, ROLLOUTS_FOLDER)
+    present_paths = [directory / name for name in names if (directory / name).exists()]
+    if not present_paths:
         return None
     folder = _new_folder(directory)
-    for path in paths:
+    for path in present_paths:
         failpoint("records/set_aside")
         path.rename(folder / path.name)
     return folder
 
 
 def keep_copy(directory: str | Path) -> Path:
-    """Copy the records whose last steps a start will drop, and return the copy's folder."""
+    """Copy the records into a new folder ``earlier-<UTC time>`` and return it; a start will drop their last steps."""
     directory = Path(directory)
     folder = _new_folder(directory)
     for name in (RECORDS_FILE, MASKED_TOKENS_FILE, ENVIRONMENT_FAULTS_FILE):
@@ -417,7 +427,7 @@ def keep_copy(directory: str | Path) -> Path:
 
 
 def _new_folder(directory: Path) -> Path:
-    """Create a new ``earlier-<UTC time>``; numbered where two starts happen in one second."""
+    """Create the folder ``earlier-<UTC time>``; a number is appended if it exists (two starts in one second)."""
     folder = unused_path(directory / time.strftime("earlier-%Y%m%d-%H%M%S", time.gmtime()))
     folder.mkdir()
     return folder

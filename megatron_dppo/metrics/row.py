@@ -11,22 +11,22 @@ Dtype = Literal["float32", "bfloat16", "fp8"]
 Stroke = Literal["first", "second", "third", "bound"]
 
 SMALL_SHARE = 0.05
-"""Largest bound of a share that can't be read on an axis from 0 to 1."""
+"""An upper bound of a share below this one can't be seen on an axis from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class NormalRange:
     """The normal range of a metric. A value outside is marked and explained, without an effect on the run.
 
-    Bounds whose ``why`` says that they are this project's choice, and the ratios, were chosen here; the others are
-    published for DPPO (arXiv 2602.04879) or follow from the arithmetic.
+    The bounds are published for DPPO (arXiv 2602.04879), or follow from the arithmetic, unless ``why`` says that they
+    are this project's choice. The ratios are this project's choice.
 
     Attributes:
         label: the metric's name for the user.
         why: likely causes of a value outside the range, and what to check.
-        low, high: inclusive bounds; infinite where there is none.
-        high_bf16: upper bound in bfloat16, where rounding makes the value larger.
-        high_fp8: upper bound where the servers' weights are FP8; None: that in bfloat16.
+        low, high: inclusive bounds; infinite for a metric without a bound.
+        high_bf16: upper bound for bfloat16 weights, where rounding makes the value larger; None: ``high``.
+        high_fp8: upper bound for servers with FP8 weights; None: ``high_bf16``.
         most_drop, most_rise: smallest and largest normal ratio to the mean of the last steps.
     """
 
@@ -50,9 +50,14 @@ class NormalRange:
 
 @dataclass(frozen=True)
 class Line:
-    """The line of a metric in the report: in ``panel``, as ``legend``, times ``scale``. ``right``: on the right axis.
+    """The line of a metric in the report.
 
-    ``stroke`` "bound" draws a bound that another line of the panel should stay at or above.
+    Attributes:
+        panel: title of the panel that has the line.
+        legend: name of the line.
+        stroke: style of the line; ``bound``: that of a lower bound for another line of the panel.
+        scale: factor of the values.
+        right: whether the right axis is that of the line.
     """
 
     panel: str
@@ -67,9 +72,11 @@ class Metric:
     """A row of the table.
 
     Attributes:
-        divisor: metric that divides this sum over all ranks; None: recorded unchanged.
-        recorded_as: name after the division; None: the same.
+        divisor: metric that divides this metric's sum over all ranks; None: the sum is recorded.
+        recorded_as: name of the quotient in the records; None: ``name``.
         share: whether the value is between 0 and 1, and shown in percent.
+        normal: normal range; None: no value is marked.
+        line: line in the report; None: the report does not show the metric.
     """
 
     name: str
@@ -87,16 +94,17 @@ class Metric:
         return f"{value:.3g}"
 
     def axis(self) -> tuple[float, float] | None:
-        """Return the least range of a share's axis; None for a metric that is no share.
+        """Return the range that the axis of a share shows at least; None for a metric that is no share.
 
-        The range is 0 to 1, or 0 to the metric's upper bound where that bound is a small share.
+        The range is 0 to 1, or 0 to the metric's upper bound if that bound is below ``SMALL_SHARE``.
         """
         if not self.share:
             return None
-        high = 1.0
         if self.normal is not None:
-            high = self.normal.upper("float32")
-        return 0.0, high if high < SMALL_SHARE else 1.0
+            bound = self.normal.upper("float32")
+            if bound < SMALL_SHARE:
+                return 0.0, bound
+        return 0.0, 1.0
 
     def range_text(self, dtype: Dtype) -> str:
         """Return the normal range as text; empty where the metric has no bounds."""

@@ -1,7 +1,4 @@
-"""Samples: the responses that a run keeps of each step, with reward and reason.
-
-A run keeps a few responses of every training step and of every evaluation in ``samples.jsonl``.
-"""
+"""Samples: a few responses of every training step and evaluation, with reward and reason, in ``samples.jsonl``."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, Self
 from megatron_dppo.metrics.records import SAMPLES_FILE, RecordsError, read_step_lines
 
 LONGEST_TEXT = 16_384
-"""Most characters of a prompt or response that are kept, half of them from each end."""
+"""Largest number of characters of a prompt or response that are kept, half of them from each end."""
 TRAINING = "training"
 """Name of the set of the responses that were trained on."""
 
@@ -24,18 +21,18 @@ class Sample:
     """One response.
 
     Attributes:
-        step: step that trained on it, or number of trained steps at its evaluation.
+        step: step that trained on the response, or number of trained steps at its evaluation.
         set: ``training``, or the name of a held-out set.
         problem, sample: the problem's id in its file, and the response's number in its group.
-        prompt, response: all tokens as text, special ones too; long texts are cut in the middle.
+        prompt, response: all tokens as text, special tokens too; long texts are cut in the middle.
         answer: the gold answer.
         reward: the response's reward.
         reason: reason of the reward, in words.
         truncated: whether the response reached the length limit.
         tokens: tokens of the response.
         advantage: the response's advantage; None in an evaluation.
-        masked: tokens that the mask kept from training; None in an evaluation, and where it is not recorded.
-        components: components of the reward, by name; empty where they are not recorded.
+        masked: number of tokens that the mask kept from training; None in an evaluation, and if not recorded.
+        components: components of the reward, by name; empty if they are not recorded.
     """
 
     step: int
@@ -58,11 +55,12 @@ class Sample:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Self:
-        """Return the sample of ``to_json``'s values. Raises KeyError for a missing field except components."""
-        return cls(
-            **{f.name: line[f.name] for f in fields(cls)[:-1]},
-            components=line.get("components", {}),
-        )
+        """Return the sample from an object of ``to_json``. Raises KeyError for a missing field except components."""
+        values: dict[str, Any] = {"components": line.get("components", {})}
+        for sample_field in fields(cls):
+            if sample_field.name != "components":
+                values[sample_field.name] = line[sample_field.name]
+        return cls(**values)
 
 
 def shortened(text: str, max_characters: int = LONGEST_TEXT) -> str:
@@ -75,9 +73,9 @@ def shortened(text: str, max_characters: int = LONGEST_TEXT) -> str:
 
 def console_lines(sample: Sample, max_characters: int = 300) -> list[str]:
     """Return a sample's lines for the console: its origin, its prompt, its response and its reward."""
-    gained = ""
+    advantage = ""
     if sample.advantage is not None:
-        gained = f", A = {sample.advantage:+.3g}"
+        advantage = f", A = {sample.advantage:+.3g}"
     masked = ""
     if sample.masked:
         masked = f", {sample.masked} of {sample.tokens} tokens masked"
@@ -85,27 +83,32 @@ def console_lines(sample: Sample, max_characters: int = 300) -> list[str]:
         f"sample of {sample.set}, step {sample.step}, problem {sample.problem}: "
         f"{one_line(shortened(sample.prompt, max_characters))}",
         f"  {one_line(shortened(sample.response, max_characters))}",
-        f"  reward {sample.reward:g}{_parts(sample)}{gained}{masked}: {sample.reason}",
+        f"  reward {sample.reward:g}{_components(sample)}{advantage}{masked}: {sample.reason}",
     ]
 
 
-def _parts(sample: Sample) -> str:
-    """Return the reward's components in brackets; empty where it has none."""
+def _components(sample: Sample) -> str:
+    """Return the reward's components in brackets; an empty text without components."""
+    if not sample.components:
+        return ""
     components = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
-    return f" ({components})" if components else ""
+    return f" ({components})"
 
 
 def printable(text: str) -> str:
     """Return ``text`` with unprintable characters, such as a terminal's commands, as escapes; line ends stay."""
     characters: list[str] = []
     for character in text:
-        is_shown = character.isprintable() or character == "\n"
-        characters.append(character if is_shown else repr(character)[1:-1])
+        if character.isprintable() or character == "\n":
+            characters.append(character)
+        else:
+            # Without the quotes of repr.
+            characters.append(repr(character)[1:-1])
     return "".join(characters)
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` as ``printable`` does, with marks for line ends."""
+    """Return ``printable(text)`` with the sign for a line end in place of each line end."""
     return printable(text).replace("\n", "\u23ce")
 
 
@@ -115,7 +118,7 @@ def read_samples(directory: str | Path) -> Iterator[Sample]:
     if not path.is_file():
         raise RecordsError(f"{directory}: no {SAMPLES_FILE} in it, expected the folder of a run")
     lines = read_step_lines(path)
-    # The sort is stable: samples of one step stay in order.
+    # Sorting is stable: samples of one step stay in order.
     for line in sorted(lines, key=itemgetter("step"), reverse=True):
         try:
             yield Sample.from_json(line)
@@ -127,7 +130,9 @@ def read_samples(directory: str | Path) -> Iterator[Sample]:
 
 def about(sample: Sample) -> tuple[str, str]:
     """Return two lines about a sample: its origin, and its reward."""
-    facts = [f"{sample.tokens} tokens", *(["truncated"] if sample.truncated else [])]
+    facts = [f"{sample.tokens} tokens"]
+    if sample.truncated:
+        facts.append("truncated")
     if sample.advantage is not None:
         facts.append(f"A = {sample.advantage:+.3g}")
     if sample.masked:
@@ -135,5 +140,5 @@ def about(sample: Sample) -> tuple[str, str]:
     return (
         f"step {sample.step}, {sample.set}, problem {sample.problem}, response {sample.sample}: "
         + ", ".join(facts),
-        f"reward {sample.reward:g}{_parts(sample)}: {sample.reason}",
+        f"reward {sample.reward:g}{_components(sample)}: {sample.reason}",
     )

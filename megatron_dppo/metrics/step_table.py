@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dppo.logging import shared_console
-from megatron_dppo.metrics import table
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_table
 from megatron_dppo.metrics.records import mean_accuracy
 from megatron_dppo.metrics.row import Dtype
 
 HEADER_EVERY = 20
+"""Number of rows after which the header is repeated."""
 HISTORY = 5
 """Number of earlier steps whose mean a value is compared with to detect a sudden change."""
 
@@ -31,8 +31,8 @@ class TableColumn:
         top, bottom: the two lines of the header.
         width: width in characters.
         show: formats the value.
-        metric: metric in the column, whose normal range marks the value.
-        value: computes a value from several metrics; replaces ``metric``.
+        metric: name of the metric in the column; a value outside its normal range is marked.
+        value: computes the column's value from several metrics; None: the value is that of ``metric``.
     """
 
     top: str
@@ -51,8 +51,11 @@ class TableColumn:
 
 def total_seconds(values: Mapping[str, float]) -> float | None:
     """Return the wall-clock seconds of the step, the sum of its phases; None if no phase was timed."""
-    phases = [value for name, value in values.items() if names.phase_of(name) is not None]
-    return sum(phases) if phases else None
+    phase_seconds: list[float] = []
+    for name, value in values.items():
+        if metric_table.phase_of(name) is not None:
+            phase_seconds.append(value)
+    return sum(phase_seconds) if phase_seconds else None
 
 
 def _percent(value: float) -> str:
@@ -80,21 +83,21 @@ def _small(value: float) -> str:
 
 
 COLUMNS: tuple[TableColumn, ...] = (
-    TableColumn("", "reward", 6, _plain(3), names.REWARD),
+    TableColumn("", "reward", 6, _plain(3), metric_table.REWARD),
     TableColumn("held-", "out", 6, _plain(3), value=mean_accuracy),
-    TableColumn("|pi-mu|", "equal w", 8, _small, names.GAP_ON_POLICY),
-    TableColumn("|pi-mu|", "step", 8, _small, names.GAP),
-    TableColumn("masked", "A>0", 7, _percent, names.MASKED_POSITIVE),
-    TableColumn("masked", "A<0", 7, _percent, names.MASKED_NEGATIVE),
-    TableColumn("", "entropy", 7, _plain(3), names.ENTROPY),
-    TableColumn("", "length", 7, _plain(1), names.RESPONSE_LENGTH),
-    TableColumn("trun-", "cated", 7, _percent, names.TRUNCATED),
-    TableColumn("grad", "norm", 6, "{:.2g}".format, names.GRAD_NORM),
+    TableColumn("|pi-mu|", "equal w", 8, _small, metric_table.GAP_ON_POLICY),
+    TableColumn("|pi-mu|", "step", 8, _small, metric_table.GAP),
+    TableColumn("masked", "A>0", 7, _percent, metric_table.MASKED_POSITIVE),
+    TableColumn("masked", "A<0", 7, _percent, metric_table.MASKED_NEGATIVE),
+    TableColumn("", "entropy", 7, _plain(3), metric_table.ENTROPY),
+    TableColumn("", "length", 7, _plain(1), metric_table.RESPONSE_LENGTH),
+    TableColumn("trun-", "cated", 7, _percent, metric_table.TRUNCATED),
+    TableColumn("grad", "norm", 6, "{:.2g}".format, metric_table.GRAD_NORM),
     TableColumn("", "seconds", 7, _seconds, value=total_seconds),
-    TableColumn("", "gen", 6, _seconds, names.phase_seconds("generate")),
-    TableColumn("", "train", 6, _seconds, names.phase_seconds("train")),
-    TableColumn("", "sync", 6, _seconds, names.phase_seconds("sync")),
-    TableColumn("tokens", "/s", 7, _plain(0), names.TOKENS_PER_SECOND),
+    TableColumn("", "gen", 6, _seconds, metric_table.phase_seconds("generate")),
+    TableColumn("", "train", 6, _seconds, metric_table.phase_seconds("train")),
+    TableColumn("", "sync", 6, _seconds, metric_table.phase_seconds("sync")),
+    TableColumn("tokens", "/s", 7, _plain(0), metric_table.TOKENS_PER_SECOND),
 )
 
 
@@ -108,69 +111,78 @@ class NormalityCheck:
     def step(self, values: Mapping[str, float]) -> dict[str, str]:
         """Compare one step; returns metric -> finding, for the unusual metrics only."""
         unusual: dict[str, str] = {}
-        for name, normal in table.BY_METRIC.items():
+        for name, normal in metric_table.BY_METRIC.items():
             value = values.get(name)
             if value is None:
                 continue
-            finding = self._judge(table.METRICS[name], normal, value)
+            finding = self._judge(metric_table.METRICS[name], normal, value)
             if finding:
-                unusual[name] = f"{normal.label} {table.METRICS[name].show(value)}: {finding}"
+                unusual[name] = (
+                    f"{normal.label} {metric_table.METRICS[name].show(value)}: {finding}"
+                )
             if math.isfinite(value):
                 self._history[name].append(value)
         return unusual
 
-    def _judge(self, metric: table.Metric, normal: table.NormalRange, value: float) -> str:
+    def _judge(
+        self, metric: metric_table.Metric, normal: metric_table.NormalRange, value: float
+    ) -> str:
         """Return the finding about ``value``; empty if it is normal."""
         if not math.isfinite(value):
             return "not a finite number"
         if not normal.low <= value <= normal.upper(self.dtype):
-            # Name the data type only where the bound depends on it.
-            of_dtype = ""
+            # Name the dtype only if the bound depends on it.
+            dtype_text = ""
             if normal.high_bf16 is not None:
-                of_dtype = f" in {self.dtype}"
-            return f"expected {metric.range_text(self.dtype)}{of_dtype}"
+                dtype_text = f" in {self.dtype}"
+            return f"expected {metric.range_text(self.dtype)}{dtype_text}"
         history = self._history[metric.name]
-        if len(history) == HISTORY:
-            usual = fmean(history)
-            # A metric without a bound on its drop may also fall below zero.
-            low = normal.most_drop * usual if normal.most_drop else -math.inf
-            if usual > 0 and not low <= value <= normal.most_rise * usual:
-                return f"its mean over the {HISTORY} steps before was {metric.show(usual)}"
+        if len(history) < HISTORY:
+            return ""
+        recent_mean = fmean(history)
+        # A ratio to a mean of zero or below says nothing.
+        if recent_mean <= 0:
+            return ""
+        low = -math.inf
+        if normal.most_drop > 0:
+            low = normal.most_drop * recent_mean
+        if not low <= value <= normal.most_rise * recent_mean:
+            return f"its mean over the {HISTORY} steps before was {metric.show(recent_mean)}"
         return ""
 
 
 class StepTable:
-    """Prints one row for each step; marks unusual values with ``!`` and explains each once.
+    """Prints one row for each step, marks unusual values with ``!``, and explains each metric's first unusual value.
 
     The header is repeated every ``HEADER_EVERY`` rows. In a file or a pipe, the rows have no colours, no control codes
     and no line breaks.
 
     Args:
-        dtype: type of the policy's weights; selects the normal ranges.
+        dtype: dtype of the weights of trainer and servers; selects the normal ranges.
         total_steps: steps of the whole run.
         console: console to print on; default: the process's shared console.
     """
 
     def __init__(self, dtype: Dtype, total_steps: int, *, console: Console | None = None) -> None:
         self._check = NormalityCheck(dtype)
-        self._total = total_steps
+        self._total_steps = total_steps
         self._console = console or shared_console()
-        self._explained: set[str] = set()
-        self._lines = 0
+        self._explained_metrics: set[str] = set()
+        self._rows = 0
         self._step_width = 2 * len(str(total_steps)) + 1
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print the row of ``step``; ``values``: metric name -> value, as in the metrics file."""
         unusual = self._check.step(values)
-        if self._lines % HEADER_EVERY == 0:
+        if self._rows % HEADER_EVERY == 0:
             self._print(self._header())
-        self._lines += 1
+        self._rows += 1
         self._print(self._row(step, values, unusual))
         for metric, text in unusual.items():
-            if metric in self._explained:
+            if metric in self._explained_metrics:
                 continue
-            self._explained.add(metric)
-            self._print(Text(f"  ! {text}. {table.BY_METRIC[metric].why}", style="yellow"))
+            self._explained_metrics.add(metric)
+            self._print(Text(f"  ! {text}. {metric_table.BY_METRIC[metric].why}", style="yellow"))
 
     def note(self, lines: Sequence[str]) -> None:
         """Print ``lines`` below the last row."""
@@ -188,15 +200,20 @@ class StepTable:
         return Text(f"{top_line}\n{bottom_line}", style="bold")
 
     def _row(self, step: int, values: Mapping[str, float], unusual: Mapping[str, str]) -> Text:
-        line = Text(f"{step}/{self._total}".rjust(self._step_width) + " ")
+        line = Text(f"{step}/{self._total_steps}".rjust(self._step_width) + " ")
         for column in COLUMNS:
             value = column.read(values)
-            text = ""
-            if value is not None:
-                text = column.show(value) if math.isfinite(value) else "nan"
-            mark, style = " ", ""
+            if value is None:
+                text = ""
+            elif math.isfinite(value):
+                text = column.show(value)
+            else:
+                text = "nan"
+            mark = " "
+            style = ""
             if column.metric in unusual:
-                mark, style = "!", "yellow"
+                mark = "!"
+                style = "yellow"
             line.append(text.rjust(column.width) + mark, style=style)
         line.rstrip()
         return line

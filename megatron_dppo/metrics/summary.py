@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import yaml
 
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
     CONFIG_FILE,
     ENVIRONMENT_FAULTS_FILE,
@@ -35,7 +35,8 @@ from megatron_dppo.system.files import hash_fault, write_atomically
 class RunInfo:
     """Identification of a run, for titles.
 
-    ``layout``: as in ``TP2 EP2 SP, 2 ranks``; ``model``: name of the checkpoint's folder.
+    ``layout``: as in ``TP2 EP2 SP, 2 ranks``. ``model``: name of the checkpoint's folder. ``dtype``: ``fp8`` stands for
+    a trainer in bfloat16 and servers with FP8 weights.
     """
 
     algorithm: str
@@ -47,11 +48,15 @@ class RunInfo:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
         """Build from a resolved configuration as plain values, e.g. ``TrainConfig.model_dump()``."""
+        # FP8 servers need a trainer in bfloat16, so their quantization says both dtypes.
+        dtype = config["model"]["dtype"]
+        if config.get("engine", {}).get("quantization") is not None:
+            dtype = config["engine"]["quantization"]
         return cls(
             algorithm=config["algorithm"]["name"],
             layout=describe_layout(config["parallel"]),
             model=Path(config["model"]["hf_checkpoint"]).name,
-            dtype=config.get("engine", {}).get("quantization") or config["model"]["dtype"],
+            dtype=dtype,
             seed=config["run"]["seed"],
         )
 
@@ -59,15 +64,15 @@ class RunInfo:
     def of_run(cls, directory: str | Path) -> Self | None:
         """Build from the ``config.yaml`` in a run's folder; None if there is no such file.
 
-        Raises ValueError if the file is not a resolved configuration.
+        Raises ValueError if the file is not a resolved configuration, or differs from the hash in its first line.
         """
         path = Path(directory) / CONFIG_FILE
         if not path.is_file():
             return None
         try:
             text = path.read_text(encoding="utf-8")
-            if (fault := hash_fault(text)) is not None:
-                raise ValueError(f"{path}: altered: {fault}")
+            if (difference := hash_fault(text)) is not None:
+                raise ValueError(f"{path}: altered: {difference}")
             return cls.of_config(yaml.safe_load(text))
         except (KeyError, TypeError, yaml.YAMLError) as error:
             raise ValueError(
@@ -77,14 +82,15 @@ class RunInfo:
     @property
     def parts(self) -> tuple[str, str, str, str]:
         """Algorithm, layout with precision, model and seed, as text."""
-        dtype = {"float32": "fp32", "bfloat16": "bf16", "fp8": "bf16 and fp8 rollouts"}[self.dtype]
-        return (self.algorithm, f"{self.layout}, {dtype}", self.model, f"seed {self.seed}")
+        precisions = {"float32": "fp32", "bfloat16": "bf16", "fp8": "bf16 and fp8 rollouts"}
+        layout = f"{self.layout}, {precisions[self.dtype]}"
+        return (self.algorithm, layout, self.model, f"seed {self.seed}")
 
 
 def describe_layout(parallel: Mapping[str, Any]) -> str:
     """Return the parallel sizes above 1 with Megatron's short names: ``TP2 PP2 SP, 4 ranks``; ``1 rank``."""
     world, tensor, pipeline = (parallel[key] for key in ("world_size", "tensor", "pipeline"))
-    # Records of runs before context parallelism have no size of it.
+    # A configuration that was saved before context parallelism existed lacks this key.
     context = parallel.get("context", 1)
     sizes = {
         "TP": tensor,
@@ -95,12 +101,12 @@ def describe_layout(parallel: Mapping[str, Any]) -> str:
         "ETP": parallel["expert_tensor"],
         "DP": world // (tensor * context * pipeline),
     }
-    names = [f"{name}{size}" for name, size in sizes.items() if size is not None and size > 1]
+    parts = [f"{name}{size}" for name, size in sizes.items() if size is not None and size > 1]
     if parallel["sequence"]:
-        names.append("SP")
+        parts.append("SP")
     ranks = "1 rank" if world == 1 else f"{world} ranks"
-    if names:
-        return f"{' '.join(names)}, {ranks}"
+    if parts:
+        return f"{' '.join(parts)}, {ranks}"
     return ranks
 
 
@@ -117,10 +123,15 @@ def environment_faults(directory: str | Path) -> tuple[EnvironmentFault, ...]:
     """Return the faults of the run in ``directory``, the most frequent first. Raises RecordsError."""
     path = Path(directory) / ENVIRONMENT_FAULTS_FILE
     counts = Counter[tuple[str, str]]()
-    for line in read_step_lines(path) if path.is_file() else ():
+    if not path.is_file():
+        return ()
+    for line in read_step_lines(path):
         for reason, count in line["faults"].items():
             counts[line["environment"], reason] += count
-    return tuple(EnvironmentFault(*names, count) for names, count in counts.most_common())
+    faults: list[EnvironmentFault] = []
+    for (environment, reason), count in counts.most_common():
+        faults.append(EnvironmentFault(environment, reason, count))
+    return tuple(faults)
 
 
 @dataclass(frozen=True)
@@ -131,16 +142,16 @@ class RunSummary:
         steps: rollout batches trained on.
         eval_accuracy_start, eval_accuracy_end: avg@k at the first and the last evaluation; mean
             over the held-out sets.
-        eval_steps: steps of these two evaluations.
-        eval_accuracy_by_set: the same for each held-out set.
-        train_reward_start, train_reward_end: means over the first and last ``window_steps`` steps.
+        eval_steps: steps of the first and the last evaluation.
+        eval_accuracy_by_set: held-out set -> its avg@k at the first and the last evaluation of the set.
+        train_reward_start, train_reward_end: mean rewards of the first and the last ``window_steps`` steps.
         mean_abs_prob_gap: mean |pi - mu| at equal weights over the last ``window_steps`` steps.
-        weight_updates, weight_updates_verified: all, and those with every tensor compared.
+        weight_updates, weight_updates_verified: number of updates, and of updates whose tensors were all compared.
         hf_export_max_logprob_diff: largest difference of a log-probability between trainer and
             exported checkpoint, nats.
         algorithm, layout, model, dtype, seed: as in ``RunInfo``.
-        seconds_per_phase: over the whole run, processes before a resume included.
-        environment_faults: the most frequent first.
+        seconds_per_phase: seconds of each phase over the whole run, with the time before a resume.
+        environment_faults: faults of environments, the most frequent first.
     """
 
     steps: int
@@ -188,27 +199,27 @@ def summarize(
     window = window_of(steps)
     eval_steps: list[int] = []
     accuracies: list[float] = []
-    sets: dict[str, str] = {}
+    set_of_metric: dict[str, str] = {}
     for record in records:
         accuracy = mean_accuracy(record)
         if accuracy is not None:
             eval_steps.append(step_of(record))
             accuracies.append(accuracy)
-        for name in record:
-            if dataset := names.accuracy_set(name):
-                sets[name] = dataset
+        for metric in record:
+            if held_out_set := metric_names.accuracy_set(metric):
+                set_of_metric[metric] = held_out_set
     accuracy_by_set: dict[str, tuple[float, float]] = {}
-    for name, dataset in sorted(sets.items()):
-        _, set_accuracies = series(records, name)
+    for metric, held_out_set in sorted(set_of_metric.items()):
+        _, set_accuracies = series(records, metric)
         if set_accuracies:
-            accuracy_by_set[dataset] = set_accuracies[0], set_accuracies[-1]
+            accuracy_by_set[held_out_set] = set_accuracies[0], set_accuracies[-1]
     seconds_per_phase: dict[str, float] = {}
     for phase, seconds in phase_table(records).items():
         seconds_per_phase[phase] = round(sum(seconds), 3)
-    _, rewards = series(records, names.REWARD)
-    _, gaps = series(records, names.GAP_ON_POLICY)
-    _, updates = series(records, names.WEIGHT_UPDATES)
-    _, verified_updates = series(records, names.WEIGHT_UPDATES_VERIFIED)
+    _, rewards = series(records, metric_names.REWARD)
+    _, gaps = series(records, metric_names.GAP_ON_POLICY)
+    _, updates = series(records, metric_names.WEIGHT_UPDATES)
+    _, verified_updates = series(records, metric_names.WEIGHT_UPDATES_VERIFIED)
     return RunSummary(
         steps=steps,
         eval_accuracy_start=accuracies[0] if accuracies else None,
@@ -229,7 +240,9 @@ def summarize(
 
 
 def window_of(steps: int) -> int:
-    """Number of steps in a mean at the start or end of a run: a quarter of it, from 1 to 5."""
+    """Return the number of steps to average at the start or the end of a run: a quarter of its steps, at least 1 and
+    at most 5.
+    """
     return max(1, min(5, steps // 4))
 
 
@@ -247,8 +260,8 @@ def write_summary(
 ) -> RunSummary:
     """Write ``summary.json`` of the run in ``directory`` (replaced atomically) and return it.
 
-    Arguments as for ``summarize``. Raises RecordsError if there is no metrics file, ValueError if no
-    step was trained.
+    ``info`` and ``hf_export_max_logprob_diff`` are those of ``summarize``. Raises RecordsError if there is no metrics
+    file, ValueError if no step was trained.
     """
     summary = summarize(
         read_records(directory),

@@ -1,18 +1,17 @@
 """Metrics as sums on the device, which are read once a step.
 
-Sums, maxima and minima are reduced over ranks by one vector. Counts of the tokens that the mask blocks are kept by
-token id and by response.
+One all-reduce of a vector reduces sums, maxima and minima over the ranks. Losses return sums instead of means: the
+division of a sum by a global count gives the same number for every packing, micro-batching and data-parallel layout.
 
-Losses return sums instead of means: one division by a global count gives the same number for every packing,
-micro-batching and data-parallel layout. A line of ``masked_tokens.jsonl`` is ``{"step": n, "tokens": [{"id", "raised",
-"lowered", "text"}, ...]}``.
+Counts of the tokens that the mask blocks are kept by token id and by response. A line of ``masked_tokens.jsonl`` is
+``{"step": n, "tokens": [{"id", "raised", "lowered", "text"}, ...]}``.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -26,7 +25,7 @@ from megatron_dppo.metrics.table import METRICS
 
 @dataclass(frozen=True)
 class MetricNames:
-    """Names of a ``MetricSums`` in the order of its vector; equal on all ranks of a reduction."""
+    """Names of the metrics of a ``MetricSums`` in the order of its vector; equal on all ranks of a reduction."""
 
     sums: tuple[str, ...] = ()
     maxima: tuple[str, ...] = ()
@@ -41,8 +40,8 @@ class MetricNames:
 class MetricSums:
     """Scalar tensors by metric name: sums, maxima and minima over tokens, micro-batches and ranks.
 
-    The names depend on the configuration, never on the data, so every rank packs the same vector.
-    Only ``values`` waits for the device.
+    The names depend on the configuration, never on the data, so the vectors of all ranks have the same order. Only
+    ``values`` waits for the device.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class MetricSums:
         )
 
     def __add__(self, other: MetricSums) -> MetricSums:
-        """Sum, maximum and minimum by name; a name that only one of the two has is kept."""
+        """Add sums and take maxima and minima by name; a metric that only one of the two has is kept."""
         return MetricSums(
             _merged(self.sums, other.sums, torch.add),
             _merged(self.maxima, other.maxima, torch.maximum),
@@ -73,11 +72,11 @@ class MetricSums:
         world_size: int = 1,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Pack into a float64 vector for one SUM all-reduce of all three kinds.
+        """Pack sums, maxima and minima into a float64 vector for one SUM all-reduce.
 
         Args:
-            rank: this rank in the group that reduces.
-            world_size: number of ranks in that group.
+            rank: this rank in the group of the all-reduce.
+            world_size: number of ranks in this group.
             device: device of the vector; default: that of the metrics.
 
         Returns:
@@ -94,7 +93,7 @@ class MetricSums:
         if sums:
             vector[: len(sums)] = _stacked(sums, device)
         if extremes:
-            # Each rank has slots of its own, 0 on all other ranks, so that the sum keeps a maximum unchanged.
+            # The vector has a slot for each rank, in which other ranks have 0. So the sum holds each rank's extreme.
             start = len(sums) + rank * len(extremes)
             vector[start : start + len(extremes)] = _stacked(extremes, device)
         return vector
@@ -112,28 +111,39 @@ class MetricSums:
                 f"{len(names.sums)} sums, {len(names.maxima)} maxima and {len(names.minima)} minima "
                 f"of {world_size} ranks"
             )
-        n = len(names.sums)
-        high = len(names.maxima)
-        slots = vector[n:].reshape(world_size, high + len(names.minima))
-        maxima = slots[:, :high].amax(0) if high else vector.new_empty(0)
-        minima = slots[:, high:].amin(0) if names.minima else vector.new_empty(0)
+        sum_count = len(names.sums)
+        max_count = len(names.maxima)
+        slots = vector[sum_count:].reshape(world_size, max_count + len(names.minima))
+        # torch has no maximum of an empty dimension.
+        maxima = minima = vector.new_empty(0)
+        if names.maxima:
+            maxima = slots[:, :max_count].amax(0)
+        if names.minima:
+            minima = slots[:, max_count:].amin(0)
         return MetricSums(
-            dict(zip(names.sums, vector[:n].unbind(), strict=True)),
+            dict(zip(names.sums, vector[:sum_count].unbind(), strict=True)),
             dict(zip(names.maxima, maxima.unbind(), strict=True)),
             dict(zip(names.minima, minima.unbind(), strict=True)),
         )
 
     def values(self) -> dict[str, float]:
-        """All metrics as Python floats, in one transfer. Device sync: once a step, after reduction."""
+        """Return all metrics as Python floats, in one transfer. Device sync: call once a step, after the reduction."""
         names = self.names
-        flat = self.to_vector().tolist()
-        return dict(zip((*names.sums, *names.maxima, *names.minima), flat, strict=True))
+        numbers = self.to_vector().tolist()
+        return dict(zip((*names.sums, *names.maxima, *names.minima), numbers, strict=True))
 
 
-def _merged(a: dict[str, Tensor], b: dict[str, Tensor], combine) -> dict[str, Tensor]:
+def _merged(
+    a: dict[str, Tensor],
+    b: dict[str, Tensor],
+    combine: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, Tensor]:
     merged = dict(a)
     for name, value in b.items():
-        merged[name] = combine(merged[name], value) if name in merged else value
+        if name in merged:
+            merged[name] = combine(merged[name], value)
+        else:
+            merged[name] = value
     return merged
 
 
@@ -142,7 +152,7 @@ def _stacked(values: list[Tensor], device: torch.device | str) -> Tensor:
 
 
 SHOWN = 20
-"""Largest number of ids in a record."""
+"""Largest number of token ids in a line of ``masked_tokens.jsonl``."""
 
 
 FREQUENCY_SUMS = (
@@ -151,25 +161,28 @@ FREQUENCY_SUMS = (
     "frequency/low",
     "frequency/low_square",
 )
-"""Sums for the frequency canary (``loop/frequency_canary.py``), which are not recorded."""
+"""Sums that only the frequency canary (``loop/frequency_canary.py``) reads; they are not recorded."""
 
 
 def means(values: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers to record, by metric name, from sums, maxima and minima that were reduced over all ranks.
 
-    Each sum is divided by its divisor; the result is nan where that is 0. Names without a row are returned unchanged.
+    Each sum with a divisor is divided by it; if the divisor is 0, the quotient is nan. Metrics without a divisor, or
+    without a row in the table, are returned unchanged.
     """
-    recorded = {}
+    recorded_values = {}
     for name, value in values.items():
         if name in FREQUENCY_SUMS:
             continue
         row = METRICS.get(name)
         if row is None or row.divisor is None:
-            recorded[name] = value
-        else:
-            count = values[row.divisor]
-            recorded[row.recorded_as or name] = value / count if count else math.nan
-    return recorded
+            recorded_values[name] = value
+            continue
+        quotient = math.nan
+        if values[row.divisor]:
+            quotient = value / values[row.divisor]
+        recorded_values[row.recorded_as or name] = quotient
+    return recorded_values
 
 
 class MaskedToken(TypedDict):
@@ -177,16 +190,17 @@ class MaskedToken(TypedDict):
 
     id: int
     raised: int
-    """Number with A > 0: the update would have raised the token's probability."""
+    """Times with A > 0, where the update would have raised the token's probability."""
     lowered: int
-    """Number with A < 0."""
+    """Times with A < 0, where the update would have lowered it."""
 
 
 @dataclass
 class MaskedTokenCounts:
-    """Counts of blocked tokens of one step: int32 ``[2, V]``, rows A > 0 and A < 0, V the unpadded vocabulary.
+    """Counts of blocked tokens of one step: int32 ``[2, V]``. Row 0: A > 0, row 1: A < 0; V: the unpadded vocabulary.
 
-    The first ``add`` allocates them on its device (8 V bytes: 1.2 MB for V = 151,936). No device sync.
+    The first ``add`` allocates the counts on the device of its tokens (8 V bytes: 1.2 MB for V = 151,936). No device
+    sync.
     """
 
     vocab_size: int
@@ -206,8 +220,8 @@ class MaskedTokenCounts:
                 dtype=torch.int32,
                 device=token_ids.device,
             )
-        for row, signed in enumerate((advantages > 0, advantages < 0)):
-            self.counts[row].scatter_add_(0, token_ids, (blocked & signed).int())
+        for row, has_sign in enumerate((advantages > 0, advantages < 0)):
+            self.counts[row].scatter_add_(0, token_ids, (blocked & has_sign).int())
 
     def clear(self) -> None:
         """Set all counts to 0, for the next step."""
@@ -231,24 +245,26 @@ class MaskedResponses:
         """Count the blocked tokens of a micro-batch by sequence, except tokens with A = 0, which have no gradient.
 
         Args:
-            positions: int64 ``[S]``, positions of the responses in their batch; -1 for padding.
+            positions: int64 ``[S]``, position of each sequence's response in the batch; -1 for padding.
             cu_seqlens: int32 ``[S + 1]``, boundaries of the sequences.
             advantages: float ``[T]``.
             blocked: bool ``[T]``.
         """
-        # Use a running sum: a loop over sequences would synchronise with the device for each.
-        summed = torch.nn.functional.pad((blocked & (advantages != 0)).long().cumsum(0), (1, 0))
-        ends = summed[cu_seqlens.to(summed.device, torch.int64)]
-        self._parts.append((positions, ends.diff()[: len(positions)]))
+        # Take differences of a running sum: a loop over sequences would synchronise with the device for each.
+        is_counted = (blocked & (advantages != 0)).long()
+        running_sum = torch.nn.functional.pad(is_counted.cumsum(0), (1, 0))
+        sums_at_bounds = running_sum[cu_seqlens.to(running_sum.device, torch.int64)]
+        self._parts.append((positions, sums_at_bounds.diff()[: len(positions)]))
 
     def counts(self) -> dict[int, int]:
         """Return the number of blocked tokens by position in the batch, for responses with any. Device sync."""
         total = Counter[int]()
         for positions, counts in self._parts:
-            # A response has a sequence for each branch.
+            # A response with several branches has several sequences.
             for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
-                total[position] += count if position >= 0 else 0
-        return dict(+total)
+                if position >= 0 and count > 0:
+                    total[position] += count
+        return dict(total)
 
 
 def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
@@ -262,21 +278,23 @@ def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
     ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, count)]
     raised, lowered = counts[:, ids].tolist()
     tokens: list[MaskedToken] = []
-    for token, up, down in zip(ids.tolist(), raised, lowered, strict=True):
-        tokens.append(MaskedToken(id=token, raised=up, lowered=down))
+    for token_id, raised_count, lowered_count in zip(ids.tolist(), raised, lowered, strict=True):
+        tokens.append(MaskedToken(id=token_id, raised=raised_count, lowered=lowered_count))
     return tokens
 
 
 def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | None:
-    """Read the tokens that the step's mask blocked most often; None for a step without a record.
+    """Return the tokens that the step's mask blocked most often; None for a step without a line in the file.
 
     Raises RecordsError.
     """
     for line in read_step_lines(Path(directory) / MASKED_TOKENS_FILE):
         if line["step"] == step:
-            # Leave out the texts of the tokens.
-            return [
-                MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"])
-                for t in line["tokens"]
-            ]
+            tokens: list[MaskedToken] = []
+            for token in line["tokens"]:
+                # The line also has the token's text, which is left out here.
+                tokens.append(
+                    MaskedToken(id=token["id"], raised=token["raised"], lowered=token["lowered"])
+                )
+            return tokens
     return None

@@ -41,13 +41,14 @@ GAP_ON_POLICY = _metric(
 )
 GAP_STALE = _metric(
     "policy/abs_prob_gap_stale",
-    "the same, of a batch sampled by older weights: includes the change of one step",
+    "policy/abs_prob_gap of the first mini-batch of a batch that older weights sampled: includes the change of the "
+    "weights since",
 )
 
 FREQUENCY_EVIDENCE = _metric(
     "mismatch/frequency_evidence",
-    "log10 of the evidence since the start that tokens are not drawn from mu, of those at equal weights: above n in "
-    "10^-n of healthy runs at most",
+    "log10 of the evidence since the start that tokens sampled at equal weights are not drawn from mu; at most 10^-n "
+    "of healthy runs ever exceed the value n",
 )
 
 # Metrics of the tokens that train: sums over micro-batches and ranks.
@@ -65,9 +66,9 @@ GAP = _metric(
     TRAINED_TOKENS,
     normal=NormalRange(
         "mean |pi-mu| of the step",
-        "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "
+        "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): use a "
         "smaller learning rate or fewer optimiser steps per batch. If the gap at equal weights is "
-        "equally large, check that first. The bound is this project's choice.",
+        "equally large, check that gap first. The bound is this project's choice.",
         high=0.02,
         # What the policy moves, and the gap at equal weights.
         high_fp8=0.045,
@@ -109,14 +110,14 @@ TOPK_MASS = _metric(
     TRAINED_TOKENS,
     normal=NormalRange(
         "mass of the engine's top K",
-        "The top-K ids hold little of the distribution, so the Top-K divergence is coarse: a "
+        "The top-K ids hold little of the distribution, so the Top-K divergence is coarse: use a "
         "larger K, or a lower temperature.",
         low=0.99,
     ),
 )
 REFERENCE_KL = _metric(
     "reference/kl",
-    "mean of the penalty on leaving the reference, before its factor, nats",
+    "mean KL penalty for leaving the reference policy, before the factor algorithm.reference_kl, nats",
     TRAINED_TOKENS,
 )
 REFERENCE_CLAMPED = _metric(
@@ -184,10 +185,13 @@ DPPO_ONLY = _metric(
     "share of tokens that this mask blocks and Clip-Higher would not",
     TRAINED_TOKENS,
 )
-COMPARED = _metric("r3/compared", "recorded tokens x layers: their natural routing is compared")
+COMPARED = _metric(
+    "r3/compared",
+    "recorded tokens x layers, at which the trainer's own routing is compared with the engine's",
+)
 ROUTING_AGREEMENT = _metric(
     "r3/agreement",
-    "share of recorded tokens x layers whose natural routing (the top-k experts as a set) is the engine's",
+    "share of recorded tokens x layers where the trainer's own routing (the top-k experts as a set) is the engine's",
     COMPARED,
     share=True,
     normal=NormalRange(
@@ -212,7 +216,7 @@ ROUTING_UNRECORDED = _metric(
 )
 ROUTING_DISCARDED = _metric(
     "r3/discarded_tokens",
-    "recorded tokens that are not replayed: the tokens after them were sampled by other weights",
+    "recorded tokens whose routing is not replayed, because other weights sampled the tokens after them",
 )
 
 # Metrics of rollouts.
@@ -221,7 +225,7 @@ REWARD = _metric(
 )
 REWARD_TRAINED = _metric(
     "reward/mean_trained",
-    "the same over the trained groups only; recorded where zero-variance groups are dropped",
+    "mean reward of the trained groups only; recorded with rollout.drop_zero_variance_groups",
 )
 ZERO_VARIANCE_GROUPS = _metric(
     "reward/groups_without_spread",
@@ -237,25 +241,27 @@ ZERO_VARIANCE_GROUPS = _metric(
 )
 CONCENTRATION = _metric(
     "rollout/concentration",
-    "how alike the responses to a prompt are: |sum v|^2 / sum |v|^2, v of a response the sum of e_y - mu over its "
-    "tokens; mean over groups. 1: drawn apart; the size of the group: all equal. Only where TopK(mu) is carried",
+    "similarity of the responses to a prompt: |sum v|^2 / sum |v|^2, where v of a response is the sum of e_y - mu over "
+    "its tokens (e_y: one-hot vector of the token); mean over groups. 1: independent responses; the size of the group: "
+    "all equal. Recorded only with TopK(mu)",
     normal=NormalRange(
         "concentration of a group's responses",
-        "The responses to a prompt have become alike: the policy may be giving up other ways to solve it, of which "
-        "accuracy says nothing until late. Compare with the run's first steps: Mesh Learning (arXiv 2610.02835) warns "
-        "from the mean of a healthy model plus three standard deviations on, 1.013 for long answers. Chosen bound.",
+        "The responses to a prompt have become alike: the policy may be giving up other ways to solve it, and accuracy "
+        "shows this only late. Compare with the run's first steps: Mesh Learning (arXiv 2610.02835) warns above the "
+        "mean of a healthy model plus three standard deviations, 1.013 for long answers. The bound is this project's "
+        "choice.",
         high=1.5,
     ),
 )
 REWARD_TIMEOUTS = _metric(
-    "reward/timeouts", "checks that exceeded reward.timeout_s, since the record before"
+    "reward/timeouts", "checks that exceeded reward.timeout_s, since the previous record"
 )
 REWARD_CRASHES = _metric(
-    "reward/crashes", "checks whose process died or had no memory left, since the record before"
+    "reward/crashes", "checks whose process died or had no memory left, since the previous record"
 )
 REWARD_REPLACED = _metric(
     "reward/replaced",
-    "responses whose reward could not be had and that others replaced, since the record before",
+    "responses without a reward (a service was unavailable) that others replaced, since the previous record",
 )
 RESPONSE_LENGTH = _metric(
     "rollout/response_length",
@@ -264,7 +270,7 @@ RESPONSE_LENGTH = _metric(
 )
 RESPONSE_LENGTH_TRAINED = _metric(
     "rollout/response_length_trained",
-    "the same of the responses that are trained on: another where what is left out is longer or shorter",
+    "mean tokens of a response, of the responses that are trained on",
     line=Line("length", "trained on", "third"),
 )
 TRUNCATED = _metric(
@@ -274,9 +280,9 @@ TRUNCATED = _metric(
     normal=NormalRange(
         "truncated responses",
         "Many responses reach the length limit: raise rollout.max_response_tokens, or check "
-        "whether responses have become longer without need. With an environment that limit bounds each turn, and a "
-        "turn that is cut off ends its episode (environment.cut_turns); samples say which limit it was. The bound is "
-        "this project's choice.",
+        "whether responses have become longer without need. With an environment the limit applies to each turn, and a "
+        "turn that is cut off ends its episode (environment.cut_turns); the reason of a sample names the limit that "
+        "was reached. The bound is this project's choice.",
         high=0.1,
     ),
     line=Line("length", "truncated (right axis)", "second", scale=100, right=True),
@@ -289,11 +295,12 @@ DISTINCT = _metric(
 )
 TWINS = _metric(
     "rollout/twins",
-    "mean of the equal others of a response in its group, where mu of the response is below 0.01, less those by chance",
+    "mean number of other responses in the group that equal a response, for responses with mu below 0.01, less the "
+    "number that is expected by chance",
     normal=NormalRange(
         "equal responses beyond chance",
         "Responses repeat each other more often than their probabilities allow: servers with equal seeds "
-        "(--random-seed of engine.urls), or a cache of answers on the way. The bound is this project's choice.",
+        "(--random-seed of engine.urls), or a cache of answers in front of them. The bound is this project's choice.",
         high=0.5,
     ),
 )
@@ -318,11 +325,13 @@ STALENESS = _metric(
     line=Line("age", "mean"),
 )
 STALENESS_MAX = _metric(
-    "rollout/staleness_max", "largest such age", line=Line("age", "oldest token", "bound")
+    "rollout/staleness_max",
+    "largest age of the sampling weights of a token, in weight versions",
+    line=Line("age", "oldest token", "bound"),
 )
 INTERRUPTED = _metric(
     "rollout/interrupted",
-    "share of the batch's responses that a weight update interrupted: tokens of several versions",
+    "share of the batch's responses that a weight update interrupted; they have tokens of several versions",
     share=True,
     line=Line("age", "interrupted (right axis)", "second", scale=100, right=True),
 )
@@ -332,16 +341,16 @@ RECOMPUTED_TOKENS = _metric(
 )
 REDRAWN = _metric(
     "rollout/redrawn",
-    "sampled tokens that were not kept, and drawn again, as an update aborted their responses",
+    "sampled tokens that were discarded and drawn again, because an update aborted their responses",
 )
 TIMED_OUT = _metric(
     "rollout/timed_out",
-    "responses, or turns of an episode, that took longer than rollout.request_timeout_s and were sampled again; only "
-    "where there are any",
+    "responses, or turns of an episode, that took longer than rollout.request_timeout_s and were sampled again; "
+    "recorded only above 0",
     normal=NormalRange(
         "responses that timed out",
         "The second sample may be shorter, so a limit that long responses reach favours short ones: raise "
-        "rollout.request_timeout_s, or lower rollout.max_response_tokens. Chosen bound.",
+        "rollout.request_timeout_s, or lower rollout.max_response_tokens. The bound is this project's choice.",
         high=0,
     ),
 )
@@ -352,7 +361,7 @@ TURNS = _metric(
 )
 BRANCHES = _metric(
     "rollout/branches",
-    "mean branches of a response (docs/environments.md#branches); only where one has several",
+    "mean branches of a response (docs/environments.md#branches); recorded only if a response has several",
 )
 PREFIX_CACHED = _metric(
     "rollout/prefix_cached",
@@ -367,23 +376,23 @@ ACCEPTED_LENGTH = _metric(
 )
 ENVIRONMENT_FAULTS = _metric(
     "environment/faults",
-    "crashes, time-outs and refused answers of environments since the batch before",
+    "crashes, time-outs and refused answers of environments since the previous batch",
 )
 TRAINERS_WAITED = _metric(
     "rollout/trainers_waited",
-    "share of the time since the batch before in which trainers waited for responses",
+    "share of the time since the previous batch in which trainers waited for responses",
     share=True,
     line=Line("waiting", "trainers", scale=100),
 )
 SERVERS_IDLE = _metric(
     "rollout/servers_idle",
-    "share of the time since the batch before in which a leader had nothing to generate, mean over the leaders",
+    "share of the time since the previous batch in which a leader had nothing to generate, mean over the leaders",
     share=True,
     line=Line("waiting", "servers", "second", scale=100),
 )
 EVALUATION_WAITED = _metric(
     "evaluation/waited_s",
-    "seconds that trainers waited for the evaluation of this step, which ran beside the training of the next one",
+    "seconds that trainers waited for the evaluation of this step, which ran during the training of the next step",
 )
 GENERATION_ROUNDS = _metric(
     "rollout/generation_rounds", "rounds of generation until the batch was full"
@@ -409,7 +418,10 @@ GRAD_NORM = _metric(
         most_rise=5.0,
     ),
 )
-GRAD_NORM_MAX = _metric("optimizer/grad_norm_max", "the largest of these norms")
+GRAD_NORM_MAX = _metric(
+    "optimizer/grad_norm_max",
+    "largest norm of the gradient before clipping, over the batch's optimiser steps",
+)
 LEARNING_RATE = _metric("optimizer/lr", "learning rate of the batch's last optimiser step")
 OPTIMIZER_STEPS = _metric("optimizer/steps", "optimiser steps of the batch")
 IDLE_SHARE = _metric(
@@ -421,47 +433,48 @@ IDLE_SHARE = _metric(
 )
 TFLOPS = _metric(
     "train/tflops_per_rank",
-    "floating-point operations of the model in a rank's second of training, 1e12: forward, and twice as many backward "
-    "(as many where only adapters are trained); what is computed again is not counted",
+    "floating-point operations of the model per second of training on a rank, 1e12. The backward pass counts twice the "
+    "forward pass (once, if only adapters are trained); recomputed activations do not count",
     line=Line("tflops", "a rank"),
 )
 MFU = _metric(
     "train/mfu",
-    "train/tflops_per_rank over the GPU's dense bf16 peak; not recorded on a CPU and on a GPU of an unknown peak",
+    "train/tflops_per_rank over the GPU's dense bf16 peak; not recorded on CPUs, nor on GPUs whose peak is not known",
     share=True,
     line=Line("mfu", "MFU", scale=100),
 )
 PEAK_MEMORY = _metric(
     "train/peak_memory_gib",
-    "the most memory that a rank took, GiB: of its GPU in this step, or of the host since its start",
+    "largest memory of a rank, GiB: of its GPU in this step; without a GPU, of the host since the rank's start",
     line=Line("memory", "fullest rank"),
 )
 CHECKPOINT_BYTES = _metric(
     "checkpoint/bytes",
-    "bytes of the checkpoints that were published since the record before this one",
+    "bytes of the checkpoints that were published since the previous record",
 )
 CHECKPOINT_WRITTEN = _metric(
     "checkpoint/write_s",
-    "seconds from their first byte to their name; with checkpoint.background the run goes on meanwhile, and stands "
-    "still for time/checkpoint_s",
+    "seconds from the first byte of these checkpoints to their publication; with checkpoint.background training "
+    "continues meanwhile, and stops only for time/checkpoint_s",
 )
 
 REDERIVED = _metric(
-    "replay/rederived", "1 where the step ended in the very weights of the batch's seal, else 0"
+    "replay/rederived",
+    "1 if the step ended with exactly the weights whose hash the batch's seal has, else 0",
 )
 
 MEMORY_RESTORES = _metric(
     "memory/restores",
-    "how often this start of the run went back to its newest checkpoint because memory was altered; absent without one",
+    "times that this start of the run went back to its newest checkpoint because memory was altered; recorded only "
+    "above 0",
 )
 
-# --- of weight updates
-
+# Metrics of weight updates.
 WEIGHT_UPDATES = _metric(
-    "weights/updates", "weight updates that the engine committed since the record before this one"
+    "weights/updates", "weight updates that the engine committed since the previous record"
 )
 WEIGHT_UPDATES_VERIFIED = _metric(
-    "weights/verified", "the part of weights/updates in which every tensor was compared"
+    "weights/verified", "those of weights/updates in which every tensor was compared"
 )
 UPDATE_SECONDS = _metric(
     "weights/update_s",
@@ -475,11 +488,11 @@ UPDATE_STALL = _metric(
 )
 UPDATE_BOUND = _metric(
     "weights/bound_s",
-    "the fewest seconds of an update: the bytes that must enter one node over its network, at the rate that "
-    "weight_sync.network_gb_per_s states; 0 where nothing must. Not recorded without that rate",
+    "lower bound of an update's seconds: weights/bytes_into_node_bound at the rate weight_sync.network_gb_per_s; "
+    "recorded only if this key is set",
     line=Line("update seconds", "network's bound", "bound"),
 )
-UPDATE_BYTES = _metric("weights/bytes", "bytes of the weights that the engines took over")
+UPDATE_BYTES = _metric("weights/bytes", "bytes of the weights that the engines loaded")
 UPDATE_BYTES_MOVED = _metric(
     "weights/bytes_moved",
     "bytes that the trainer's ranks exchanged and sent to engines for the update",
@@ -502,7 +515,8 @@ UPDATE_BYTES_BETWEEN_NODES_BOUND = _metric(
     "weights/bytes_between_nodes_bound", "the static lower bound of weights/bytes_between_nodes"
 )
 UPDATE_BYTES_INTO_NODE_BOUND = _metric(
-    "weights/bytes_into_node_bound", "the fewest bytes that must enter the node that needs the most"
+    "weights/bytes_into_node_bound",
+    "lower bound of the bytes that enter a node, for the node that needs the most",
 )
 UPDATE_SENT_FRACTION = _metric(
     "weights/sent_fraction",
@@ -513,10 +527,14 @@ CANARY_MAX = _metric(
     "weights/canary_max_abs_diff",
     "largest difference of a log-probability between trainer and engine after the update, nats",
 )
-CANARY_MEAN = _metric("weights/canary_mean_abs_diff", "mean of these differences")
+CANARY_MEAN = _metric(
+    "weights/canary_mean_abs_diff",
+    "mean difference of a log-probability between trainer and engine after the update, nats",
+)
 CANARY_DECODE_MAX = _metric(
     "weights/canary_decode_max_abs_diff",
-    "largest difference between an engine's decode and its prefill of four tokens after each prompt, nats",
+    "largest difference of a log-probability between an engine's decode and its prefill, of four tokens after each "
+    "prompt, nats",
 )
 
 BY_METRIC: dict[str, NormalRange] = {
@@ -537,15 +555,15 @@ def accuracy_set(name: str) -> str | None:
     return None
 
 
-def component(of: str, evaluation_set: str | None = None) -> str:
-    """Return the name of the mean of a reward's component, over all generated responses that have it.
+def component(component_name: str, evaluation_set: str | None = None) -> str:
+    """Return the name of the metric of a reward's component: its mean over all generated responses that have it.
 
     ``evaluation_set``: the held-out set of the responses; None: the training set.
     """
     prefix = "reward"
     if evaluation_set is not None:
         prefix = f"evaluation/{evaluation_set}"
-    return f"{prefix}/component/{of}"
+    return f"{prefix}/component/{component_name}"
 
 
 def file_prompts(file: str) -> str:
@@ -554,7 +572,7 @@ def file_prompts(file: str) -> str:
 
 
 def file_reward(file: str) -> str:
-    """Return the name of the mean reward of the responses to these prompts."""
+    """Return the name of the mean reward of the responses to a batch's prompts from one of several training files."""
     return f"data/{file}/reward"
 
 
@@ -594,20 +612,29 @@ def linked(text: str) -> str:
 
 
 def reference() -> str:
+    """Return docs/metrics.md."""
     rows = []
     for row in METRICS.values():
-        normal = [row.range_text("float32"), row.range_text("bfloat16")]
-        if row.normal is not None and row.normal.most_drop:
-            normal = [f"at least {row.normal.most_drop:g} of the mean of the steps before"] * 2
-        if row.normal is not None and math.isfinite(row.normal.most_rise):
-            normal = [f"at most {row.normal.most_rise:g} times the mean of the steps before"] * 2
-        text = normal[0] if normal[0] == normal[1] else f"{normal[0]} ({normal[1]})"
-        if row.normal is not None and row.normal.high_fp8 is not None:
-            text = f"{normal[0]} ({normal[1]}; {row.range_text('fp8')})"
+        name = row.recorded_as or row.name
         divisor = f"`{row.divisor}`" if row.divisor else ""
         meaning = linked(row.meaning).replace("|", "\\|")
-        rows.append(f"| `{row.recorded_as or row.name}` | {meaning} | {divisor} | {text} |\n")
+        rows.append(f"| `{name}` | {meaning} | {divisor} | {_normal_text(row)} |\n")
     return _INTRODUCTION + "".join(rows)
+
+
+def _normal_text(row: Metric) -> str:
+    """Return a metric's normal range in float32, with those in bfloat16 and FP8 in brackets where they differ."""
+    if row.normal is not None and math.isfinite(row.normal.most_rise):
+        return f"at most {row.normal.most_rise:g} times the mean of the steps before"
+    if row.normal is not None and row.normal.most_drop:
+        return f"at least {row.normal.most_drop:g} of the mean of the steps before"
+    float32_range = row.range_text("float32")
+    bfloat16_range = row.range_text("bfloat16")
+    if row.normal is not None and row.normal.high_fp8 is not None:
+        return f"{float32_range} ({bfloat16_range}; {row.range_text('fp8')})"
+    if float32_range == bfloat16_range:
+        return float32_range
+    return f"{float32_range} ({bfloat16_range})"
 
 
 if __name__ == "__main__":

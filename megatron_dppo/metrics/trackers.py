@@ -1,7 +1,8 @@
 """Experiment trackers, which show a run's scalars, samples and figures beside the authoritative ``metrics.jsonl``.
 
-A tracker is a row of ``TRACKERS``, an installed package's entry point in the group ``megatron_dppo.trackers``, or
-``package.module:Class``. This module imports no tracker's library; ``start`` imports it, in the tracker's own thread.
+``tracking.trackers`` names a row of ``TRACKERS``, an installed package's entry point in the group
+``megatron_dppo.trackers``, or ``package.module:Class``. Importing this module imports no tracker's library: the method
+``start`` does, in the tracker's own thread.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ log = logging.getLogger(__name__)
 
 _RUN_ID = "run_id"
 _LONGEST_QUEUE = 1024
+"""Largest number of calls that wait for a tracker."""
 FINISH_S = 30.0
-"""Longest wait in seconds for all trackers together at a run's end; data that is not sent by then is lost to them."""
+"""Longest wait in seconds for all trackers together at a run's end. Data that is not sent by then does not reach the
+tracker."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run as a tracker knows it.
+    """The data of a run that a tracker receives.
 
     Attributes:
-        id: 8 hex digits, the same in every start that resumes the run, new once the run is begun anew.
+        id: 8 hex digits. Every start that resumes the run has the same id; a run that is begun anew has a new one.
         project, name: project and name of the run in the tracker.
         directory: the run's folder.
         config: the resolved configuration as plain values.
@@ -62,16 +65,19 @@ class TrackedRun:
 
 
 class ExperimentTracker(Protocol):
-    """A class without constructor arguments; all calls come from one thread. Exceptions are counted and logged once."""
+    """The methods of a tracker. Its class takes no arguments.
+
+    All calls come from one thread. Exceptions are counted, and the first one is logged.
+    """
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or continue the one with ``run.id``. After an exception it is called again before the next
+        """Open the run, or continue the run with ``run.id``. If ``start`` raises, it is called again before the next
         call.
         """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Store metric name -> value, NaN and infinities included. A step may come twice, because its evaluation
-        ends later.
+        """Store metric name -> value, NaN and infinities included. A step is passed twice if its evaluation ends after
+        its record.
         """
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -85,10 +91,11 @@ class ExperimentTracker(Protocol):
 
 
 def _by_set(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    sets: dict[str, list[Mapping[str, Any]]] = {}
+    """Return the samples by the name of their set (``training``, or a held-out set)."""
+    samples_of_set: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        sets.setdefault(sample["set"], []).append(sample)
-    return sets
+        samples_of_set.setdefault(sample["set"], []).append(sample)
+    return samples_of_set
 
 
 def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -96,16 +103,18 @@ def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[An
     columns = list(samples[0])
     rows: list[list[Any]] = []
     for sample in samples:
-        values = [sample[column] for column in columns]
-        for column, value in enumerate(values):
+        row: list[Any] = []
+        for column in columns:
+            value = sample[column]
             if isinstance(value, Mapping):
-                values[column] = json.dumps(value)
-        rows.append(values)
+                value = json.dumps(value)
+            row.append(value)
+        rows.append(row)
     return columns, rows
 
 
 class TensorBoardTracker:
-    """Event files in ``<run>/tensorboard``. A resumed run hides the steps that it records anew."""
+    """TensorBoard: event files in ``<run>/tensorboard``. A resumed run hides the steps that it records again."""
 
     package: ClassVar = "tensorboard"
 
@@ -124,7 +133,8 @@ class TensorBoardTracker:
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for name, group in _by_set(samples).items():
-            # Four spaces of indentation are code in Markdown, which shows a response's own HTML as text.
+            # TensorBoard renders Markdown. Lines indented by four spaces are code there, so HTML in a response is shown
+            # as text.
             text = json.dumps(group, indent=1, ensure_ascii=False).replace("\n", "\n    ")
             self._events.add_text(f"samples/{name}", f"    {text}", step)
 
@@ -138,7 +148,7 @@ class TensorBoardTracker:
 
 
 class _LogTracker:
-    """Base of trackers whose library logs everything by ``log``, with tables and images as its own classes."""
+    """Base of trackers whose library has a method ``log`` for everything, and classes for tables and images."""
 
     _library: Any
     _run: Any
@@ -184,7 +194,7 @@ class WandbTracker(_LogTracker):
                 config=dict(run.config),
                 settings=wandb.Settings(console="off", silent=True, api_key=key),
             )
-        # Define an axis: wandb drops values at a step below its last one, as after a resume.
+        # Record the step as a metric and make it the axis: wandb's own step must grow, but a resumed run repeats steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -193,7 +203,7 @@ class WandbTracker(_LogTracker):
 
 
 class TrackioTracker(_LogTracker):
-    """Trackio: a local database (``TRACKIO_DIR``), or a Space that its own variables name."""
+    """Trackio: a local database (``TRACKIO_DIR``), or a Hugging Face Space in Trackio's own environment variables."""
 
     package: ClassVar = "trackio"
 
@@ -214,10 +224,11 @@ class TrackioTracker(_LogTracker):
 
 
 class MlflowTracker:
-    """MLflow, at ``MLFLOW_TRACKING_URI``, else where the library puts runs; samples and figures are artifacts."""
+    """MLflow, at ``MLFLOW_TRACKING_URI`` or the library's default. Samples and figures are artifacts."""
 
     package: ClassVar = "mlflow"
     _ID_TAG = "megatron_dppo.run_id"
+    # Limits of MLflow: characters of a parameter's value, and parameters and metrics of one log_batch.
     _LONGEST_VALUE = 500
     _MOST_PARAMETERS = 100
     _MOST_METRICS = 1000
@@ -227,7 +238,7 @@ class MlflowTracker:
 
         self._client = MlflowClient()
         experiment_id = self._experiment_id(run.project)
-        # MLflow makes its own ids, so the run's id is a tag.
+        # MLflow makes its own ids, so store the run's id as a tag.
         earlier_runs = self._client.search_runs(
             [experiment_id], f"tags.`{self._ID_TAG}` = '{run.id}'"
         )
@@ -284,7 +295,8 @@ class MlflowTracker:
 
 
 _BuiltIn = type[TensorBoardTracker | WandbTracker | TrackioTracker | MlflowTracker]
-# These rows are no entry points: a clone on the path, or an installation older than a row, has no such entry point.
+# The trackers of this package are rows here, not entry points: if the package is a clone on the path, or if its
+# installation is older than a row, the entry point is missing.
 TRACKERS: dict[str, _BuiltIn] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -294,46 +306,51 @@ TRACKERS: dict[str, _BuiltIn] = {
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, Callable[[], ExperimentTracker]]:
-    """Return name -> class. Raises ValueError for an unknown or repeated name, and where its package is missing."""
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"got {repeated[0]!r} twice, expected each tracker once")
-    return {name: _tracker(name) for name in names}
+    """Return name -> class. Raises ValueError for an unknown or repeated name, or if a package is missing."""
+    repeated_names = sorted({name for name in names if names.count(name) > 1})
+    if repeated_names:
+        raise ValueError(f"got {repeated_names[0]!r} twice, expected each tracker once")
+    return {name: _tracker_class(name) for name in names}
 
 
-def _tracker(name: str) -> Callable[[], ExperimentTracker]:
+def _tracker_class(name: str) -> Callable[[], ExperimentTracker]:
     if name in TRACKERS:
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
-            extra = f"pip install 'megatron-dppo[{name}]'"
+            install_command = f"pip install 'megatron-dppo[{name}]'"
             raise ValueError(
-                f"{name!r} needs the package {package}, which is not installed: {extra}"
+                f"{name!r} needs the package {package}, which is not installed: {install_command}"
             )
         return TRACKERS[name]
-    entries = plugins.targets(plugins.TRACKERS)
-    target = name if ":" in name else entries.get(name)
+    targets = plugins.targets(plugins.TRACKERS)
+    target = name if ":" in name else targets.get(name)
     if target is None:
-        names = ", ".join(sorted({*TRACKERS, *entries}))
+        names = ", ".join(sorted({*TRACKERS, *targets}))
         raise ValueError(f"got {name!r}, expected one of {names}, or package.module:Class")
     try:
-        loaded: Callable[[], ExperimentTracker] = import_target(target)
+        tracker_class: Callable[[], ExperimentTracker] = import_target(target)
     except ImportTargetError as error:
         raise ValueError(f"{name!r} can't be imported: {error}") from error
     try:
-        inspect.signature(loaded).bind()
-    # TypeError: the value can't be called, or needs arguments. ValueError: Python can't inspect it.
+        inspect.signature(tracker_class).bind()
+    # TypeError: the object can't be called, or needs arguments. ValueError: Python can't inspect it.
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"got {name!r}, expected a class that is made without arguments: {error}"
         ) from error
-    missing_methods = [m for m in ("start", "scalars") if not hasattr(loaded, m)]
-    if isinstance(loaded, type) and missing_methods:
+    missing_methods: list[str] = []
+    # Methods can be checked on a class only, not on a function that returns a tracker.
+    if isinstance(tracker_class, type):
+        for method in ("start", "scalars"):
+            if not hasattr(tracker_class, method):
+                missing_methods.append(method)
+    if missing_methods:
         raise ValueError(f"got {name!r}, expected a class with a method {missing_methods[0]}")
-    return loaded
+    return tracker_class
 
 
 def run_id(directory: Path) -> str:
-    """Return the id of the run in ``directory`` in trackers; a new one where it has none. Raises OSError."""
+    """Return the id in trackers of the run in ``directory``; a run without an id gets a new one. Raises OSError."""
     path = directory / TRACKERS_FOLDER / _RUN_ID
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -342,11 +359,11 @@ def run_id(directory: Path) -> str:
 
 
 def _open(tracker: ExperimentTracker) -> None:
-    """Do nothing: a tracker is opened before its first call."""
+    """Do nothing. ``_Channel`` starts a tracker before its first call, so this first call starts it."""
 
 
 class _Channel:
-    """A tracker in a thread of its own, behind a bounded queue: it neither stalls nor ends the run."""
+    """A tracker in a thread of its own, behind a bounded queue, so that it can neither stop nor delay the run."""
 
     def __init__(
         self,
@@ -356,7 +373,7 @@ class _Channel:
         max_calls: int,
     ) -> None:
         self.name = name
-        self.lost = 0
+        self.lost_calls = 0
         self._build = build
         self._run = run
         self._tracker: ExperimentTracker | None = None
@@ -374,8 +391,9 @@ class _Channel:
             self._lose(f"{self._queue.maxsize} calls wait for it")
 
     def _lose(self, reason: str) -> None:
-        self.lost += 1
-        if self.lost == 1:
+        """Count a lost call, and log the first one."""
+        self.lost_calls += 1
+        if self.lost_calls == 1:
             text = "tracker %s: %s; the run goes on, and metrics.jsonl has everything"
             log.warning(text, self.name, reason)
 
@@ -393,32 +411,34 @@ class _Channel:
                 tracker.start(self._run)
                 self._tracker = tracker
             call(self._tracker)
-        # A library's own errors, whichever: none of them is the run's.
+        # The error of a tracker's library, of whatever type, must not end the run.
         except Exception as error:
             self._lose(f"{type(error).__name__}: {error}")
 
     def ask_to_finish(self) -> None:
+        """Let the thread finish the tracker after the calls in the queue, and end."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            # Nothing more will come: the oldest call makes room.
+            # Drop the oldest call to make room.
             self._queue.get_nowait()
             self._lose("its queue is full at the end")
             self._queue.put_nowait(None)
 
     def wait(self, deadline: float) -> None:
+        """Wait for the thread's end until ``deadline`` (``time.monotonic``)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.lost += self._queue.qsize()
+            self.lost_calls += self._queue.qsize()
             log.warning(
                 "tracker %s: still at work after %.0f s, and left behind", self.name, FINISH_S
             )
-        if self.lost:
-            log.warning("tracker %s: %d calls were lost in this start", self.name, self.lost)
+        if self.lost_calls:
+            log.warning("tracker %s: %d calls were lost in this start", self.name, self.lost_calls)
 
 
 class Trackers(Closing):
-    """All trackers of a run, on the rank that records. No call waits for one, or raises because of one."""
+    """All trackers of a run, on the rank that records. A call neither waits for a tracker nor raises its errors."""
 
     def __init__(
         self,
@@ -430,11 +450,11 @@ class Trackers(Closing):
         self._channels: list[_Channel] = []
         for name, build in builders.items():
             self._channels.append(_Channel(name, build, run, longest_queue))
-        self._closed = False
+        self._is_closed = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        values = dict(values)  # the caller may change its own
-        self._put(methodcaller("scalars", step, values))
+        # Copy the values: the caller may change its dict before a tracker's thread reads it.
+        self._put(methodcaller("scalars", step, dict(values)))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         self._put(methodcaller("samples", step, samples))
@@ -447,14 +467,14 @@ class Trackers(Closing):
             channel.put(call)
 
     def lost(self) -> dict[str, int]:
-        """Calls that failed, or found a full queue, by tracker."""
-        return {channel.name: channel.lost for channel in self._channels}
+        """Return the number of calls of each tracker that failed, or found a full queue."""
+        return {channel.name: channel.lost_calls for channel in self._channels}
 
     def close(self) -> None:
-        """Finish all; waits for at most ``FINISH_S`` seconds. Harmless a second time."""
-        if self._closed:
+        """Finish all trackers; wait for at most ``FINISH_S`` seconds. A second call does nothing."""
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         for channel in self._channels:
             channel.ask_to_finish()
         deadline = time.monotonic() + FINISH_S

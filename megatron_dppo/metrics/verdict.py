@@ -1,4 +1,4 @@
-"""The verdict about a run of the demo or of a rehearsal: measurements with their targets, and their table."""
+"""The verdict about a run of the demo or of a rehearsal: a table of measurements with their targets."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def verdict_table(title: str, rows: Iterable[VerdictRow]) -> Table:
     """Return the table of ``rows`` for the console."""
     table = Table("", "measured", "expected", "holds", title=title)
     for row in rows:
-        holds = {None: "", True: "yes", False: "NO"}[row.holds]
-        table.add_row(row.label, row.measured, row.expected, holds)
+        answers = {None: "", True: "yes", False: "NO"}
+        table.add_row(row.label, row.measured, row.expected, answers[row.holds])
     return table

@@ -94,7 +94,7 @@ def test_history_is_read_from_records_and_from_what_was_saved(tmp_path):
     assert read_history(tmp_path) == History(7, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "checkpoint/bytes": 9}\n')
-    assert read_history(tmp_path) == History(8, 5, counted=True)
+    assert read_history(tmp_path) == History(8, 5, counts_checkpoint=True)
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
     assert "metrics.jsonl" in (read_history(tmp_path).damage or "")
     (tmp_path / "metrics.jsonl").write_text("")

@@ -47,7 +47,7 @@ def main() -> None:
     wait_for_servers(config)
     run = Path(config.run.directory)
     fence = Fence(run, os.environ[NONCE_VARIABLE])
-    step = read_history(run).saved or 0
+    step = read_history(run).saved_step or 0
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} begins after step {step}", flush=True)
     drop_records(run, step, rank)
     while step < config.run.steps and not stop():
