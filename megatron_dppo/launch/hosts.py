@@ -321,4 +321,4 @@ def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
             forks=shares_imports(placement.ranks_per_host, int(hosts.has_gpus)),
         )
         restarts = rank_restarts(config.run, directory, sections)
-        return Supervisor(ranks, fleet, lambda: lease.taken_over, restarts=restarts).run().code
+        return Supervisor(ranks, fleet, lambda: lease.loss, restarts=restarts).run().code

@@ -123,7 +123,7 @@ def run_local(
             command = rank_command(module, directory)
             group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
         restarts = rank_restarts(run, directory, sections)
-        return Supervisor(group, fleet, lambda: lease.taken_over, restarts=restarts).run().code
+        return Supervisor(group, fleet, lambda: lease.loss, restarts=restarts).run().code
 
 
 def rank_restarts(
@@ -138,7 +138,7 @@ def rank_restarts(
     has_devices = sections is None or sections.engine.placement == "separate"
 
     def begin(number: int) -> None:
-        directory.lease.begin_start(number)
+        directory.lease.fence_other_starts(number)
         directory.fleet.begin_ranks(number)
         # A colocated trainer allows the starts of servers once it has left the devices.
         directory.fleet.allow_starts(has_devices)

@@ -1,4 +1,4 @@
-"""A bridge from synchronous code to asynchronous clients: one event loop in a thread of its own.
+"""An event loop in a thread of its own, by which synchronous code calls asynchronous clients.
 
 Connections stay open between calls, and submitted coroutines continue while the caller does other work.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class AsyncRunner(Closing):
     """Runs coroutines on one event loop; ``run`` waits for the result, ``submit`` doesn't.
 
-    The runner is a context manager. Several threads may wait, except the loop's own thread.
+    The runner is a context manager. Any thread except the loop's own may call ``run``.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class AsyncRunner(Closing):
             raise
 
     def cancel_all(self) -> None:
+        """Cancel all coroutines and wait for their ends."""
         self.run(_cancel_others())
 
     def close(self) -> None:

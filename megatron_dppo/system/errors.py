@@ -1,4 +1,4 @@
-"""The errors of the package that end a run or a command with one line instead of a traceback, and their meaning.
+"""The errors of the package, which end a run or a command with one line instead of a traceback.
 
     RunError
       ConfigError                       the configuration is invalid, or this machine can't run it; lists all faults
@@ -36,7 +36,7 @@
       SealError                         a batch was altered, or was made with other settings than the run's
       AlteredMemoryError                memory changed although nothing wrote to it
         AlteredWeightsError             the trainer's weights are not those of its last step, or differ between replicas
-        AlteredOptimizerError           the same of Adam's moments or masters
+        AlteredOptimizerError           Adam's moments or masters are not those of the last step, or replicas differ
         AlteredEngineError              an engine's weights are not those of its version
       ExchangeError                     the exchange of trajectories between ranks failed
       StalenessError                    a response was sampled by weights that are too old
@@ -104,12 +104,15 @@ The errors below are outside of the tree, because none of them ends a run:
 class RunError(Exception):
     """An error that may end a run or a command. Its message is complete, so no traceback is printed.
 
-    Any other RuntimeError, ValueError or OSError is a fault in the code, or an unforeseen one, and keeps its traceback.
+    An exception of another type is a fault in the code, or was not foreseen, and keeps its traceback.
     """
 
 
 class AlteredMemoryError(RunError):
-    """Memory of a trainer rank or an engine changed although nothing wrote to it: a wrong write, or faulty memory."""
+    """Memory of a trainer rank or an engine changed between two checks, although the run did not change it in between.
+
+    The cause is a write to a wrong address, or faulty memory.
+    """
 
     CONSEQUENCE = "nothing is trained on, saved or exported from it"
-    """End of each message."""
+    """Last clause of each message."""

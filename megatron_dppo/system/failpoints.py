@@ -1,21 +1,20 @@
-"""Named points at which a test makes this process fail: before and after each durable step, and in each phase of an
-update.
+"""Failpoints: named points at which a test makes this process fail.
 
-``failpoint("checkpoint/publish")`` does nothing unless the variable MEGATRON_DPPO_FAILPOINT names the point::
+They are before and after each durable step, and in each phase of a weight update. ``failpoint("checkpoint/publish")``
+does nothing unless the environment variable MEGATRON_DPPO_FAILPOINT has a plan ``POINT,KIND,NUMBER`` for this point::
 
-    MEGATRON_DPPO_FAILPOINT=checkpoint/publish,kill,3     the third time that the point is reached
+    MEGATRON_DPPO_FAILPOINT=checkpoint/publish,kill,3     fail the third time that the point is reached
 
     kill     the process ends by SIGKILL
     error    OSError: no space left on device
     delay    the process sleeps for a second
-    torn     half of what was written is there, then the process ends by SIGKILL; where nothing is written, as ``kill``
-    record   with a file's path in place of the number: append the name of each point that is reached, and after it
-             TORN where something was written that can be torn
+    torn     the last write is cut to its first half, then the process ends by SIGKILL; as ``kill`` at a point without
+             a write
+    record   no failure. The plan is ``POINT,record,PATH``, with any POINT: append the name of each point that is
+             reached to the file PATH, with TORN after it if ``torn`` can cut a write there
 
-Several plans are separated by semicolons. A plan may have a file's path behind the number: a failure appends its plan
-to that file first.
-
-``tools/faults/failpoints.py`` runs all of them.
+Several plans are separated by semicolons. A plan ``POINT,KIND,NUMBER,PATH`` appends itself to the file PATH before it
+fails. ``tools/faults/failpoints.py`` makes every point fail in turn.
 """
 
 from __future__ import annotations
@@ -36,15 +35,16 @@ TORN = " (torn)"
 KINDS = ("kill", "error", "delay", "torn")
 DELAY_S = 1.0
 _lock = threading.Lock()
-_reached = Counter[str]()
-"""How often the point of each plan was reached."""
+_times_reached = Counter[str]()
+"""Plan -> number of times that its point was reached."""
 _NUMBERS = re.compile(r"[0-9a-f]{12,}|\d+")
 
 
 def failpoint(name: str, tear: Callable[[], None] | None = None) -> None:
-    """Fail here if the environment names this point, the kind of failure, and this occurrence of the point.
+    """Fail here if a plan in the environment is for this point, and the point is reached for the planned time.
 
-    ``tear`` undoes half of the last write; called before a torn write ends the process.
+    ``tear`` cuts the last write to its first half; None where nothing was written. It is called before ``torn`` ends
+    the process.
     """
     for plan in os.environ.get(VARIABLE, "").split(";"):
         if plan:
@@ -52,21 +52,24 @@ def failpoint(name: str, tear: Callable[[], None] | None = None) -> None:
 
 
 def file_failpoint(stage: str, file_name: str, tear: Callable[[], None] | None = None) -> None:
-    """Call ``failpoint`` for a stage of writing a file. Numbers and hexadecimal names of files
-    are "#" in the name of the point."""
+    """Call ``failpoint`` for a stage of writing a file, such as ``rename``.
+
+    The point is ``STAGE/FILE NAME`` with # in place of each number and hexadecimal id, so that the points of two runs
+    have equal names.
+    """
     if VARIABLE in os.environ:
         failpoint(f"{stage}/{_NUMBERS.sub('#', file_name)}", tear)
 
 
 def keep_half(file: IO[bytes]) -> None:
-    """Cut an open file to half of its bytes, on the disk."""
+    """Cut an open file on the disk to the first half of its bytes."""
     file.flush()
     os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size // 2)
     os.fsync(file.fileno())
 
 
 def write_whole(stage: str, file_name: str, file: IO[str], text: str) -> None:
-    """Write ``text``; at a torn point only its first half."""
+    """Write ``text``; only its first half if a plan tears this write."""
 
     def write_half() -> None:
         file.write(text[: len(text) // 2])
@@ -77,18 +80,21 @@ def write_whole(stage: str, file_name: str, file: IO[str], text: str) -> None:
 
 
 def _act(plan: str, name: str, tear: Callable[[], None] | None) -> None:
-    planned_name, kind, occurrence, *note_path = plan.split(",", 3)
+    planned_name, kind, number_or_path, *log_path = plan.split(",", 3)
     if kind == "record":
-        _append(Path(occurrence), name if tear is None else name + TORN)
+        line = name
+        if tear is not None:
+            line += TORN
+        _append(Path(number_or_path), line)
         return
     if name != planned_name:
         return
     with _lock:
-        _reached[plan] += 1
-        if _reached[plan] != int(occurrence):
+        _times_reached[plan] += 1
+        if _times_reached[plan] != int(number_or_path):
             return
-    if note_path:
-        _append(Path(note_path[0]), plan)
+    if log_path:
+        _append(Path(log_path[0]), plan)
     if kind == "delay":
         time.sleep(DELAY_S)
     elif kind == "error":

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, also when the process or the machine dies meanwhile."""
+"""Files that appear whole or not at all, also if the process or the machine dies while they are written."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Open a new file that replaces ``path`` when the block ends without an error.
 
     The bytes are on the disk before the file gets its name. After an error, or a crash, ``path`` is unchanged. Several
-    processes and threads may replace one path: the last one stays.
+    processes and threads may replace one path: the last replacement stays.
 
     Args:
         path: path of the file; its folder must exist.
-        mode: permissions, less the umask. The file never has wider ones.
+        mode: permissions, less the umask. The file never has wider permissions, not even while it is written.
     """
     # Two threads, or processes, that replace one path must not write into one temporary file.
-    owner = f"{os.getpid()}-{threading.get_ident()}"
-    temporary = path.with_name(f".{path.name}.{owner}")
+    writer = f"{os.getpid()}-{threading.get_ident()}"
+    temporary = path.with_name(f".{path.name}.{writer}")
     temporary.unlink(missing_ok=True)
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
@@ -45,24 +45,27 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         file_failpoint("renamed", path.name)
     finally:
         temporary.unlink(missing_ok=True)
-    # The rename is on the disk only when the folder's list of names is.
+    # A rename is durable only when the folder's list of names is on the disk too.
     sync_to_disk(path.parent)
 
 
-_TEMPORARY = re.compile(r"\..+\.(\d+)-\d+")
-"""Name of a file that ``atomic_file`` has not renamed yet: of the target, of a process and of a thread."""
+_TEMPORARY_NAME = re.compile(r"\..+\.(\d+)-\d+")
+"""Name of a temporary file of ``atomic_file``: ``.NAME.PROCESS-THREAD``, with the id of the process as a group."""
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left of atomic writes in ``folder`` and in the folders directly below it.
+    """Remove temporary files of ``atomic_file`` that killed processes left in ``folder`` and its direct subfolders.
 
-    Call it where no other process may write there any more; files of this process are kept.
+    Call it only when no other process writes there; files of this process are kept.
     """
     children = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     for parent in (folder, *children):
         for path in parent.glob(".*"):
-            match = _TEMPORARY.fullmatch(path.name)
-            if match is not None and int(match[1]) != os.getpid() and path.is_file():
+            match = _TEMPORARY_NAME.fullmatch(path.name)
+            if match is None or not path.is_file():
+                continue
+            writer_pid = int(match[1])
+            if writer_pid != os.getpid():
                 path.unlink(missing_ok=True)
 
 
@@ -76,22 +79,22 @@ _HASH_LINE = "# SHA-256 of the lines below: "
 
 
 def with_hash(text: str) -> str:
-    """Return ``text`` below a comment with its SHA-256, for a file whose format has comments that begin with #."""
+    """Return ``text`` with its SHA-256 as a comment in a line above it, for a format whose comments begin with #."""
     return f"{_HASH_LINE}{_text_hash(text)}\n{text}"
 
 
 def hash_fault(text: str) -> str | None:
-    """Return how the text differs from the hash that ``with_hash`` put above it; None if it is intact or has none."""
+    """Return how ``text`` differs from the hash in its first line; None if it does not, or if it has no hash."""
     first_line, _, rest = text.partition("\n")
     if not first_line.startswith(_HASH_LINE):
         return None
-    recorded = first_line.removeprefix(_HASH_LINE)
-    present = _text_hash(rest)
-    if recorded == present:
+    recorded_hash = first_line.removeprefix(_HASH_LINE)
+    present_hash = _text_hash(rest)
+    if recorded_hash == present_hash:
         return None
     return (
-        f"its first line says that the lines below have the SHA-256 {recorded}, they have {present}; if they were "
-        "changed on purpose, remove that line"
+        f"its first line says that the lines below have the SHA-256 {recorded_hash}, they have {present_hash}; if they "
+        "were changed on purpose, remove that line"
     )
 
 
@@ -111,8 +114,10 @@ def unused_path(path: Path) -> Path:
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Replace ``path`` by ``content`` (text as UTF-8); see ``atomic_file``."""
+    if isinstance(content, str):
+        content = content.encode()
     with atomic_file(path, mode) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content)
 
 
 def write_synced(path: Path, content: str) -> None:
@@ -125,17 +130,17 @@ def write_synced(path: Path, content: str) -> None:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Return why ``folder`` can't be created or written, beginning with the folder at fault; else None."""
+    """Return why ``folder`` can't be created or written; None if it can. The text begins with the folder at fault."""
     try:
         candidates = [folder.absolute(), *folder.absolute().parents]
-        existing = next(path for path in candidates if path.exists())
+        nearest_folder = next(path for path in candidates if path.exists())
     except OSError as error:
         return f"{folder} can't be read ({error.strerror})"
     try:
         # Write a file: permission bits don't show a read-only mount, a quota, or root squashing on NFS.
-        tempfile.TemporaryFile(dir=existing).close()
+        tempfile.TemporaryFile(dir=nearest_folder).close()
     except OSError as error:
-        return f"{existing} can't be written ({error.strerror})"
+        return f"{nearest_folder} can't be written ({error.strerror})"
     return None
 
 

@@ -1,17 +1,18 @@
-"""Processes that one process forks after it has imported their libraries.
+"""Fork servers: a process that imports libraries once, and then forks processes that use them.
 
     python -m megatron_dppo.system.fork_server LIBRARY...
 
-The imports of torch, Megatron-Core or SGLang take seconds and hundreds of MiB. Forked processes share their pages, and
-start in milliseconds. The fork server computes nothing and starts no thread: a thread of a library would be missing in
-the processes.
+The imports of torch, Megatron-Core or SGLang take seconds and hundreds of MiB. Forked processes share the memory of the
+imports, and start in milliseconds. The fork server computes nothing and starts no thread, because a fork has no other
+thread than the one that forks: a library's thread would be missing in it.
 
-The fork server imports the modules LIBRARY, then receives requests over a socket, one a packet: to fork a process that
-runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a signal. It reports the
-end of the imports, and the id and the exit code of each process. When the socket is closed the fork server ends, and
-the kernel ends its processes with it.
+The fork server imports the modules LIBRARY, then receives requests over a socket, one request in a packet: to fork a
+process that runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a signal. It
+reports the end of the imports, and the id and the exit code of each process. When the socket is closed the fork server
+ends, and the kernel kills its processes.
 
-A fork server may itself be a fork of another one with the same libraries, which outlives it (``SharedForkServers``).
+A fork server may itself be a fork of another fork server with the same libraries, which outlives it
+(``SharedForkServers``).
 """
 
 from __future__ import annotations
@@ -56,32 +57,37 @@ from megatron_dppo.system.secret_variables import (
 
 MODULE = "megatron_dppo.system.fork_server"
 _PACKET_BYTES = 1 << 17
+# A packet has a request and some more characters.
 _LONGEST_REQUEST = _PACKET_BYTES - (1 << 10)
 _MOST_DESCRIPTORS = 8
+# A process of a shared fork server counts its requests from its id times 2^24, so that two processes have no number in
+# common.
 _NUMBER_BITS = 24
 _POLL_S = 0.02
 _KILLED = -signal.SIGKILL
 _RUN_PREFIX = "MEGATRON_DPPO_"
 _CONTROL_VARIABLE = "MEGATRON_DPPO_FORK_CONTROL"
-"""Variable with the descriptor of the socket on which a fork server receives its requests."""
+"""Environment variable with the descriptor of the socket on which a fork server receives its requests."""
 _MODULE_PATH = "PYTHONPATH"
 _SHARED_VARIABLE = "MEGATRON_DPPO_FORK_SERVERS"
-"""Variable with the fork servers that a process inherits, as JSON."""
+"""Environment variable with the fork servers that a process inherits, as JSON."""
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A process that the fork server shall start.
+    """A process that the fork server is to start.
+
+    The packet of a request also has descriptors: those of standard input, of standard output, of standard error if
+    ``has_errors``, and one for each of ``descriptors``.
 
     Attributes:
         module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
         arguments: words of its command line.
-        variables: its environment variables in addition to the fork server's.
-        descriptors: variables whose values are the numbers of the descriptors that come after its standard input and
-            output, in this order.
-        title: its command line in the output of ``ps``; empty: that of the fork server.
-        replaces_variables: whether ``variables`` are all of its environment.
-        has_errors: whether a descriptor of its standard error comes after that of its output.
+        variables: environment variables of the process, in addition to the fork server's.
+        descriptors: environment variables that get the numbers of the packet's last descriptors.
+        title: command line that ``ps`` shows for the process; empty: that of the fork server.
+        replaces_variables: whether the process has ``variables`` only, without the fork server's.
+        has_errors: whether standard error has a descriptor of its own; else it goes to standard output.
     """
 
     module: str
@@ -94,7 +100,7 @@ class ForkRequest:
 
 
 class ForkedProcess:
-    """A process that a fork server starts; it has the methods of ``subprocess.Popen`` that the package uses."""
+    """A process that a fork server starts, with the methods of ``ChildProcess``."""
 
     def __init__(self, server: _Forks, number: int) -> None:
         self._server = server
@@ -102,9 +108,11 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id; that of the fork server while it imports its libraries."""
+        """The process's id; before the process is forked, that of the fork server."""
         pid = self._server.pid_of(self._number)
-        return self._server.process.pid if pid is None else pid
+        if pid is None:
+            return self._server.process.pid
+        return pid
 
     @property
     def is_forked(self) -> bool:
@@ -114,7 +122,7 @@ class ForkedProcess:
         return self._server.code_of(self._number)
 
     def reported_code(self) -> int | None:
-        """Return the exit code; None also where the process ended with the fork server."""
+        """Return the exit code; None while the process runs, and if the kernel killed it with the fork server."""
         return self._server.reported_code(self._number)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -129,11 +137,11 @@ class ForkedProcess:
         self._server.send_signal(self._number, signal.SIGTERM)
 
     def cancel(self) -> bool:
-        """Cancel the start of a process that is not yet forked; return whether that is so."""
+        """Cancel the start of the process. Return False if it is forked already, and nothing was cancelled."""
         while self._server.pid_of(self._number) is None and self.poll() is None:
             if self._server.cancel(self._number):
                 return True
-            # The fork server has imported its libraries, so it forks at once.
+            # The fork server has imported its libraries, so it is about to fork.
             time.sleep(_POLL_S)
         return self._server.pid_of(self._number) is None
 
@@ -148,11 +156,11 @@ class _Pollable(Protocol):
 
 
 class _Forks:
-    """The client's side of a fork server: its requests and its reports.
+    """The client of a fork server: it sends requests and receives reports.
 
     Args:
         control: the socket to the fork server.
-        process: the fork server.
+        process: the process of the fork server.
         first_number: number of the first request.
     """
 
@@ -160,7 +168,7 @@ class _Forks:
         self.process = process
         self._control = control
         self._lock = threading.RLock()
-        self._requested = first_number
+        self._next_number = first_number
         self._is_ready = False
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -170,13 +178,10 @@ class _Forks:
         return self.process.poll() is None
 
     def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> ForkedProcess:
-        """Start a process, and return at once.
-
-        ``descriptors``: its standard input, its output, and those that ``request.descriptors`` names.
-        """
+        """Start a process, and return at once. ``descriptors``: those of the packet, as ``ForkRequest`` describes."""
         with self._lock:
-            number = self._requested
-            self._requested += 1
+            number = self._next_number
+            self._next_number += 1
             self._send({"number": number, "fork": asdict(request)}, descriptors)
         return ForkedProcess(self, number)
 
@@ -193,23 +198,25 @@ class _Forks:
             return list(self._pids.values())
 
     def reported_code(self, number: int) -> int | None:
-        """Return the exit code of a process; None where the fork server did not report it."""
+        """Return the exit code of a process; None if the fork server has not reported it."""
         with self._lock:
             self._receive()
             return self._codes.get(number)
 
     def code_of(self, number: int) -> int | None:
-        """Return the exit code of a process, or the fork server's where that has ended; None while it runs."""
-        # Poll before reading: all that a fork server sent before its end is then in the socket.
+        """Return the exit code of a process; None while it runs.
+
+        A process that the kernel killed at the end of the fork server has the fork server's code, or 1 if that is 0.
+        """
+        # Poll before reading. If the fork server has ended, all its reports are then in the socket.
         server_code = self.process.poll()
         code = self.reported_code(number)
         if code is None and server_code is not None:
-            # The kernel ends the processes with the fork server.
             return server_code or 1
         return code
 
     def send_signal(self, number: int, signal_number: int) -> None:
-        """Send a process a signal; one that is not yet forked receives it afterwards."""
+        """Send a process a signal. A process that is not forked yet receives it after the fork."""
         with self._lock:
             self._send({"number": number, "signal": signal_number})
 
@@ -219,22 +226,23 @@ class _Forks:
             return self._is_ready
 
     def cancel(self, number: int) -> bool:
-        """Cancel a fork that waits for the end of the imports; return whether it does."""
+        """Cancel a fork that waits for the end of the imports. Return False if the imports have ended."""
         with self._lock:
             if self._has_imported():
                 return False
+            # The fork server will fork the process and kill it at once.
             self.send_signal(number, signal.SIGKILL)
             self._codes[number] = _KILLED
             return True
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        # The codes tell that a fork server has ended.
+        # An error means that the fork server has ended, which code_of reports.
         with contextlib.suppress(OSError):
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
 
     def _receive(self) -> None:
-        """Read what the fork server has reported."""
-        # Without a packet, and after the fork server's end.
+        """Read the reports that the fork server has sent since the last call."""
+        # recv raises OSError if there is no packet.
         with contextlib.suppress(OSError):
             while packet := self._control.recv(_PACKET_BYTES, socket.MSG_DONTWAIT):
                 report = json.loads(packet)
@@ -247,11 +255,11 @@ class _Forks:
 
 
 class ForkServer(_Forks):
-    """A running fork server. It dies with the *thread* that creates this object.
+    """A running fork server. It ends when the *thread* that created this object ends.
 
     Args:
-        libraries: modules that it imports. An import that fails is repeated by the processes, which report its error.
-        environment: all of its variables, which its processes inherit.
+        libraries: modules that it imports. If an import fails, each process repeats it and reports its error.
+        environment: all environment variables of the fork server, which its processes inherit.
         output: file descriptor of its own standard output and error.
         python: its interpreter.
     """
@@ -268,27 +276,33 @@ class ForkServer(_Forks):
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.key = _key(python, libraries, environment)
         self._module_path = environment.get(_MODULE_PATH)
-        shared = _shared_server(self.key)
-        plain, secrets = split_environment(environment)
-        plain.pop(_SHARED_VARIABLE, None)
+        command = [python, "-m", MODULE, *libraries]
+        plain_variables, secrets = split_environment(environment)
+        plain_variables.pop(_SHARED_VARIABLE, None)
         with other_end:
             process: ChildProcess | None = None
-            if shared is not None:
-                words = [python, "-m", MODULE, *libraries]
+            shared_server = _shared_server(self.key)
+            if shared_server is not None:
+                # The fork has imported the libraries already, so it gets none as arguments.
                 request = ForkRequest(
-                    MODULE, [], plain, [_CONTROL_VARIABLE], " ".join(words), replaces_variables=True
+                    MODULE,
+                    [],
+                    plain_variables,
+                    [_CONTROL_VARIABLE],
+                    title=" ".join(command),
+                    replaces_variables=True,
                 )
-                process = shared.fork_fed(request, secrets, [output, other_end.fileno()])
+                process = shared_server.fork_fed(request, secrets, [output, other_end.fileno()])
             if process is None:
-                started = start_process(
-                    [python, "-m", MODULE, *libraries],
-                    environment={**plain, _CONTROL_VARIABLE: str(other_end.fileno())},
+                started_process = start_process(
+                    command,
+                    environment={**plain_variables, _CONTROL_VARIABLE: str(other_end.fileno())},
                     output=output,
                     stdin=subprocess.PIPE,
                     inherited=[other_end.fileno()],
                 )
-                feed(started, secrets)
-                process = started
+                feed(started_process, secrets)
+                process = started_process
         super().__init__(control, process, 0)
 
     def wait_until_ready(self) -> None:
@@ -302,30 +316,34 @@ class ForkServer(_Forks):
         self._control.close()
 
     def shared(self) -> tuple[int, dict[str, Any]]:
-        """Return the descriptor to inherit, and what ``_shared_server`` reads of it."""
+        """Return the descriptor that a process must inherit to use this fork server, and its entry in
+        ``_SHARED_VARIABLE``.
+        """
         descriptor = self._control.fileno()
-        told = {
+        entry = {
             "descriptor": descriptor,
             "pid": self.process.pid,
             "key": self.key,
             "module_path": self._module_path,
         }
-        return descriptor, told
+        return descriptor, entry
 
 
 @dataclass
 class _OtherProcess:
-    """A process that this one has not started."""
+    """A process that another process has started."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Return None while it runs; how it ended is not known here."""
-        return None if process_start(self.pid) is not None else 1
+        """Return None while it runs, and 1 afterwards: only its parent learns its exit code."""
+        if process_start(self.pid) is None:
+            return 1
+        return None
 
 
 class _SharedServer(_Forks):
-    """A fork server of the process that started this one.
+    """A fork server that this process has inherited from the process that started it.
 
     Attributes:
         module_path: PYTHONPATH of the fork server, where its processes look for modules.
@@ -339,13 +357,16 @@ class _SharedServer(_Forks):
         content: bytes,
         descriptors: Sequence[int],
     ) -> ForkedProcess | None:
-        """Start a process with all of its standard input; None where the request is too long for a packet."""
+        """Start a process with ``content`` as its standard input, and wait until it is forked.
+
+        Returns None if the request is too long for a packet.
+        """
         if len(json.dumps(asdict(request))) > _LONGEST_REQUEST:
             return None
-        input_end, feeding_end = os.pipe()
-        with open(input_end, "rb") as read, open(feeding_end, "wb") as fed:
-            process = self.fork(request, [read.fileno(), *descriptors])
-            fed.write(content)
+        read_end, write_end = os.pipe()
+        with open(read_end, "rb") as reader, open(write_end, "wb") as writer:
+            process = self.fork(request, [reader.fileno(), *descriptors])
+            writer.write(content)
         while not process.is_forked and self.process.poll() is None:
             time.sleep(_POLL_S)
         return process
@@ -354,7 +375,7 @@ class _SharedServer(_Forks):
     def inherited(cls, descriptor: int, pid: int, module_path: str | None) -> _SharedServer:
         control = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
-        # The reports of an earlier process about its own requests have other numbers.
+        # The socket may still have reports about requests of an earlier process, so use other numbers than that one.
         server = cls(control, _OtherProcess(pid), os.getpid() << _NUMBER_BITS)
         server._is_ready = True
         server.module_path = module_path
@@ -362,29 +383,30 @@ class _SharedServer(_Forks):
 
 
 class SharedForkServers:
-    """Fork servers whose processes several runs fork, one after the other, so that their libraries are imported once.
+    """Fork servers that several runs use, one run after the other, so that libraries are imported only once.
 
-    ``start_process`` starts the runs with ``variables`` and ``descriptors``. A fork server with the same interpreter,
-    libraries and variables is then a fork of one of these; so is a command that ``run_forked`` runs.
+    Start a run by ``start_process`` with ``variables`` in its environment and ``descriptors`` inherited. A ForkServer
+    that the run creates with the interpreter, libraries and variables of one of these fork servers is then a fork of
+    it, and so is a command of ``run_forked``.
     """
 
     def __init__(self) -> None:
         self._servers: list[ForkServer] = []
 
     def add(self, libraries: Sequence[str], environment: Mapping[str, str], output: int) -> None:
-        """Start one, unless one with the same libraries and variables runs; the arguments are those of ForkServer."""
+        """Start a fork server, unless one with these libraries and variables runs. The arguments are ForkServer's."""
         key = _key(sys.executable, libraries, environment)
         if not any(server.key == key and server.is_alive for server in self._servers):
             self._servers.append(ForkServer(libraries, environment, output))
 
     def wait_until_ready(self) -> None:
-        """Wait until all have imported their libraries."""
+        """Wait until all fork servers have imported their libraries."""
         for server in self._servers:
             server.wait_until_ready()
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables of a process that shall use them."""
+        """The environment variables of a process that is to use these fork servers."""
         if not self._servers:
             return {}
         return {_SHARED_VARIABLE: json.dumps([server.shared()[1] for server in self._servers])}
@@ -396,7 +418,7 @@ class SharedForkServers:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that it inherits under the same numbers."""
+        """The descriptors that a process must inherit, under the same numbers, to use these fork servers."""
         return [server.shared()[0] for server in self._servers]
 
     def cpu_seconds(self) -> float:
@@ -409,7 +431,7 @@ class SharedForkServers:
         return total
 
     def close(self) -> None:
-        """End them and their processes."""
+        """End the fork servers and their processes."""
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -418,18 +440,25 @@ class SharedForkServers:
 def run_forked(module: str, arguments: Sequence[str]) -> int | None:
     """Run ``python -m <module> <arguments>`` as a fork of a shared fork server that has imported ``module``.
 
-    Its variables and its standard output and error are this process's. Returns its exit code; None where there is no
-    such fork server with this process's PYTHONPATH, and nothing was run.
+    The fork has the environment, the standard output and the standard error of this process. Returns its exit code.
+    Returns None, and runs nothing, if there is no such fork server with this process's PYTHONPATH.
     """
     server = _shared_server_with(module)
     if server is None:
         return None
-    plain, secrets = split_environment(os.environ)
-    words = [sys.executable, "-m", module, *arguments]
+    plain_variables, secrets = split_environment(os.environ)
+    command = [sys.executable, "-m", module, *arguments]
     request = ForkRequest(
-        module, arguments, plain, (), " ".join(words), replaces_variables=True, has_errors=True
+        module,
+        arguments,
+        plain_variables,
+        title=" ".join(command),
+        replaces_variables=True,
+        has_errors=True,
     )
-    process = server.fork_fed(request, secrets, [1, 2])
+    standard_output = 1
+    standard_error = 2
+    process = server.fork_fed(request, secrets, [standard_output, standard_error])
     if process is None:
         return None
     try:
@@ -440,42 +469,49 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
 
 
 def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return a text that two fork servers share if their imports leave the same state; variables of one run are left
-    out."""
-    variables = without_secrets(environment)
-    lines = [f"{k}={v}" for k, v in sorted(variables.items()) if not k.startswith(_RUN_PREFIX)]
+    """Return a text that is equal for two fork servers whose imports leave the same state.
+
+    It has the interpreter, the libraries and a hash of the environment variables, without keys and variables of a run.
+    """
+    lines: list[str] = []
+    for name, value in sorted(without_secrets(environment).items()):
+        if not name.startswith(_RUN_PREFIX):
+            lines.append(f"{name}={value}")
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return json.dumps([python, list(libraries), digest])
 
 
 def _shared_server_with(module: str) -> _SharedServer | None:
+    """Return an inherited fork server that has imported ``module`` from this process's PYTHONPATH; None without one."""
     for key, server in _shared_servers().items():
         _, libraries, _ = json.loads(key)
-        finds_the_same = server.module_path == os.environ.get(_MODULE_PATH)
-        if module in libraries and finds_the_same and server.is_alive:
+        has_same_path = server.module_path == os.environ.get(_MODULE_PATH)
+        if module in libraries and has_same_path and server.is_alive:
             return server
     return None
 
 
 def _shared_server(key: str) -> _SharedServer | None:
+    """Return the inherited fork server with ``key``; None without one that is alive."""
     server = _shared_servers().get(key)
-    return server if server is not None and server.is_alive else None
+    if server is not None and server.is_alive:
+        return server
+    return None
 
 
 @functools.cache
 def _shared_servers() -> dict[str, _SharedServer]:
-    """The fork servers that this process may use, by their keys. Its own children get none of them."""
-    entries = json.loads(os.environ.pop(_SHARED_VARIABLE, "[]"))
-    return {
-        entry["key"]: _SharedServer.inherited(
+    """Return the inherited fork servers by their keys. Child processes of this process do not inherit them."""
+    servers: dict[str, _SharedServer] = {}
+    for entry in json.loads(os.environ.pop(_SHARED_VARIABLE, "[]")):
+        servers[entry["key"]] = _SharedServer.inherited(
             entry["descriptor"], entry["pid"], entry["module_path"]
         )
-        for entry in entries
-    }
+    return servers
 
 
 class _StartedFork(StartedProcess):
-    """A fork as a started command, which can be killed before it is forked."""
+    """A started command that is a fork. It can be killed before it is forked."""
 
     def __init__(self, process: ForkedProcess) -> None:
         super().__init__(process)
@@ -487,10 +523,10 @@ class _StartedFork(StartedProcess):
 
 
 class ForkingLauncher(Launcher):
-    """Starts ``python -m module`` on this machine as a fork of a process that has imported ``libraries``.
+    """Starts ``python -m module`` on this machine as a fork of a fork server that has imported ``libraries``.
 
-    One fork server serves commands with the same interpreter and the same variables, which libraries may read at their
-    import, from one thread. Commands that run other modules are started as by Launcher.
+    There is a fork server for each interpreter, each environment (libraries may read variables when they are imported)
+    and each thread that starts commands. Commands that run another module are started as Launcher does.
     """
 
     def __init__(self, module: str, libraries: Sequence[str]) -> None:
@@ -506,15 +542,19 @@ class ForkingLauncher(Launcher):
         log: Path,
         stdin: bytes,
     ) -> StartedProcess:
-        python, *module_words = command
-        if module_words[:2] != ["-m", self._module]:
+        python, *words = command
+        if words[:2] != ["-m", self._module]:
             return super().start(command, environment=environment, log=log, stdin=stdin)
-        request = ForkRequest(self._module, module_words[2:], title=" ".join(command))
-        input_end, feeding_end = os.pipe()
-        with open(log, "ab") as file, open(input_end, "rb") as read, open(feeding_end, "wb") as fed:
+        request = ForkRequest(self._module, words[2:], title=" ".join(command))
+        read_end, write_end = os.pipe()
+        with (
+            open(log, "ab") as file,
+            open(read_end, "rb") as reader,
+            open(write_end, "wb") as writer,
+        ):
             server = self._server(python, environment, file.fileno())
-            process = server.fork(request, [read.fileno(), file.fileno()])
-            fed.write(stdin)
+            process = server.fork(request, [reader.fileno(), file.fileno()])
+            writer.write(stdin)
         return _StartedFork(process)
 
     def close(self) -> None:
@@ -532,30 +572,35 @@ class ForkingLauncher(Launcher):
 
 
 def main() -> int | None:
-    """Import and fork until the socket is closed; in a forked process, what its module's ``main`` returns."""
+    """Import the libraries, and serve requests until the socket is closed; then return 0.
+
+    In each forked process, run its module and return its exit code.
+    """
     libraries = sys.argv[1:]
-    # Read the keys first: the processes inherit them as this one holds them.
+    # Read the keys first: forked processes inherit them.
     hide_secrets()
-    # The library of titles finds its memory by the variables with which the process started: not once they are cleared.
+    # Initialise setproctitle now. It finds the memory of the title by the environment with which the process started,
+    # which a fork may clear.
     with _kept_name():
         setproctitle.getproctitle()
     control = socket.socket(fileno=int(os.environ.pop(_CONTROL_VARIABLE)))
     os.set_inheritable(control.fileno(), False)
     for name in libraries:
-        # The process that needs the module imports it again, and reports the error as its own.
+        # If an import fails, the process that needs the module imports it again, and reports the error as its own.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # Each process would write what is left in the buffers.
+    # Otherwise each fork would write the content of the buffers again.
     sys.stdout.flush()
     sys.stderr.flush()
+    # Keep the objects of the imports out of garbage collection. In a fork the collector would write to the page of each
+    # object, and so copy the shared memory.
     gc.collect()
-    # The collector would write to each object's page, and so copy it, in every process.
     gc.freeze()
     request = _Forking(control).serve()
     if request is None:
         return 0
     module = importlib.import_module(request.module)
-    # Python's multiprocessing imports this module in the processes that it spawns.
+    # multiprocessing imports the module __main__ in the processes that it spawns.
     sys.modules["__main__"] = module
     sys.argv = [module.__file__ or request.module, *request.arguments]
     code: int | None = module.main()
@@ -569,11 +614,11 @@ class _Forking:
         self._control = control
         self._events = select.poll()
         self._events.register(control, select.POLLIN)
-        self._processes: dict[int, int] = {}
-        """The descriptor of each running process by its number."""
+        self._pidfds: dict[int, int] = {}
+        """Number of a request -> descriptor of its running process (``pidfd_open``)."""
 
     def serve(self) -> ForkRequest | None:
-        """Serve until the socket is closed, then return None. Return the request in each process that is forked."""
+        """Serve requests until the socket is closed, then return None. In each forked process, return its request."""
         self._report(ready=True)
         while True:
             for descriptor, _ in self._events.poll():
@@ -590,57 +635,63 @@ class _Forking:
                     return request
 
     def _handle(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> ForkRequest | None:
+        """Fork a process, or send a signal to one. In the forked process, return its request."""
         number = message["number"]
         if "signal" in message:
-            if (process := self._processes.get(number)) is not None:
-                signal.pidfd_send_signal(process, message["signal"])
+            if number in self._pidfds:
+                signal.pidfd_send_signal(self._pidfds[number], message["signal"])
             return None
         request = ForkRequest(**message["fork"])
-        server = os.getpid()
+        server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become(request, descriptors, server)
+            self._become(request, descriptors, server_pid)
             return request
         _close(descriptors)
-        process = self._processes[number] = os.pidfd_open(pid)
-        self._events.register(process, select.POLLIN)
+        pidfd = os.pidfd_open(pid)
+        self._pidfds[number] = pidfd
+        self._events.register(pidfd, select.POLLIN)
         self._report(number=number, pid=pid)
         return None
 
-    def _become(self, request: ForkRequest, descriptors: Sequence[int], server: int) -> None:
+    def _become(self, request: ForkRequest, descriptors: Sequence[int], server_pid: int) -> None:
         """Give this process, a fork, its own session, descriptors, variables and title."""
         os.setsid()
-        die_with_parent(server)
+        die_with_parent(server_pid)
         self._control.close()
-        _close(self._processes.values())
-        standard_input, output, *further = descriptors
-        errors = further.pop(0) if request.has_errors else os.dup(output)
+        _close(self._pidfds.values())
+        standard_input, output, *further_descriptors = descriptors
+        errors = further_descriptors.pop(0) if request.has_errors else os.dup(output)
         for target, source in enumerate((standard_input, output, errors)):
             os.dup2(source, target)
         _close((standard_input, output, errors))
         if request.replaces_variables:
             os.environ.clear()
         os.environ |= dict(request.variables)
-        for variable, descriptor in zip(request.descriptors, further, strict=True):
+        for variable, descriptor in zip(request.descriptors, further_descriptors, strict=True):
             os.environ[variable] = str(descriptor)
         if request.title:
             _show_title(request.title)
         if (numpy := sys.modules.get("numpy")) is not None:
-            # Python draws new seeds for its own generator after a fork.
+            # Otherwise all forks would draw the same numbers. Python itself seeds only its own generator anew.
             numpy.random.seed()
 
-    def _report_end(self, descriptor: int) -> None:
-        number = next(n for n, process in self._processes.items() if process == descriptor)
-        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED)
+    def _report_end(self, pidfd: int) -> None:
+        """Reap an ended process and report its exit code; negative for a signal."""
+        number = next(key for key, value in self._pidfds.items() if value == pidfd)
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         assert ended is not None
-        killed = ended.si_code != os.CLD_EXITED
-        self._events.unregister(descriptor)
-        os.close(descriptor)
-        del self._processes[number]
-        self._report(number=number, code=-ended.si_status if killed else ended.si_status)
+        code = ended.si_status
+        if ended.si_code != os.CLD_EXITED:
+            # The status of a killed process is the signal.
+            code = -ended.si_status
+        self._events.unregister(pidfd)
+        os.close(pidfd)
+        del self._pidfds[number]
+        self._report(number=number, code=code)
 
     def _report(self, **content: int) -> None:
-        # A closed socket ends the loop.
+        # An error means that the socket is closed, which ends the loop in serve.
         with contextlib.suppress(OSError):
             self._control.sendall(json.dumps(content).encode())
 
@@ -658,7 +709,7 @@ def _show_title(title: str) -> None:
 
 @contextlib.contextmanager
 def _kept_name() -> Iterator[None]:
-    """Keep the name that ``ps -o comm`` and ``top`` show, which a change of the title changes."""
+    """Keep the name that ``ps -o comm`` and ``top`` show, which setproctitle changes together with the title."""
     name = setproctitle.getthreadtitle()
     yield
     setproctitle.setthreadtitle(name)

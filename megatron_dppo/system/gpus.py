@@ -1,4 +1,4 @@
-"""This machine's NVIDIA GPUs: visible ones, their driver, and a model's peak speed. Imports no torch."""
+"""This machine's NVIDIA GPUs: whether one is visible, the driver's version, peak FLOP/s. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia")
 LEAST_DRIVER = {12: 525, 13: 580}
-"""Major version of CUDA -> that of the oldest driver for it (CUDA Compatibility, "minor version compatibility")."""
+"""Major version of CUDA -> major version of the oldest driver that runs it (NVIDIA's page "CUDA Compatibility", minor
+version compatibility)."""
 _HIDE = "an empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose"
 
 
@@ -22,7 +23,7 @@ def has_visible_gpu() -> bool:
 
 
 def driver_version(folder: Path | None = None) -> str | None:
-    """Return the version of the loaded kernel module, such as ``580.65.06``; None without one.
+    """Return the version of the driver's loaded kernel module, such as ``580.65.06``; None without a driver.
 
     ``folder`` replaces DRIVER.
     """
@@ -34,25 +35,25 @@ def driver_version(folder: Path | None = None) -> str | None:
 
 
 def unusable_gpu(torch_version: str, cuda: str | None) -> str:
-    """Return why this torch, which sees no GPU, can't use the visible one: the given and expected value, and a remedy.
+    """Return why this torch can't use the machine's visible GPU: given value, expected value and remedy.
 
-    ``cuda`` is the version that torch was built for, such as ``13.0``; None for CPUs.
+    Call it if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for, such
+    as ``13.0``; None for a torch without CUDA.
     """
     if cuda is None:
         requirement = "expected the packages of tools/environment/gpu.txt"
         return f"GPU: torch {torch_version} is built for CPUs alone, {requirement}; {_HIDE}"
-    driver = driver_version() or "of unknown version"
+    driver = driver_version()
+    driver_major = int(driver.partition(".")[0]) if driver else 0
     oldest_driver = LEAST_DRIVER.get(int(cuda.partition(".")[0]))
-    if (
-        oldest_driver is not None
-        and driver[0].isdigit()
-        and int(driver.partition(".")[0]) >= oldest_driver
-    ):
+    if oldest_driver is None:
+        expected_driver = f"one for CUDA {cuda}"
+    elif driver_major >= oldest_driver:
         expected_driver = "one that answers: nvidia-smi says why"
     else:
-        expected_driver = f"{oldest_driver} or newer" if oldest_driver else f"one for CUDA {cuda}"
+        expected_driver = f"{oldest_driver} or newer"
     return (
-        f"GPU: torch {torch_version} (CUDA {cuda}) can't use it: got driver {driver}, expected "
+        f"GPU: torch {torch_version} (CUDA {cuda}) can't use it: got driver {driver or 'of unknown version'}, expected "
         f"{expected_driver}; {_HIDE}"
     )
 
@@ -62,7 +63,7 @@ _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b", re.IGNORECASE)
 
 
 def has_megatrons_deep_ep() -> bool:
-    """Whether the package ``deep_ep`` of this interpreter is DeepEP's own, not the one that SGLang installs."""
+    """Whether this interpreter has DeepEP's own package ``deep_ep``, not SGLang's package of this name."""
     if importlib.util.find_spec("deep_ep") is None:
         return False
     return not any(importlib.metadata.distributions(name=_SGLANG_DEEP_EP))
@@ -85,16 +86,17 @@ PEAKS = {
     "GB200": 2500 * TERA,
     "B200": 2250 * TERA,
 }
-"""Dense bfloat16 FLOP/s from NVIDIA's data sheets, which is half of the figure with sparsity; longer names first."""
-_SHARE = re.compile(r"\bMIG\b", re.IGNORECASE)
+"""Model of a GPU -> its dense bfloat16 FLOP/s (half of the figure with sparsity in NVIDIA's data sheets). The first
+match counts, so longer names come first."""
+_MIG = re.compile(r"\bMIG\b", re.IGNORECASE)
 
 
 def peak_flops(name: str) -> int | None:
     """Return the dense bf16 FLOP/s of the GPU ``name``, such as ``NVIDIA H100 80GB HBM3``.
 
-    The result is None for an unknown GPU and for a part of one (MIG).
+    Returns None for an unknown GPU, and for a part of a GPU (MIG).
     """
-    if _SHARE.search(name):
+    if _MIG.search(name):
         return None
     for model, peak in PEAKS.items():
         if re.search(rf"\b{model}\b", name, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""An HTTP server that runs beside the caller's own work: an aiohttp application on one address."""
+"""An HTTP server in a thread of its own: an aiohttp application on one address."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import url_host
 
 READ_S = 10.0
-"""Longest wait for a request, and for its body; a silent connection is closed then."""
+"""Longest time that an open connection may stay silent, between requests and within a body; then it is closed."""
 
 log = logging.getLogger(__name__)
 
 
 def _shorten_bad_request(record: logging.LogRecord) -> bool:
-    """Log a request that is no HTTP in one line at the level INFO: anybody can send one."""
-    error = record.exc_info[1] if record.exc_info else None
+    """Log a request that is no HTTP in one line at the level INFO, because any program can send such a request."""
+    error = None
+    if record.exc_info:
+        error = record.exc_info[1]
     if isinstance(error, HttpProcessingError):
-        record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
+        record.levelno = logging.INFO
+        record.levelname = "INFO"
+        record.exc_info = None
+    # Keep the record.
     return True
 
 
@@ -32,7 +37,7 @@ log.addFilter(_shorten_bad_request)
 class HttpServer:
     """Serves ``application`` on ``host``, and answers between ``start`` and ``stop`` from a thread of its own.
 
-    ``port`` 0 takes a free one; ``url`` has it. Raises OSError where the port is taken.
+    With ``port`` 0 the server takes a free port, which ``url`` has. Raises OSError if the port is taken.
     """
 
     def __init__(self, application: web.Application, host: str, port: int = 0) -> None:

@@ -16,17 +16,20 @@ _LONGEST_REASON = 300
 
 
 class ImportTargetError(ValueError):
-    """A name is not of the form ``package.module:name``, or can't be imported."""
+    """A target is not of the form ``package.module:name``, or can't be imported."""
 
 
 def import_target(target: str) -> Any:
-    """Return the object with the name ``package.module:name``. Raises ImportTargetError, whatever the module raises."""
+    """Return the object with the name ``package.module:name``.
+
+    Raises ImportTargetError, also if the module raises another error when it is imported.
+    """
     if not _TARGET.fullmatch(target):
         raise ImportTargetError(f"got {target!r}, expected package.module:name")
     module, _, names = target.partition(":")
     try:
         target_object: Any = importlib.import_module(module)
-    # A module is a program: it may raise anything, or end the process.
+    # A module may raise any exception when it is imported, or call sys.exit.
     except (Exception, SystemExit) as error:
         raise ImportTargetError(reason_of(error)) from error
     for name in names.split("."):
@@ -37,7 +40,10 @@ def import_target(target: str) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Describe an exception of foreign code in one line, with its place where the message alone does not tell it."""
+    """Return one line about an exception of a user's code: type, message, file and line.
+
+    An ImportError's message is returned alone: it names the module.
+    """
     message = " ".join(str(error).split())[:_LONGEST_REASON]
     if isinstance(error, ImportError):
         return message
@@ -46,7 +52,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine, for functions, decorated functions and objects with ``__call__``."""
+    """Whether a call of ``function`` returns a coroutine. It may be decorated, or an object with ``__call__``."""
     if not inspect.isroutine(function) and not isinstance(function, functools.partial):
         function = type(function).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(function))

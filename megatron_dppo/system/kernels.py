@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, compiled by torch once for each machine, torch version and source."""
+"""C++ kernels for CPUs, which torch compiles once for each kind of processor, torch version and source."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class KernelBuildError(RuntimeError):
 
 
 def cache_directory(source: Path) -> Path:
-    """Return the folder of a build, whose name has a hash of everything that the build depends on.
+    """Return the folder of a build. Its name has a hash of everything that the build depends on.
 
-    The folder is in ``$TORCH_EXTENSIONS_DIR``, or in torch's own ``torch_extensions`` in the user's cache
-    (``$XDG_CACHE_HOME`` or ``~/.cache``).
+    The folder is in ``$TORCH_EXTENSIONS_DIR``, by default torch's ``torch_extensions`` in the user's cache
+    (``$XDG_CACHE_HOME``, by default ``~/.cache``).
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    return Path(root) / f"megatron_dppo_{source.stem}_{_key(source)}"
+    return Path(root) / f"megatron_dppo_{source.stem}_{_build_hash(source)}"
 
 
 def build_library(source: Path) -> ctypes.CDLL:
-    """Load the library of ``source``; compile it if the cache has none.
+    """Load the compiled library of ``source``; compile it if the cache does not have it.
 
-    Raises KernelBuildError where there is no compiler, it fails, or the cache can't be written.
+    Raises KernelBuildError if a compiler is missing or fails, or if the cache can't be written.
     """
     tools = (os.environ.get("CXX", "g++").split()[0], "ninja")
     path = tool_path(os.environ)
-    missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
-    if missing:
-        raise KernelBuildError(f"not found on PATH: {', '.join(missing)}")
+    missing_tools = [tool for tool in tools if shutil.which(tool, path=path) is None]
+    if missing_tools:
+        raise KernelBuildError(f"not found on PATH: {', '.join(missing_tools)}")
     folder = cache_directory(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,8 @@ def build_library(source: Path) -> ctypes.CDLL:
         ) from error
     try:
         with open(folder / "building", "w") as lock:
-            # This lock ends with its process. Remove torch's own lock file, which a killed build leaves behind.
+            # The operating system releases this lock when its process ends. Torch's own lock file stays after a killed
+            # build, and later builds would wait for it forever: remove it.
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)
             library = _compile(source, folder)
@@ -84,15 +85,21 @@ def _compile(source: Path, folder: Path) -> Path:
 
 
 def _flags() -> list[str]:
-    return FLAGS + (X86_FLAGS if platform.machine() == "x86_64" else [])
+    if platform.machine() == "x86_64":
+        return FLAGS + X86_FLAGS
+    return FLAGS
 
 
-def _key(source: Path) -> str:
+def _build_hash(source: Path) -> str:
+    """Return a hash of the source, of torch's version, of the processor's instruction sets and of the flags."""
     import torch
 
-    processor = ""
+    instruction_sets = ""
     if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = [source.read_text(), torch.__version__, platform.machine(), processor, *_flags()]
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            # The line is called flags on x86 and Features on ARM.
+            if line.startswith(("flags", "Features")):
+                instruction_sets = line
+                break
+    parts = [source.read_text(), torch.__version__, platform.machine(), instruction_sets, *_flags()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

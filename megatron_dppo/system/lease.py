@@ -1,17 +1,18 @@
-"""The right to write in a run's folder: one start at a time has it, on any host.
+"""The lease of a run's folder: the right to write there, which one start of the run at a time holds, on any host.
 
-A holder renews a counter in the background. A start that finds a holder takes the lease over where the holder released
-it, where its process has ended (both on one machine), where Slurm has restarted its job, or where its counter is
-unchanged for ``PATIENCE_S`` of the new start's own clock; otherwise the start is refused. Exactly one of several starts
-that race for a lease gets it. A holder that was only stopped for a while, and continues after a takeover, is rejected
-by the fence.
+A start of the run is one execution of ``megatron-dppo train`` or of a Slurm job. It may start the ranks several times;
+these starts of the ranks are counted from 1.
 
-    <folder>/lease.json                 the holder
-    <folder>/lease/<nonce>.beat         the counter of the holder with that nonce; only the holder writes it
-    <folder>/lease/<nonce>.start        the number of the holder's newest start of the ranks
-    <folder>/lease/<nonce>.next/holder.json
-                                        the start that succeeds the holder of
-                                            that nonce
+A holder renews a counter in the background. A start that finds a holder takes the lease over if the holder has released
+it, if holder and newcomer are on one machine and the holder's process has ended, if Slurm has restarted the holder's
+job, or if the counter is unchanged for ``PATIENCE_S`` of the newcomer's own clock. Otherwise the newcomer is refused.
+Exactly one of several starts that race for a lease gets it. A holder that was only suspended for a while, and continues
+after a takeover, is rejected by the fence.
+
+    <folder>/lease.json                      the holder
+    <folder>/lease/<nonce>.beat              the counter of the holder with this nonce; only the holder writes it
+    <folder>/lease/<nonce>.start             the number of the holder's newest start of the ranks
+    <folder>/lease/<nonce>.next/holder.json  the claim of the start that succeeds the holder with this nonce
 
 The lease relies on these properties, also of NFS and Lustre: a rename is atomic, a rename of a folder onto one that is
 not empty fails, and a file that is opened by its name after a rename has the new content. It does not rely on locks,
@@ -29,7 +30,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -42,9 +43,9 @@ from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.processes import process_start
 
 LEASE_FILE = "lease.json"
-# Placeholder for the nonce of the holder before the first one.
+# The first holder has no predecessor. Its claim has this name instead of a predecessor's nonce.
 _FIRST = "first"
-# Errors of a rename onto an existing claim; ENOENT where another start has cleaned up meanwhile.
+# Errors of a rename onto an existing claim. ENOENT: a new holder has removed the folder that was to be renamed.
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
 
 
@@ -54,16 +55,16 @@ class LeaseError(RunError):
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that takes a lease, as other processes can identify it.
+    """The identity of a process that takes a lease, by which other processes can find out whether it still runs.
 
     Attributes:
         nonce: new for every start.
-        host, boot, namespace: scope of ``pid``: the machine's name, this boot of it, and the namespace of process
-            ids (containers have their own).
-        pid, pid_start: the process, and its start time in clock ticks after the boot.
-        job, attempt: Slurm's job id, with the cluster's name where it is known, and the number of the job's
-            restarts; None and 0 outside of Slurm.
-        taken: seconds since the epoch by its own clock, for the user.
+        host, boot, namespace: the machine's name, the id of its current boot, and the namespace of process ids
+            (containers have their own). ``pid`` is valid only where these three are equal.
+        pid, pid_start: id of the process, and its start time in clock ticks after the boot.
+        job, attempt: Slurm's job id, with the cluster's name if it is known, and the number of the job's restarts;
+            None and 0 outside of Slurm.
+        taken: time of the takeover in seconds since the epoch, by the process's own clock. Only users read it.
     """
 
     # The nonce becomes a file's name, so its form is restricted.
@@ -82,16 +83,18 @@ class Holder:
         job = environment.get("SLURM_JOB_ID")
         cluster = environment.get("SLURM_CLUSTER_NAME")
         attempt = environment.get("SLURM_RESTART_COUNT", "0")
-        started = process_start(os.getpid())
-        assert started is not None
+        pid_start = process_start(os.getpid())
+        assert pid_start is not None
+        if job and cluster:
+            job = f"{job}@{cluster}"
         return cls(
             nonce=secrets.token_hex(8),
             host=socket.gethostname(),
             boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             namespace=os.readlink("/proc/self/ns/pid"),
             pid=os.getpid(),
-            pid_start=started,
-            job=f"{job}@{cluster}" if job and cluster else job,
+            pid_start=pid_start,
+            job=job,
             attempt=int(attempt) if attempt.isdigit() else 0,
             taken=round(time.time(), 3),
         )
@@ -103,95 +106,103 @@ class Holder:
         return f"process {self.pid} on {self.host}{job}"
 
     def how_to_end(self) -> str:
+        """Return the command that ends the process."""
         if self.job:
             return f"scancel {self.job.partition('@')[0]}"
         return f"kill {self.pid}, on {self.host}"
 
     def is_neighbour(self, other: Holder) -> bool:
+        """Whether both processes are on one machine and see each other's process ids."""
         machine = self.host, self.boot, self.namespace
         return machine == (other.host, other.boot, other.namespace)
 
     def runs(self) -> bool:
+        """Whether the process runs. Call it on a neighbour only."""
         return process_start(self.pid) == self.pid_start
 
-    def is_earlier_attempt(self, of: Holder) -> bool:
-        """Whether Slurm has started the same job again since, and so ended this one."""
-        return self.job is not None and self.job == of.job and self.attempt < of.attempt
+    def is_earlier_attempt(self, other: Holder) -> bool:
+        """Whether ``other`` is a later restart of this process's Slurm job. Then Slurm has ended this process."""
+        return self.job is not None and self.job == other.job and self.attempt < other.attempt
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The content of a holder's counter file. ``count`` grows; ``ended`` tells that the holder released the lease."""
+    """The content of a holder's counter file. ``count`` grows. ``ended``: whether the holder has released the lease."""
 
     count: int = 0
     ended: bool = False
 
 
 class LeaseFiles:
-    """Reads and writes the files of the lease in ``folder``. Every read opens its file anew."""
+    """Reads and writes the files of the lease in ``folder``. Each read opens the file again, to see a new content."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LEASE_FILE
         self._folder = Path(folder) / "lease"
 
     def holder(self) -> Holder | None:
-        """Return the holder in ``lease.json``. Raises LeaseError where the file is damaged, OSError."""
+        """Return the holder in ``lease.json``; None without the file. Raises OSError, LeaseError (damaged file)."""
         return _read_holder(self.path)
 
     def last_claim(self, holder: Holder | None) -> Holder | None:
-        """Return the last of the starts that succeed ``holder``; ``holder`` itself without one."""
-        while (successor := _read_holder(self._claim_on(holder) / "holder.json")) is not None:
+        """Return the last start in the chain of claims that begins with ``holder``; without a claim ``holder`` itself.
+
+        A start that has claimed the lease may not be in ``lease.json`` yet.
+        """
+        while (successor := _read_holder(self._claim_path(holder) / "holder.json")) is not None:
             holder = successor
         return holder
 
     def claim(self, predecessor: Holder | None, successor: Holder) -> bool:
-        """Name the only successor of ``predecessor``; return False where it has another one already."""
-        prepared = self._folder / f".{successor.nonce}"
-        prepared.mkdir(parents=True)
+        """Make ``successor`` the only successor of ``predecessor``; return False if there is another one already."""
+        new_claim = self._folder / f".{successor.nonce}"
+        new_claim.mkdir(parents=True)
         try:
-            write_atomically(prepared / "holder.json", _encode(successor))
+            write_atomically(new_claim / "holder.json", _encode(successor))
             failpoint("lease/claim")
-            prepared.rename(self._claim_on(predecessor))
+            new_claim.rename(self._claim_path(predecessor))
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
             return False
         finally:
-            shutil.rmtree(prepared, ignore_errors=True)
+            shutil.rmtree(new_claim, ignore_errors=True)
         return True
 
     def give_up_claim(self, predecessor: Holder | None) -> None:
-        shutil.rmtree(self._claim_on(predecessor), ignore_errors=True)
+        """Remove the claim of this process on the lease of ``predecessor``."""
+        shutil.rmtree(self._claim_path(predecessor), ignore_errors=True)
 
     def install(self, holder: Holder) -> None:
         """Write ``holder`` to ``lease.json``, then remove the files of earlier holders."""
         failpoint("lease/install")
         self.write_beat(holder, Beat())
         write_atomically(self.path, _encode(holder))
-        for path in self._others(holder):
+        kept_paths = {self.beat_path(holder), self._claim_path(holder)}
+        # The new holder has no file of its starts yet. A newcomer whose unfinished claim is removed here claims again.
+        for path in list(self._folder.iterdir()):
+            if path in kept_paths:
+                continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
     def beat(self, holder: Holder) -> Beat | None:
-        """Return the last counter of ``holder``; None where it has none, or the file is damaged."""
+        """Return the last counter of ``holder``; None if its file is missing or damaged."""
         try:
-            return TypeAdapter(Beat).validate_json(self.beat_of(holder).read_bytes())
+            return TypeAdapter(Beat).validate_json(self.beat_path(holder).read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
 
     def write_beat(self, holder: Holder, beat: Beat) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         content = {**asdict(beat), "time": round(time.time(), 3)}
-        write_atomically(self.beat_of(holder), json.dumps(content))
+        write_atomically(self.beat_path(holder), json.dumps(content))
 
-    def beat_of(self, holder: Holder) -> Path:
-        return self._folder / f"{holder.nonce}.beat"
-
-    def start(self, holder: Holder) -> int:
+    def read_start(self, holder: Holder) -> int:
         """Return the number of the holder's newest start of the ranks. Raises OSError, LeaseError."""
-        path = self._start_of(holder)
+        path = self._start_path(holder)
         text = path.read_text()
         if not text.strip().isdigit():
             raise LeaseError(f"{path}: got {text!r}, expected a number")
@@ -199,18 +210,19 @@ class LeaseFiles:
 
     def write_start(self, holder: Holder, number: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._start_of(holder), f"{number}\n")
+        write_atomically(self._start_path(holder), f"{number}\n")
 
-    def _start_of(self, holder: Holder) -> Path:
+    def beat_path(self, holder: Holder) -> Path:
+        return self._folder / f"{holder.nonce}.beat"
+
+    def _start_path(self, holder: Holder) -> Path:
         return self._folder / f"{holder.nonce}.start"
 
-    def _claim_on(self, holder: Holder | None) -> Path:
-        return self._folder / f"{_FIRST if holder is None else holder.nonce}.next"
-
-    def _others(self, holder: Holder) -> Iterator[Path]:
-        for path in list(self._folder.iterdir()):
-            if path not in {self.beat_of(holder), self._claim_on(holder)}:
-                yield path
+    def _claim_path(self, predecessor: Holder | None) -> Path:
+        name = _FIRST
+        if predecessor is not None:
+            name = predecessor.nonce
+        return self._folder / f"{name}.next"
 
 
 def _encode(holder: Holder) -> str:
@@ -218,6 +230,7 @@ def _encode(holder: Holder) -> str:
 
 
 def _read_holder(path: Path) -> Holder | None:
+    """Return the holder in a file; None without the file. Raises LeaseError if the file is damaged."""
     try:
         return TypeAdapter(Holder).validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -228,36 +241,39 @@ def _read_holder(path: Path) -> Holder | None:
             fault = error.errors()[0]
             reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
         raise LeaseError(
-            f"{path} is damaged ({reason}); remove it once no process of this run is left"
+            f"{path} is damaged ({reason}); remove it when no process of this run is left"
         ) from error
 
 
 NONCE_VARIABLE = "MEGATRON_DPPO_LEASE"
-"""Variable with the nonce of the run's lease, in the environment of the trainer's ranks."""
+"""Environment variable of a rank with the nonce of the run's lease."""
 
 
 START_VARIABLE = "MEGATRON_DPPO_START"
-"""Variable with the number of the ranks' start under that lease, counted from 1, in their environment."""
+"""Environment variable of a rank with the number of the start of the ranks under this lease, counted from 1."""
 
 
 def start_of_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of this rank's start; None in a process that no supervisor started."""
+    """Return the number of the start that this rank belongs to; None in a process that no supervisor started."""
     text = environment.get(START_VARIABLE)
-    return None if text is None else int(text)
+    if text is None:
+        return None
+    return int(text)
 
 
 class FencedError(RunError):
-    """This start of the run no longer holds its folder; the message names the start that does."""
+    """This start of the run no longer holds the run's folder; the message has the start that holds it."""
 
 
 class Fence:
-    """Check of the lease on ``folder`` for ``nonce``, before something is published.
+    """Check that ``nonce`` still holds the lease on ``folder``; callers check before they publish a file or folder.
 
-    A rename follows the check within milliseconds. A process that is stopped exactly in between still makes the rename,
-    so names of unfinished folders differ between starts, and records are numbered.
+    A caller publishes by a rename directly after ``check``. A process that is suspended exactly between the two makes
+    the rename late, perhaps after a takeover. So that this does no harm, unfinished folders of two starts never have
+    the same name, and records have the number of their start.
 
-    ``start``: number of the start of the ranks that this process belongs to; None for the holder itself, and where no
-    supervisor starts the ranks.
+    ``start``: number of the start of the ranks that this process belongs to; None for the holder itself, and for ranks
+    that no supervisor starts.
     """
 
     def __init__(self, folder: str | Path, nonce: str, start: int | None = None) -> None:
@@ -266,6 +282,7 @@ class Fence:
         self.start = start
 
     def check(self) -> None:
+        """Raise FencedError if this process no longer holds the lease, or can't find out whether it does."""
         try:
             holder = self._files.holder()
         except (LeaseError, OSError) as error:
@@ -281,7 +298,7 @@ class Fence:
 
     def _check_start(self, holder: Holder, start: int) -> None:
         try:
-            newest_start = self._files.start(holder)
+            newest_start = self._files.read_start(holder)
         except (LeaseError, OSError) as error:
             raise FencedError(
                 f"this rank can't tell whether its start is the newest: {error}"
@@ -295,6 +312,7 @@ class Fence:
 log = logging.getLogger(__name__)
 
 RENEW_S = 3.0
+"""Seconds between two renewals of a holder's counter."""
 PATIENCE_S = 30.0
 """Seconds after which a holder on another machine with an unchanged counter counts as ended."""
 _POLL_S = 0.5
@@ -303,12 +321,12 @@ Announce = Callable[[str], None]
 
 
 class Lease:
-    """A lease on ``folder`` from ``take`` to ``release``; a context manager does both.
+    """A lease on ``folder`` from ``take`` to ``release``. As a context manager it calls both.
 
     Args:
         folder: the run's folder; must exist.
-        announce: called with one line before a wait for another machine's holder.
-        patience_s: length of that wait.
+        announce: called with one line before the wait for a holder on another machine.
+        patience_s: length of this wait.
         renew_s: seconds between two renewals.
     """
 
@@ -325,25 +343,25 @@ class Lease:
         self._patience_s = patience_s
         self._renew_s = renew_s
         self._holder = Holder.of_this_process()
-        self._count = 0
+        self._beat_count = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self.fence = Fence(folder, self._holder.nonce)
-        self.taken_over: str | None = None
-        """A sentence about the start that took over while this one ran; None without one."""
+        self.loss: str | None = None
+        """A sentence that says why this start has lost the lease; None while it holds the lease."""
 
     @property
     def heartbeat(self) -> Path:
         """The file that is renewed while this start holds the lease."""
-        return self._files.beat_of(self._holder)
+        return self._files.beat_path(self._holder)
 
     def take(self) -> None:
-        """Become the holder. Raises LeaseError where another start is, or where the files can't be used."""
+        """Become the holder. Raises LeaseError if another start is the holder, or if the files can't be used."""
         try:
             self._take()
         except OSError as error:
             raise LeaseError(
-                f"{error.filename}: {error.strerror}, expected a file or folder of its lease"
+                f"{error.filename}: {error.strerror}, expected a usable file or folder of the run's lease"
             ) from error
 
     def _take(self) -> None:
@@ -359,23 +377,24 @@ class Lease:
             if not files.claim(last_claim, newcomer):
                 # Another start was faster: check whether it is alive.
                 continue
-            # The winner may have removed the claim after it became the holder.
+            # Between our reading of the files and our claim, another start may have claimed the lease, become the
+            # holder and removed its claim. Then our claim came too late, and lease.json has a new holder.
             if files.holder() == holder:
                 break
             files.give_up_claim(last_claim)
         files.install(newcomer)
         self._thread.start()
 
-    def begin_start(self, number: int) -> None:
-        """Fence off the ranks of every start but that with this number. Raises OSError."""
+    def fence_other_starts(self, number: int) -> None:
+        """Let the fence pass only ranks of the start with this number from now on. Raises OSError."""
         self._files.write_start(self._holder, number)
 
     def release(self) -> None:
         """Release the lease, so that the next start need not wait."""
         self._ended.set()
         self._thread.join()
-        if self.taken_over is None:
-            self._beat(Beat(self._count + 1, ended=True))
+        if self.loss is None:
+            self._write_beat(Beat(self._beat_count + 1, ended=True))
 
     def __enter__(self) -> Self:
         self.take()
@@ -386,26 +405,34 @@ class Lease:
 
     def _has_ended(self, holder: Holder) -> bool:
         beat = self._files.beat(holder)
-        if (beat is not None and beat.ended) or holder.is_earlier_attempt(of=self._holder):
+        if beat is not None and beat.ended:
+            return True
+        if holder.is_earlier_attempt(self._holder):
             return True
         if holder.is_neighbour(self._holder):
             return not holder.runs()
-        return self._stands_still(holder, beat)
+        return self._stops_beating(holder, beat)
 
-    def _stands_still(self, holder: Holder, first_beat: Beat | None) -> bool:
-        # Use only this machine's clock, because clocks differ. The last check follows after the time is up.
+    def _stops_beating(self, holder: Holder, first_beat: Beat | None) -> bool:
+        """Wait and return whether the counter of a holder on another machine stays as it is, or says that it ended."""
+        count = "none yet"
+        if first_beat is not None:
+            count = str(first_beat.count)
         self._announce(
             f"{self._files.path} is held by {holder.describe()}, which can't be asked from here: "
-            f"taking it over if its heartbeat ({first_beat.count if first_beat else 'none yet'}) does not change "
-            f"for {self._patience_s:.0f} s"
+            f"taking it over if its heartbeat ({count}) does not change for {self._patience_s:.0f} s"
         )
+        # Use only this machine's clock, because the clocks of two machines differ.
         deadline = time.monotonic() + self._patience_s
         while True:
-            late = time.monotonic() >= deadline
+            # Read the counter once more after the deadline, so that a renewal just before it counts.
+            is_last_read = time.monotonic() >= deadline
             beat = self._files.beat(holder)
             if beat != first_beat:
+                # Any change shows a live holder, except its release. A file that is gone now was removed by a start
+                # that took over, so the lease is in use too.
                 return beat is not None and beat.ended
-            if late:
+            if is_last_read:
                 return True
             time.sleep(min(_POLL_S, self._patience_s / 10))
 
@@ -414,12 +441,12 @@ class Lease:
             try:
                 self.fence.check()
             except FencedError as error:
-                self.taken_over = str(error)
+                self.loss = str(error)
                 return
-            self._count += 1
-            self._beat(Beat(self._count))
+            self._beat_count += 1
+            self._write_beat(Beat(self._beat_count))
 
-    def _beat(self, beat: Beat) -> None:
+    def _write_beat(self, beat: Beat) -> None:
         try:
             self._files.write_beat(self._holder, beat)
         except OSError as error:

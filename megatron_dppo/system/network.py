@@ -1,4 +1,4 @@
-"""Addresses of this machine: ports, network interfaces, base URLs, and torch's rendezvous on one of them."""
+"""Addresses: free ports, network interfaces, checks of hosts and URLs, and a store of torch on one address."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
-_bound: list[socket.socket] = []
+_held_ports: list[socket.socket] = []
 """Sockets that hold the ports of ``free_port``."""
-_bound_lock = threading.Lock()
+_held_ports_lock = threading.Lock()
 
 
 class PortTakenError(RuntimeError):
@@ -30,31 +30,31 @@ class PortTakenError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of ``host`` that the system assigns to no other process while this one runs.
+    """Return a free port of ``host`` that the system assigns to no other process.
 
-    See :func:`hold_port`. ``give_back_port`` ends it earlier.
+    The port is held (see :func:`hold_port`) until this process ends, or until ``give_back_port``.
     """
-    bound = hold_port(host, 0)
-    _bound.append(bound)
-    return int(bound.getsockname()[1])
+    held_port = hold_port(host, 0)
+    _held_ports.append(held_port)
+    return int(held_port.getsockname()[1])
 
 
 def give_back_port(port: int) -> None:
-    """Let the system assign a port of ``free_port`` again: the server that used it has ended."""
-    # Servers end in threads of their own.
-    with _bound_lock:
-        for bound in list(_bound):
-            if bound.getsockname()[1] == port:
-                _bound.remove(bound)
-                bound.close()
+    """Let the system assign a port of ``free_port`` again, after the end of the server that used it."""
+    # Several threads may call this: servers end in threads of their own.
+    with _held_ports_lock:
+        for held_port in list(_held_ports):
+            if held_port.getsockname()[1] == port:
+                _held_ports.remove(held_port)
+                held_port.close()
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """Bind ``port`` of ``host`` (0: any free one) until the socket is closed.
+    """Bind ``port`` of ``host`` (0: any free port) until the returned socket is closed.
 
-    Meanwhile the system assigns the port neither to a server that takes any port nor to a connection. A server that
-    requests this very port, with SO_REUSEADDR as servers do, can listen on it. A connection to the port is refused.
-    Raises PortTakenError where it can't be bound.
+    Meanwhile the system assigns the port neither to a server that takes any free port nor to an outgoing connection. A
+    server that binds exactly this port, with SO_REUSEADDR as servers do, can listen on it. Until then connections to
+    the port are refused. Raises PortTakenError if the port can't be bound.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,29 +77,35 @@ class InterfaceError(RunError, ValueError):
 
 
 def interface_address(name: str) -> str:
-    """Return the address of an interface, IPv4 where it has one; ``name`` may be an address of this machine.
+    """Return the address of a network interface: an IPv4 address, or IPv6 if it has no IPv4 address.
 
-    Raises InterfaceError.
+    ``name`` may also be an address of this machine, which is returned. Raises InterfaceError.
     """
-    interfaces = {n: _usable(addresses) for n, addresses in psutil.net_if_addrs().items()}
-    if any(name in addresses for addresses in interfaces.values()):
+    addresses_of: dict[str, list[str]] = {}
+    for interface, entries in psutil.net_if_addrs().items():
+        addresses_of[interface] = _usable(entries)
+    if any(name in addresses for addresses in addresses_of.values()):
         return name
-    if not interfaces.get(name):
-        names = ", ".join(f"{n} ({a[0]})" for n, a in sorted(interfaces.items()) if a)
+    if not addresses_of.get(name):
+        choices: list[str] = []
+        for interface, addresses in sorted(addresses_of.items()):
+            if addresses:
+                choices.append(f"{interface} ({addresses[0]})")
+        names = ", ".join(choices)
         raise InterfaceError(f"got {name!r}, expected a network interface with an address: {names}")
-    return interfaces[name][0]
+    return addresses_of[name][0]
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with ``address``; None where this machine has none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in _usable(addresses):
+    """Return the name of the interface with ``address``; None if no interface of this machine has it."""
+    for name, entries in psutil.net_if_addrs().items():
+        if address in _usable(entries):
             return name
     return None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own, which other machines can't reach."""
+    """Whether a host's name or address is a loopback address, which other machines can't reach."""
     try:
         return ipaddress.ip_address(resolve(host)).is_loopback
     except (ValueError, OSError):
@@ -107,36 +113,43 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve(host: str) -> str:
-    """Return the address of a host's name, IPv4 where it has one. Raises OSError."""
+    """Return the address of a host's name: an IPv4 address, or IPv6 if it has no IPv4 address. Raises OSError."""
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     ipv4_entries = [entry for entry in entries if entry[0] == socket.AF_INET]
-    return str((ipv4_entries or entries)[0][4][0])
+    preferred_entry = (ipv4_entries or entries)[0]
+    socket_address = preferred_entry[4]
+    return str(socket_address[0])
 
 
 def source_address(host: str) -> str:
     """Return this machine's address on the network that leads to ``host``. Raises OSError."""
     address = resolve(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # Connecting a datagram socket sends nothing: it only selects the route.
+    # Connecting a datagram socket sends nothing: it only selects the route. The port (9, "discard") does not matter.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
-def _usable(addresses: Sequence[Any]) -> list[str]:
-    """Return IPv4 addresses, then IPv6 ones that can be reached without an interface's name."""
+def _usable(entries: Sequence[Any]) -> list[str]:
+    """Return the IPv4 addresses in psutil's entries of an interface, then its IPv6 addresses.
+
+    An IPv6 address with "%" is left out: it is valid only together with the interface's name.
+    """
     families = socket.AF_INET, socket.AF_INET6
     usable_addresses: list[str] = []
     for family in families:
-        for entry in addresses:
+        for entry in entries:
             if entry.family == family and "%" not in entry.address:
                 usable_addresses.append(entry.address)
     return usable_addresses
 
 
 def url_host(host: str) -> str:
-    """Return ``host`` in the form of a URL: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
+    """Return ``host`` as it stands in a URL: an IPv6 address in brackets, any other host unchanged."""
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 _HOST = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -159,9 +172,9 @@ def _is_address(host: str) -> bool:
 
 
 def host_fault(host: str) -> str | None:
-    """Return the fault of ``host`` as an address to listen on, in one line: neither an address nor a known name.
+    """Return the fault of ``host`` as an address to listen on, in one line; None for an address or a known name.
 
-    The address need not be this machine's: a run may be checked on another one.
+    The address need not be this machine's: a run may be checked on another machine than it runs on.
     """
     if _is_address(host):
         return None
@@ -176,14 +189,14 @@ def host_fault(host: str) -> str | None:
 
 
 def url_fault(url: str) -> str | None:
-    """Return the fault of ``url`` in one line; None where a server can have it.
+    """Return the fault of ``url`` as the base URL of a server, in one line; None for a valid URL.
 
-    A valid URL is ``http`` or ``https``, a host's name or address, and optionally a port from 1 on and a path.
+    A valid URL has ``http`` or ``https``, a host's name or address, and optionally a port above 0 and a path.
     """
     problem = f"got {url!r}, expected http://host:port"
     try:
         parts = urlsplit(url)
-        # Report this without the URL, whose password would be in every log.
+        # Report this without the URL, so that its password is in no log.
         if "@" in parts.netloc:
             return (
                 f"got one for {parts.hostname} with a user or a password in it, expected "
@@ -193,19 +206,24 @@ def url_fault(url: str) -> str | None:
         port = parts.port
     except ValueError as error:
         return f"{problem}: {error}"
-    # urlsplit checks an IPv6 address.
-    has_valid_host = ":" in host or _is_host(host)
-    plain = not (parts.query or parts.fragment or re.search(r"\s", url))
-    if parts.scheme in ("http", "https") and has_valid_host and port != 0 and plain:
-        return None
-    return problem
+    # A host with ":" is an IPv6 address, which urlsplit has checked.
+    if ":" not in host and not _is_host(host):
+        return problem
+    if parts.scheme not in ("http", "https") or port == 0:
+        return problem
+    if parts.query or parts.fragment or re.search(r"\s", url):
+        return problem
+    return None
 
 
 HIDDEN_SECRET = "<api key>"
 
 
 def without_secrets(text: str, secrets: Iterable[str | None]) -> str:
-    """Return ``text`` of a server, for a message, with each key replaced: a server may echo a key that it received."""
+    """Return a server's text for a message, with ``HIDDEN_SECRET`` in place of each of ``secrets``.
+
+    A server may echo a key that it received.
+    """
     for secret in secrets:
         if secret:
             text = text.replace(secret, HIDDEN_SECRET)
@@ -213,15 +231,16 @@ def without_secrets(text: str, secrets: Iterable[str | None]) -> str:
 
 
 class ListenError(RunError):
-    """An address can't be listened on; the message names it, and the system's reason."""
+    """A process can't listen on an address; the message has the address and the system's reason."""
 
 
 def listening_store(
     host: str, port: int, world_size: int | None, timeout: timedelta, **options: Any
 ) -> TCPStore:
-    """Return a store that other ranks connect to, on ``host`` only; a free port where ``port`` is 0.
+    """Return a TCPStore to which other ranks connect; it listens only on ``host``. ``port`` 0: any free port.
 
-    ``options`` are TCPStore's. Raises ListenError where the address can't be bound.
+    torch's own constructor would listen on all addresses of the machine. ``options`` are TCPStore's. Raises ListenError
+    if the address can't be bound.
     """
     from torch.distributed import TCPStore
 

@@ -1,12 +1,14 @@
-"""Plugins: the parts that this package and others register as entry points, found without importing them.
+"""Plugins: parts of this package and of other packages that are registered as entry points.
+
+They are found without importing them.
 
 A package registers a part under a group in its pyproject.toml::
 
     [project.entry-points."megatron_dppo.commands"]
     hello = "my_package.hello"
 
-The groups are the constants below. This package registers its own commands, start checks and reports in
-the same way, so that the core does not import them.
+The groups are the constants below. This package registers its own commands, start checks and reports in the same way,
+so that the core does not import them.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ TRACKERS = "megatron_dppo.trackers"
 
 _DISTRIBUTION = "megatron-dppo"
 _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-"""The project file of a clone. A wheel has none, and its metadata lists the entry points."""
+"""The project file of a clone. An installed wheel has none; its metadata has the entry points."""
 
 
 def find_plugins(group: str) -> dict[str, EntryPoint]:
     """Find the entry points of ``group`` by name, this package's own first.
 
-    An entry point of this package whose module is missing is left out: a tree without ``cluster/`` or
-    ``diagnostics/`` works, without what they register.
+    An entry point of this package is left out if its module is missing: a tree without ``cluster/`` or ``diagnostics/``
+    works without the plugins of these folders.
 
     Raises:
         ValueError: two distributions register the same name.
@@ -70,12 +72,13 @@ def _own_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 
 def _declared_entries(group: str) -> list[EntryPoint]:
-    """The entry points that this package declares: in a clone by its project file, else by its metadata."""
+    """Return the entry points of this package: of a clone from its project file, else from its metadata."""
     if _PROJECT.is_file():
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+        # The file above an installed package may be that of another project.
         if project["name"] == _DISTRIBUTION:
-            declared = project.get("entry-points", {}).get(group, {})
-            return [EntryPoint(name, value, group) for name, value in declared.items()]
+            entries = project.get("entry-points", {}).get(group, {})
+            return [EntryPoint(name, value, group) for name, value in entries.items()]
     distribution = importlib.metadata.distribution(_DISTRIBUTION)
     return [entry for entry in distribution.entry_points if entry.group == group]
 
@@ -90,13 +93,15 @@ def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 
 def module_file(module: str) -> Path | None:
-    """The source file of ``module``, found without importing it or its parent packages; None if there is none."""
+    """Return the source file of ``module`` without importing it or its parent packages; None if it has none."""
     package, *submodules = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None
     if not submodules:
-        return Path(spec.origin) if spec.origin else None
+        if spec.origin is None:
+            return None
+        return Path(spec.origin)
     for folder in spec.submodule_search_locations or ():
         path = Path(folder).joinpath(*submodules)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
@@ -106,7 +111,7 @@ def module_file(module: str) -> Path | None:
 
 
 def targets(group: str) -> dict[str, str]:
-    """The entry points of ``group`` as ``package.module:attribute`` by name."""
+    """Return the entry points of ``group``: name -> ``package.module:attribute``."""
     return {name: _target_of(entry) for name, entry in find_plugins(group).items()}
 
 
@@ -116,7 +121,7 @@ def _target_of(entry: EntryPoint) -> str:
 
 
 def help_line(entry: EntryPoint) -> str:
-    """The first line of the docstring of the plugin's module, without its full stop; empty if there is none."""
+    """Return the first line of the docstring of the plugin's module without its full stop; empty without one."""
     file = module_file(entry.module)
     if file is None:
         return ""
@@ -125,7 +130,7 @@ def help_line(entry: EntryPoint) -> str:
 
 
 def load_plugin(entry: EntryPoint) -> Any:
-    """Import the object that ``entry`` names. Raises ValueError, whatever its module raises."""
+    """Import the object of an entry point. Raises ValueError, also if its module raises another error."""
     if not entry.attr:
         return importlib.import_module(entry.module)
     try:

@@ -1,4 +1,4 @@
-"""Files and folders that only this user may write."""
+"""Files and folders that no other user may write."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_dppo.system.errors import RunError
 
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ACCESS_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_WRITING_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnsafeFileError(RunError, PermissionError):
@@ -18,7 +18,7 @@ class UnsafeFileError(RunError, PermissionError):
 
 
 def make_private_folder(path: Path) -> None:
-    """Create ``path`` with its parents, or restrict it, so that only its user can enter it.
+    """Create ``path`` with its parents, or restrict an existing folder, so that only this user can enter it.
 
     Raises UnsafeFileError if ``path`` belongs to another user or is not a folder; OSError.
     """
@@ -26,22 +26,22 @@ def make_private_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        # lstat judges the path itself; stat would judge the target of a link.
+        # Use lstat to check the path itself: stat would follow a link.
         status = path.lstat()
         _require_own(path, status)
         if not stat.S_ISDIR(status.st_mode):
             raise UnsafeFileError(f"{path}: expected a folder") from None
-        if status.st_mode & _OTHERS:
+        if status.st_mode & _ACCESS_OF_OTHERS:
             path.chmod(0o700)
 
 
 def read_own(path: Path) -> str:
-    """Return the text of a file that no other user could have written.
+    """Return the text of a file that no other user can write.
 
     Raises UnsafeFileError for a file of another user, or one that a group or everybody may write; OSError,
     UnicodeDecodeError.
     """
-    # NOFOLLOW: a link may lead to any file. NONBLOCK: opening a FIFO would wait for its writer.
+    # O_NOFOLLOW: a link may lead to any file. O_NONBLOCK: opening a FIFO would wait for its writer.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -49,10 +49,10 @@ def read_own(path: Path) -> str:
             raise
         raise UnsafeFileError(f"{path}: expected a file, not a symbolic link") from None
     with open(descriptor, encoding="utf-8") as file:
-        # Check the open file: the path could name another one by now.
+        # Check the open file: the path may belong to another file by now.
         status = os.fstat(descriptor)
         _require_own(path, status)
-        if status.st_mode & _OTHERS_WRITE:
+        if status.st_mode & _WRITING_BY_OTHERS:
             mode = stat.filemode(status.st_mode)
             raise UnsafeFileError(f"{path}: others may write it ({mode}), expected the owner alone")
         return file.read()

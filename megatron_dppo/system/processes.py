@@ -1,4 +1,4 @@
-"""Processes: start one, ask it to end, kill it with all its descendants, describe how it ended."""
+"""Processes: start a process, ask it to end, kill it with all its descendants, describe how it ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LONGEST_EXCEPTION = 300
 
 
 _STARTED: set[int] = set()
-"""Ids of all processes that ``start_process`` has started here, running or not."""
+"""Ids of all processes that this process has started by ``start_process``, running or not."""
 
 
 def start_process(
@@ -53,14 +53,14 @@ def start_process(
 
     Args:
         command: program and arguments. Every user can read them with ``ps``: secrets go through ``stdin``.
-        environment: all of the child's variables.
+        environment: all environment variables of the child process.
         output: file descriptor of its standard output, or ``subprocess.PIPE``.
-        errors: file descriptor of its standard error; by default both go to ``output``.
+        errors: file descriptor of its standard error; default: that of its standard output.
         stdin: ``subprocess.PIPE`` opens an unbuffered pipe to its standard input.
-        dies_with_thread: whether the kernel kills it when the *thread* that called this ends, and so also when this
-            process is killed. Call it from a thread that lives as long as the child.
+        dies_with_thread: whether the kernel kills it when the *thread* that called this function ends, and so also when
+            this process is killed. Call the function from a thread that lives as long as the child process.
         inherited: further descriptors that it inherits, under the same numbers.
-        lifts_memory_limit: whether its address space has only the hard limit, not this process's soft one.
+        lifts_memory_limit: whether only the hard limit applies to its address space, not this process's soft limit.
     """
     parent = os.getpid()
 
@@ -71,6 +71,7 @@ def start_process(
         if dies_with_thread:
             die_with_parent(parent)
 
+    needs_preparation = dies_with_thread or lifts_memory_limit
     process = subprocess.Popen(
         list(command),
         bufsize=0,
@@ -80,8 +81,8 @@ def start_process(
         env=dict(environment),
         start_new_session=True,
         pass_fds=tuple(inherited),
-        # prepare makes only system calls between fork and exec.
-        preexec_fn=prepare if dies_with_thread or lifts_memory_limit else None,  # noqa: PLW1509
+        # PLW1509 warns of locks that other threads held at the fork; prepare makes only system calls.
+        preexec_fn=prepare if needs_preparation else None,  # noqa: PLW1509
     )
     _STARTED.add(process.pid)
     return process
@@ -90,12 +91,12 @@ def start_process(
 def die_with_parent(parent: int) -> None:
     """Make the kernel SIGKILL this process when the thread of ``parent`` that started it ends.
 
-    Exits at once where ``parent`` is dead already.
+    Exits at once if ``parent`` has ended already.
     """
-    # Make only system calls: this runs between fork and exec, where locks that other threads held are lost.
+    # Make only system calls: this runs between fork and exec, where a lock that another thread held is never released.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent died before prctl took effect.
     if os.getppid() != parent:
+        # The parent ended before prctl took effect.
         os._exit(1)
 
 
@@ -113,101 +114,106 @@ def is_rank_name(name: str) -> bool:
 
 
 def bound_memory(gib: int, *, is_final: bool) -> None:
-    """Limit the address space of this process and its children to so many GiB.
+    """Limit the address space of this process, and of processes that it starts later, to ``gib`` GiB.
 
-    A number with 10^9 digits, or an endless list, must not take the node's memory. ``is_final``: the limit can't be
-    lifted again; otherwise ``start_process`` can lift it.
+    So foreign code that computes a number with 10^9 digits, or an endless list, does not take the node's memory.
+    ``is_final``: whether the hard limit is set too; otherwise ``start_process`` can lift the limit.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    memory = gib << 30
-    soft = memory
-    if hard != resource.RLIM_INFINITY:
-        soft = min(memory, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, soft if is_final else hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    soft_limit = gib << 30
+    if hard_limit != resource.RLIM_INFINITY:
+        soft_limit = min(soft_limit, hard_limit)
+    if is_final:
+        hard_limit = soft_limit
+    resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent dies, so that it can end them.
+    """Make this process the parent of its descendants whose own parent ends, so that it can kill them.
 
-    Raises OSError where the kernel refuses.
+    Raises OSError if the kernel refuses.
     """
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 class OrphanReaper:
-    """Reaps ended processes that this one has adopted, so that their entries do not stay in the process table.
+    """Reaps ended processes that this process has adopted, so that their entries do not stay in the process table.
 
-    For a process that adopts orphans. An orphan is reaped when two looks in a row have found it ended. The exit code of
-    a process that ``start_process`` started stays with its handle, and that of one that ends within the code that
-    started it is taken between two looks.
+    Use it in a process that adopts orphans. Reaping takes a process's exit code, which must not be taken from the code
+    that waits for it. So processes of ``start_process`` are not reaped here, and any other child only if two looks in a
+    row have found it ended: code that starts a child without ``start_process`` waits for it, and has reaped it before
+    the second look.
     """
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._next_look = time.monotonic() + every_s
-        self._ended_before: frozenset[int] = frozenset()
+        self._ended_at_last_look: frozenset[int] = frozenset()
 
     def poll(self) -> None:
-        """Look, if ``every_s`` seconds have passed since the last look."""
+        """Call ``look`` if ``every_s`` seconds have passed since the last look."""
         if time.monotonic() >= self._next_look:
             self.look()
             self._next_look = time.monotonic() + self._every_s
 
     def look(self) -> None:
-        """Reap the orphans that had ended at the last look."""
+        """Reap the orphans that had already ended at the last look."""
         ended = _ended_orphans()
-        for pid in ended & self._ended_before:
+        for pid in ended & self._ended_at_last_look:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        self._ended_before = ended - self._ended_before
+        self._ended_at_last_look = ended - self._ended_at_last_look
 
 
 def _ended_orphans() -> frozenset[int]:
-    found = set()
+    """Return the ids of the ended children that ``start_process`` did not start."""
+    pids = set()
     for child in psutil.Process().children():
         if child.pid not in _STARTED and not _runs(child):
-            found.add(child.pid)
-    return frozenset(found)
+            pids.add(child.pid)
+    return frozenset(pids)
 
 
 def kill_descendants(timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL every process below this one and reap it; return the ids of those that do not end in time.
+    """SIGKILL and reap all descendants of this process; return the ids of those that do not end in time.
 
-    For a process that adopts orphans, at its own end: the function takes the exit codes of all children.
+    Call it at the end of a process that adopts orphans: the function takes the exit codes of all children.
     """
     deadline = time.monotonic() + timeout_s
-    # Repeat until no process is left: one may fork during the search.
+    # Repeat until no process is left, because a process may fork while the descendants are listed.
     while True:
-        family = psutil.Process().children(recursive=True)
-        _kill(family)
+        descendants = psutil.Process().children(recursive=True)
+        _kill(descendants)
         try:
+            # Reap children until none that has ended is left.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            # No child is left, and orphans would have become children.
+            # There is no child, so no descendant either: this process would have adopted it.
             return []
         if time.monotonic() > deadline:
-            return [process.pid for process in family]
+            return [process.pid for process in descendants]
         time.sleep(0.02)
 
 
 def continue_guarded(descriptor: int) -> None:
-    """Fork: return in the child, while this process adopts and reaps orphans below it.
+    """Fork, and return in the child only. This process becomes its guard, which adopts and reaps orphans.
 
-    When the child ends, or the other side of ``descriptor`` is closed, this process kills everything below it, and ends
-    as the child did.
+    When the child ends, or the other side of ``descriptor`` is closed, the guard kills all its descendants, and ends
+    with the child's exit code or signal.
     """
-    guarding = os.getpid()
+    guard_pid = os.getpid()
     adopt_orphans()
-    if (child := os.fork()) != 0:
+    child = os.fork()
+    if child != 0:
         _guard(child, descriptor)
-    die_with_parent(guarding)
+    die_with_parent(guard_pid)
 
 
 @contextmanager
 def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` under a guard process, which ends as the command does; yield the guard.
+    """Start ``command`` under a guard process, which ends with the command's exit code or signal; yield the guard.
 
     ``settings`` are those of ``start_process``. When the command, the guard or the block ends, every process that the
     command started is killed, whatever its session or parent.
@@ -225,7 +231,7 @@ def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
     try:
         yield process
     finally:
-        # Closing the pipe tells the guard to end.
+        # The guard ends when the pipe is closed.
         os.close(own_end)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_WAIT_S)
@@ -233,25 +239,33 @@ def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
 
 
 def _guard(child: int, descriptor: int) -> NoReturn:
+    """Wait for the end of ``child`` or of the other side of ``descriptor``, kill all descendants, and end."""
     ends = select.poll()
-    # Without an event, poll tells only that the other side is closed; its data is for the child.
+    # With an event mask of 0, poll reports only that the other side is closed. Data in the pipe is for the child.
     ends.register(descriptor, 0)
     ends.register(os.pidfd_open(child), select.POLLIN)
     while not ends.poll(1000.0):
         _reap_all_but(child)
-    ended, status = os.waitpid(child, os.WNOHANG)
+    ended_pid, status = os.waitpid(child, os.WNOHANG)
     kill_descendants()
-    code = os.waitstatus_to_exitcode(status) if ended else 0
+    code = 0
+    if ended_pid:
+        code = os.waitstatus_to_exitcode(status)
     if code < 0:
+        # End by the child's signal, but leave no second core file.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.kill(os.getpid(), -code)
     os._exit(max(code, 0))
 
 
 def _reap_all_but(child: int) -> None:
+    """Reap ended children until the next one is ``child``, whose exit code the caller needs."""
+    # WNOWAIT: look at an ended child without reaping it.
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid != child:
+        while (ended := os.waitid(os.P_ALL, 0, flags)) is not None:
+            if ended.si_pid == child:
+                return
             os.waitpid(ended.si_pid, 0)
 
 
@@ -260,28 +274,28 @@ def child_ids() -> frozenset[int]:
 
 
 def kill_children(spared: Collection[int] = ()) -> None:
-    """SIGKILL and reap the children of this process except ``spared``, and all their descendants.
+    """SIGKILL and reap the children of this process except ``spared``, and all descendants of these children.
 
-    For a process that adopts orphans: then no process escapes by changing its parent or its session. Fast where there
-    are no children.
+    Use it in a process that adopts orphans: then no process escapes by changing its parent or its session.
     """
+    # Check first, because psutil's search reads the table of all processes.
     while _has_children():
-        doomed = [c for c in psutil.Process().children() if c.pid not in spared]
-        if not doomed:
+        victims = [child for child in psutil.Process().children() if child.pid not in spared]
+        if not victims:
             return
         members: list[psutil.Process] = []
-        for child in doomed:
+        for child in victims:
             members += [*_family(child.pid), child]
         _kill(members)
-        for child in doomed:
+        for child in victims:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, 0)
 
 
 def kill_orphans() -> None:
-    """SIGKILL and reap the processes that this one has adopted, and their descendants.
+    """SIGKILL and reap the processes that this process has adopted, and their descendants.
 
-    For a process that adopts orphans and starts its own children by ``start_process`` alone.
+    Use it in a process that adopts orphans and starts processes by ``start_process`` only.
     """
     kill_children(_STARTED)
 
@@ -295,7 +309,7 @@ def _has_children() -> bool:
 
 
 class ChildProcess(Protocol):
-    """The part of ``subprocess.Popen`` that the start and the end of commands use."""
+    """The methods of ``subprocess.Popen`` that this package uses."""
 
     @property
     def pid(self) -> int: ...
@@ -310,24 +324,25 @@ class ChildProcess(Protocol):
 def kill_families(processes: Iterable[ChildProcess]) -> None:
     """SIGKILL each process that ``start_process`` started, its process group and its descendants.
 
-    Returns when all have ended, or after ten seconds. Processes that have ended already are no error.
+    Returns when all have ended, or after ten seconds. It is no error if a process has ended already.
     """
     roots = list(processes)
-    family: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     for root in roots:
-        family += _family(root.pid)
+        descendants += _family(root.pid)
     for root in roots:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
-    _kill(family)
+    _kill(descendants)
     for root in roots:
         root.wait()
     deadline = time.monotonic() + _KILL_WAIT_S
-    while any(_runs(member) for member in family) and time.monotonic() < deadline:
+    while any(_runs(process) for process in descendants) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _family(pid: int) -> list[psutil.Process]:
+    """Return all descendants of a process; an empty list if it has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -335,7 +350,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process runs. A zombie, which may wait long until its parent reaps it, does not."""
+    """Whether the process runs. A zombie (ended, but not yet reaped by its parent) does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -349,26 +364,30 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return a process's start time in clock ticks after the boot; None where it has ended, or is a zombie."""
+    """Return a process's start time in clock ticks after the boot; None if it has ended, or is a zombie."""
     try:
+        # The process's name in brackets may contain spaces, so count the fields after it.
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if state in "ZX" else int(numbers[18])
+    if state in "ZX":
+        return None
+    # The start time is field 22 of proc(5); the first field after the name and the state is field 4.
+    return int(numbers[22 - 4])
 
 
 def describe_exit(code: int, exception: str | None = None) -> str:
-    """Describe how a process ended. ``exception``: the last one in its log, which explains a kill better than
-    memory.
+    """Return how a process ended: ``exited with code 1``.
+
+    ``exception``: the last exception in the process's log. Without one, a SIGKILL is explained by lack of memory.
     """
     if code >= 0:
         ending = f"exited with code {code}"
     elif -code not in set(signal.Signals):
         ending = f"was killed by signal {-code}"
     else:
-        is_unexplained = -code == signal.SIGKILL and exception is None
         hint = ""
-        if is_unexplained:
+        if -code == signal.SIGKILL and exception is None:
             hint = "; the kernel does that when memory runs out"
         ending = f"was killed by {signal.Signals(-code).name} (signal {-code}{hint})"
     if exception is None:
@@ -377,9 +396,11 @@ def describe_exit(code: int, exception: str | None = None) -> str:
 
 
 def tail(path: Path, lines: int = 40) -> str:
+    """Return the last lines of a file; an empty text if it does not exist."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
@@ -399,12 +420,13 @@ def last_exception(log: str) -> str | None:
 
 
 def quote(text: str) -> str:
-    """``text`` indented by four spaces, for a message; a note where it is empty."""
-    return "".join(f"    {line}" for line in (text or "(empty)").splitlines(keepends=True))
+    """Return ``text`` with its lines indented by four spaces; ``(empty)`` stands for an empty text."""
+    lines = (text or "(empty)").splitlines(keepends=True)
+    return "".join(f"    {line}" for line in lines)
 
 
 class StartedProcess:
-    """A command that was started on this machine, or the process that runs it elsewhere."""
+    """A command that was started on this machine, or the local process (ssh, srun) that runs it on another host."""
 
     def __init__(self, process: ChildProcess) -> None:
         self._process = process
@@ -415,7 +437,7 @@ class StartedProcess:
         return self._process.pid
 
     def stop(self, grace_s: float) -> None:
-        """Ask the process to end, kill it after ``grace_s`` seconds; returns when it has ended."""
+        """Send SIGTERM, kill the process and its descendants after at most ``grace_s`` seconds; wait for their ends."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -430,10 +452,10 @@ class StartedProcess:
 
 
 class Launcher:
-    """Starts commands on this machine; a subclass may start them at another host.
+    """Starts commands on this machine; a subclass may start them on another host.
 
-    A command dies with the *thread* that called ``start`` (the kernel counts the thread, not the process): start it
-    from the main thread.
+    The kernel kills a command when the *thread* that called ``start`` ends, even if its process continues: call
+    ``start`` from the main thread.
     """
 
     def start(
@@ -444,18 +466,18 @@ class Launcher:
         log: Path,
         stdin: bytes,
     ) -> StartedProcess:
-        """Start ``command`` with all of the variables in ``environment``, and return at once.
+        """Start ``command`` with exactly the variables in ``environment``, and return at once.
 
         Every user can read the command with ``ps``: secrets go through ``stdin``. Output is appended to ``log``.
         """
         return StartedProcess(start_fed(command, environment=environment, log=log, stdin=stdin))
 
     def require_free_port(self, address: str, port: int) -> None:
-        """Raise PortTakenError where the port can't be bound, as far as this machine can tell."""
+        """Raise PortTakenError if the port can't be bound. A subclass for another host can't check this."""
         require_free_port(address, port)
 
     def close(self) -> None:
-        """End the processes that the launcher itself needs."""
+        """End the launcher's own processes, such as fork servers."""
 
 
 def start_fed(
@@ -465,9 +487,9 @@ def start_fed(
     log: Path,
     stdin: bytes,
 ) -> subprocess.Popen[bytes]:
-    """Start a process with all of its standard input, its output appended to ``log``.
+    """Start a process, write ``stdin`` to its standard input and close it. Output is appended to ``log``.
 
-    The exit code tells where the process dies before it has read the input.
+    It is no error here if the process ends before it has read its input: the caller sees its exit code.
     """
     with open(log, "ab") as file:
         process = start_process(
@@ -481,7 +503,7 @@ def start_fed(
 
 
 def feed(process: subprocess.Popen[bytes], content: bytes) -> None:
-    """Write all of a process's standard input, its pipe, and close it."""
+    """Write ``content`` to the pipe of a process's standard input, and close the pipe."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(content)
@@ -492,12 +514,13 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Delay ending signals until the block's end, also for the programs that it starts. Main thread only.
+    """Delay ``ENDING_SIGNALS`` until the block's end. Main thread only.
 
-    Ignored signals stay ignored (nohup). Programs inherit the mask.
+    Programs that are started in the block inherit the signal mask, so signals are delayed for them too. Ignored signals
+    stay ignored (nohup).
     """
-    # The mask applies only to this thread, and another thread, of a library, may receive a signal that is meant for the
-    # process. So the handlers store the signal until the end.
+    # The mask applies to this thread only. A signal to the process may reach another thread, such as a library's, so
+    # the handlers store signals until the end.
     received_signals: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
@@ -514,17 +537,17 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for handled_number, handler in handlers.items():
             signal.signal(handled_number, handler)
-        for noted in received_signals:
-            signal.raise_signal(noted)
+        for received_signal in received_signals:
+            signal.raise_signal(received_signal)
 
 
 def end_now(code: int) -> NoReturn:
     """Run the exit handlers, flush the logs and both standard streams, and end without the interpreter's shutdown.
 
-    ``with`` blocks must be left before.
+    Leave all ``with`` blocks before: their ends do not run.
     """
-    # multiprocessing ends its children in this way: a daemon thread in native code during the interpreter's shutdown,
-    # such as the watcher of the collectives, aborts the process when it returns to Python.
+    # A daemon thread that is in native code during the interpreter's shutdown, such as the watcher of the collectives,
+    # would abort the process when it returns to Python. multiprocessing ends its child processes in this way too.
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -537,43 +560,45 @@ def end_now(code: int) -> NoReturn:
 
 
 STOP_FILE_VARIABLE = "MEGATRON_DPPO_STOP_FILE"
-"""Variable with the path of the stop file, in the environment of the processes that watch it."""
+"""Environment variable with the path of the stop file that a process watches."""
 _STOP = "stop"
 _STOP_LOOK_S = 1.0
 
 
 def ask_to_stop(path: Path) -> None:
     """Ask the processes that watch ``path`` to stop, on any host."""
-    # Write in place and never rename: NFS shows the new content of a known file, but may hide for a minute that another
-    # file has its name.
+    # Write in place, not by a rename: NFS shows the new content of a known file at once, but may show for a minute the
+    # file that had the name before a rename.
     path.write_text(_STOP, encoding="utf-8")
 
 
 def withdraw_stop(path: Path) -> None:
+    """Take back the request of ``ask_to_stop``."""
     path.write_text("", encoding="utf-8")
 
 
 class StopFile:
-    """A watched file; a call returns whether a stop was requested. It reads the file at most once a second."""
+    """The watcher of a stop file. A call reads it, at most once a second, and returns whether a stop was requested."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._asked = False
+        self._is_requested = False
         self._next_look = 0.0
 
     def __call__(self) -> bool:
         current_time = time.monotonic()
-        if not self._asked and current_time >= self._next_look:
+        if not self._is_requested and current_time >= self._next_look:
             self._next_look = current_time + _STOP_LOOK_S
-            self._asked = self._path.exists() and self._path.read_text(encoding="utf-8") == _STOP
-        return self._asked
+            if self._path.exists():
+                self._is_requested = self._path.read_text(encoding="utf-8") == _STOP
+        return self._is_requested
 
 
 HEARTBEAT_VARIABLE = "MEGATRON_DPPO_HEARTBEAT"
-"""Variable with the path of the renewed file, in the environment of the processes that watch it."""
+"""Environment variable with the path of the file whose renewal a process watches (``Lease.heartbeat``)."""
 PATIENCE_VARIABLE = "MEGATRON_DPPO_HEARTBEAT_PATIENCE_S"
-"""Longest time without a renewal: far longer than the time between two renewals, so that a file system that hangs
-for a while ends no process.
+"""Environment variable with the longest time between two renewals, after which the process ends. It is far longer than
+the usual time between two renewals, so that a file system that hangs for a while ends no process.
 """
 _LOOK_EVERY_S = 5.0
 
@@ -584,14 +609,16 @@ class Heartbeat:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
-        self._seen = self._content()
-        self._since = clock()
+        self._last_content = self._content()
+        self._changed_at = clock()
 
     def stands_still_s(self) -> float:
+        """Read the file, and return the seconds since a reading first found its content."""
         content = self._content()
-        if content != self._seen:
-            self._seen, self._since = content, self._clock()
-        return self._clock() - self._since
+        if content != self._last_content:
+            self._last_content = content
+            self._changed_at = self._clock()
+        return self._clock() - self._changed_at
 
     def _content(self) -> bytes:
         try:
@@ -601,7 +628,7 @@ class Heartbeat:
 
 
 def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> None:
-    """Watch ``path`` from a thread of its own; call ``act`` once its heartbeat has stopped."""
+    """Watch ``path`` from a new thread; call ``act`` when its content has not changed for ``patience_s`` seconds."""
 
     def watch() -> None:
         heartbeat = Heartbeat(path)
@@ -613,11 +640,11 @@ def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> Non
 
 
 def main() -> None:
-    """Become a guard; in its child become the command of ``guarded``."""
+    """Become the guard of ``guarded``; in its child process, become the command."""
     descriptor, *command = sys.argv[1:]
     os.set_inheritable(int(descriptor), False)
     continue_guarded(int(descriptor))
-    # Python ignores SIGPIPE, and the command would inherit that.
+    # Python ignores SIGPIPE, and the command would inherit this.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execvp(command[0], command)
 

@@ -1,10 +1,11 @@
 """Temporary resources of a process on its machine: files, sockets, shared memory.
 
-    <TMPDIR, or /tmp>/mdppo-<user>-<pid namespace>-<pid>-<start>-<random>/     mode 0700
-    /dev/shm/mdppo-<the same>*, /dev/shm/sem.mdppo-<the same>*
+    <TMPDIR, or /tmp>/NAME<random>/                    a folder of mode 0700
+    /dev/shm/NAME*, /dev/shm/sem.NAME*                 shared memory and semaphores
 
-The name identifies the owner, so that a later process can remove what a killed process left. XDG_RUNTIME_DIR is
-unsuitable: the system removes it when its user logs out, while the run may continue.
+with NAME = mdppo-<user>-<pid namespace>-<pid>-<start time>-, which identifies the process, so that a later process can
+remove the resources of a killed one. XDG_RUNTIME_DIR is unsuitable: the system removes it when its user logs out, while
+the run may continue.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,14 @@ SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
 """Alignment in bytes: a cache line, and a multiple of every element type and vector load."""
 _NAME = re.compile(r"(?:sem\.)?mdppo-(\d+)-(\d+)-(\d+)-(\d+)-.*")
-# Longest path of the folder in bytes: sockets in it have up to 34 more, and may have 107 in total.
-_LONGEST = 73
-_RANDOM = 8
+# Linux allows 107 bytes for the path of a socket, and names of sockets in the folder have up to 34.
+_MAX_FOLDER_BYTES = 107 - 34
+# Characters that mkdtemp appends.
+_RANDOM_CHARACTERS = 8
 
 
 def private_name() -> str:
-    """Return the prefix of names that belong to this process; it ends in a hyphen."""
+    """Return the prefix of the names of this process's resources; it ends in a hyphen."""
     start = process_start(os.getpid())
     return f"mdppo-{os.getuid()}-{_namespace()}-{os.getpid()}-{start}-"
 
@@ -44,14 +46,15 @@ def private_name() -> str:
 def make_runtime_directory() -> Path:
     """Create a new folder that only its user can enter. Raises OSError."""
     name = private_name()
-    temporary_folder = tempfile.gettempdir()
-    fits = len(os.path.join(temporary_folder, name)) + _RANDOM <= _LONGEST
-    return Path(tempfile.mkdtemp(prefix=name, dir=temporary_folder if fits else "/tmp"))
+    parent = tempfile.gettempdir()
+    if len(os.path.join(parent, name)) + _RANDOM_CHARACTERS > _MAX_FOLDER_BYTES:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=name, dir=parent))
 
 
 def use_as_temporary(directory: Path) -> None:
     """Make this process, and its children, put temporary files into ``directory``."""
-    # Compiled kernels are worth keeping, so they stay in the usual folder.
+    # Keep the cache of compiled kernels in its usual folder: later runs use it too.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER') or os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ["TMPDIR"] = str(directory)
@@ -59,9 +62,9 @@ def use_as_temporary(directory: Path) -> None:
 
 
 def remove_left_behind() -> None:
-    """Remove what ended processes of this user have left on this machine."""
-    for base in {Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY}:
-        for path in _left_behind(base):
+    """Remove the temporary resources of this user's ended processes from this machine."""
+    for folder in {Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY}:
+        for path in _left_behind(folder):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -69,24 +72,33 @@ def remove_left_behind() -> None:
 
 
 def remove_shared_tensors(pids: Iterable[int]) -> None:
+    """Remove the shared memory of torch's tensors that the ended processes ``pids`` have left."""
     for pid in pids:
         for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def _left_behind(base: Path) -> Iterator[Path]:
-    for entry in os.scandir(base) if base.is_dir() else ():
+def _left_behind(folder: Path) -> Iterator[Path]:
+    """Yield the resources in ``folder`` of this user's ended processes."""
+    if not folder.is_dir():
+        return
+    for entry in os.scandir(folder):
         match = _NAME.fullmatch(entry.name)
         if match is None:
             continue
         user, namespace, pid, start = map(int, match.groups())
-        if user != os.getuid() or namespace != _namespace() or process_start(pid) == start:
+        if user != os.getuid() or namespace != _namespace():
+            continue
+        is_running = process_start(pid) == start
+        if is_running:
             continue
         try:
             owner = entry.stat(follow_symlinks=False).st_uid
         except FileNotFoundError:
+            # Another process has removed it.
             continue
+        # Another user may have made an entry with this user's number in its name.
         if owner == user:
             yield Path(entry.path)
 
@@ -99,7 +111,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_name() -> str:
-    """Return a name that is equal for processes with the same shared memory, and only for these."""
+    """Return a name of this machine's shared memory. Two processes have equal names if and only if they share it."""
     try:
         return f"{_BOOT.read_text().strip()}-{os.stat(SHARED_MEMORY).st_dev}"
     except OSError:
@@ -107,32 +119,33 @@ def memory_name() -> str:
 
 
 def free_bytes(folder: Path = SHARED_MEMORY) -> int:
-    """Return how many bytes of the memory of ``folder`` may be used; 0 without any.
+    """Return the number of bytes in ``folder`` (a file system in memory) that this run may use; 0 if it is missing.
 
-    Half of all is left to other users of the memory, such as NCCL.
+    Half of the file system is left to others, such as NCCL.
     """
     try:
         space = os.statvfs(folder)
     except OSError:
         return 0
-    return max(0, space.f_bavail - space.f_blocks // 2) * space.f_frsize
+    reserved_blocks = space.f_blocks // 2
+    return max(0, space.f_bavail - reserved_blocks) * space.f_frsize
 
 
 class SharedBuffer:
-    """``size`` bytes, uint8, that this user's processes on this host may map by ``path``; call ``hide`` after that.
+    """A uint8 array of ``size`` bytes in shared memory, which other processes of this user map by ``path``.
 
-    The memory is freed with the last process that has it mapped.
+    Call ``hide`` when they have mapped it. The memory is freed when the last process that has it mapped ends.
     """
 
     def __init__(self, size: int) -> None:
-        """Create the buffer. Raises OSError where there is no room (``free_bytes``)."""
+        """Create the buffer. Raises OSError if ``free_bytes`` are fewer."""
         if size > free_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(SHARED_MEMORY))
         descriptor, name = tempfile.mkstemp(prefix=f"{private_name()}buffer-", dir=SHARED_MEMORY)
         self.path = Path(name)
         try:
             if size:
-                # Allocate now: otherwise a full memory would raise SIGBUS later.
+                # Allocate now: otherwise a write into full memory would end the process by SIGBUS later.
                 os.posix_fallocate(descriptor, 0, size)
             self.array = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
@@ -142,26 +155,26 @@ class SharedBuffer:
             os.close(descriptor)
 
     def hide(self) -> None:
-        """Remove the name; processes that have the memory mapped keep it. A second call has no effect."""
+        """Remove the name of the memory; processes that have mapped it keep it. A second call has no effect."""
         self.path.unlink(missing_ok=True)
 
 
 class FileBuffer:
-    """``size`` bytes, uint8, of a file without a name in the temporary folder.
+    """A uint8 array of ``size`` bytes in a file without a name in the temporary folder.
 
-    Written data is in the system's file cache, which writes it to the disk and frees the memory where it is needed.
-    After ``let_go`` it does not count as memory of the process.
+    Written data is in the system's file cache. The system writes it to the disk and frees the memory when others need
+    it. After ``let_go`` the data does not count as memory of the process.
     """
 
     def __init__(self, size: int) -> None:
-        """Create the buffer. Raises OSError where there is no room."""
+        """Create the buffer. Raises OSError if the disk is full."""
         import numpy as np
 
         self._map: mmap.mmap | None = None
         self.array = np.empty(0, np.uint8)
         if size:
             with tempfile.TemporaryFile() as file:
-                # Allocate now: otherwise a full disk would raise SIGBUS later.
+                # Allocate now: otherwise a write to a full disk would end the process by SIGBUS later.
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._map = mmap.mmap(file.fileno(), size)
             self.array = np.frombuffer(self._map, np.uint8)
@@ -173,16 +186,21 @@ class FileBuffer:
 
 
 def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of arrays with these sizes in one buffer, each a multiple of 64, and the buffer's size.
+    """Return the offsets of arrays with these ``sizes`` (bytes) in one buffer, and the buffer's size.
 
-    All arrays in one buffer use this layout: in a parser's reply, in a rank's share of a batch, in a save's copy.
+    Each offset is a multiple of ``ALIGNMENT``. All buffers of several arrays have this layout: a parser's reply, a
+    rank's share of a batch, the copy of a checkpoint.
     """
-    starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    return starts[:-1], starts[-1]
+    offsets: list[int] = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += ceil(size / ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 def mapped(path: str, size: int) -> np.ndarray:
-    """Map another process's buffer for reading. Raises OSError, and ValueError for another size."""
+    """Map the ``SharedBuffer`` of another process for reading. Raises OSError, and ValueError for another size."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         file_size = os.fstat(descriptor).st_size
@@ -194,11 +212,12 @@ def mapped(path: str, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> np.ndarray:
-    """Map all pages at once: one by one they would take longer than the copies."""
-    # Import lazily: a rank runs this before it sets OMP_NUM_THREADS, which numpy reads at its import.
+    """Return the memory of an open file as a uint8 array."""
+    # Import lazily: a rank imports this module before it sets OMP_NUM_THREADS, which numpy reads at its import.
     import numpy as np
 
     if not size:
         return np.empty(0, np.uint8)
+    # MAP_POPULATE maps all pages at once: page faults one by one would take longer than the copy of the data.
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     return np.frombuffer(mmap.mmap(descriptor, size, flags, protection), np.uint8)

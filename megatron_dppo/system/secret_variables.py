@@ -1,14 +1,15 @@
-"""Environment variables that hold keys: their names, and how they reach a process without becoming visible.
+"""Environment variables that hold keys (secrets): their names, and how a process receives them without showing them.
 
-The initial environment of a process stays in ``/proc/<pid>/environ``, where every process of the same user can read it,
-and its children inherit it. Therefore
+The initial environment of a process stays in ``/proc/<pid>/environ``, where every process of this user can read it, and
+child processes inherit the environment. Therefore
 
-- a process that a user started with keys overwrites them in that memory (``hide_secrets``); - a process that the run
-starts is started without keys. It reads them, as a JSON object, from standard input (``split_environment``,
-``hide_secrets``), or from the connection that it serves (``receive_passed``); - a process with keys keeps them only in
-Python's ``os.environ``. The C library's environment, which a child inherits unless its variables are named, lacks them;
-- a process with keys is not dumpable: the kernel then refuses its environment and its memory to the same user's
-processes, but not to those with CAP_SYS_PTRACE, such as root's.
+- a process that a user started with keys overwrites them in the memory behind that file (``hide_secrets``);
+- a process that the run starts has no keys in its environment. It reads them, as a JSON object, from standard input
+  (``split_environment``, ``hide_secrets``), or from the connection that it serves (``receive_passed``);
+- a process has its keys only in Python's ``os.environ``. The C library's environment, which a child process inherits by
+  default, lacks them;
+- a process with keys is not dumpable: the kernel then refuses its environment and its memory to other processes of this
+  user, except those with CAP_SYS_PTRACE, such as root's.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 SECRETS_VARIABLE = "MEGATRON_DPPO_SECRETS"
-"""Variable whose value ``stdin`` tells that a process receives its keys on its standard input."""
+"""Environment variable. ``stdin``: this process receives its keys on its standard input."""
 DUMPABLE_VARIABLE = "MEGATRON_DPPO_DUMPABLE"
-"""Variable whose value ``1`` keeps the run's processes open to debuggers and profilers of the same user."""
+"""Environment variable. ``1``: debuggers and profilers of this user can read the run's processes."""
 _STDIN = "stdin"
 _RUN_PREFIX = "MEGATRON_DPPO_"
 _PR_SET_DUMPABLE = 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# Fields of /proc/<pid>/stat, counted after the name: begin and end of the memory of the initial environment.
+# Fields of /proc/<pid>/stat, counted from 0 after the process's name: begin and end of the initial environment.
 _ENV_START, _ENV_END = 47, 48
 
 _SECRET_NAME = re.compile(
@@ -72,19 +73,19 @@ def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], b
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that runs a user's code or a model's: no keys, and no variables of the
-    run.
-    """
-    plain = without_secrets(environment)
-    own = {name for name in plain if name.startswith(_RUN_PREFIX) and name != DUMPABLE_VARIABLE}
-    return {name: value for name, value in plain.items() if name not in own}
+    """Return the environment of a process that runs a user's or a model's code: no keys, no variables of the run."""
+    allowed_variables: dict[str, str] = {}
+    for name, value in without_secrets(environment).items():
+        if name == DUMPABLE_VARIABLE or not name.startswith(_RUN_PREFIX):
+            allowed_variables[name] = value
+    return allowed_variables
 
 
 def program_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program that acts for a model.
 
-    It has the paths of programs and libraries, the language, certificates, proxies, and the variables that were passed
-    to this process.
+    It has the paths of programs and libraries, the language, certificates, proxies, and the keys that this process has
+    received by ``receive_passed``.
     """
     allowed_variables: dict[str, str] = {}
     for name, value in worker_environment(environment).items():
@@ -99,7 +100,7 @@ def chosen_variables(environment: Mapping[str, str], names: Iterable[str]) -> di
 
 
 def named_in_options(options: Mapping[str, Any]) -> list[str]:
-    """Return the variables that options name, such as ``api_key_variable: JUDGE_KEY``."""
+    """Return the names of variables in ``options``: JUDGE_KEY of ``api_key_variable: JUDGE_KEY``."""
     names: list[str] = []
     for key, value in options.items():
         if key.endswith("_variable") and isinstance(value, str):
@@ -108,7 +109,7 @@ def named_in_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def withheld_hint(text: str, key: str) -> str:
-    """Return a remedy where an error's ``text`` names a variable of this process that workers don't receive; else "".
+    """Return the remedy for an error whose ``text`` names a variable that workers don't receive; "" for another error.
 
     ``key`` is the configuration's key that lists the variables that workers receive.
     """
@@ -118,14 +119,15 @@ def withheld_hint(text: str, key: str) -> str:
     return f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {key}"
 
 
-_changing = threading.Lock()
+_environment_lock = threading.Lock()
 _passed: set[str] = set()
+"""Names of the variables that ``receive_passed`` has received."""
 
 
 def hide_secrets() -> None:
-    """Receive the keys that this process was given, and hide all its keys. A second call has no effect.
+    """Read the keys on standard input, if there are any, and hide all keys of this process.
 
-    Call it first, before other threads and children are started.
+    Call it before other threads and processes are started. A second call has no effect.
     """
     if os.environ.pop(SECRETS_VARIABLE, None) == _STDIN:
         with open(0, "rb", closefd=False) as file:
@@ -137,10 +139,11 @@ def hide_secrets() -> None:
 
 
 def hold(values: Mapping[str, str]) -> None:
-    """Put these values into ``os.environ``, but into no environment that a child inherits."""
-    with _changing:
+    """Put these values into ``os.environ``, but not into the environment that child processes inherit."""
+    with _environment_lock:
         for name, value in values.items():
             os.environ[name] = value
+            # The line above has set the C library's variable too.
             os.unsetenv(name)
 
 
@@ -152,7 +155,7 @@ def receive_passed(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def withheld() -> Iterator[None]:
-    """Remove the keys from ``os.environ`` for a library that starts a process with a copy of it."""
+    """Remove the keys from ``os.environ`` in the block, for a library that starts a process with a copy of it."""
     secrets = secrets_of(os.environ)
     for name in secrets:
         os.environ.pop(name, None)
@@ -163,10 +166,10 @@ def withheld() -> Iterator[None]:
 
 
 def close_to_others() -> None:
-    """Make the kernel refuse this process's memory, environment and descriptors to the same user's processes.
+    """Make the kernel refuse this process's memory, environment and descriptors to other processes of this user.
 
-    Its files in /proc then belong to root: it leaves no core file, and py-spy or gdb needs root. A program that it
-    executes is open again.
+    Its files in /proc then belong to root. It leaves no core file, and py-spy and gdb need root. If it executes another
+    program, that program is readable again.
     """
     if os.environ.get(DUMPABLE_VARIABLE) != "1":
         _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -175,7 +178,7 @@ def close_to_others() -> None:
 def _overwrite_initial(names: Iterable[str]) -> None:
     """Overwrite the values of ``names`` in the memory that ``/proc/<pid>/environ`` shows."""
     for name in names:
-        # The C library must not use this memory any more.
+        # Otherwise the C library would read the overwritten memory.
         os.unsetenv(name)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start = int(fields[_ENV_START])
@@ -183,12 +186,11 @@ def _overwrite_initial(names: Iterable[str]) -> None:
     if start >= end:
         return
     memory = (ctypes.c_char * (end - start)).from_address(start)
-    content = memory.raw
-    encoded = {os.fsencode(name) for name in names}
-    position = 0
-    for entry in content.split(b"\0"):
-        key, sign, value = entry.partition(b"=")
-        if sign and key in encoded:
-            begin = position + len(key) + 1
-            ctypes.memset(start + begin, 0, len(value))
-        position += len(entry) + 1
+    encoded_names = {os.fsencode(name) for name in names}
+    entry_address = start
+    for entry in memory.raw.split(b"\0"):
+        key, equals_sign, value = entry.partition(b"=")
+        if equals_sign and key in encoded_names:
+            value_address = entry_address + len(key) + 1
+            ctypes.memset(value_address, 0, len(value))
+        entry_address += len(entry) + 1

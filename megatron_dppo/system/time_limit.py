@@ -28,6 +28,12 @@ class _TimeUpError(BaseException):
 
 @dataclass(frozen=True)
 class _WatchedBlock:
+    """A block with a limit.
+
+    ``clock`` is the id of the clock of the processor time of ``thread``; ``end`` is the time on it at which the block's
+    time is up.
+    """
+
     thread: int
     clock: int
     end: float
@@ -38,31 +44,32 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._watches: dict[int, _WatchedBlock] = {}
+        self._blocks: dict[int, _WatchedBlock] = {}
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
     def add(self, seconds: float) -> int:
-        """Watch the calling thread; return the watch's number, for ``remove``."""
+        """Watch a block of the calling thread; return the block's number, for ``remove``."""
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
-        watch = _WatchedBlock(thread, clock, time.clock_gettime(clock) + seconds)
+        block = _WatchedBlock(thread, clock, time.clock_gettime(clock) + seconds)
         with self._changed:
-            # A forked child process has this object, but not its thread.
+            # A forked child process has a copy of this object, but not the thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="time-limit", daemon=True)
                 self._thread.start()
             number = next(self._numbers)
-            self._watches[number] = watch
+            self._blocks[number] = block
             self._changed.notify()
         return number
 
     def remove(self, number: int) -> bool:
-        """End the watch of the calling thread; return whether its time was up."""
+        """Stop watching a block of the calling thread; return whether its time was up."""
         with self._changed:
-            if self._watches.pop(number, None) is not None:
+            if self._blocks.pop(number, None) is not None:
                 return False
-            # Cancel an exception that is set but not raised yet: it must not reach the code after the block.
+            # The watcher has set an exception in this thread. If Python has not raised it yet, cancel it (NULL), as it
+            # must not reach the code after the block.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(threading.get_ident()), ctypes.c_void_p(0)
             )
@@ -71,14 +78,14 @@ class _Watcher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._watches:
+                while not self._blocks:
                     self._changed.wait()
-                for number, watch in list(self._watches.items()):
-                    # A watched thread is inside its block, so its clock exists.
-                    if time.clock_gettime(watch.clock) >= watch.end:
-                        del self._watches[number]
+                for number, block in list(self._blocks.items()):
+                    # The thread is inside the block, so its clock exists.
+                    if time.clock_gettime(block.clock) >= block.end:
+                        del self._blocks[number]
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                            ctypes.c_ulong(watch.thread), ctypes.py_object(_TimeUpError)
+                            ctypes.c_ulong(block.thread), ctypes.py_object(_TimeUpError)
                         )
             time.sleep(_POLL_S)
 
@@ -90,7 +97,7 @@ _watcher = _Watcher()
 def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeLimitError in the block when its thread has used ``seconds`` of processor time in it.
 
-    The limit is independent of other processes on the machine. The exception is raised at the block's next Python
+    The processor time does not depend on the load of the machine. The exception is raised at the block's next Python
     instruction, so it interrupts neither a call into C nor a block that waits.
     """
     is_up = False

@@ -1,7 +1,7 @@
-"""CUDA's toolkit and the compilers of this machine, found and named to libraries. Imports no torch.
+"""CUDA's toolkit, cuDNN and compilers of this machine, and the variables by which libraries find them. Needs no torch.
 
-SGLang's CUDA server compiles kernels at its start, with ninja and with the toolkit of CUDA_HOME
-(sglang/kernels/jit/utils/compile/toolchain.py); Transformer Engine compiles some against its headers.
+SGLang's CUDA server compiles kernels at its start with ninja and with the toolkit of CUDA_HOME
+(sglang/kernels/jit/utils/compile/toolchain.py). Transformer Engine compiles kernels with the toolkit's headers.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ _TIMEOUT_S = 30.0
 
 
 def tool_path(environment: Mapping[str, str], python: str = sys.executable) -> str:
-    """PATH with the interpreter's own folder in front, where ``ninja`` of a virtual environment lies."""
+    """Return PATH with the interpreter's folder in front, which has the ``ninja`` of a virtual environment."""
     return os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
 
 
 def toolkit_home(environment: Mapping[str, str]) -> Path | None:
-    """Return the root of CUDA's toolkit, with a compiler and its headers; None without one.
+    """Return the root folder of CUDA's toolkit; None if it is not found.
 
-    CUDA_HOME or CUDA_PATH count where one is set, else the ``nvcc`` on PATH, else /usr/local/cuda. ``nvcc`` may be a
-    link, or a script in a folder without the rest: SGLang would use that folder.
+    It is CUDA_HOME or CUDA_PATH if one is set, else the folder of the ``nvcc`` on PATH, else /usr/local/cuda. A folder
+    without nvcc and headers is passed over, which SGLang would use: the ``nvcc`` on PATH may be a link, or a script in
+    another folder.
     """
     configured_home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured_home:
         return Path(configured_home)
-    program = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
-    candidates = (
-        [USUAL_HOME] if program is None else [Path(program).resolve().parents[1], USUAL_HOME]
-    )
-    parts = ("bin/nvcc", "include/cuda_runtime.h")
+    candidates = [USUAL_HOME]
+    nvcc = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
+    if nvcc is not None:
+        candidates.insert(0, Path(nvcc).resolve().parents[1])
     for candidate in candidates:
-        if all((candidate / part).is_file() for part in parts):
+        has_compiler = (candidate / "bin/nvcc").is_file()
+        has_headers = (candidate / "include/cuda_runtime.h").is_file()
+        if has_compiler and has_headers:
             return candidate
     return None
 
 
 def toolkit_version(home: Path) -> str | None:
-    """Return the version of its ``nvcc``, such as ``13.0``; None where it does not answer."""
+    """Return the version of the toolkit's ``nvcc``, such as ``13.0``; None if ``nvcc`` does not run."""
     try:
         done = subprocess.run(
             [str(home / "bin" / "nvcc"), "--version"],
@@ -60,7 +62,10 @@ def toolkit_version(home: Path) -> str | None:
 
 
 def offer_tools(environment: MutableMapping[str, str]) -> list[str]:
-    """Set PATH and CUDA_HOME for this process's libraries and children; a line on what was set."""
+    """Set PATH and CUDA_HOME for this process's libraries and child processes.
+
+    Returns a line about CUDA_HOME for the log.
+    """
     environment["PATH"] = tool_path(environment)
     home = toolkit_home(environment)
     if home is None:
@@ -70,16 +75,17 @@ def offer_tools(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def offer_cudnn(environment: MutableMapping[str, str]) -> list[str]:
-    """Name the folder of cuDNN's wheel, which torch loads, to Transformer Engine; a line on what was set.
+    """Set CUDNN_HOME for Transformer Engine to the folder of cuDNN's wheel, which torch loads.
 
-    Transformer Engine loads a system's cuDNN before the wheel's, and libraries of two versions fail at the first
-    attention. A user's CUDNN_HOME or CUDNN_PATH stays. Not yet run on a GPU.
+    Otherwise Transformer Engine would prefer a cuDNN of the system, and two versions together fail at the first
+    attention. CUDNN_HOME or CUDNN_PATH of the user is not changed. Returns a line for the log; an empty list if nothing
+    was set. Not yet run on a GPU.
     """
     if environment.get("CUDNN_HOME") or environment.get("CUDNN_PATH"):
         return []
-    homes = (Path(folder) / "nvidia" / "cudnn" for folder in sys.path)
-    home = next((home for home in homes if any(home.glob("lib/libcudnn.so*"))), None)
-    if home is None:
-        return []
-    environment["CUDNN_HOME"] = str(home)
-    return [f"CUDNN_HOME={home}"]
+    for folder in sys.path:
+        home = Path(folder) / "nvidia" / "cudnn"
+        if any(home.glob("lib/libcudnn.so*")):
+            environment["CUDNN_HOME"] = str(home)
+            return [f"CUDNN_HOME={home}"]
+    return []

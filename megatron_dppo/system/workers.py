@@ -1,11 +1,11 @@
 """Worker processes: a module that runs in a process of its own and answers numbered calls.
 
-``WorkerProcess`` starts ``python -m MODULE DESCRIPTOR`` and sends it calls; ``WorkerPool`` shares several workers among
-their users. In the worker, ``connect`` forks: the first process becomes a guard, which ends everything below it when
-the worker has ended or its caller is gone.
+``WorkerProcess`` starts ``python -m MODULE DESCRIPTOR`` and sends calls to it; ``WorkerPool`` shares several workers
+among their users. In the worker, ``connect`` forks: the first process becomes a guard, which kills all processes below
+it when the worker has ended or its caller is gone.
 
-A message has two frames: its number in 8 bytes, and its content, which is defined by the module. Call 0 is the start:
-its content are the worker's settings, and its answer means that the worker is ready. Nothing here is unpickled.
+A message has two frames: the number of the call in 8 bytes, and a content, whose form the module defines. Call 0 is the
+start: its content has the worker's settings, and its answer means that the worker is ready. No content is unpickled.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ from megatron_dppo.system.secret_variables import (
 
 # Longest time for a worker to import its module. It is long because a machine starts many workers at once.
 START_LIMIT_S = 300.0
+# Longest wait for the exit code of a worker that has closed its connection.
 _ENDING_S = 5.0
 _NUMBER_BYTES = 8
+# Characters of a worker's output that a WorkerLostError has.
 _LONGEST_OUTPUT = 4000
 
 
@@ -53,13 +55,14 @@ class WorkerLostError(Exception):
     """A worker's process has ended, or was killed.
 
     Attributes:
-        code: its exit code; negative for a signal.
-        output: the end of its output; empty where the caller gave it a descriptor to write to.
+        code: exit code of the process; negative for a signal.
+        output: the end of its output; empty for a process that was started with a descriptor for its output.
     """
 
     def __init__(self, reason: str, code: int, output: str = "") -> None:
         super().__init__(reason)
-        self.code, self.output = code, output
+        self.code = code
+        self.output = output
 
 
 class WorkerProcess:
@@ -68,17 +71,17 @@ class WorkerProcess:
     Args:
         module: the worker's module.
         start: content of call 0.
-        environment: all of its variables.
-        output: descriptor for what it prints; None: a file whose end is in the WorkerLostError.
-        largest_answer: most bytes of an answer; a larger one ends the worker. None: not limited.
+        environment: all environment variables of the worker.
+        output: descriptor for standard output and error; None: a file whose end is in the WorkerLostError.
+        largest_answer: largest number of bytes of an answer; a larger answer ends the worker. None: not limited.
 
     Attributes:
-        pid: its process, the guard.
+        pid: id of the guard.
         ready: the answer to call 0.
-        ended: is set once the process has ended.
-        users: number of its users in a WorkerPool.
-        killed_for: why it was killed; empty where it was not.
-        is_used: whether it has received a call after call 0.
+        ended: gets the WorkerLostError when the process has ended.
+        users: number of the worker's users in a WorkerPool.
+        killed_for: reason why the worker was killed; empty if it was not killed.
+        is_used: whether the worker has received a call after call 0.
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class WorkerProcess:
         largest_answer: int | None = None,
     ) -> None:
         self.users = 0
-        self.is_used, self.killed_for = False, ""
+        self.is_used = False
+        self.killed_for = ""
         self.ended: Future[WorkerLostError] = Future()
         self._output: IO[bytes] | None = None
         if output is None:
@@ -105,14 +109,15 @@ class WorkerProcess:
                 [sys.executable, "-m", module, str(descriptor)],
                 environment=environment,
                 output=output,
-                # The worker ends with its connection; the thread that starts it may end long before.
+                # The worker ends when its connection is closed. The thread that starts it may end long before.
                 dies_with_thread=False,
                 inherited=[descriptor],
             )
         self.pid = self._process.pid
         self._calls: dict[int, Future[bytes]] = {}
         self._numbers = itertools.count()
-        self._changing, self._sending = threading.Lock(), threading.Lock()
+        self._changing = threading.Lock()
+        self._sending = threading.Lock()
         threading.Thread(target=self._read, name="worker", daemon=True).start()
         self.ready = self.call(start)
 
@@ -122,9 +127,9 @@ class WorkerProcess:
         return bool(self.killed_for) or self._process.poll() is not None
 
     def call(self, content: bytes) -> Future[bytes]:
-        """Send a call and return its answer, which raises WorkerLostError where the worker ends before.
+        """Send a call and return the future of its answer, which raises WorkerLostError if the worker ends before.
 
-        Blocks while the worker reads nothing and the pipe is full.
+        Blocks while the pipe is full because the worker reads nothing.
         """
         answer: Future[bytes] = Future()
         with self._changing:
@@ -134,7 +139,7 @@ class WorkerProcess:
             number = next(self._numbers)
             self.is_used = number > 0
             self._calls[number] = answer
-        # The reader thread notices the end, too, and answers the call.
+        # If the worker has ended, the reader thread notices it too and sets the exception of the answer.
         with contextlib.suppress(OSError), self._sending:
             _send(self._connection, number, content)
         return answer
@@ -153,9 +158,9 @@ class WorkerProcess:
             raise
 
     def kill(self, reason: str = "it was closed") -> None:
-        """End the process and everything below it at once. The reason is that of the first call."""
-        if not self.ended.done():
-            self.killed_for = self.killed_for or reason
+        """Kill the process and all processes below it. If it is called several times, the first reason counts."""
+        if not self.ended.done() and not self.killed_for:
+            self.killed_for = reason
         kill_families([self._process])
 
     def _read(self) -> None:
@@ -164,17 +169,17 @@ class WorkerProcess:
                 number, content = _receive(self._connection, self._largest_answer)
                 with self._changing:
                     answer = self._calls.pop(number, None)
-                # Another number answers no call: code that a worker runs may have sent it.
+                # Ignore a number without a call: foreign code in the worker may have sent it.
                 if answer is not None and answer.set_running_or_notify_cancel():
                     answer.set_result(content)
         except (EOFError, OSError):
             self._finish()
 
     def _finish(self) -> None:
-        # A process that ends by itself has an exit code.
+        # Wait, so that a process that ends by itself has its own exit code.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
-        # The guard may have died before its child processes: end these too.
+        # The guard may have died before its child processes: kill these too.
         kill_families([self._process])
         output = ""
         if self._output is not None:
@@ -185,23 +190,24 @@ class WorkerProcess:
             self._connection.close()
         code = self._process.returncode
         reason = self.killed_for or f"its process {describe_exit(code)}"
-        lost = WorkerLostError(reason, code, output)
+        error = WorkerLostError(reason, code, output)
         with self._changing:
-            calls, self._calls = self._calls, {}
-            self.ended.set_result(lost)
-        for answer in calls.values():
+            unanswered_calls = list(self._calls.values())
+            self._calls.clear()
+            self.ended.set_result(error)
+        for answer in unanswered_calls:
             if answer.set_running_or_notify_cancel():
-                answer.set_exception(lost)
+                answer.set_exception(error)
 
 
 class RestrictedWorker(WorkerProcess):
     """A worker that runs code of a user or of a model, with a limit of memory and without the run's keys.
 
     Args:
-        module: the worker's module, which begins with ``connect_restricted``.
+        module: the worker's module, whose ``main`` calls ``connect_restricted`` first.
         settings: the module's settings, which are sent as JSON.
-        memory_gib: largest address space.
-        variable_names: environment variables with keys that it receives.
+        memory_gib: largest address space in GiB.
+        variable_names: names of the environment variables with keys that the worker receives.
         largest_answer: as in WorkerProcess.
     """
 
@@ -214,7 +220,7 @@ class RestrictedWorker(WorkerProcess):
         variable_names: Sequence[str],
         largest_answer: int | None = None,
     ) -> None:
-        # Send all of it through the pipe: every user can read the command line.
+        # Send the start through the pipe, not on the command line, which every user can read.
         start = {
             "settings": settings,
             "memory_gib": memory_gib,
@@ -236,11 +242,12 @@ class WorkerPool(Generic[W]):
 
     Args:
         start: starts a worker.
-        size: most workers that are alive at a time.
+        size: largest number of workers that are alive at the same time.
     """
 
     def __init__(self, start: Callable[[], W], size: int) -> None:
-        self._start, self._size = start, size
+        self._start = start
+        self._size = size
         self._lock = threading.Lock()
         self._is_closed = False
         self.workers: list[W] = []
@@ -252,10 +259,10 @@ class WorkerPool(Generic[W]):
                 self.workers.append(self._start())
 
     def take(self) -> W:
-        """Return the worker with the fewest users for one more user, who ``release``s it afterwards.
+        """Return a worker for one more user, who calls ``release`` afterwards.
 
-        While all workers have users and there are fewer than ``size``, this is a new one. Raises WorkerLostError in a
-        closed pool.
+        If all workers have users and there are fewer than ``size``, it is a new worker; else the worker with the fewest
+        users. Raises WorkerLostError in a closed pool.
         """
         with self._lock:
             if self._is_closed:
@@ -268,7 +275,7 @@ class WorkerPool(Generic[W]):
             return worker
 
     def replace(self, worker: W) -> W:
-        """Return a worker without a call for the user of a dead one; the dead one itself in a closed pool."""
+        """Return a new worker for a user of ``worker``, which is dead. In a closed pool, return ``worker`` itself."""
         with self._lock:
             if self._is_closed:
                 return worker
@@ -308,14 +315,14 @@ class WorkerCall:
 
 
 class CallConnection:
-    """The worker's end: ``receive`` a call, ``answer`` it, in any order."""
+    """The worker's end of the connection, to ``receive`` calls and ``answer`` them in any order."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def receive(self) -> WorkerCall:
-        """Wait for the next call. Raises EOFError or OSError where the caller is gone."""
+        """Wait for the next call. Raises EOFError or OSError if the caller has closed the connection or has ended."""
         return WorkerCall(*_receive(self._connection))
 
     def answer(self, call: WorkerCall, content: bytes) -> None:
@@ -324,15 +331,17 @@ class CallConnection:
 
 
 def connect(descriptor: str) -> CallConnection:
-    """Return the worker's end of the connection, in a child of this process, which becomes its guard.
+    """Fork: return the worker's end of the connection in the child, while this process becomes the guard.
 
-    Processes that the worker starts or forks do not have the connection. Ctrl-C is left to the caller.
+    Processes that the worker starts or forks do not have the connection. The worker ignores SIGINT: after Ctrl-C the
+    caller ends it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     continue_guarded(connection.fileno())
-    # Close the object: its number may belong to another file that a child opens before it forks.
+    # Close by the object, which closes once, and not by its number: this runs in the fork of a fork too, in which the
+    # number may belong to another file.
     os.register_at_fork(after_in_child=connection.close)
     return CallConnection(connection)
 
@@ -342,7 +351,7 @@ def connect_restricted(
 ) -> tuple[CallConnection, WorkerCall, Any]:
     """Connect the process of a RestrictedWorker; return the connection, call 0 and the settings.
 
-    ``is_final``: the limit of memory also binds the processes that the worker starts.
+    ``is_final``: whether the limit of memory also applies to the processes that the worker starts.
     """
     close_to_others()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

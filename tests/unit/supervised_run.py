@@ -150,10 +150,10 @@ def main() -> int:
         pause_s = spec.get("rank_pause_s", 0.05)
         restarts = RankRestarts(
             RestartBudget(spec.get("rank_restarts", 0), 3600, first_pause_s=pause_s),
-            lease.begin_start,
+            lease.fence_other_starts,
             (path / "trained").exists,
         )
-        return Supervisor(ranks, fleet, lambda: lease.taken_over, restarts=restarts).run().code
+        return Supervisor(ranks, fleet, lambda: lease.loss, restarts=restarts).run().code
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def write_run(directory: Path, steps: int) -> None:
         ([], History(3, 3), "no checkpoint, though one of step 3 was written and records up to"),
         (
             [],
-            History(11, None, counted=True),
+            History(11, None, counts_checkpoint=True),
             "no checkpoint, though one that was written is in the records and records up to step 11",
         ),
         (

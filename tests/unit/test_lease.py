@@ -228,10 +228,10 @@ def test_a_start_that_died_between_its_claim_and_the_lease_is_succeeded(tmp_path
 
 def test_ranks_of_an_earlier_start_under_the_same_lease_are_fenced(tmp_path: Path) -> None:
     with Lease(tmp_path) as lease:
-        lease.begin_start(1)
+        lease.fence_other_starts(1)
         first, second = (Fence(tmp_path, lease.fence.nonce, start) for start in (1, 2))
         first.check()
-        lease.begin_start(2)
+        lease.fence_other_starts(2)
         second.check()
         lease.fence.check()
         with pytest.raises(FencedError, match=r"start 2.*start 1"):
@@ -281,12 +281,12 @@ def test_a_succeeded_start_is_fenced_and_its_heartbeat_changes_nothing(tmp_path:
         Holder.of_this_process(), nonce="2" * 16, host="b", pid=88, job="12", attempt=1
     )
     files.install(second)
-    assert happens(lambda: first.taken_over)
+    assert happens(lambda: first.loss)
     message = (
         "another start of this run took over: process 88 on b (Slurm job 12, attempt 1); "
         "this one stops here"
     )
-    assert first.taken_over == message
+    assert first.loss == message
     own_beat = tmp_path / "lease" / f"{first.fence.nonce}.beat"
     own_beat.unlink(missing_ok=True)  # its last one, which may have come after its successor
     first.release()

@@ -452,7 +452,7 @@ class Start:
         names = [host.name for host in placement.rank_hosts]
         restarts = rank_restarts(config.run, directory, self._sections)
         restarts.obstacle = partial(_lost_nodes, names)
-        return Supervisor(ranks, fleet, lambda: lease.taken_over, self.stops, restarts)
+        return Supervisor(ranks, fleet, lambda: lease.loss, self.stops, restarts)
 
     def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
         launcher = srun.SrunLauncher(hosts, "server", self._form(server=True))
