@@ -47,7 +47,7 @@ class RankFailure:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the rank ended over something that the user can put right, which a restart would meet again."""
+        """Whether the rank ended by an error that the user can put right, and that a restart would repeat."""
         return self.code == REFUSED
 
     @property
@@ -71,9 +71,9 @@ class Ranks(Protocol):
         """Whether all ranks have ended without an error."""
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """Return the ranks that ended with an error, the likely cause first; empty while there is none.
+        """Return the ranks that ended with an error, the likely cause first; an empty list while there is none.
 
-        Other ranks that fail because of it have ``grace_s`` seconds to do so.
+        After the first failure, wait ``grace_s`` seconds for ranks that fail because of it.
         """
 
     def ask_to_stop(self) -> None:
@@ -94,15 +94,17 @@ def keep_previous(path: Path) -> None:
 
 
 def failed_at(path: Path) -> float:
-    """Return when the rank with this output failed, in epoch seconds.
+    """Return the time at which the rank with this output file failed, in epoch seconds.
 
-    The rank writes the time itself. For a rank that was killed it is the time of its last output; 0 without any output.
+    The rank itself writes the time. For a rank that was killed, return the time of its last output; 0 without output.
     """
     try:
         return float(failure_mark(path).read_text())
     except (OSError, ValueError):
         pass
-    return path.stat().st_mtime if path.exists() else 0.0
+    if path.exists():
+        return path.stat().st_mtime
+    return 0.0
 
 
 log = logging.getLogger(__name__)
@@ -121,8 +123,8 @@ class Outcome:
 
     Attributes:
         code: exit code: 0 at the run's end, the stop's code after a requested stop, 1 for a failure.
-        ending: ``succeeded``: another start took the run over; ``refused``: nothing was started.
-        detail: text of a failure for the user; the reason of a stop, in one word.
+        ending: ``succeeded``: another start of the run has taken over. ``refused``: nothing was started.
+        detail: text of a failure for the user, or the reason of a stop in one word.
     """
 
     code: int
@@ -130,7 +132,7 @@ class Outcome:
     detail: str = ""
 
 
-def _not_taken_over() -> str | None:
+def _not_lost() -> str | None:
     return None
 
 
@@ -140,14 +142,16 @@ def _no_obstacle() -> str | None:
 
 @dataclass(eq=False)
 class RankRestarts:
-    """The restarts of a run's ranks. Servers, router, lease and keys are the same in all of them.
+    """The restarts of a run's ranks. Servers, router, lease and keys stay the same.
+
+    An error of a rank (not its death by a signal) would probably repeat if the run has made no progress since the ranks
+    started. Such an error ends the run at the first start of the ranks; later, only the second one in a row does.
 
     Attributes:
         budget: limits number and pace of restarts.
-        begin: called with the number of a start before its ranks start; fences off the ranks of earlier ones.
-        progress: returns a number that grows as the run trains. An error of the first start before any progress would
-            come again, and ends the run; so does the second error in a row without progress.
-        obstacle: returns the reason why ranks can't start again where they were; None without one.
+        begin: called with the number of a start before its ranks start; fences off the ranks of earlier starts.
+        progress: returns a number that grows as the run trains.
+        obstacle: returns the reason why ranks can't start again on their hosts; None without an obstacle.
     """
 
     budget: RestartBudget
@@ -155,22 +159,27 @@ class RankRestarts:
     progress: Callable[[], int]
     obstacle: Callable[[], str | None] = _no_obstacle
     number: int = field(default=1, init=False)
-    _reached: int = field(default=0, init=False)
+    _last_progress: int = field(default=0, init=False)
     _fruitless_errors: int = field(default=0, init=False)
+    """Number of errors in a row without progress between them."""
 
     def begin_first(self) -> None:
-        self._reached = self.progress()
+        self._last_progress = self.progress()
         self.begin(self.number)
 
     def pause_after(self, failure: RankFailure) -> float | None:
-        """Use up one restart and return the seconds to wait before it; None where ``failure`` ends the run."""
+        """Use up one restart and return the seconds to wait before it; None if ``failure`` ends the run."""
         if failure.is_refusal:
             return None
-        reached, before = self.progress(), self._reached
-        self._reached = max(reached, before)
-        is_fruitless_error = reached <= before and not failure.is_killed
-        self._fruitless_errors = self._fruitless_errors + 1 if is_fruitless_error else 0
-        if self._fruitless_errors > (self.number > 1):
+        progress = self.progress()
+        has_progressed = progress > self._last_progress
+        self._last_progress = max(progress, self._last_progress)
+        if has_progressed or failure.is_killed:
+            self._fruitless_errors = 0
+        else:
+            self._fruitless_errors += 1
+        allowed_errors = 0 if self.number == 1 else 1
+        if self._fruitless_errors > allowed_errors:
             return None
         if (obstacle := self.obstacle()) is not None:
             log.error("the ranks can't start again: %s", obstacle)
@@ -188,31 +197,32 @@ class RankRestarts:
 
 @dataclass(eq=False)
 class Supervisor:
-    """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its descendants.
+    """Runs servers and ranks until they end. It handles the process's signals, and ends all descendants of the process.
 
     Attributes:
         ranks: the ranks.
-        fleet: the servers; None without any.
-        taken_over: returns a sentence about the start that took the run over; None without one.
-        restarts: restarts of the ranks; None where the death of a rank ends the run.
+        fleet: the servers; None for a run without servers.
+        lease_loss: returns a sentence about the loss of the run's lease (``Lease.loss``); None while the run holds it.
+        restarts: restarts of the ranks; None if the death of a rank ends the run.
         stops: requested stops; by default Ctrl-C, SIGTERM and SIGHUP.
     """
 
     ranks: Ranks
     fleet: SupervisedFleet | None
-    taken_over: Callable[[], str | None] = _not_taken_over
+    lease_loss: Callable[[], str | None] = _not_lost
     stops: StopRequests = field(default_factory=terminal_stops)
     restarts: RankRestarts | None = None
     _restart_due: float | None = field(default=None, init=False)
     """Time of the ranks' next start, by the monotonic clock; None while ranks run."""
-    _handled: list[Stop] = field(default_factory=list, init=False)
-    _given_up: str = field(default="", init=False)
+    _handled_stops: list[Stop] = field(default_factory=list, init=False)
+    _fleet_error: str = field(default="", init=False)
+    """Text of the error that no server is left; empty without it."""
     _reaper: processes.OrphanReaper = field(
         default_factory=lambda: processes.OrphanReaper(_REAP_EVERY_S), init=False
     )
 
     def run(self) -> Outcome:
-        # Processes that ranks and servers leave behind become children of this process, and end with it.
+        # Processes that ranks and servers leave behind become children of this process, which kills them at the end.
         processes.adopt_orphans()
         outcome = Outcome(FAILED, "failed", "the supervisor failed")
         with self.stops.listening():
@@ -224,16 +234,16 @@ class Supervisor:
                 self.ranks.start()
                 outcome = self._watch()
             finally:
-                # After a failure, or a second stop, the running generation is not needed.
-                self._end(at_once=outcome.code == FAILED or len(self._handled) > 1)
+                # After a failure, or a second stop, the responses in flight are not needed.
+                self._end(at_once=outcome.code == FAILED or len(self._handled_stops) > 1)
         return outcome
 
     def _watch(self) -> Outcome:
         while True:
-            # Check this before the failures: a start that was taken over fences its ranks, which looks like a failure.
-            if (successor := self.taken_over()) is not None:
-                log.error("%s", successor)
-                return Outcome(FAILED, "succeeded", successor)
+            # Check the lease before the failures: without it the fence stops the ranks, which looks like a failure.
+            if (loss := self.lease_loss()) is not None:
+                log.error("%s", loss)
+                return Outcome(FAILED, "succeeded", loss)
             if self._restart_due is not None:
                 if self._is_stopping:
                     log.info("no rank runs; the run resumes from its last checkpoint")
@@ -259,13 +269,13 @@ class Supervisor:
 
     @property
     def _is_stopping(self) -> bool:
-        return bool(self._handled or self._given_up)
+        return bool(self._handled_stops or self._fleet_error)
 
     def _check(self, fleet: SupervisedFleet) -> None:
         try:
             fleet.check()
         except EngineGivenUpError as error:
-            self._given_up = str(error)
+            self._fleet_error = str(error)
             log.error("%s", error)
             log.info("no server is left: the trainer ends its step and saves a checkpoint")
             self.ranks.ask_to_stop()
@@ -273,28 +283,31 @@ class Supervisor:
     def _must_end_at_once(self) -> bool:
         """Handle the next requested stop; return whether it leaves no time for a clean end."""
         requested_stops = self.stops.came()
-        if len(requested_stops) == len(self._handled):
+        if len(requested_stops) == len(self._handled_stops):
             return False
-        stop = requested_stops[len(self._handled)]
+        stop = requested_stops[len(self._handled_stops)]
         was_stopping = self._is_stopping
-        self._handled.append(stop)
+        self._handled_stops.append(stop)
         if was_stopping:
             return stop.insists
-        log.info(
-            "stopping: the trainer ends its step and saves a checkpoint%s",
-            "; again to end at once" if stop.insists else f" ({stop.why})",
-        )
+        hint = f" ({stop.why})"
+        if stop.insists:
+            hint = "; again to end at once"
+        log.info("stopping: the trainer ends its step and saves a checkpoint%s", hint)
         self.ranks.ask_to_stop()
         return False
 
     def _stopped(self) -> Outcome:
-        if self._given_up:
-            return Outcome(FAILED, "failed", self._given_up)
-        decisive_stop = self._handled[-1] if self._handled[-1].insists else self._handled[0]
-        return Outcome(self._handled[0].code or decisive_stop.code, "stopped", decisive_stop.why)
+        if self._fleet_error:
+            return Outcome(FAILED, "failed", self._fleet_error)
+        first_stop = self._handled_stops[0]
+        decisive_stop = first_stop
+        if self._handled_stops[-1].insists:
+            decisive_stop = self._handled_stops[-1]
+        return Outcome(first_stop.code or decisive_stop.code, "stopped", decisive_stop.why)
 
     def _on_failure(self, failures: list[RankFailure]) -> Outcome | None:
-        """End the remaining ranks; return the run's end, or None where the ranks start again."""
+        """End the remaining ranks; return the run's end, or None if the ranks start again."""
         if self._is_stopping and all(failure.stopped_early for failure in failures):
             log.info("stopped before the training began; there was nothing to save")
             return self._stopped()
@@ -324,7 +337,7 @@ class Supervisor:
         return None
 
     def _final(self, report: str, failure: RankFailure) -> str:
-        """Return the text of a failure that ends the run, and log it where restarts are used up."""
+        """Return the text of a failure that ends the run; add and log a line if all restarts are used up."""
         restarts = self.restarts
         if restarts is None or failure.is_refusal or not restarts.is_used_up:
             return report
