@@ -171,8 +171,7 @@ def unusable_values(config: Section) -> list[str]:
     """Report texts with control characters, and texts, numbers and times beyond what libraries take."""
     faults: list[str] = []
     for key, value in _leaves(config.model_dump(), ""):
-        value_fault = _value_fault(key, value)
-        if value_fault:
+        if value_fault := _value_fault(key, value):
             faults.append(f"{key}: {value_fault}")
     return faults
 
@@ -344,8 +343,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _value_fault(key: str, value: Any) -> str | None:
     """Return the fault of a single value without its key; None for a usable value."""
     if isinstance(value, str):
-        text = value
-        max_characters = LONGEST_TEXT
+        text, max_characters = value, LONGEST_TEXT
         if key in PROSE:
             text = value.replace("\n", " ").replace("\t", " ")
             max_characters = LONGEST_PROSE

@@ -52,9 +52,8 @@ def give_back_port(port: int) -> None:
 def hold_port(host: str, port: int) -> socket.socket:
     """Bind ``port`` of ``host`` (0: any free port) until the returned socket is closed.
 
-    Meanwhile the system assigns the port neither to a server that takes any free port nor to an outgoing connection. A
-    server that binds exactly this port, with SO_REUSEADDR as servers do, can listen on it. Until then connections to
-    the port are refused. Raises PortTakenError if the port can't be bound.
+    Meanwhile the system assigns the port neither to a server that takes any free port nor to an outgoing connection,
+    but a server that binds exactly this port, with SO_REUSEADDR as servers do, can listen on it. Raises PortTakenError.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
