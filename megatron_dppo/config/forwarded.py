@@ -679,11 +679,9 @@ def _capability_fault(
     min_capability: tuple[int, int],
     capability: tuple[int, int],
 ) -> str:
-    capability_text = f"{capability[0]}.{capability[1]}"
-    min_text = f"{min_capability[0]}.{min_capability[1]}"
     return (
-        f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability_text}, expected {min_text} or "
-        "more"
+        f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability[0]}.{capability[1]}, expected "
+        f"{min_capability[0]}.{min_capability[1]} or more"
     )
 
 
