@@ -688,8 +688,7 @@ def _capability_fault(
 def recompute_faults(table: Mapping[str, Any], recompute: str) -> Iterator[str]:
     """Report an FP8 recipe of a mixture of experts that selective recomputation excludes.
 
-    ``recompute``: ``training.recompute``. On a GPU ``selective`` recomputes the experts' activation function and the
-    norms.
+    ``recompute``: ``training.recompute``; on a GPU ``selective`` recomputes the experts' activation and the norms.
     """
     recipe = table.get("fp8_recipe") or _DELAYED
     is_delayed = table.get("fp8") is not None and recipe == _DELAYED

@@ -30,10 +30,7 @@ class PortTakenError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of ``host`` that the system assigns to no other process.
-
-    The port is held (see :func:`hold_port`) until this process ends, or until ``give_back_port``.
-    """
+    """Return a free port of ``host``, which ``hold_port`` holds until this process ends or ``give_back_port``."""
     held_port = hold_port(host, 0)
     _held_ports.append(held_port)
     return int(held_port.getsockname()[1])
