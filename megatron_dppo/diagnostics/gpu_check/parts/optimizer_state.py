@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 LENGTHS = [5, 17, 40, 64]
 STEPS = 2
-LIMIT = 0.02
-"""Largest relative difference of the weights' changes from those by plain Adam: bfloat16 moments keep 8 bits."""
+LIMIT = 0.1
+"""Largest relative difference of the weights' changes from those by plain Adam.
+
+bfloat16 weights and moments keep 8 bits, and Adam's first steps depend on the sign of small gradients, which
+machines round differently: 0.01 to 0.034 was measured. Another update rule differs by about 1.
+"""
 NARROW: Mapping[str, Any] = {PRECISION_AWARE: True, **dict.fromkeys(MOMENT_DTYPES, "bfloat16")}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "offloaded": {OFFLOAD: True},
