@@ -618,7 +618,7 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
 
         second = serve(served.folder)
         pair = [served.weights(), second.weights()]
-        joined = updater(pair, Source(read(trained), model=trained), changes_only=True)
+        joined = updater(pair, Source(read(trained)), changes_only=True)
         assert joined.update(72).sent_fraction == 1.0
         assert_serves(served, trained, 72)
         assert_serves(second, trained, 72)
