@@ -69,7 +69,7 @@ def findings_of(faults: Iterable[TensorFault]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _FaultOfTensor:
     """How the values or the scales of a tensor differ; ``is_stale``: they are those of another version."""
 
     kind: str
@@ -155,7 +155,7 @@ def tensor_faults(
     if not different:
         return []
     others = load_others()
-    differences: dict[str, list[_Difference]] = {}
+    differences: dict[str, list[_FaultOfTensor]] = {}
     for engine_tensor in different:
         held_blocks = held.blocks(rank, engine_tensor)
         if held_blocks is None:
@@ -163,7 +163,7 @@ def tensor_faults(
             for version, tensors in others.items():
                 if tiled_hash(tensors.flat_tensors[engine_tensor]) == checksums.get(engine_tensor):
                     text = f"that of version {version}"
-            differences[engine_tensor] = [_Difference("", text, is_stale=True)]
+            differences[engine_tensor] = [_FaultOfTensor("", text, is_stale=True)]
             continue
         for name, difference in _block_differences(engine_tensor, held_blocks, own, others):
             differences.setdefault(name.removesuffix(SCALE_SUFFIX), []).append(difference)
@@ -181,7 +181,7 @@ def _block_differences(
     held_blocks: Tensor,
     own: RankTensors,
     others: Mapping[int, RankTensors],
-) -> Iterator[tuple[str, _Difference]]:
+) -> Iterator[tuple[str, _FaultOfTensor]]:
     """Yield the Hugging Face tensors in an engine tensor that differ, each with its difference."""
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
@@ -203,17 +203,17 @@ def _block_differences(
             other = tensors.blocks(name, part)
             if torch.equal(held_grid[is_different], other[is_different]):
                 text = f"of {_places(is_different)} of version {version}"
-                yield name, _Difference(kind, text, is_stale=True)
+                yield name, _FaultOfTensor(kind, text, is_stale=True)
                 break
         else:
             moved = _moved(held_grid, is_different, name, place_of)
             if moved is not None:
-                yield name, _Difference(kind, f"of {moved}")
+                yield name, _FaultOfTensor(kind, f"of {moved}")
             elif kind == _SCALES:
                 factors = held_grid[is_different] / grid[is_different]
-                yield name, _Difference(kind, f"of {_places(is_different)} {_factors(factors)}")
+                yield name, _FaultOfTensor(kind, f"of {_places(is_different)} {_factors(factors)}")
             else:
-                yield name, _Difference(kind, f"of {_places(is_different)} differ")
+                yield name, _FaultOfTensor(kind, f"of {_places(is_different)} differ")
 
 
 def _moved(
