@@ -297,7 +297,7 @@ def test_incomplete_streams_are_refused() -> None:
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"4 .* 3"):
+    with pytest.raises(ValueError, match="tp_size"):
         EngineTensors(model_shape(), EngineLayout(3))
 
 
