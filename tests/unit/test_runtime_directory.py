@@ -41,7 +41,7 @@ sys.stdin.read()
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A short folder in place of the machine's, under a umask that lets a group write."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "_LONGEST", 4096)
+    monkeypatch.setattr(scratch, "_MAX_FOLDER_BYTES", 4096)
     before = os.umask(0o002)
     yield tmp_path
     os.umask(before)
@@ -58,7 +58,7 @@ def test_its_user_alone_can_enter_it_whatever_the_umask(temporary: Path) -> None
 def test_a_path_that_is_too_long_for_sockets_is_not_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "_LONGEST", 73)
+    monkeypatch.setattr(scratch, "_MAX_FOLDER_BYTES", 73)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 60)))
     directory = make_runtime_directory()
     directory.rmdir()
