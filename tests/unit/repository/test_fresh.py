@@ -232,7 +232,7 @@ def test_ci_runs_here_where_there_is_none(ci):
     ]
 
 
-@pytest.mark.parametrize(("earlier_s", "slow"), [(1400, True), (1600, False)])
+@pytest.mark.parametrize(("earlier_s", "slow"), [(800, True), (1000, False)])
 def test_the_slow_tests_are_run_where_time_is_left(ci, earlier_s, slow):
     began = str(int(time.time()) - earlier_s)
     told, calls = run_ci(ci, MEGATRON_DPPO_FRESH="1", CI_BEGAN=began)
