@@ -49,6 +49,7 @@ SIZES = {
     "qwen3_235b_a22b_r3": 8,
     "moonlight_16b_a3b_gsm8k": 2,
     "glm_4.7_flash_gsm8k": 4,
+    "glm_4.5_air_gsm8k": 8,
     "qwen3_next_80b_a3b_gsm8k": 4,
     "qwen3_5_35b_a3b_gsm8k": 4,
     "gpt_oss_20b_gsm8k": 2,
