@@ -41,6 +41,7 @@ NODES = {
     "qwen1.5_moe_a2.7b_gsm8k": 2,
     "moonlight_16b_a3b_gsm8k": 2,
     "glm_4.7_flash_gsm8k": 4,
+    "glm_4.5_air_gsm8k": 6,
     "qwen3_next_80b_a3b_gsm8k": 6,
     "qwen3_5_35b_a3b_gsm8k": 4,
     "gpt_oss_20b_gsm8k": 2,

@@ -113,6 +113,10 @@ def compare_server(
         actual_and_expected["--max-lora-rank"] = (info.get("max_lora_rank"), config.lora.rank)
     for switch in required_switches(config):
         actual_and_expected[f"--{switch.replace('_', '-')}"] = (info[switch], True)
+    if family.outer_engine_keys.get("language_model_only"):
+        # SGLang's option --language-model-only refuses such models.
+        name = "vision tower (language_model_only in --json-model-override-args)"
+        actual_and_expected[name] = (model_info.get("has_image_understanding"), False)
     differences: list[str] = []
     for name, (actual_value, expected_value) in actual_and_expected.items():
         if actual_value != expected_value:

@@ -56,14 +56,21 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL_FAMILIES = FAMILIES | SLOW_FAMILIES
 _DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
-DENSE_LAYOUTS: dict[str, dict[str, Any]] = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
+DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "CP2": {"context": 2},
+}
 MOE_LAYOUTS = {
     "TP2 ETP2": {"tensor": 2, "expert_tensor": 2},
     "PP2": {"pipeline": 2},
     "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
     "EP2": {"expert": 2},
     "TP2 EP2": {"tensor": 2, "expert": 2},
+    "CP2 EP2": {"context": 2, "expert": 2},
 }
+_WITHOUT_CONTEXT_PARALLELISM = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Families with delta nets, whose sequences Megatron-Core does not divide."""
 
 
 def sequences() -> list[list[int]]:
@@ -77,8 +84,14 @@ def layouts_of(case: str) -> dict[str, dict[str, Any]]:
     if family == "gpt_oss":
         # Experts with biases are not divided.
         found = {name: sizes for name, sizes in found.items() if "expert_tensor" not in sizes}
-    deep = options.get("layers", 2) >= 4
-    return {name: sizes for name, sizes in found.items() if deep or "VPP" not in name}
+    left_out = []
+    if options.get("layers", 2) < 4:
+        left_out.append("VPP")
+    if family in _WITHOUT_CONTEXT_PARALLELISM:
+        left_out.append("CP")
+    return {
+        name: sizes for name, sizes in found.items() if not any(kind in name for kind in left_out)
+    }
 
 
 def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
@@ -124,7 +137,11 @@ def trainer_log_probs(folder: str, cases: list[str]) -> dict[str, list[torch.Ten
                 parallel=s.ParallelConfig(world_size=2, **sizes),
             )
             trainer = Trainer(config)
-            batch = pack(samples, pad_multiple=trainer.pad_multiple)
+            batch = pack(
+                samples,
+                pad_multiple=trainer.pad_multiple,
+                sequence_multiple=trainer.share.sequence_multiple,
+            )
             (log_probs, *_) = trainer.log_probs([batch] * trainer.micro_batch_multiple)
             starts = batch.cu_seqlens.tolist()
             out[f"{case}/{name}"] = [

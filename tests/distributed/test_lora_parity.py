@@ -65,6 +65,9 @@ SLOW_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**EVERYTHING, "experts": "shared"},
     ),
     "minimax_m2": ("minimax_m2", {"layers": 2}, EVERYTHING),
+    "hy_v3": ("hy_v3", {"layers": 2}, EVERYTHING),
+    "olmoe": ("olmoe", {"layers": 2}, EVERYTHING),
+    "glm4_moe_lite": ("glm4_moe_lite", {"layers": 2}, EVERYTHING),
 }
 ALL_KINDS = KINDS | SLOW_KINDS
 JUDGED = ("moe", "dense", "some", "head")
@@ -124,6 +127,9 @@ SLOW: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "queries without a latent": {"TP2 ETP2": ({"tensor": 2}, {}), "EP2": ({"expert": 2}, {})},
     "shared by experts, latents": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
     "minimax_m2": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
+    "hy_v3": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
+    "olmoe": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
+    "glm4_moe_lite": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
 }
 """Kind -> layouts of two ranks by name."""
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

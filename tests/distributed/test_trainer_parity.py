@@ -140,7 +140,20 @@ SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2},
         {"recompute": "full", "distributed": True},
     ),
+    "R1's form TP2 ETP2": ("deepseek_v3 of R1's form", {"tensor": 2}, {}),
+    "R1's form PP2 VPP2": (
+        "deepseek_v3 of R1's form",
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {},
+    ),
     "glm4_moe_lite TP2 EP2": ("glm4_moe_lite", {"tensor": 2, "expert": 2}, {}),
+    "glm4_moe_lite TP2 ETP2": ("glm4_moe_lite", {"tensor": 2}, {}),
+    "glm4_moe_lite CP2 EP2": ("glm4_moe_lite", {**CP2, "expert": 2}, {}),
+    "glm4_moe_lite PP2 VPP2 recompute full, distributed optimizer": (
+        "glm4_moe_lite",
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"recompute": "full", "distributed": True},
+    ),
     "sigmoid router TP2 EP2 distributed optimizer": (
         "glm4_moe",
         {"tensor": 2, "expert": 2},
@@ -165,6 +178,7 @@ SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tensor": 2, "expert": 2},
         {"recompute": "full"},
     ),
+    "hy_v3 TP2 ETP2": ("hy_v3", {"tensor": 2}, {}),
     "hy_v3 CP2 EP2": ("hy_v3", {**CP2, "expert": 2}, {}),
     "hy_v3 PP2 VPP2": ("hy_v3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "minimax_m2 PP2 VPP2": ("minimax_m2", {"pipeline": 2, "virtual_pipeline": 2}, {}),

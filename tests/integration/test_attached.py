@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.record import Server
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
@@ -62,13 +63,22 @@ def runner() -> Iterator[AsyncRunner]:
 
 @pytest.fixture(scope="module")
 def served(config, runner, tmp_path_factory) -> Iterator[Server]:
-    port, keys = free_port(), tmp_path_factory.mktemp("keys") / "KEYS.json"
+    with started(config, runner, tmp_path_factory.mktemp("served")) as server:
+        yield server
+
+
+@contextmanager
+def started(
+    config: TrainConfig, runner: AsyncRunner, folder: Path, options: str = ""
+) -> Iterator[Server]:
+    """A server that the documented line starts, with ``options`` added to it."""
+    port, keys = free_port(), folder / "KEYS.json"
     keys.write_text(json.dumps({"api_key": "user", "admin_api_key": "admin"}))
     line = documented_line(
         MODEL=config.model.hf_checkpoint, DTYPE="float32", HOST="127.0.0.1", PORT=str(port),
-        **{"KEYS.json": str(keys)},
+        **{"KEYS.json": f"{keys} {options}"},
     )  # fmt: skip
-    log = tmp_path_factory.mktemp("log") / "server.log"
+    log = folder / "server.log"
     with log.open("wb") as output:
         shell = ["bash", "-c", f"exec env {line}"]
         process = start_process(shell, environment=os.environ, output=output.fileno())
@@ -136,6 +146,19 @@ def test_one_that_cannot_connect_back_is_told(served, runner, monkeypatch, confi
         EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1"
     ):
         runner.run(examined(config, served.url, "user", "admin"))
+
+
+@pytest.mark.slow
+def test_a_server_of_qwen3_5_without_a_vision_tower_fits(tmp_path, runner):
+    """With the options that docs/fleet.md names for this family. One with the tower needs torchvision to start."""
+    config = config_of(tmp_path / "run", save_tiny_model(tmp_path / "model", "qwen3_5_moe"))
+    # Beside language_model_only, keys of published files that transformers does not save.
+    overrides = json.dumps(missing_engine_keys(config.model.hf_checkpoint))
+    assert "language_model_only" in overrides
+    on_cpu = "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule"
+    options = f"--json-model-override-args '{overrides}' {on_cpu}"
+    with started(config, runner, tmp_path, options) as server:
+        runner.run(examined(config, server.url, "user", "admin"))
 
 
 @pytest.mark.parametrize("stop_part", [stop_scheduler, stop_detokenizer])

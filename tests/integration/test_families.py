@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.demo.material import EXPORT_BOUNDS
+from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
+from megatron_dppo.diagnostics.explain.__main__ import main as explain
 from megatron_dppo.model.families import FAMILIES as FAMILY_TABLES
 from megatron_dppo.model.families import load_model_shape
-from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
+from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.tiny_models import R1_FORM, save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-COIN = '''"""A reward that a random policy earns every other time, so that there is something to learn from."""
-
-
-def even_length(response: str, answer: str) -> float:
-    """1 where the response's number of characters is even."""
-    return float(len(response) % 2 == 0)
-'''
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {"R1's form": ("deepseek_v3", R1_FORM)}
 """Case -> the family and what differs from its tiny model. Other cases are families."""
 FAMILIES = [
@@ -61,8 +57,7 @@ BOUNDS = {
 
 
 def write_config(folder: Path, case: str) -> Path:
-    """Write a tiny model of ``case``, its data and its reward into ``folder``; return the configuration's path."""
-    (folder / "coin.py").write_text(COIN)
+    """Write a tiny model of ``case`` and its data into ``folder``; return the configuration's path."""
     family, options = FORMS.get(case, (case, {}))
     return write_material(folder, family, **options)
 
@@ -71,10 +66,9 @@ def train(config: Path, directory: Path, *overrides: str) -> None:
     """Run the whole loop with router replay on two ranks until it ends."""
     settings = (
         f"run.directory={directory}", "data.evaluation={}", "evaluation.every=100", "rollout.router_replay=true",
-        "reward.name=coin:even_length",
+        "reward.name=tests.unit.planted_rewards:even_length",
     )  # fmt: skip
-    variables = {"PYTHONPATH": f"{ROOT}:{config.parent}"}
-    with TrainingRun(config, *settings, *overrides, variables=variables) as training:
+    with TrainingRun(config, *settings, *overrides) as training:
         training.finish()
 
 
@@ -155,11 +149,27 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
         assert unmoved == carried | {name for name in start if name.endswith(ROUTER_BIASES)}
 
 
+def test_explain_and_the_doctor_find_nothing_wrong(run: tuple[Path, str]) -> None:
+    """Of the last step, whose weights are those of a checkpoint."""
+    directory, _ = run
+    figures = directory / "doctor.json"
+    assert explain([str(directory), "--step", str(STEPS), "--rows", "0"]) == 0
+    assert doctor([str(directory), "--step", str(STEPS), "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    assert {side["side"]: side["axis"] for side in found["sides"]} == {
+        "engine": "healthy",
+        "trainer": "healthy",
+        "recording": "healthy",
+    }
+    assert found["findings"] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         "qwen2_moe",
+        "olmoe",
         "glm4_moe",
         "deepseek_v3",
         "R1's form",
@@ -168,6 +178,7 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
         "hy_v3",
         "qwen3_next",
         "gpt_oss",
+        "qwen3_5_moe",
     ],
 )
 def test_a_run_is_resumed_in_another_layout(tmp_path: Path, case: str) -> None:
@@ -189,7 +200,18 @@ def test_a_run_is_resumed_in_another_layout(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["qwen2_moe", "glm4_moe", "deepseek_v3", "R1's form", "minimax_m2", "hy_v3", "gpt_oss"]
+    "case",
+    [
+        "olmoe",
+        "qwen2_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "R1's form",
+        "glm4_moe_lite",
+        "minimax_m2",
+        "hy_v3",
+        "gpt_oss",
+    ],
 )
 def test_adapters_train_and_are_sent_merged(tmp_path: Path, case: str) -> None:
     """Of all matrices: the engine agrees with the trainer, and the export is the base plus the exported adapters."""

@@ -23,6 +23,11 @@ from typing import Any
 from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
 
 
+def even_length(response: str, answer: str) -> float:
+    """1 where the response's number of characters is even: a random policy earns it every other time."""
+    return float(len(response) % 2 == 0)
+
+
 def sleep_and_echo(response: str, answer: str) -> float:
     time.sleep(float(response))
     return float(answer)

@@ -29,6 +29,7 @@ from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.running_server import SGLANG_VERSION, compare_server, required_switches
 from megatron_dppo.fleet.http_router import http_router_options
 from megatron_dppo.system.network import free_port
+from tests.tiny_models import save_tiny_model
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -349,6 +350,25 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
     assert numbers(compare_server(config, paged, model_info)) == [159, 128, 160]
     longer = sections(tmp_path, evaluation={"max_response_tokens": 29})
     assert numbers(compare_server(longer, info, model_info)) == [130, 129, 131]
+
+
+def test_a_server_elsewhere_must_not_have_a_vision_tower(tmp_path):
+    config = sections(tmp_path)
+    save_tiny_model(tmp_path, "qwen3_5_moe")
+    info = {
+        "version": SGLANG_VERSION,
+        "dtype": "float32",
+        "quantization": None,
+        "max_total_num_tokens": 130,
+    }
+    model_info = {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    }
+    assert compare_server(config, info, model_info | {"has_image_understanding": False}) == []
+    for answer in ({"has_image_understanding": True}, {}):
+        (line,) = compare_server(config, info, model_info | answer)
+        assert "language_model_only" in line
 
 
 def test_a_server_elsewhere_must_have_lora_where_it_is_sent_adapters(tmp_path):

@@ -241,7 +241,7 @@ class Reference(Policy):
     @property
     def gates(self) -> list[nn.Module]:
         """The routers, in the order of their layers."""
-        return self._ending("mlp.gate") or self._ending("gate")
+        return self._ending("mlp.gate") or self._ending("gate") or self._ending("mlp.router")
 
     @contextmanager
     def routed(self, rows_of: Callable[[Trajectory], Tensor | None]) -> Iterator[None]:
@@ -253,11 +253,36 @@ class Reference(Policy):
         with ExitStack() as hooks:
             for layer, gate in enumerate(self.gates):
                 hook = gate.register_forward_hook(
-                    lambda gate, _, out, layer=layer: _sent_to(gate, out, self._rows[:, layer])
+                    lambda gate, _, out, layer=layer: self._sent_to(gate, out, layer)
                 )
                 hooks.callback(hook.remove)
             hooks.enter_context(_set(self, _rows_of=rows_of))
             yield
+
+    def _sent_to(self, gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], layer: int) -> Any:
+        """Return the output of the router ``layer`` with the experts of ``_rows`` [tokens, L, k].
+
+        A row of -1 keeps the router's choice.
+        """
+        logits, scores, experts = answer
+        rows = self._rows[:, layer]
+        experts = torch.where(rows < 0, experts, rows)
+        all_weights = logits.float().softmax(-1)
+        if self._has_sigmoid_routers:
+            all_weights = logits.float().sigmoid()
+        weights = all_weights.gather(-1, experts)
+        # Routers without the setting always normalise the weights.
+        if getattr(gate, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        for name in ("routed_scaling_factor", "router_scaling_factor"):
+            weights = weights * getattr(gate, name, 1)
+        return logits, weights.to(scores.dtype), experts
+
+    @cached_property
+    def _has_sigmoid_routers(self) -> bool:
+        """Whether the weights of experts are sigmoids. The routers of all such families have this bias."""
+        names = [name for name, _ in self._model.named_buffers()]
+        return any(name.endswith("e_score_correction_bias") for name in names)
 
     def _rows_in(self, shape: Sequence[int], batch: Sequence[Trajectory]) -> Tensor:
         """Return the experts of all tokens of a padded batch, int64 [tokens, L, k]; -1 if the router itself chooses.
@@ -303,8 +328,12 @@ class Reference(Policy):
             cache = prompt_pass.past_key_values
             if self._rounds_cache:
                 cache = self._cache()
-                for layer, (keys, values, *_) in enumerate(prompt_pass.past_key_values):
-                    cache.update(keys, values, layer)
+                for number, layer in enumerate(prompt_pass.past_key_values.layers):
+                    if hasattr(layer, "keys"):
+                        cache.update(layer.keys, layer.values, number)
+                    else:
+                        # The states of a delta net are not rounded.
+                        cache.layers[number] = layer
             response_pass = self._model(row[:, cached_tokens:], past_key_values=cache)
             logits.append(torch.cat([prompt_pass.logits, response_pass.logits], 1))
         return torch.cat(logits)
@@ -358,17 +387,6 @@ def _rounded(values: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``to`` to a tensor of real numbers; return any other value unchanged."""
     is_real = isinstance(values, Tensor) and values.is_floating_point()
     return to(values) if is_real else values
-
-
-def _sent_to(gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Any:
-    """Return the router's output with the experts of ``rows`` [tokens, k]; a row of -1 keeps the router's choice."""
-    logits, scores, experts = answer
-    experts = torch.where(rows < 0, experts, rows)
-    weights = logits.float().softmax(-1).gather(-1, experts)
-    # Mixtral always normalises the weights, and has no setting for it.
-    if getattr(gate, "norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return logits, weights.to(scores.dtype), experts
 
 
 Change = Callable[[Reference], AbstractContextManager[None]]

@@ -56,6 +56,7 @@ OURS = {
     "qwen1.5_moe_a2.7b_gsm8k": ("qwen1.5-moe-a2.7b", 4),
     "moonlight_16b_a3b_gsm8k": ("moonlight-16b-a3b-instruct", 4),
     "glm_4.7_flash_gsm8k": ("glm-4.7-flash", 4),
+    "glm_4.5_air_gsm8k": ("glm-4.5-air", 4),
     "qwen3_next_80b_a3b_gsm8k": ("qwen3-next-80b-a3b-instruct", 4),
     "qwen3_5_35b_a3b_gsm8k": ("qwen3.5-35b-a3b", 4),
     "gpt_oss_20b_gsm8k": ("gpt-oss-20b", 4),
