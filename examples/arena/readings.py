@@ -1,16 +1,25 @@
-"""The reading of a rule: a short hash of the gradients that its loss gives to fixed tokens.
+"""The reading of a rule: a short name of the gradients that its loss gives to fixed tokens.
 
 A run's key holds it (``lab.Cell.key``), so that what was run by another reading of a rule, with another formula, anchor
 or number, is not taken for a run of the rule as it is now. A function that computes the same under another name is the
 same reading.
+
+The names of kept runs' readings stand with their gradients in ``readings.json.gz``, because processors round
+differently: gradients within ``TOLERANCE`` have the stored name. Other gradients are named by a hash of their digits.
+
+    python -m examples.arena.readings     stores the readings of all registered runs that are not stored yet
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,34 +30,95 @@ from megatron_dppo.algorithms.policy_loss import policy_loss
 OPTION = "algorithm.options."
 RESPONSES, LENGTH, WORDS = 40, 5, 60
 DIGITS = 8
+STORED = Path(__file__).with_name("readings.json.gz")
+TOLERANCE = 1e-4
+"""Largest relative difference of two gradients of the same reading."""
+_ROUNDING = 1e-12
+"""Gradients below it are what rounding leaves of sums that cancel."""
+_NOISE, _NOISY_PASSES = 1e-13, 256
 
 
 def reading_of(algorithm: str, changes: Sequence[str] = ()) -> str:
     """The reading of ``algorithm`` with the options among ``changes``, of the form ``algorithm.options.x=1``."""
+    return _reading(algorithm, options_of(changes))
+
+
+def options_of(changes: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The algorithm's options among ``changes``: (name, value)."""
     options = (c.removeprefix(OPTION).partition("=") for c in changes if c.startswith(OPTION))
-    return _reading(algorithm, tuple((name, value) for name, _, value in options))
+    return tuple((name, value) for name, _, value in options)
 
 
 @functools.cache
 def _reading(algorithm: str, options: tuple[tuple[str, str], ...]) -> str:
+    values = flat_gradients(algorithm, options)
+    for name, stored in _stored().items():
+        if is_same_reading(values, stored):
+            return name
+    return hash_of(values)
+
+
+def flat_gradients(
+    algorithm: str, options: tuple[tuple[str, str], ...], noise: int | None = None
+) -> np.ndarray:
+    """The gradients of ``gradients_of`` in one row, float64."""
     numbers = {name: float(value) for name, value in options}
-    gradients = gradients_of(build_algorithm(algorithm, numbers))
-    text = " ".join(f"{x:.2e}" for gradient in gradients for x in gradient.flatten().tolist())
+    gradients = gradients_of(build_algorithm(algorithm, numbers), noise)
+    return torch.cat([gradient.flatten() for gradient in gradients]).numpy()
+
+
+def hash_of(values: np.ndarray) -> str:
+    """A hash of the gradients' first three digits."""
+    text = " ".join(f"{x:.2e}" for x in values.tolist())
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def gradients_of(algorithm: Algorithm) -> list[Tensor]:
+def is_same_reading(values: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether ``values`` are the gradients of a stored reading, which has NaN where rounding decides."""
+    if values.shape != stored.shape:
+        return False
+    is_close = np.isclose(values, stored, rtol=TOLERANCE, atol=_ROUNDING)
+    return bool((is_close | np.isnan(stored)).all())
+
+
+@functools.cache
+def _stored() -> Mapping[str, np.ndarray]:
+    """The gradients of the stored readings, by name."""
+    with gzip.open(STORED, "rt", encoding="utf-8") as file:
+        rows = json.load(file)
+    return {name: np.array(row, dtype=float) for name, row in rows.items()}
+
+
+def stable_gradients(algorithm: str, options: tuple[tuple[str, str], ...]) -> np.ndarray:
+    """The gradients of a rule with NaN in the place of those that noise of the size of rounding changes."""
+    values = flat_gradients(algorithm, options)
+    for seed in range(_NOISY_PASSES):
+        noisy = flat_gradients(algorithm, options, noise=seed)
+        is_stable = np.isclose(noisy, values, rtol=TOLERANCE, atol=_ROUNDING)
+        values = np.where(is_stable, values, np.nan)
+    return values
+
+
+def gradients_of(algorithm: Algorithm, noise: int | None = None) -> list[Tensor]:
     """Of the loss of ``fixed_tokens``, by log pi of the sampled token and, where the rule centers, of TopK(mu)."""
-    inputs, leaves = fixed_tokens(algorithm)
+    inputs, leaves = fixed_tokens(algorithm, noise)
     loss = policy_loss(algorithm, inputs).loss
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [g.detach() for g in gradients if g is not None]
 
 
-def fixed_tokens(algorithm: Algorithm) -> tuple[TokenInputs, list[Tensor]]:
+def fixed_tokens(
+    algorithm: Algorithm, noise: int | None = None
+) -> tuple[TokenInputs, list[Tensor]]:
     """Tokens of ``RESPONSES`` responses whose policies lie from hardly to far apart, and the tensors whose gradient the
-    loss gives: what ``algorithm`` reads of them, float64."""
+    loss gives: what ``algorithm`` reads of them, float64. ``noise``: seed of relative noise of the size of rounding."""
     mu, recomputed, pi = _policies()
+    if noise is not None:
+        generator = torch.Generator().manual_seed(noise)
+        mu, recomputed, pi = (
+            x * (1 + _NOISE * torch.randn(x.shape, generator=generator, dtype=x.dtype))
+            for x in (mu, recomputed, pi)
+        )
     count = RESPONSES * LENGTH
     responses = torch.arange(count) // LENGTH
     sampled = (torch.arange(count) * 7) % WORDS
@@ -104,3 +174,26 @@ def _policies() -> tuple[Tensor, Tensor, Tensor]:
         (logits + of_engine).log_softmax(-1),
         (logits + of_engine + of_step).log_softmax(-1),
     )
+
+
+def store(rows: Mapping[str, np.ndarray]) -> None:
+    """Store readings, by name."""
+    texts = {name: [float(f"{x:.6g}") for x in values.tolist()] for name, values in rows.items()}
+    with open(STORED, "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
+        file.write(json.dumps(texts).encode())
+
+
+def main() -> None:
+    """Store the readings of all registered runs that are not stored yet, under their hashes."""
+    from examples.arena import findings, fp8, run
+
+    rows = dict(_stored())
+    for cell in (*findings.cells_by_setting(), *run.cells_of(fp8.CLAIMS)):
+        reading = reading_of(cell.algorithm, cell.changes)
+        if reading not in rows:
+            rows[reading] = stable_gradients(cell.algorithm, options_of(cell.changes))
+    store(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -302,6 +302,18 @@ def test_what_another_reading_of_a_rule_ran_is_left_out(monkeypatch):
         readings._reading.cache_clear()
 
 
+def test_a_reading_keeps_its_name_where_a_processor_rounds_otherwise():
+    stored = readings._stored()[readings.reading_of("score-centering")]
+    for seed in (98, 99):
+        noisy = readings.flat_gradients("score-centering", (), noise=seed)
+        assert readings.is_same_reading(noisy, stored)
+    values = readings.flat_gradients("score-centering", ())
+    place = int(np.abs(np.nan_to_num(stored)).argmax())
+    values[place] *= 1.001
+    assert not readings.is_same_reading(values, stored)
+    assert not readings.is_same_reading(values[1:], stored)
+
+
 def test_rules_of_few_seeds_stand_beside_dppo_of_the_same_seeds():
     records = records_of({"gspo": 0.3}, (2, 3)) | records_of({TV: 0.5}, (1, 2, 3))
     (row,) = [line for line in findings.all_rules(records) if "gspo" in line]
