@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from megatron_dppo.config import ConfigError, check_config, load_config
+
 MOE = {
     "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 511, "num_experts": 8,
@@ -42,6 +44,16 @@ def minimal(folder: Path, model: dict[str, Any] = MOE) -> dict[str, dict[str, An
         "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
         "optimizer": {"lr": 1e-5},
     }
+
+
+def faults_of(folder: Path, *overrides: str, model: dict[str, Any] = MOE) -> list[str]:
+    """The faults that the checks find in the minimal configuration with ``overrides``, written to ``folder``."""
+    config = load_config(str(write_config(folder, minimal(folder, model))), overrides)
+    try:
+        check_config(config)
+    except ConfigError as error:
+        return list(error.faults)
+    return []
 
 
 def write_config(folder: Path, tree: Any) -> Path:

@@ -43,21 +43,12 @@ from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
 from tests.tiny_models import save_tiny_model
+from tests.unit.published_configs import CONFIGS, published, written
 from tests.unit.test_checkpoint_layouts import tensors_of
 
-CONFIGS = Path(__file__).resolve().parents[2] / "examples/model_configs"
-PUBLISHED = CONFIGS / "gpt-oss-20b"
+NAME = "gpt-oss-20b"
+PUBLISHED = CONFIGS / NAME
 EXPERTS = "model.layers.0.mlp.experts."
-
-
-def written(folder: Path, values: dict[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
-def published_values() -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((PUBLISHED / "config.json").read_text())
-    return values
 
 
 def tiny() -> ModelShape:
@@ -120,7 +111,7 @@ def test_other_values_are_refused_by_their_keys(
     tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, published_values() | changes))
+        load_model_shape(written(tmp_path, published(NAME) | changes))
     assert [fault.split(": ", 1)[1].split()[0] for fault in caught.value.faults] == [key]
 
 

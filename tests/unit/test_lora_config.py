@@ -1,29 +1,21 @@
 """The ``lora:`` section: what it means, and every setting that is refused, by its key."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.lora import adapter_update_faults, adapters_of, lora_faults
 from megatron_dppo.config.schema import LoraConfig, SupervisedConfig
 from megatron_dppo.model.families import load_model_shape
-from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
+from tests.unit.config_files import DENSE, MOE, faults_of, write_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 
 
 @pytest.fixture
 def problems(tmp_path):
-    def run(*overrides, model=MOE):
-        config = load_config(write_config(tmp_path, minimal(tmp_path, model)), overrides)
-        try:
-            check_config(config)
-        except ConfigError as error:
-            return list(error.faults)
-        return []
-
-    return run
+    return partial(faults_of, tmp_path)
 
 
 def test_one_override_turns_it_on(tmp_path, problems):

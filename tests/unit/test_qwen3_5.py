@@ -34,20 +34,12 @@ from megatron_dppo.tensor_hash import tiled_hash
 from megatron_dppo.weight_sync.verification import compare_checksums
 from tests.engine_digests import expected_digests, random_weights
 from tests.tiny_models import save_tiny_model
+from tests.unit.published_configs import CONFIGS, published, written
 from tests.unit.test_checkpoint_layouts import tensors_of
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "examples/model_configs/qwen3.5-35b-a3b"
+NAME = "qwen3.5-35b-a3b"
+PUBLISHED = CONFIGS / NAME
 LAYER = "model.language_model.layers.{}."
-
-
-def written(folder: Path, values: dict[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
-def published_values() -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((PUBLISHED / "config.json").read_text())
-    return values
 
 
 def tiny() -> ModelShape:
@@ -109,7 +101,7 @@ def test_the_language_model_alone_is_read_too(tmp_path: Path) -> None:
 def test_keys_of_the_table_are_refused_by_their_names(
     tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
-    values = published_values()
+    values = published(NAME)
     values["text_config"] |= changes
     with pytest.raises(UnsupportedModelError) as caught:
         load_model_shape(written(tmp_path, values))
@@ -118,7 +110,7 @@ def test_keys_of_the_table_are_refused_by_their_names(
 
 def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="text_config"):
-        load_model_shape(written(tmp_path, published_values() | {"text_config": None}))
+        load_model_shape(written(tmp_path, published(NAME) | {"text_config": None}))
 
 
 def test_the_vision_tower_and_the_layer_of_further_tokens_are_carried() -> None:
@@ -138,7 +130,7 @@ def test_context_parallelism_and_adapters_are_refused_by_their_keys() -> None:
 def test_a_written_config_says_the_type_of_its_weights(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     (tmp_path / "to").mkdir()
-    copy_side_files(written(tmp_path / "from", published_values()), tmp_path / "to", "float32")
+    copy_side_files(written(tmp_path / "from", published(NAME)), tmp_path / "to", "float32")
     assert load_model_shape(tmp_path / "to").dtype == "float32"
 
 

@@ -20,8 +20,8 @@ from megatron_dppo.model.families import (
 )
 from megatron_dppo.model.mapping import EngineParameter, engine_parameters, hf_tensors
 from megatron_dppo.model.shape import active_parameters, forward_flops
+from tests.unit.published_configs import CONFIGS, published, written
 
-CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 EXAMPLES = {
     "glm4_moe": "glm-4.5-air",
     "deepseek_v3": "deepseek-v3",
@@ -30,16 +30,6 @@ EXAMPLES = {
 MOONLIGHT = "moonlight-16b-a3b-instruct"
 MINIMAX = "minimax-m2"
 HY = "hy3"
-
-
-def published(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((CONFIGS / name / "config.json").read_text())
-    return values
-
-
-def written(folder: Path, values: dict[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES.values(), MOONLIGHT])

@@ -2,9 +2,8 @@
 
 import pytest
 
-from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.forwarded import SGLANG
-from tests.unit.config_files import DENSE, MOE, minimal, write_config
+from tests.unit.config_files import DENSE, MOE, faults_of
 
 NGRAM = "sglang.speculative_algorithm=NGRAM"
 EAGLE = {
@@ -29,12 +28,7 @@ def keys(tmp_path):
     """Returns a function: overrides -> the keys at fault."""
 
     def keys_of(*overrides, model=MOE):
-        config = load_config(write_config(tmp_path, minimal(tmp_path, model)), overrides)
-        try:
-            check_config(config)
-        except ConfigError as error:
-            return {fault.partition(":")[0] for fault in error.faults}
-        return set()
+        return {fault.partition(":")[0] for fault in faults_of(tmp_path, *overrides, model=model)}
 
     return keys_of
 
