@@ -232,11 +232,8 @@ def packed_delta_rule(
         return fused
     plan = padding_plan(cu_seqlens)
     outputs = []
-    for token_of_row, sequences, longest_length in plan.batches:
-        q, k, v, g, b = (
-            x.index_select(0, token_of_row).view(sequences, longest_length, *x.shape[1:])
-            for x in (query, key, value, decay, beta)
-        )
+    for batch in plan.batches:
+        q, k, v, g, b = map(batch.pad, (query, key, value, decay, beta))
         # Padding comes after the tokens of its sequence, and a token's output depends on no later position.
         output, _ = gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=b)
         outputs.append(output.to(value.dtype).flatten(0, 1))

@@ -26,6 +26,11 @@ class PaddedBatch(NamedTuple):
     sequences: int
     longest: int
 
+    def pad(self, values: Tensor) -> Tensor:
+        """Return the batch's ``values`` of a pack, [T, ...] -> [sequences, longest, ...]."""
+        rows = values.index_select(0, self.token_of_row)
+        return rows.view(self.sequences, self.longest, *values.shape[1:])
+
 
 class PaddingPlan(NamedTuple):
     """Indices that turn a pack into padded batches and the outputs back into a pack."""

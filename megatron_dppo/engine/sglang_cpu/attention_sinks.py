@@ -97,7 +97,8 @@ def attend(
     is_seen = attn_mask
     if is_seen is None:
         is_seen = torch.ones(length, key.shape[2], dtype=torch.bool)
-        is_seen = is_seen.tril() if is_causal else is_seen
+        if is_causal:
+            is_seen = is_seen.tril()
     logits = torch.zeros(is_seen.shape, dtype=query.dtype).masked_fill(~is_seen, -math.inf)
     added = torch.cat(
         [

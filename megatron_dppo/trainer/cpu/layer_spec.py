@@ -77,13 +77,9 @@ def packed_causal_attention(
     are dropped: its gradient is exactly zero.
     """
     outputs = []
-    for token_of_row, sequences, longest_length in plan.batches:
-        padded_q, padded_k, padded_v = (
-            x.index_select(0, token_of_row)
-            .view(sequences, longest_length, *x.shape[1:])
-            .transpose(1, 2)
-            for x in (q, k, v)
-        )  # [n, heads, longest, D]
+    for batch in plan.batches:
+        # [n, heads, longest, D]
+        padded_q, padded_k, padded_v = (batch.pad(x).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             padded_q,
             padded_k,
@@ -116,16 +112,12 @@ def packed_attention_with_sinks(
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
     outputs = []
-    for token_of_row, sequences, longest_length in plan.batches:
-        padded_q, padded_k, padded_v = (
-            x.index_select(0, token_of_row)
-            .view(sequences, longest_length, *x.shape[1:])
-            .transpose(1, 2)
-            for x in (q, k, v)
-        )  # [n, heads, longest, D]
+    for batch in plan.batches:
+        # [n, heads, longest, D]
+        padded_q, padded_k, padded_v = (batch.pad(x).transpose(1, 2) for x in (q, k, v))
         padded_k, padded_v = (x.repeat_interleave(heads // groups, 1) for x in (padded_k, padded_v))
         logits = (padded_q @ padded_k.transpose(2, 3)).float() * scale
-        positions = torch.arange(longest_length, device=q.device)
+        positions = torch.arange(batch.longest, device=q.device)
         distances = positions[:, None] - positions
         is_hidden = distances < 0
         if window is not None:
@@ -134,7 +126,7 @@ def packed_attention_with_sinks(
         if sinks is not None:
             sink_logits = sinks.float().view(1, heads, 1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink_logits], -1)
-        shares = logits.softmax(-1)[..., :longest_length]
+        shares = logits.softmax(-1)[..., : batch.longest]
         out = shares.to(v.dtype) @ padded_v
         outputs.append(out.transpose(1, 2).reshape(-1, heads, v.shape[2]))
     return torch.cat(outputs).index_select(0, plan.row_of_token)
