@@ -437,8 +437,9 @@ def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_sto
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of ``folder`` that SGLang's loader reads: those of the index; all without an index.
+    """Return the safetensors files of ``folder`` that SGLang's loader reads.
 
+    These are the files of the index. Without an index they are all files but a copy (``consolidated.safetensors``).
     A file that the index does not name has the same weights once more (Mistral's ``consolidated.safetensors``), or is
     left from an earlier checkpoint. Raises CheckpointError for a damaged index.
     """
@@ -446,7 +447,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.exists():
         return sorted({folder / name for name in _read_index(index).values()})
-    # As SGLang does: without an index too, consolidated.safetensors beside the only weight file is a copy of it.
+    # SGLang reads only the other file of these two: consolidated.safetensors is a copy of it in another naming.
     if [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
         return files[1:]
     return files

@@ -238,8 +238,8 @@ def _columns(
         forms: As in ``pack``.
         input_rows: The rows of the pack that columns of the input have, int64 [t].
     """
-    # For each token of the pack, its row in a column: all tokens have one in columns of sampled tokens, and only
-    # ``input_rows`` in columns of the input, where the other tokens have -1.
+    # These arrays give each token's row in a column. All tokens have a row in columns of sampled tokens. In columns of
+    # the input only ``input_rows`` have one, and the other tokens have -1.
     sampled_column_rows = np.arange(tokens)
     input_column_rows = np.full(tokens, -1)
     input_column_rows[input_rows] = np.arange(len(input_rows))

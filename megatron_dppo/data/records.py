@@ -239,7 +239,7 @@ def _objects(path: Path) -> list[Record]:
     except DataError:
         if path.suffix != ".json":
             raise
-        # Not JSON Lines but one JSON document.
+        # The file may be one JSON document instead of JSON Lines.
         document = _parse_text(content, str(path))
     records = document if isinstance(document, list) else [document]
     if not records or not all(isinstance(record, dict) for record in records):

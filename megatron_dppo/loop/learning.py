@@ -75,7 +75,7 @@ class LossRecord:
     def add(self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
         """Keep the statistics of a micro-batch's tokens, without a device sync."""
         assert sums.blocked is not None
-        # By the names of ``LOSS_COLUMNS``; None for a statistic that this loss does not have.
+        # The keys are names of ``LOSS_COLUMNS``. A value is None if this loss does not have the statistic.
         statistics = {
             "loss_log_probs": inputs.log_probs.detach().float(),
             "loss_recomputed_log_probs": inputs.recomputed_log_probs,

@@ -102,7 +102,7 @@ def printable(text: str) -> str:
         if character.isprintable() or character == "\n":
             characters.append(character)
         else:
-            # Without the quotes of repr.
+            # The slice removes the quotes that repr adds.
             characters.append(repr(character)[1:-1])
     return "".join(characters)
 

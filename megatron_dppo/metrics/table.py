@@ -70,7 +70,7 @@ GAP = _metric(
         "smaller learning rate or fewer optimiser steps per batch. If the gap at equal weights is "
         "equally large, check that gap first. The bound is this project's choice.",
         high=0.02,
-        # What the policy moves, and the gap at equal weights.
+        # This bound is the sum of ``high`` and of the bound at equal weights under FP8.
         high_fp8=0.045,
     ),
     line=Line("gap", "whole step", "second"),

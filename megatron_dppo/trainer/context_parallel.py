@@ -34,7 +34,7 @@ def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
     bounds = cu_seqlens.long()
     own_bounds = bounds // size
     own_row = torch.arange(tokens // size, device=bounds.device)
-    # For each of the rank's rows: the number of its sequence, and the length of this sequence's chunks.
+    # ``sequence`` is the number of each row's sequence, and ``chunk_length`` the length of this sequence's chunks.
     sequence = torch.searchsorted(own_bounds[1:], own_row, right=True)
     chunk_length = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
     # The rank holds two chunks of a sequence, one after the other. The second one is as far from the sequence's end as
