@@ -7,6 +7,7 @@ within the limit, however busy the machine is, and one that only gets a tenth of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -46,12 +47,14 @@ class Patience:
         """The seconds that each thread has waited for a processor since it began."""
         seconds = {}
         for pid in self._pids():
-            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                try:
-                    seconds[str(path)] = int(path.read_text().split()[1]) / 1e9
-                # It ended meanwhile, or this kernel does not count.
-                except (OSError, IndexError, ValueError):
-                    continue
+            # The process may end meanwhile.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                    try:
+                        seconds[str(path)] = int(path.read_text().split()[1]) / 1e9
+                    # The thread ended meanwhile, or this kernel does not count.
+                    except (OSError, IndexError, ValueError):
+                        continue
         return seconds
 
 

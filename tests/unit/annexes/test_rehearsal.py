@@ -67,6 +67,8 @@ def stage_of(folder: Path, config, **values) -> Stage:
     model.mkdir()
     (model / "tokenizer.json").touch()
     values_of_model = tiny_model.tiny_config(known, sizes, own_tokenizer=False)
+    # As ``write_model`` does.
+    values_of_model["dtype"] = config.model.dtype
     (model / "config.json").write_text(json.dumps(values_of_model))
     data.touch()
     paths = {name: str(data) for name in config.data.evaluation}
@@ -158,11 +160,15 @@ FOLDERS = sorted(path.parent.name for path in tiny_model.KNOWN_MODELS.glob("*/co
 @pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
 def test_the_tiny_model_keeps_its_family(folder):
     known = tiny_model.read_model(folder, is_moe=False)
-    tiny = tiny_model.tiny_sizes(LayoutSizes(2, 2), known.shape, 100)
+    sizes = LayoutSizes(2, 2)
+    if known.shape.has_biases:
+        # Megatron-Core does not divide the experts of such a model.
+        sizes = dataclasses.replace(sizes, expert=2)
+    tiny = tiny_model.tiny_sizes(sizes, known.shape, 100)
     shape = shape_of(tiny_model.tiny_config(known, tiny, own_tokenizer=True))
     for name in ("family", "vocab_size", "tied_embeddings", "norm_topk_prob", "rope_theta"):
         assert getattr(shape, name) == getattr(known.shape, name)
-    assert model_faults(LayoutSizes(2, 2), shape) == []
+    assert model_faults(sizes, shape) == []
     widths = (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.shared_ffn_hidden_size)
     assert max(widths) <= tiny.ffn
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel, tiny_config, tiny_sizes
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
-from tests.unit.test_qwen3_5 import PUBLISHED, published_values, written
+from tests.unit.published_configs import published, written
+from tests.unit.test_qwen3_5 import NAME, PUBLISHED
 
 
 def test_a_rehearsal_has_the_same_parts(tmp_path: Path) -> None:
-    known = KnownModel(published_values(), load_model_shape(PUBLISHED))
+    known = KnownModel(published(NAME), load_model_shape(PUBLISHED))
     layout = LayoutSizes(world_size=2, expert=2)
     values = tiny_config(known, tiny_sizes(layout, known.shape, 64), own_tokenizer=False)
     assert values["vision_config"]["out_hidden_size"] == values["text_config"]["hidden_size"]

@@ -113,7 +113,9 @@ def test_a_sample_of_an_episode_says_which_limit_ended_it() -> None:
 )
 def test_a_reason_is_of_the_first_rewards_own_score(fields: dict[str, Any], reason: str) -> None:
     t = Trajectory.of_response([1, 2], [3, 4], text="=7", **fields)
-    samples = SampleMaker("exact_integer", maker()._data, zeroes_truncated=True, is_alone=False)
+    samples = SampleMaker(
+        "exact_integer", maker()._data, zeroes_truncated=True, is_only_reward=False
+    )
     (found,) = samples.of_evaluation(1, "set", [Problem(0, "p", "5", (1, 2))], [t])
     assert found.reason == reason
 
