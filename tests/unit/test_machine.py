@@ -79,9 +79,9 @@ def test_what_the_configuration_names_is_on_this_machine(tmp_path, sections, pro
 
 
 def test_an_interpreter_without_the_servers_packages_is_told(tmp_path):
-    """-S: without site-packages, so without any of them; a script, as the key is one program."""
+    """-E and -S leave out PYTHONPATH and site-packages, so all of them; the key is one program, hence a script."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncd /; exec {sys.executable} -S "$@"\n')
+    python.write_text(f'#!/bin/sh\ncd /; exec {sys.executable} -E -S "$@"\n')
     python.chmod(0o755)
     for servers, lacking in {1: "megatron_dppo, sglang", 2: "megatron_dppo, sglang, smg"}.items():
         asked = config(tmp_path, engine={"python": str(python), "servers": servers})
