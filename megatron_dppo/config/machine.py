@@ -17,7 +17,8 @@ from megatron_dppo.config.forwarded import is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.system.files import unwritable
 from megatron_dppo.system.gpus import has_hopper
-from megatron_dppo.system.network import InterfaceError, interface_address, resolve
+from megatron_dppo.system.interfaces import InterfaceError, interface_address
+from megatron_dppo.system.network import resolve
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -24,7 +24,7 @@ from megatron_dppo.engine.answer_parsing import AnswerParser, ReceivedAnswer
 from megatron_dppo.engine.errors import EngineAnswerError, EngineLostError, EngineRequestError
 from megatron_dppo.engine.protocol import GenerationRequest, request_body, request_ids
 from megatron_dppo.engine.recordings import ROUTE, Notice, Way, gone_error
-from megatron_dppo.system.network import without_secrets
+from megatron_dppo.system.secret_variables import redact
 
 Method = Literal["GET", "POST", "DELETE"]
 
@@ -208,7 +208,7 @@ class HttpClient:
         body = await answer.read()
         if answer.status >= _FIRST_ERROR:
             text = body.decode(errors="surrogateescape")
-            body = without_secrets(text, self._keys).encode(errors="surrogateescape")
+            body = redact(text, self._keys).encode(errors="surrogateescape")
         return Answer(answer.status, answer.headers, body)
 
     def _check(self, path: str, answer: Answer) -> None:

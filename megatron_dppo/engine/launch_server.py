@@ -39,7 +39,7 @@ from megatron_dppo.engine import (
 )
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
-from megatron_dppo.system import network, processes, scratch, secret_variables
+from megatron_dppo.system import interfaces, network, processes, scratch, secret_variables
 from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.toolkit import offer_tools
 
@@ -96,7 +96,7 @@ def listen_where(host: str, *, several: bool = False) -> None:
     address = network.resolve(host)
     if several:
         os.environ.setdefault("SGLANG_HOST_IP", address)
-    interface = network.interface_of(address)
+    interface = interfaces.interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

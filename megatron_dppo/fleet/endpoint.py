@@ -32,8 +32,9 @@ from megatron_dppo.fleet.record import (
     read_own_json,
 )
 from megatron_dppo.system.files import write_private
+from megatron_dppo.system.interfaces import interface_address
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.network import interface_address, is_loopback
+from megatron_dppo.system.network import is_loopback
 from megatron_dppo.system.private_files import UnsafeFileError, read_own
 from megatron_dppo.system.scratch import make_runtime_directory
 

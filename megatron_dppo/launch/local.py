@@ -31,7 +31,7 @@ from megatron_dppo.launch.supervisor import (
 )
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
 from megatron_dppo.metrics.records import RECORDS_FILE
-from megatron_dppo.system import network
+from megatron_dppo.system import interfaces, network
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.processes import feed, kill_families, start_process
 from megatron_dppo.system.scratch import remove_left_behind, remove_shared_tensors
@@ -214,8 +214,8 @@ def _master_host(interface: str | None) -> str:
     try:
         if interface is None:
             return LOOPBACK
-        return network.interface_address(interface)
-    except network.InterfaceError as error:
+        return interfaces.interface_address(interface)
+    except interfaces.InterfaceError as error:
         raise LaunchError(f"parallel.interface: {error}") from error
 
 

@@ -21,7 +21,8 @@ from megatron_dppo.fleet.supervision import (
 from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import say
-from megatron_dppo.system.network import InterfaceError, free_port, is_loopback
+from megatron_dppo.system.interfaces import InterfaceError
+from megatron_dppo.system.network import free_port, is_loopback
 
 _SEEDS_PER_START = 10_007
 _SEEDS_PER_SERVER = 1_000_003

@@ -24,7 +24,8 @@ from megatron_dppo.data.chat import render
 from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.result import USABLE_NUMBER, RewardResult, is_usable
-from megatron_dppo.system.network import url_fault, without_secrets
+from megatron_dppo.system.network import url_fault
+from megatron_dppo.system.secret_variables import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +136,7 @@ class JsonEndpoint:
 
     def without_key(self, text: str) -> str:
         """``text`` with the server's key replaced."""
-        return without_secrets(text, [self._key])
+        return redact(text, [self._key])
 
     async def close(self) -> None:
         """Close the connections."""

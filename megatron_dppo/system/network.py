@@ -1,4 +1,4 @@
-"""Addresses: free ports, network interfaces, checks of hosts and URLs, and a store of torch on one address."""
+"""Addresses to listen on and to call: free ports, checks of hosts and URLs, and a store of torch on one address."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import psutil
 
 from megatron_dppo.system.errors import RunError
 
@@ -66,40 +63,6 @@ def require_free_port(host: str, port: int) -> None:
     hold_port(host, port).close()
 
 
-class InterfaceError(RunError, ValueError):
-    """This machine has no such interface, or the interface has no address; the message names the machine's
-    interfaces.
-    """
-
-
-def interface_address(name: str) -> str:
-    """Return the address of a network interface: an IPv4 address, or IPv6 if it has no IPv4 address.
-
-    ``name`` may also be an address of this machine, which is returned. Raises InterfaceError.
-    """
-    addresses_of: dict[str, list[str]] = {}
-    for interface, entries in psutil.net_if_addrs().items():
-        addresses_of[interface] = _usable(entries)
-    if any(name in addresses for addresses in addresses_of.values()):
-        return name
-    if not addresses_of.get(name):
-        choices: list[str] = []
-        for interface, addresses in sorted(addresses_of.items()):
-            if addresses:
-                choices.append(f"{interface} ({addresses[0]})")
-        names = ", ".join(choices)
-        raise InterfaceError(f"got {name!r}, expected a network interface with an address: {names}")
-    return addresses_of[name][0]
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface with ``address``; None if no interface of this machine has it."""
-    for name, entries in psutil.net_if_addrs().items():
-        if address in _usable(entries):
-            return name
-    return None
-
-
 def is_loopback(host: str) -> bool:
     """Whether a host's name or address is a loopback address, which other machines can't reach."""
     try:
@@ -125,20 +88,6 @@ def source_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
-
-
-def _usable(entries: Sequence[Any]) -> list[str]:
-    """Return the IPv4 addresses in psutil's entries of an interface, then its IPv6 addresses.
-
-    An IPv6 address with "%" is left out: it is valid only together with the interface's name.
-    """
-    families = socket.AF_INET, socket.AF_INET6
-    usable_addresses: list[str] = []
-    for family in families:
-        for entry in entries:
-            if entry.family == family and "%" not in entry.address:
-                usable_addresses.append(entry.address)
-    return usable_addresses
 
 
 def url_host(host: str) -> str:
@@ -210,20 +159,6 @@ def url_fault(url: str) -> str | None:
     if parts.query or parts.fragment or re.search(r"\s", url):
         return problem
     return None
-
-
-HIDDEN_SECRET = "<api key>"
-
-
-def without_secrets(text: str, secrets: Iterable[str | None]) -> str:
-    """Return a server's text for a message, with ``HIDDEN_SECRET`` in place of each of ``secrets``.
-
-    A server may echo a key that it received.
-    """
-    for secret in secrets:
-        if secret:
-            text = text.replace(secret, HIDDEN_SECRET)
-    return text
 
 
 class ListenError(RunError):

@@ -119,6 +119,17 @@ def withheld_hint(text: str, key: str) -> str:
     return f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {key}"
 
 
+def redact(text: str, secrets: Iterable[str | None]) -> str:
+    """Return a server's text for a message, with ``<api key>`` in place of each of ``secrets``.
+
+    A server may echo a key that it received.
+    """
+    for secret in secrets:
+        if secret:
+            text = text.replace(secret, "<api key>")
+    return text
+
+
 _environment_lock = threading.Lock()
 _passed: set[str] = set()
 """Names of the variables that ``receive_passed`` has received."""

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.system import network
+from megatron_dppo.system import interfaces, network
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import megatron_sizes
 from megatron_dppo.trainer.watchdog import LONGEST_WAIT_S, Watchdog, client_of
@@ -122,10 +122,10 @@ def init_distributed(
 def _name_interface(interface: str | None) -> None:
     """Set the variables that name the interface to gloo and NCCL for all groups of this process."""
     if interface is not None:
-        name = network.interface_of(network.interface_address(interface)) or interface
+        name = interfaces.interface_of(interfaces.interface_address(interface)) or interface
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
     elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
-        loopback = network.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
+        loopback = interfaces.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
             # By default gloo would listen on the address of the machine's name, which other machines may reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -140,7 +140,7 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
         return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
     address = host
     if interface is not None:
-        address = network.interface_address(interface)
+        address = interfaces.interface_address(interface)
     # The name of a machine may resolve to its loopback address, which other machines cannot reach.
     if network.is_loopback(address) and not _on_one_host():
         log.warning(

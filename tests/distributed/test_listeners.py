@@ -9,12 +9,8 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from megatron_dppo.system.network import (
-    InterfaceError,
-    interface_address,
-    interface_of,
-    is_loopback,
-)
+from megatron_dppo.system.interfaces import InterfaceError, interface_address, interface_of
+from megatron_dppo.system.network import is_loopback
 from tests.ranks import run_ranks
 
 HERE = "tests.distributed.test_listeners"
