@@ -25,9 +25,9 @@ def group_relative(
         rewards: ``[N]``; each run of ``group_size`` rewards belongs to the responses of one prompt.
         group_size: Number of responses to a prompt, G.
         advantage: ``group-mean``: the mean includes the response itself. ``leave-one-out``: the mean excludes it
-            (RLOO, arXiv 2402.14740), which is G / (G - 1) times ``group-mean``. ``group-standardized``: ``group-mean``
-            divided by the group's standard deviation (with G - 1 degrees of freedom) plus 1e-6 (GRPO, arXiv
-            2402.03300). A group of one response gets 0.
+            (RLOO, arXiv 2402.14740); the result is G / (G - 1) times ``group-mean``. ``group-standardized``:
+            ``group-mean`` divided by the group's standard deviation (with G - 1 degrees of freedom) plus 1e-6 (GRPO,
+            arXiv 2402.03300). A group of one response gets 0.
 
     Returns:
         float32 ``[N]``. A group whose rewards are all equal gets exactly 0.

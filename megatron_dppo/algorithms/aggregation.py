@@ -16,8 +16,8 @@ from megatron_dppo.algorithms.inputs import TokenInputs, trained_tokens
 class Aggregation:
     """A rule that combines the losses of tokens into one loss.
 
-    The denominator is a global count, and a token's factor depends on one response alone, which always lies in one
-    micro-batch as a whole. So the gradient does not depend on packing or on the parallel layout.
+    The denominator is a global count. A token's factor depends only on its response, and a response is never divided
+    among micro-batches. So the gradient does not depend on packing or on the parallel layout.
 
     Attributes:
         denominator: (lengths, constant) -> the divisor of the sum over all tokens. ``lengths`` are the numbers of

@@ -22,8 +22,8 @@ class Algorithm(table.AlgorithmFacts):
     Attributes:
         mask: True where a token trains (M).
         weight: w in M min(w, C) A grad log pi.
-        step_bound: Computes from all tokens of an optimiser step the number that the mask reads. None for masks that
-            read no such number.
+        step_bound: Computes a number from all tokens of an optimiser step. The mask reads the number. None for masks
+            that depend on each token or response alone.
         penalties: Additive terms with their coefficients.
         correction: An additive term that belongs to this algorithm alone. None for most algorithms.
     """
@@ -53,7 +53,7 @@ def build_algorithm(
 ) -> Algorithm:
     """Build the preset ``name`` with its functions.
 
-    Arguments and errors are those of ``algorithm_facts``.
+    It has the arguments and the errors of ``algorithm_facts``.
     """
     facts = table.algorithm_facts(name, options, settings)
     preset = facts.preset

@@ -1,4 +1,4 @@
-"""The decision about each token: whether it trains, and with which weight."""
+"""The decision about each token: whether it trains, and its weight."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Decisions:
 
 @torch.no_grad()
 def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
-    """Decide for each token whether it trains, and with which weight.
+    """Decide for each token whether it trains, and compute its weight.
 
-    A number that is not finite blocks its token, whatever the sign of A: log pi, log mu, the anchor
-    pi' and the valid Top-K entries where the algorithm reads them, and the capped weight. So an
-    overflowing ratio blocks one token under an infinite cap, and is cut under a finite one.
+    A token is blocked, for either sign of A, if one of these numbers is not finite: log pi, log mu, a penalty, the
+    capped weight and, if the algorithm reads them, the anchor pi' and the valid Top-K entries. So a ratio that
+    overflows blocks its token if the cap is infinite. A finite cap cuts the ratio, and the token may train.
     """
     weight = algorithm.weight(inputs)
     capped = weight.clamp(max=algorithm.ratio_cap)
@@ -44,7 +44,7 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
 
 
 def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
-    """Return True at tokens where every log-probability that the algorithm reads is finite."""
+    """Return True for tokens whose log-probabilities are finite, as far as the algorithm reads them."""
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()
     for _, term in algorithm.penalties:

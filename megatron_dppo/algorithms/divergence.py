@@ -27,19 +27,20 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """Compute mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    The result is inf where pi = 0 < mu. The relative error of 1 - p equals that of log p, which depends on the library
-    that computed log p:
+    The result D is inf if pi = 0 < mu. Near p = 1, the relative error of 1 - p equals the relative error of log p. It
+    depends on the library that computed log p:
 
-    - log pi of ``policy_stats`` has the relative precision e of its dtype (and of its exponentials,
-      together below 1e-5 in float32) also near 0, so the error of D is below e (1 + D).
-    - log mu of an engine that takes the logarithm of a float32 softmax has an absolute error u of
-      2^-24 or so near 0. The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u =
-      6e-6 in float32: no threshold is that small.
+    - ``policy_stats`` computes log pi with a relative error e, also near 0. In float32, e is below 1e-5, and the error
+      of D is below e (1 + D).
+    - An engine that takes the logarithm of a float32 softmax has an absolute error u of about 2^-24 in log mu near 0.
+      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u = 6e-6 in float32. Every threshold
+      is larger.
 
     A log pi of exactly 0 means that pi rounds to 1; the exact value of 1 - pi is unknown. 1 - pi is then set to half a
     unit of the dtype's rounding, the largest value that rounds to 0, and D is a lower bound.
     """
-    # Put both policies into one tensor: this halves the number of small operations, which are the cost of a mask.
+    # Put both policies into one tensor. This halves the number of small operations, and their number sets the time of a
+    # mask.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     # expm1 keeps the relative precision. 1 - exp(log p) would have the absolute error of numbers near 1, and D could
     # become negative.
@@ -59,8 +60,8 @@ SMALLEST = 1e-6
 def binary_kl_both_ways(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """Compute the larger of the binary KL(mu || pi) and KL(pi || mu), nats.
 
-    Both are ``binary_kl`` of probabilities that are cut to [1e-6, 1 - 1e-6]: KL(pi || mu) divides by mu and 1 - mu, so
-    the rounding of an engine's mu near 0 or 1 would decide its value.
+    Both are ``binary_kl`` of probabilities that are cut to [1e-6, 1 - 1e-6]. KL(pi || mu) divides by mu and by 1 - mu.
+    Without the cut, its value would depend on how an engine rounds a mu near 0 or 1.
     """
     low = math.log(SMALLEST)
     high = math.log1p(-SMALLEST)
@@ -71,29 +72,27 @@ def binary_kl_both_ways(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor) -> Tensor:
-    """Compute half the sum over A' and "other" of |mu - pi| (arXiv 2602.04879, Top-K TV); ``[..., K + 1]``
-    -> ``[...]``.
+    """Compute 0.5 sum |mu - pi| over A' and "other" (arXiv 2602.04879, Top-K TV); ``[..., K + 1]`` -> ``[...]``.
 
-    A' is TopK(mu) and the sampled token, without columns that are not ``valid``. "other" is one bucket with the rest
-    of each distribution's mass.
+    A' has the ids of the ``valid`` columns: TopK(mu) and the sampled token. "other" is one bucket with the rest of
+    each distribution's mass.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi = torch.where(valid, topk_log_probs.detach().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk_log_probs.detach().clamp(max=0).exp(), 0.0)
-    # The sum includes the bucket "other": without it the value could be below binary_tv.
+    # Without the bucket "other" the result could be below binary_tv.
     other = (_rest(mu) - _rest(pi)).abs()
     return 0.5 * ((mu - pi).abs().sum(-1, dtype=torch.float64) + other)
 
 
 @torch.no_grad()
 def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor) -> Tensor:
-    """Compute the sum over A' and "other" of mu log(mu / pi) (arXiv 2602.04879, Top-K KL); ``[..., K + 1]`` ->
-    ``[...]``.
+    """Compute sum mu log(mu / pi) over A' and "other" (arXiv 2602.04879, Top-K KL); ``[..., K + 1]`` -> ``[...]``.
 
-    The mass of "other" is 1 - sum, with an error of a few units u of the input dtype's resolution. A mass of mu below
-    u is set to 0, a mass of pi below u to u. So rounding never makes the value of a peaked distribution infinite, but
-    can make it too small, by up to (mu's mass of "other") log(u / pi's mass). The value is never below ``binary_kl`` at
-    the last column, the sampled token's.
+    The mass of "other" is 1 - (sum over A'), with a rounding error of about u, four times the input dtype's eps. If mu
+    of "other" is at most u, it is set to 0. If pi of "other" is below u, it is set to u. So rounding never makes the
+    value of a peaked distribution infinite. It can make the value too small, by up to (mu of "other") log(u / (pi of
+    "other")). The value is never below ``binary_kl`` of the sampled token, whose column is the last.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     resolution = 4 * torch.finfo(topk_log_probs.dtype).eps
@@ -106,7 +105,7 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     other_pi = _rest(pi).clamp(min=resolution)
     log_quotient = other_mu.clamp(min=resolution).log() - other_pi.log()
     other_term = torch.where(other_mu <= resolution, 0.0, other_mu * log_quotient)
-    # binary_kl is a lower bound of the exact value, and its 1 - p is more precise than "other".
+    # binary_kl is a lower bound of the exact value, and computes its 1 - p more precisely than the mass of "other".
     return torch.maximum(listed_terms + other_term, binary_kl(log_pi[..., -1], log_mu[..., -1]))
 
 
@@ -119,21 +118,21 @@ def topk_kl_change(
     tail_ids: Tensor | None = None,
     sum_squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute the derivative of KL(mu || pi) along the step e_k - pi of the logits, which is the gradient of log pi(k).
+    """Compute the derivative of KL(mu || pi) along the gradient of log pi(k): the logits move by e_k - pi.
 
-    k is the token of the last column. The derivative is (pi_k - mu_k) + sum over the vocabulary of pi_i (mu_i - pi_i);
-    ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A' (``topk_tv``), so the sum over the tokens
-    outside A' is estimated; with K = V there are none, and the value is exact. The last column may be invalid because
-    TopK(mu) has the token, too; pi_k and mu_k are read from the last column all the same.
+    k is the sampled token, whose column is the last. The derivative is (pi_k - mu_k) + sum of pi_i (mu_i - pi_i) over
+    the vocabulary; ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A' (``topk_tv``), so the sum
+    over tokens outside A' is estimated. With K = V no token is outside, and the derivative is exact. pi_k and mu_k are
+    read from the last column even if this column is invalid because TopK(mu) also has the token.
 
     Args:
         topk_log_probs: log pi at A'.
         rollout_topk_log_probs: log mu at A'.
-        valid: Columns that count.
-        tail_ids: ``[...]``, the number n of tokens outside A'. The estimate is then pi_r (mu_r - pi_r) / n, as of n
-            equally likely tokens; pi_r and mu_r are the sums over the tokens outside A'. None: n = 1.
-        sum_squares: ``[...]``, the sum of pi^2 over the whole vocabulary. The estimate then assumes an equal mu / pi of
-            all tokens outside A': (mu_r / pi_r - 1) times their sum of pi^2.
+        valid: True for the columns of A'.
+        tail_ids: ``[...]``, the number n of tokens outside A'. The estimate assumes that these tokens are equally
+            likely: pi_r (mu_r - pi_r) / n, where pi_r and mu_r are the sums of pi and mu over them. None: n = 1.
+        sum_squares: ``[...]``, the sum of pi^2 over the whole vocabulary. The estimate then assumes that all tokens
+            outside A' have an equal mu / pi: (mu_r / pi_r - 1) times the sum of pi^2 over them.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi = topk_log_probs.detach().double().clamp(max=0).exp()
@@ -155,9 +154,7 @@ def topk_kl_change(
 
 @torch.no_grad()
 def exact_tv(logits: Tensor, rollout_logits: Tensor) -> Tensor:
-    """Compute half the sum over the vocabulary of |mu - pi|; ``[..., V]`` unnormalised logits (or
-    log-probs) -> ``[...]``.
-    """
+    """Compute 0.5 sum |mu - pi| over the vocabulary; ``[..., V]`` unnormalised logits (or log-probs) -> ``[...]``."""
     assert logits.shape == rollout_logits.shape
     pi = logits.double().softmax(-1)
     mu = rollout_logits.double().softmax(-1)
@@ -166,9 +163,7 @@ def exact_tv(logits: Tensor, rollout_logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
-    """Compute the sum over the vocabulary of mu log(mu / pi); ``[..., V]`` unnormalised logits (or log-probs)
-    -> ``[...]``.
-    """
+    """Compute sum mu log(mu / pi) over the vocabulary; ``[..., V]`` unnormalised logits (or log-probs) -> ``[...]``."""
     assert logits.shape == rollout_logits.shape
     pi = logits.double().log_softmax(-1)
     mu = rollout_logits.double().log_softmax(-1)
@@ -176,7 +171,7 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
 
 
 def _kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute p log(p / q): 0 where p = 0, whatever the logarithms are; NaN where p is NaN."""
+    """Compute p log(p / q). It is 0 if p = 0, also if a logarithm is infinite or NaN, and NaN if p is NaN."""
     return torch.where(p == 0, 0.0, p * (log_p - log_q))
 
 

@@ -3,11 +3,11 @@
 Legend: T = tokens, K = ids of TopK(mu). The last axis of the Top-K tensors has K + 1 columns; the last column is the
 sampled token's.
 
-The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response;
-functions of prefixes and positions also need them in order, without another response's tokens between them. Results are
-float64, shaped as ``values``. A result depends on the response alone, not on the rest of the pack. On a CPU, and for
-prefixes on every device, this includes the order of operations; on a GPU the order of a total's additions is not
-fixed, and the last bit of float64 may differ from rank to rank.
+The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response.
+Functions of prefixes and positions also need a response's tokens in order, without another response's tokens between
+them. Results are float64, shaped as ``values``. A result depends on the response alone, not on the rest of the pack.
+Prefixes, and on a CPU also totals, add in an order that depends on the response alone, so their results are equal bit
+by bit on all ranks. On a GPU the order of a total's additions varies, and the last bit may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PER_TOKEN = (
 class TokenInputs:
     """Log-probabilities (natural logarithms) and advantages of T tokens.
 
-    All tensors have the same shape, which may be any, except the Top-K tensors, which have one more axis.
+    The tensors may have any shape, and all have the same. Only the Top-K tensors have one more axis.
     """
 
     log_probs: Tensor
-    """log pi of the sampled token; the only tensor through which a gradient flows."""
+    """log pi of the sampled token, with gradient."""
     rollout_log_probs: Tensor
     """log mu, as returned by the inference engine."""
     advantages: Tensor
@@ -53,7 +53,8 @@ class TokenInputs:
     recomputed_log_probs: Tensor | None = None
     """log pi' of the trainer at the rollout's weights; None if the algorithm does not need it."""
     topk_log_probs: Tensor | None = None
-    """``[..., K + 1]``: log pi at TopK(mu) and, last, at the sampled token."""
+    """``[..., K + 1]``: log pi at TopK(mu) and, last, at the sampled token. It has a gradient only for the algorithms
+    in ``topk_terms.py``."""
     rollout_topk_log_probs: Tensor | None = None
     """``[..., K + 1]``: log mu at the ids of ``topk_log_probs``."""
     topk_valid: Tensor | None = None
@@ -63,8 +64,8 @@ class TokenInputs:
     sequence_ids: Tensor | None = None
     """int64: tokens of one response share a number in ``0 .. T - 1``."""
     branch_ids: Tensor | None = None
-    """int64: tokens of one branch share a number; a branch is a sequence that was sampled in order. None: each response
-    is one branch."""
+    """int64: tokens of one branch share a number. The tokens of a branch were sampled one after another. None: each
+    response is one branch."""
     tail_ids: Tensor | None = None
     """int64: the number of ids outside TopK(mu) and the sampled token; None if the vocabulary's size is unknown."""
     sum_squares: Tensor | None = None
@@ -136,10 +137,10 @@ def _sequence_ids(inputs: TokenInputs) -> Tensor:
 
 
 def with_branches_as_sequences(inputs: TokenInputs) -> TokenInputs:
-    """Return ``inputs`` with each branch as a sequence of its own.
+    """Return ``inputs`` with the numbers of branches in the place of sequence ids.
 
-    Functions of prefixes need this, because an earlier token of the response may belong to another branch, and may have
-    been sampled later.
+    Functions of prefixes need this: tokens of another branch may precede a token in its response, although they were
+    sampled later.
     """
     if inputs.branch_ids is None:
         return inputs
@@ -190,7 +191,7 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     ids = _sequence_ids(inputs)
     counted = inputs.loss_mask.flatten()
     flat_values = values.double().flatten()
-    # Tokens outside ``loss_mask`` get a bin of their own, after the bins of all sequences.
+    # Tokens outside ``loss_mask`` get one more bin, after the bins of all sequences.
     bins = torch.where(counted, ids, ids.numel())
     order = flat_values.argsort()
     order = order[bins[order].argsort(stable=True)]

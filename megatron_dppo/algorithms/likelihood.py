@@ -13,7 +13,7 @@ from megatron_dppo.metrics.sums import MetricSums
 def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
     """Compute -sum of log pi over the tokens that train, nats.
 
-    The gradient flows through ``log_probs`` where a token trains; values elsewhere may be anything.
+    The gradient flows through ``log_probs`` of the tokens that train. Other tokens may have any value, also NaN.
 
     Args:
         log_probs: Float ``[T]``.

@@ -42,13 +42,14 @@ def policy_loss(
 ) -> LossSums:
     """Sum -M min(w, C) A over the tokens in ``loss_mask``, and add the algorithm's penalties.
 
-    The gradient of the first term is -sum M min(w, C) A grad log pi. w is r = pi / mu except where the algorithm
-    says otherwise (``rules.py``). M, w, C and A carry no gradient: it flows through ``inputs.log_probs`` only, and
-    for the algorithms in ``topk_terms.py`` through ``inputs.topk_log_probs``. Tokens with a zero coefficient get a
-    gradient of exactly 0, even where log pi is -inf.
+    The gradient of the first term is -sum M min(w, C) A grad log pi. w is r = pi / mu, or the algorithm's own weight
+    (``rules.py``). M, w, C and A carry no gradient: the gradient flows through ``inputs.log_probs`` and, for the
+    algorithms in ``topk_terms.py``, through ``inputs.topk_log_probs``. Tokens with a zero coefficient get a gradient of
+    exactly 0, even if their log pi is -inf.
 
-    A token at which another number is not finite is blocked and counted (``decide``). Where log pi or A is NaN, the
-    loss is NaN, and the trainer stops. The caller divides the loss once, by a global count.
+    If log pi or A of a token in ``loss_mask`` is NaN, the loss is NaN, and the trainer stops. Other numbers that are
+    not finite block their token, and a metric counts these tokens (``decide``). The caller divides the loss once, by a
+    global count.
 
     Args:
         algorithm: The algorithm.

@@ -1,11 +1,11 @@
 """TROLL's projection of pi onto a KL ball around mu (arXiv 2510.03817), over TopK(mu), the sampled token and "other".
 
-Legend: K = ids of TopK(mu); P = K + 2 points: TopK(mu), the sampled token where TopK(mu) lacks it, and "other", which
-has the rest of each distribution. l = log pi and m = log mu at the points.
+Legend: K = ids of TopK(mu); P = K + 2 points: TopK(mu), the sampled token (probability 0 if TopK(mu) has it), and
+"other" with the rest of each distribution. l = log pi and m = log mu at the points. y = the sampled token.
 
 The projection p minimises KL(p || pi) among the distributions with KL(p || mu) <= bound. If pi is within the bound,
-p = pi. Else p is proportional to pi^(1 - x) mu^x, and bisection finds x in (0, 1]. With d = m - l, and means and
-covariances under p, the derivative of log p, which includes how x changes to keep the constraint, is
+p = pi. Else p is proportional to pi^(1 - x) mu^x, and bisection finds x in (0, 1]. x changes with pi, so that the
+constraint holds. With d = m - l, and E, Var and Cov under p, the derivative of log p at y is
 
     d log p(y) = (1 - x) [ dl(y) - E dl - (d(y) - E d) Cov(d, dl) / Var(d) ].
 """
@@ -26,14 +26,14 @@ HALVINGS = 44
 
 @dataclass(frozen=True)
 class Projection:
-    """The projection at each token, float64 and without gradient. y is the sampled token.
+    """The projection at each token, float64 and without gradient.
 
     Attributes:
         log_ratio: log p(y) - log mu(y).
-        distance: KL(pi || p); 0 where pi is within the bound.
+        distance: KL(pi || p); 0 if pi is within the bound.
         explicit_slope: The explicit part 1 - x of d log p(y) / d log pi(y).
         column_slopes: ``[..., K + 1]``, the remaining derivative of log p(y), by log pi at TopK(mu) and at y. The last
-            column is 0 where TopK(mu) holds y.
+            column is 0 if TopK(mu) has y.
         distance_slopes: ``[..., K + 1]``, the derivative of KL(pi || p), with p fixed, by log pi at TopK(mu) and at y.
     """
 
@@ -50,9 +50,9 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
 
     Sources: two descriptions of the paper's method, and the configuration of the authors' code
     (NiklasFreymuth/troll) with its bound of 0.05, regression of 1 and K of up to 256. Two differences: their centre is
-    pi' of the trainer, ours is mu; they give tokens outside the sparse distribution almost no probability, we give them
-    the bucket "other" of the Top-K divergences. The paper's text and the library that solves the projection
-    (pbecker93/discrete_trpl) were not read.
+    pi' of the trainer, ours is mu; they give tokens outside the sparse distribution almost no probability, we put these
+    tokens into the bucket "other", as the Top-K divergences do. The paper's text and the library that solves the
+    projection (pbecker93/discrete_trpl) were not read.
     """
     columns = topk_of(inputs, rollout)
     log_pi, log_mu = _points(*columns)
@@ -69,8 +69,8 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     sampled_log_mu = columns[1][..., -1:].detach().double()
     sampled_centred = sampled_log_mu - sampled_log_pi - mean_difference
     scale = (1 - x)[..., None]
-    # Differentiate by the points as if they were independent, then replace "other", whose probability is 1 minus the
-    # sum of the others.
+    # Differentiate by the points as if their probabilities were independent. The next lines then insert that "other"
+    # has 1 minus the sum of the listed probabilities.
     point_slopes = -scale * p * (1 + sampled_centred * centred / variance)
     gaps = torch.where(p > 0, log_pi - log_p, 0.0)
     pi = log_pi.exp()
@@ -106,9 +106,7 @@ def _points(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> tuple[Tensor, 
 
 
 def _interpolation(log_pi: Tensor, log_mu: Tensor, kl_bound: float) -> Tensor:
-    """Find x of each token: 0 where KL(pi || mu) is within the bound, else the x at which KL(p || mu) equals the
-    bound.
-    """
+    """Find each token's x: 0 if KL(pi || mu) is within the bound, else the x at which KL(p || mu) equals the bound."""
     zero = torch.zeros_like(log_pi[..., 0])
     is_far = _kl(log_pi, log_mu, zero) > kl_bound
     low = zero
@@ -131,7 +129,7 @@ def _mix(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
 
 
 def _unnormalised(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
-    """Return (1 - x) log pi + x log mu; -inf where both are -inf."""
+    """Return (1 - x) log pi + x log mu; -inf at points where log mu is -inf."""
     x = x[..., None]
     is_absent = log_mu == -torch.inf
     mixed = (1 - x) * log_pi + x * torch.where(is_absent, 0.0, log_mu)

@@ -1,4 +1,4 @@
-"""The penalty for a policy that moves away from a reference policy, which every algorithm may have.
+"""The penalty for a policy that moves away from a reference policy. Every algorithm may add it.
 
 The penalty estimates KL(pi || reference) or KL(reference || pi) from the sampled tokens (derivations:
 docs/algorithms.md, "Reference policy").
@@ -37,8 +37,8 @@ def k1_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def k2(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate either KL by s^2 / 2, which is right to second order. Its derivative -s has the mean gradient of
-    KL(pi || reference).
+    """Estimate KL(pi || reference) or KL(reference || pi) by s^2 / 2, whose mean is right to second order in s. The
+    derivative -s has the mean gradient of KL(pi || reference).
     """
     return 0.5 * s.square(), -s
 

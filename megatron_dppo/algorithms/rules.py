@@ -50,8 +50,8 @@ def binary_tv(
     tv_threshold: float,
     tv_threshold_negative: float | None = None,
 ) -> Tensor:
-    """DPPO-Binary-TV: blocked when the update moves pi further away and |anchor - pi| >
-    ``tv_threshold``; where A < 0, > ``tv_threshold_negative`` if that is given.
+    """DPPO-Binary-TV: block tokens where the update moves pi further away and |anchor - pi| > ``tv_threshold``. For
+    A < 0, ``tv_threshold_negative`` replaces the threshold if it is set.
     """
     distance = divergence.binary_tv(inputs.log_probs, anchor(inputs))
     return near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
@@ -65,8 +65,8 @@ def binary_kl(
     kl_threshold: float,
     kl_threshold_negative: float | None = None,
 ) -> Tensor:
-    """DPPO-Binary-KL: blocked when the update moves pi further away and the binary KL exceeds
-    ``kl_threshold`` nats; where A < 0, ``kl_threshold_negative`` if that is given.
+    """DPPO-Binary-KL: block tokens where the update moves pi further away and the binary KL exceeds ``kl_threshold``
+    nats. For A < 0, ``kl_threshold_negative`` replaces the threshold if it is set.
     """
     distance = divergence.binary_kl(inputs.log_probs, anchor(inputs))
     return near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
@@ -80,7 +80,7 @@ def topk_tv(
     tv_threshold: float,
     tv_threshold_negative: float | None = None,
 ) -> Tensor:
-    """DPPO-TopK-TV: as ``binary_tv`` with TV over TopK(mu), the sampled token and "other".
+    """DPPO-TopK-TV: the rule of ``binary_tv`` with the TV over TopK(mu), the sampled token and "other".
 
     With K = V this is DPPO-Exact-TV.
     """
@@ -96,7 +96,7 @@ def topk_kl(
     kl_threshold: float,
     kl_threshold_negative: float | None = None,
 ) -> Tensor:
-    """DPPO-TopK-KL: as ``binary_kl`` with KL over TopK(mu), the sampled token and "other".
+    """DPPO-TopK-KL: the rule of ``binary_kl`` with the KL over TopK(mu), the sampled token and "other".
 
     With K = V this is DPPO-Exact-KL.
     """
@@ -122,8 +122,8 @@ def relaxed_clip(
     relax_low: bool,
     relax_high: bool,
 ) -> Tensor:
-    """Relax-high, -low, -both: ``ratio_clip`` without its upper bound (``relax_high``), or its lower bound
-    (``relax_low``), where anchor(a) < ``rare_below``.
+    """Relax-high, -low, -both: ``ratio_clip``, but tokens with anchor(a) < ``rare_below`` have no upper bound if
+    ``relax_high``, and no lower bound if ``relax_low``.
     """
     ratio = _ratio(inputs, anchor)
     is_rare = anchor(inputs).exp() < rare_below
@@ -144,11 +144,10 @@ def icepop(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """IcePop (arXiv 2510.18855): blocked when k = pi' / mu is outside [mismatch_low,
-    mismatch_high], or by PPO's clip of r'.
+    """IcePop (arXiv 2510.18855): block tokens whose k = pi' / mu is outside [``mismatch_low``, ``mismatch_high``], for
+    either sign of A, and tokens that PPO's clip of r' = pi / pi' blocks.
 
-    r' = pi / pi'. The first test holds for either sign of A. IcePop's weight of a trained token is k r' =
-    pi / mu, which is Eq. 23's r. So IcePop is this mask with an infinite cap.
+    IcePop's weight of a trained token is k r' = pi / mu = r, as in Eq. 23. So IcePop is this mask with an infinite cap.
     """
     mismatch = (recomputed(inputs) - inputs.rollout_log_probs).exp()
     is_within = (mismatch >= mismatch_low) & (mismatch <= mismatch_high)
@@ -157,22 +156,22 @@ def icepop(
 
 @torch.no_grad()
 def symmetric_binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
-    """Block tokens with |anchor - pi| > ``tv_threshold``, whatever the sign of A and the direction of the update.
+    """Block tokens with |anchor - pi| > ``tv_threshold``, for either sign of A and either direction of the update.
 
-    This is the mask of prime-rl's IPO loss. Source: that project's description of the loss (pull requests 1930 and 3586
-    of PrimeIntellect-ai/prime-rl); its code was not read.
+    This is the mask of prime-rl's IPO loss. Source: prime-rl's description of the loss (pull requests 1930 and 3586 of
+    PrimeIntellect-ai/prime-rl); its code was not read.
     """
     return divergence.binary_tv(inputs.log_probs, anchor(inputs)) <= tv_threshold
 
 
 @torch.no_grad()
 def kpop(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
-    """KPop: block tokens where the binary KL of anchor and pi exceeds ``kl_threshold`` nats in either direction,
-    whatever the sign of A.
+    """KPop: block tokens if KL(anchor || pi) or KL(pi || anchor) of the binary distributions exceeds ``kl_threshold``
+    nats, for either sign of A.
 
-    Sources: formula and threshold are those of two implementations (PrimeIntellect-ai/prime-rl, pull request 3283;
-    verl-project/verl, 6800). They compare pi' with mu; this mask compares the trained policy pi. Of the authors' note
-    (ringtech.notion.site/kpop), only the motivation was read.
+    Sources: two implementations have this formula and threshold (PrimeIntellect-ai/prime-rl, pull request 3283;
+    verl-project/verl, 6800). Both compare pi' with mu; this mask compares the trained policy pi with the anchor. Only
+    the motivation of the authors' note (ringtech.notion.site/kpop) was read.
     """
     return divergence.binary_kl_both_ways(inputs.log_probs, anchor(inputs)) <= kl_threshold
 
@@ -203,8 +202,9 @@ def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail)
         inputs: The tokens.
         anchor: The policy that pi is compared with.
         kl_threshold: Nats.
-        tail: How the tokens outside TopK(mu) count: as one token, as equally likely tokens (the paper's two
-            estimators), or in proportion to pi (this project's estimator). With K = V all three are equal and exact.
+        tail: How the tokens outside TopK(mu) count. ``one``: as one token. ``uniform``: as equally likely tokens. (The
+            paper has these two estimators.) ``proportional``: as tokens with equal mu / pi (this project's estimator).
+            With K = V all three are equal and exact.
 
     Raises:
         ValueError: ``tail`` needs the number of tokens outside TopK(mu), or the sum of pi^2, and ``inputs`` lacks it.
@@ -241,7 +241,7 @@ def near(
 ) -> Tensor:
     """Return True where ``distance`` is within the threshold, or the update moves pi back towards the anchor.
 
-    ``threshold_negative``: the threshold where A < 0; None: ``threshold``.
+    ``threshold_negative`` replaces the threshold for A < 0. None: ``threshold`` is used for both signs.
     """
     is_near = distance <= threshold
     if threshold_negative is not None:
@@ -267,7 +267,7 @@ def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor
     assert inputs.topk_valid is not None
     anchor_topk = inputs.rollout_topk_log_probs
     if anchor is not rollout:
-        # The Top-K columns are the anchor's already, but the last column has mu of the sampled token.
+        # The first K columns already hold the anchor's log-probabilities, but the last column holds log mu.
         sampled = anchor(inputs)[..., None].to(anchor_topk.dtype)
         anchor_topk = torch.cat([anchor_topk[..., :-1], sampled], -1)
     return inputs.topk_log_probs, anchor_topk, inputs.topk_valid
@@ -301,10 +301,10 @@ def outward_moment_cut(
     *,
     second_moment: float,
 ) -> float:
-    """Find the level c at which the mean of min((log r)^2, c) is ``second_moment``.
+    """Find the level c for which the mean of min((log r)^2, c) is ``second_moment``.
 
-    The mean is over the tokens that the update moves further from the anchor. c is inf if the mean of their (log r)^2
-    is not above ``second_moment``. Bisection finds c with 32 sums of one number over the replicas.
+    The mean is over the tokens that the update moves further from the anchor. c is inf if the mean of (log r)^2 over
+    these tokens is not above ``second_moment``. Bisection finds c with 32 sums of one number over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
     squares = squares[advantages.sign() * log_ratio > 0]
@@ -328,11 +328,10 @@ def second_moment_cut(
     *,
     second_moment: float,
 ) -> float:
-    """Find the largest (log r)^2 at which tokens may train, so that the mean over these tokens is at most
-    ``second_moment``.
+    """Find the largest cut for which the mean of (log r)^2 over the tokens below the cut is at most ``second_moment``.
 
-    The result is inf if all tokens may train. Tokens with equal values all train, or none does. Bisection finds the
-    cut with 62 sums of two numbers over the replicas.
+    The tokens below the cut train. The cut is inf if all tokens train. Tokens with equal (log r)^2 all train, or all
+    are blocked. Bisection finds the cut with 62 sums of two numbers over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
@@ -357,14 +356,14 @@ def second_moment_cut(
         _, count = sum_and_count(cut)
         return count < trained_count
 
-    # The cut lies halfway between two tokens' values, because the pass with a gradient may round a value otherwise.
+    # The cut lies halfway between two tokens' values, because the pass with gradient may round a value differently.
     return 0.5 * (highest + _largest_float32(blocks_more))
 
 
 def _largest_float32(holds: Callable[[float], bool]) -> float:
     """Find by bisection the largest finite float32 x at which ``holds(x)`` is True.
 
-    ``holds`` must be True at 0, and at every number below one at which it is True.
+    ``holds`` must be True from 0 up to some number, and False above it.
     """
     low = 0
     high = int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
@@ -400,13 +399,13 @@ def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 @torch.no_grad()
 def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """M2PO as AReaL implements it: block the tokens with the largest (log r)^2, whatever the sign of A.
+    """M2PO as AReaL implements it: block the tokens with the largest (log r)^2, for either sign of A.
 
-    The mask blocks the smallest number of tokens with which the mean over the remaining tokens of the optimiser step
-    is at most ``second_moment`` (``second_moment_cut``).
+    The mask blocks as few tokens as possible, so that the mean of (log r)^2 over the remaining tokens of the optimiser
+    step is at most ``second_moment`` (``second_moment_cut``).
 
-    Sources: description and code of AReaL, where the mean is over a rank's part of the step, and r is pi' / mu.
-    ``outward_moment`` is the rule that the paper's authors released.
+    Sources: description and code of AReaL. Two differences: AReaL's mean is over a rank's part of the step, and its r
+    is pi' / mu. ``outward_moment`` is the rule that the paper's authors released.
     """
     squares = (inputs.log_probs.detach() - anchor(inputs)).double().square()
     return squares <= step_bound_of(inputs)
@@ -415,7 +414,8 @@ def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 def measure_divergence(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
     """Compute the function ``name`` of ``divergence.py`` at each token, float64.
 
-    Functions whose names begin with "topk" read the Top-K tensors, the others pi and the anchor at the sampled token.
+    Functions whose names begin with "topk" read the Top-K tensors. Other functions read pi and the anchor at the
+    sampled token.
     """
     measure: Callable[..., Tensor] = getattr(divergence, name)
     if name.startswith("topk"):
@@ -429,7 +429,7 @@ Weight = Callable[[TokenInputs], Tensor]
 
 @torch.no_grad()
 def importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """Compute r = pi / mu. The denominator is always the rollout policy, whatever the anchor of the mask."""
+    """Compute r = pi / mu. The denominator is always the rollout policy, also if the mask's anchor is pi'."""
     return (inputs.log_probs - inputs.rollout_log_probs).exp()
 
 
@@ -441,8 +441,8 @@ def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Te
     Sources: the paper, and its authors' code (Tencent-Hunyuan/UniRL, ``_drpo_loss``), whose loss per
     token is -A r + |A| mu (r - 1)^2 / (2 delta). Its gradient is -w A grad log pi with the w above:
     DPPO's Binary-TV geometry with a smooth penalty instead of the mask. Where the update increases
-    |pi - mu|, w is 0 at |pi - mu| = delta and negative beyond it. delta = 12.5 is the authors' number
-    ("the regularization threshold"), at which w / r stays within 8% of 1. The authors' code clips
+    |pi - mu|, w is 0 at |pi - mu| = delta and negative beyond it. The authors' number is delta = 12.5
+    ("the regularization threshold"); w / r then stays within 8% of 1. The authors' code clips
     log r to [-20, 20]; this function does not.
     """
     shift = inputs.log_probs.exp() - inputs.rollout_log_probs.exp()
@@ -473,9 +473,9 @@ def soft_gate(
     """w = 4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau by the sign of A: the gradient weight of SAPO (arXiv
     2511.20347), whose loss per token is -A (4 / tau) sigmoid(tau (r - 1)). w = 1 at r = 1.
 
-    Sources: the abstract, and public code (verl's ``compute_policy_loss_sapo``, among others); they agree on gate and
-    temperatures. SAPO's own objective averages a response's tokens: ``sequence-mean-token-mean``. At a ratio that
-    overflows w is 0 times inf = NaN, and its token is blocked.
+    Sources: the abstract, and public code (verl's ``compute_policy_loss_sapo`` and others); they agree on gate and
+    temperatures. SAPO's own objective averages a response's tokens: ``sequence-mean-token-mean``. If r overflows, w is
+    0 times inf = NaN, and the token is blocked.
     """
     ratio = importance_ratio(inputs, anchor)
     tau = torch.where(inputs.advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
@@ -509,13 +509,13 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
 
 Penalty = Callable[[Tensor], tuple[Tensor, Tensor]]
 """log r = log pi - log mu -> (value of an additive term of the token's loss, its derivative by log pi). The term
-applies to every token in ``loss_mask``, also where the mask blocks it, and whatever the advantage."""
+applies to every token in ``loss_mask`` with finite numbers, also to tokens that the mask blocks, at any advantage."""
 
 Correction = Callable[[TokenInputs], tuple[Tensor, Tensor]]
-"""(value of the additive term at each token, derivative of their sum by each log pi), float64."""
+"""(value of the additive term at each token, derivative of the sum of these values by each log pi), float64."""
 
 LARGEST_LOG_RATIO = 20.0
-"""Penalties cut log ratios to this: e^20 = 4.9e8, and the sum of its square over a batch fits a float32."""
+"""Penalties cut log ratios to this number. e^20 is 4.9e8, so the sum of (e^20)^2 over a batch fits a float32."""
 
 
 @torch.no_grad()

@@ -1,10 +1,9 @@
-"""Masks and weights that read a whole response, with the signatures of ``rules.py``: sums and maxima over a response,
-or over the tokens before a token. A NaN at one token makes the mean or maximum of its response NaN or infinite.
+"""Masks and weights that read a whole response, with the signatures of ``rules.py``: they use sums and maxima over a
+response, or over the tokens before a token. A NaN at one token makes its response's mean NaN, and its maximum infinite.
 
 The tensors must have all tokens of a response, and the tokens of a branch in order. The trainer's tensors do: context
 parallelism gathers the ranks' results before the loss, and packing does not cut responses. Rules that read the tokens
-before a token treat each branch as a response of its own, because only the tokens of one branch were sampled one after
-another.
+before a token treat each branch as one response, because only the tokens of one branch were sampled one after another.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def sequence_clip(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test of the sequence's ratio, so that all tokens of
-    a response train or none does.
+    """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test, applied to the ratio of the sequence. Tokens of a response
+    with equal signs of A all train, or all are blocked.
     """
     ratio = sequence_ratio(inputs, anchor)
     return inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
@@ -51,8 +50,7 @@ def sequence_clip(
 
 @torch.no_grad()
 def sequence_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """Compute GSPO's s (arXiv 2507.18071, Eq. 7): exp(mean over the response's tokens of
-    log(pi / anchor)), at every token.
+    """Compute GSPO's s (arXiv 2507.18071, Eq. 7) at every token: exp(mean of log(pi / anchor) over its response).
 
     The mean is over tokens in ``loss_mask``. Raises ValueError without sequence_ids.
     """
@@ -80,13 +78,12 @@ def geometric_band(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """Block a whole response if its geometric mean of pi' / mu is outside [``sequence_low``, ``sequence_high``],
-    whatever the sign of A; and block tokens by PPO's clip of pi / pi' (``rules.ratio_clip``).
+    """Block a whole response if its geometric mean of pi' / mu is outside [``sequence_low``, ``sequence_high``], for
+    either sign of A; and block tokens by PPO's clip of pi / pi' (``rules.ratio_clip``).
 
-    Public code combines this "geometric" mask with truncated importance sampling. Form and numbers of the band are
-    those of SkyRL's documentation ("Off Policy Correction"), where the band rejects responses on which engine and
-    trainer disagree before training on a batch. The band does not compare pi, which moves away from mu by more than 1%
-    within a batch.
+    Public code combines this "geometric" mask with truncated importance sampling. SkyRL's documentation ("Off Policy
+    Correction") has this form and these numbers. Its band rejects responses on which engine and trainer disagree,
+    before the batch trains. So the band compares pi', not pi: pi moves away from mu by more than 1% within a batch.
     """
     log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
     ratio = sequence_means(inputs, log_ratio).exp()
@@ -104,12 +101,13 @@ def mean_shift(
     clip_high: float,
 ) -> Tensor:
     """VACO's filter (arXiv 2603.01365) in a form for language models: with rho = pi' / mu, block a token if the mean of
-    |rho - 1| over its response exceeds ``largest_shift`` and A log rho > 0; and by PPO's clip of pi / pi'
+    |rho - 1| over its response exceeds ``largest_shift`` and A log rho > 0. PPO's clip of pi / pi' also blocks tokens
     (``rules.ratio_clip``).
 
-    Sources: the paper's abstract, and the description of this form (allenai/open-instruct, pull request 1681), whose
-    documentation names the bound of 2. The paper's own filter is a mean over a batch; its Algorithm 1 and its appendix
-    of hyperparameters were not read. Its realigned advantages need a value model, which this package does not have.
+    Sources: the paper's abstract, and the description of this form (allenai/open-instruct, pull request 1681);
+    open-instruct's documentation has the bound of 2. The paper's own filter uses a mean over a batch. Algorithm 1 and
+    the appendix of hyperparameters were not read. This package has no value model, so it lacks the paper's realigned
+    advantages.
     """
     log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
     shift = sequence_means(inputs, torch.expm1(log_ratio).abs())
@@ -123,8 +121,8 @@ def drifted_sequence(inputs: TokenInputs, anchor: Anchor, *, drift_threshold: fl
 
     This is the off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), whose report has no threshold. Sources:
     the descriptions of two implementations (agentscope-ai/Trinity-RFT, pull request 420; modelscope/ms-swift, 6978).
-    They combine the mask with PPO's clip; this function is the mask alone. The report's section on scaling GRPO, which
-    has the mask's equation, was not read.
+    They combine the mask with PPO's clip; this function is the mask alone. The report's section on scaling GRPO has
+    the mask's equation and was not read.
     """
     drift = sequence_means(inputs, (anchor(inputs) - inputs.log_probs).double())
     return (inputs.advantages >= 0) | (drift <= drift_threshold)
@@ -133,12 +131,13 @@ def drifted_sequence(inputs: TokenInputs, anchor: Anchor, *, drift_threshold: fl
 @torch.no_grad()
 def largest_token(inputs: TokenInputs, anchor: Anchor, *, largest_k2: float) -> Tensor:
     """TRM with its "max" criterion (arXiv 2512.23075): block a whole response if (log r)^2 / 2 of one of its tokens
-    exceeds ``largest_k2``, r = pi / anchor, whatever the sign of A.
+    exceeds ``largest_k2``, r = pi / anchor, for either sign of A.
 
-    The paper masks by the largest KL(mu || pi) of a response's tokens, where pi is the policy that trains; so this
+    The paper masks by the largest KL(mu || pi) of a response's tokens, and its pi is the policy that trains. So this
     function compares pi, not pi'. Sources: the abstract, and an implementation that follows the paper (THUDM/slime,
-    pull request 1568), which estimates the KL by k2 in this criterion and by k3 in the other. The paper's algorithm,
-    and the thresholds in its section of experiments, were not read. The default number allows |log r| up to 2.
+    pull request 1568). It estimates the KL by k2 in the "max" criterion and by k3 in the "average" criterion
+    (``mean_token``). The paper's algorithm, and the thresholds in its section of experiments, were not read. The
+    default number allows |log r| up to 2.
     """
     log_ratio = (inputs.log_probs - anchor(inputs)).double()
     return sequence_maxima(inputs, 0.5 * log_ratio.square()) <= largest_k2
@@ -148,9 +147,9 @@ def largest_token(inputs: TokenInputs, anchor: Anchor, *, largest_k2: float) -> 
 def mean_token(inputs: TokenInputs, anchor: Anchor, *, mean_k3: float) -> Tensor:
     """TRM with its "average" criterion: block a whole response if its mean of r - 1 - log r exceeds ``mean_k3``.
 
-    Implementations that compare pi' with mu have thresholds of 0.001 to 0.01 (verl-project/verl, pull request 4544),
-    which pi exceeds after a few optimiser steps on a batch. The default number is DPPO's KL threshold, applied to the
-    mean of a response; it corresponds to a standard deviation of log r of about 0.3.
+    Implementations that compare pi' with mu have thresholds of 0.001 to 0.01 (verl-project/verl, pull request 4544).
+    pi / mu exceeds these thresholds after a few optimiser steps on a batch. The default number is DPPO's KL threshold,
+    applied to the mean of a response; it corresponds to a standard deviation of log r of about 0.3.
     """
     log_ratio = (inputs.log_probs - anchor(inputs)).double()
     return sequence_means(inputs, torch.expm1(log_ratio) - log_ratio) <= mean_k3
@@ -168,9 +167,9 @@ def clipped_geometric_mean(inputs: TokenInputs, anchor: Anchor, *, log_clip: flo
     """w = exp(mean over the response of log r), with log r cut at the bounds of ``log_ratio_clip``: the weight of GMPO
     (arXiv 2507.20673) at each token of the response. GMPO's loss per response is -A w.
 
-    Its derivative by log pi of a token that is not cut is -w A / |y|: GMPO's own objective is the aggregation
-    ``sequence-mean-token-mean``. Sources: the abstract, and the formula in public code (verl's
-    ``compute_policy_loss_geo_mean``, after the authors').
+    The loss has the derivative -w A / |y| by log pi of a token whose log r is not cut. So GMPO's own objective is the
+    aggregation ``sequence-mean-token-mean``. Sources: the abstract, and the formula in public code (verl's
+    ``compute_policy_loss_geo_mean``, which follows the authors' code).
     """
     log_ratio = (inputs.log_probs - anchor(inputs)).double()
     high = torch.where(inputs.advantages > 0, log_clip, torch.inf)
@@ -185,7 +184,7 @@ def minimum_prefix_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     (arXiv 2601.22718).
 
     Source: the abstract, "a non-cumulative surrogate based on the minimum token-level ratio observed in the preceding
-    prefix". The paper's objective was not read, so this project chose the cap, and to have no mask.
+    prefix". The paper's objective was not read. The cap, and the lack of a mask, are this project's choices.
     """
     inputs = with_branches_as_sequences(inputs)
     ratio = importance_ratio(inputs, anchor)
@@ -195,8 +194,8 @@ def minimum_prefix_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 @torch.no_grad()
 def position_weights(inputs: TokenInputs, *, weight_min: float) -> tuple[Tensor, Tensor]:
-    """Compute CPPO's w_t = 1 - (1 - ``weight_min``)(t - 1) / (T - 1) (arXiv 2606.10968, Eq. 8), t = 1 .. T among the
-    response's trained tokens, and the sum of the weights before t; float64.
+    """Compute CPPO's w_t = 1 - (1 - ``weight_min``)(t - 1) / (T - 1) (arXiv 2606.10968, Eq. 8) and w_1 + .. + w_(t-1),
+    float64. t = 1 .. T counts the response's trained tokens.
     """
     position = prefix_totals(inputs, torch.ones_like(inputs.log_probs)) - 1
     slope = (1 - weight_min) / (trained_tokens(inputs) - 1).clamp(min=1)
@@ -224,8 +223,8 @@ def prefix_budget(
     ``position_weights``.
 
     Sources: the paper's equations, and the authors' code of the Binary form (Tencent-Hunyuan/UniRL, ``_cppo_mask``),
-    whose ratio is pi / mu as here. The proofs were not read. The use of a KL as D is reported by others; its numbers
-    are this project's choice.
+    whose ratio is pi / mu as here. The proofs were not read. Other projects report the use of a KL as D; the numbers
+    for a KL are this project's choice.
 
     Args:
         inputs: The tokens.

@@ -1,8 +1,9 @@
-"""The table of algorithms: those of arXiv 2602.04879 and its common comparators. This module does not import torch.
+"""The table of algorithms: DPPO (arXiv 2602.04879) and the algorithms it is compared with. This module does not import
+torch.
 
-A row has an algorithm's numbers, the names of its functions, and what it needs from engine and trainer. The loss, the
-configuration's checks, the planner and the records of a step all read it; ``build_algorithm`` finds its functions.
-docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
+A row has an algorithm's numbers, the names of its functions, and its needs from engine and trainer. The loss, the
+configuration's checks, the planner and the records of a step all read the table; ``build_algorithm`` finds a row's
+functions. docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ AggregationName = Literal[
 ]
 Tail = Literal["one", "uniform", "proportional"]
 """How PDM treats the ids outside of TopK(mu). ``one``: as one token. ``uniform``: as equally likely tokens.
-``proportional``: as tokens with equal mu / pi, which needs the sum of pi^2 over the vocabulary."""
+``proportional``: as tokens with equal mu / pi; this needs the sum of pi^2 over the vocabulary."""
 AdvantageName = Literal["group-mean", "leave-one-out", "group-standardized"]
 """The baseline of a response's reward: ``advantages.group_relative``."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
@@ -160,13 +161,13 @@ class Preset:
     """A row of the table.
 
     Attributes:
-        mask: Name of the mask, a function in ``rules.py``; if ``sequences``, first looked for in ``sequence_rules.py``
-            and ``triage.py``.
+        mask: Name of the mask, a function in ``rules.py``. If ``sequences``, ``build_algorithm`` looks first in
+            ``sequence_rules.py`` and ``triage.py``.
         stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
         scaling: The numbers of the scaling runs that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
         weight: Name of the weight, a function in one of these modules.
-        fixed: Arguments of the mask that are no options.
+        fixed: Arguments of the mask that users cannot set.
         divergence: The divergence that the mask compares with its threshold, for records of a step. None if the mask
             measures no divergence.
         whole_vocabulary: Whether the divergence is over the anchor's whole distribution instead of TopK(mu).
@@ -174,8 +175,8 @@ class Preset:
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
         projects: Whether the loss projects pi (``projection.py``), also with a gradient through TopK(mu).
         correction: Name of a function in ``triage.py``, an additive term of the loss that only this row has.
-        step_bound: Name of a function in ``rules.py`` that computes a number from all tokens of an optimiser step. The
-            mask reads it. It costs a pass without gradient.
+        step_bound: Name of a function in ``rules.py`` that computes a number from all tokens of an optimiser step, in a
+            pass without gradient. The mask reads the number.
     """
 
     mask: str = "train_all"
@@ -369,8 +370,8 @@ PRESETS: dict[str, Preset] = {
 }
 """``algorithm.name`` -> its row.
 
-``recomputed-exact-...`` are diagnostics, not DPPO: their masks compare pi with pi', the trainer's own policy at the
-rollout's weights, and so do not measure a gap between mu and pi'.
+``recomputed-exact-...`` are diagnostics, not DPPO. Their masks compare pi with pi', the trainer's own policy at the
+rollout's weights. So these masks do not measure a gap between mu and pi'.
 """
 
 
@@ -414,8 +415,7 @@ class AlgorithmFacts:
 
     @property
     def extra_pass(self) -> bool:
-        """Whether the trainer runs one more forward pass over each batch, without gradient, for the whole batch or for
-        each step."""
+        """Whether the trainer runs one more forward pass without gradient: before the batch, or before each step."""
         recomputes = self.needs_recomputed or self.needs_recomputed_distribution
         return recomputes or self.preset.step_bound is not None
 
@@ -426,7 +426,7 @@ class AlgorithmFacts:
 
     @property
     def needs_recomputed_distribution(self) -> bool:
-        """Whether the trainer must recompute the whole distribution pi', which then replaces TopK(mu)."""
+        """Whether the trainer must recompute pi' over the whole vocabulary. pi' then replaces TopK(mu)."""
         return self.preset.whole_vocabulary and self.preset.anchor == "recomputed"
 
 
@@ -438,9 +438,9 @@ def algorithm_facts(
     """Return the preset ``name`` in ``settings``, with its numbers overridden by ``options``.
 
     Raises:
-        ValueError: An unknown name, setting or option, a value of the wrong type (a bool is not a number; ``topk`` is
-            a whole number) or outside its range, or bounds that exclude each other. The message lists the accepted
-            values.
+        ValueError: An unknown name, setting or option; a value of the wrong type (a bool is not a number; ``topk`` is
+            a whole number); a value outside its range; or a lower bound above its upper bound. The message lists the
+            accepted values.
     """
     if name not in PRESETS:
         rows = [row for row in PRESETS if name and row.startswith(name)]
@@ -492,8 +492,8 @@ def _override(
 
 
 ENGINE_WHOLE_VOCABULARY = 4096
-"""Largest vocabulary, in tokens, for which the engine may return its whole distribution: 8 bytes for each vocabulary
-entry, at every token of a response.
+"""Largest vocabulary, in tokens, for which the engine may return its whole distribution. The distribution has 8 bytes
+for each vocabulary entry, at every token of a response.
 """
 
 

@@ -23,9 +23,9 @@ PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -> MetricSums:
     """Compute the metrics of ``metrics.table`` over the tokens in ``loss_mask``.
 
-    The set of metrics depends only on which optional tensors ``inputs`` has. Values are float64 scalars on
-    the inputs' device; computing them does not wait for the device. Tokens whose log r is not finite are left out of
-    the sums and extrema of probabilities and of r.
+    An optional tensor of ``inputs`` that is missing omits its metrics; nothing else changes the set of metrics. Values
+    are float64 scalars on the inputs' device; computing them does not wait for the device. Sums and extrema of
+    probabilities and of r exclude tokens whose log r is not finite.
     """
     counted = inputs.loss_mask
     advantages = inputs.advantages
@@ -93,8 +93,8 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
         H(mu) - H(pi) = sum (pi - mu) log pi - KL(mu || pi),
         |E(-log mu) - H(pi)| <= E |1 - r| |log pi| + E |log r|.
 
-    If trainer and engine report the same wrong distribution, g is about 0, and the mean of xi is positive for one of
-    the signs: it is the difference between the means of log mu under the true distribution and the reported one.
+    If trainer and engine report the same wrong distribution, g is about 0, and the mean of xi is positive for one sign.
+    It is the difference between two means of log mu: under the true and under the reported distribution.
     """
     if inputs.entropy is None:
         return {}
@@ -112,7 +112,7 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
 
 
 def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
-    """Sum mu's probability of TopK(mu), without the column of the sampled token, which is the last one."""
+    """Sum mu's probability of TopK(mu), without the last column, the sampled token."""
     if inputs.rollout_topk_log_probs is None or inputs.topk_valid is None:
         return {}
     valid = inputs.topk_valid[..., :-1]

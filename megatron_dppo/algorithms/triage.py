@@ -1,7 +1,7 @@
 """TRIAGE (arXiv 2610.07043): a gate on the weight, and a repair term.
 
-Both act on segments of a response in which engine and trainer disagree, where the update would increase the
-disagreement. The tensors must hold all tokens of a response, as for ``sequence_rules.py``.
+Gate and repair term act on segments of a response in which engine and trainer disagree and the update would increase
+the disagreement. The tensors must hold all tokens of a response, as for ``sequence_rules.py``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_dppo.algorithms.rules import importance_ratio
 GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
 """(bound of a segment's mean of log pi' - log mu, weight of a segment below it)."""
 TAIL_GAP = -6.0
-"""log pi' - log mu below which a token is in the tail. With two such tokens, a segment gets the smallest weight."""
+"""Tokens with log pi' - log mu below this are in the tail. Two tail tokens give their segment the smallest weight."""
 REPAIR_TARGET = -0.03
-"""Mean of log pi - log mu below which a segment is repaired."""
+"""The repair term acts on segments whose mean of log pi - log mu is below this."""
 REPAIR_SCALE = math.sqrt(0.0005)
 """beta, the largest slope of the repair term before its coefficient."""
 
 
 def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
-    """Return ``inputs`` with segments as sequences: runs of ``size`` trained tokens of a branch, of which the last one
-    may be shorter.
+    """Return ``inputs`` with the numbers of segments in the place of sequence ids. A segment has ``size`` trained
+    tokens of a branch; the last segment of a branch may be shorter.
     """
     inputs = with_branches_as_sequences(inputs)
     assert inputs.sequence_ids is not None
@@ -50,10 +50,10 @@ def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
 def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> Tensor:
     """w = g r, with TRIAGE's gate g.
 
-    g applies to tokens with pi' < mu in segments of ``gate_segment`` tokens whose mean advantage is negative: there,
-    lowering pi increases the gap. Elsewhere g is 1. In such a segment g is the smaller of two numbers: the weight of
-    its mean of log pi' - log mu (``GATE_TIERS``), and 1 - 0.9 min(k / 2, 1), where k counts its tokens in the tail
-    (``TAIL_GAP``).
+    g applies to tokens with pi' < mu in segments of ``gate_segment`` tokens whose mean advantage is negative: for these
+    tokens, lowering pi increases the gap. g of other tokens is 1. g is the smaller of two numbers: the weight that
+    ``GATE_TIERS`` gives the segment's mean of log pi' - log mu, and 1 - 0.9 min(k / 2, 1), where k counts the segment's
+    tokens in the tail (``TAIL_GAP``).
 
     Source: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING), with
     the scopes that they reported (``q3`` and ``adv_positive``). Two differences: their ratio is pi / pi' times
@@ -84,18 +84,19 @@ def repair(
     """Compute TRIAGE's repair term at each token, and the derivative of its sum over tokens by each log pi.
 
     The term is ``repair`` times beta^2 (sqrt(1 + (q / beta)^2) - 1), q = max(target - d, 0), where d is the mean of
-    log pi - log mu over the token's segment of ``repair_segment`` tokens. It is 0 in segments whose mean advantage is
-    not positive. The derivative is at most ``repair`` times beta in size.
+    log pi - log mu over the token's segment of ``repair_segment`` tokens. The term is 0 in segments whose mean
+    advantage is not positive. The derivative is at most ``repair`` times beta in size.
 
     The authors' term is a mean over the segments of the whole update; here each token has its segment's value. With
-    ``token-mean`` both are the same, except that a shorter last segment counts less. Sources: as for ``gated_ratio``.
+    ``token-mean`` both forms are equal, except that a shorter last segment counts less here. Sources: as for
+    ``gated_ratio``.
     """
     segments = _segments(inputs, int(repair_segment))
     gap = (inputs.log_probs - inputs.rollout_log_probs).double()
     mean = sequence_means(segments, gap)
     advantage = sequence_means(segments, inputs.advantages)
     deficit = torch.where(advantage > 0, REPAIR_TARGET - mean, 0.0).clamp(min=0)
-    # A NaN at one token makes its segment's mean NaN; such a segment gets no repair.
+    # A NaN at one token makes its segment's mean NaN. A segment with a NaN gets no repair.
     deficit = torch.where(deficit.isfinite(), deficit, 0.0)
     root = (1 + (deficit / REPAIR_SCALE).square()).sqrt()
     return repair * REPAIR_SCALE**2 * (root - 1), -repair * deficit / root
