@@ -18,7 +18,7 @@ the prompts are those that tokenizer and template make now.
 With ``--parts`` the command prints how much of mean |pi - mu| each cause makes up. The run's own trainer, on its
 device, recomputes pi with one more cause fixed in each pass:
 
-    nothing fixed        the weights that trained on the batch (unknown: the newest), raw logits, natural routing
+    nothing fixed        the weights that trained on the batch (if unknown: the newest), raw logits, natural routing
     sampling transform   logits divided by rollout.temperature, as the engine does
     staleness            the weights that sampled the batch
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
@@ -71,14 +71,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="VERSION=FOLDER",
-        help="Hugging Face folder, or checkpoint, of the policy after that many steps",
+        help="Hugging Face folder, or checkpoint, of the policy after VERSION steps",
     )
-    parser.add_argument("--parts", action="store_true", help="how much of the gap is which cause's")
+    parser.add_argument("--parts", action="store_true", help="print each cause's part of the gap")
     parser.add_argument(
         "--no-precision",
         dest="precision",
         action="store_false",
-        help="no pass in float32, for which Transformer Engine has no attention of packed sequences",
+        help="no pass in float32 (Transformer Engine has no float32 attention for packed sequences)",
     )
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--html", type=Path, help="write the page here, not with --parts")
@@ -89,14 +89,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 if the input cannot be used."""
     options = parse(arguments)
-    # Set the variable before torch is imported: torch reads it then.
+    # Compute with one thread, as the ranks of a run do. Torch reads the variable when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return run_batch_command(report, options)
 
 
 def report(options: argparse.Namespace) -> None:
     """Read the batch, examine it, and write the requested files."""
-    if options.html if options.parts else options.png:
+    unusable_option = options.html if options.parts else options.png
+    if unusable_option:
         raise ValueError("--html is the page of all causes, --png the figure of --parts")
     config = load_config(options.run / "config.yaml")
     folder = options.run / ROLLOUTS_FOLDER
@@ -116,7 +117,10 @@ def report(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         weights = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
         case = Case(options, config, step, batch, len(saved_batch), weights)
-        (report_parts if options.parts else report_causes)(case)
+        if options.parts:
+            report_parts(case)
+        else:
+            report_causes(case)
 
 
 @dataclass(frozen=True)
@@ -176,12 +180,10 @@ def report_parts(case: Case) -> None:
         raise ValueError("no response of the batch has one weight version alone")
     batch = [t for i in side.positions if (t := case.batch[i]).sampled]
     # Use the weights that trained on the batch if they are known, else the newest.
-    trained_by = (
-        case.step - 1
-        if case.step - 1 in known_weights.folders
-        else max(known_weights.folders, default=0)
-    )
-    folders = known_weights.folder(side.version), known_weights.folder(trained_by)
+    trained_version = case.step - 1
+    if trained_version not in known_weights.folders:
+        trained_version = max(known_weights.folders, default=0)
+    folders = known_weights.folder(side.version), known_weights.folder(trained_version)
     try:
         parts = Parts.of(config, batch, *folders, precision=options.precision)
     except torch.OutOfMemoryError as error:
@@ -194,7 +196,7 @@ def report_parts(case: Case) -> None:
         f"{len(batch)} of {case.size} responses, {len(parts.log_mu)} tokens; {config.model.dtype}, "
         f"temperature {config.temperature:g}",
         f"sampled by version {side.version}, {known_weights.folders[side.version]}; "
-        f"trained as version {trained_by}, {known_weights.folders[trained_by]}",
+        f"trained as version {trained_version}, {known_weights.folders[trained_version]}",
     ]
     parts.show(title, facts)
     case.write_json(parts.to_text(case.step, len(batch)))
@@ -206,7 +208,7 @@ def report_parts(case: Case) -> None:
 def last_examinable(saved: Sequence[int], versions: Container[int]) -> int:
     """Return the last of the ``saved`` steps that began with weights of one of the known ``versions``.
 
-    Returns the last saved step if no step did.
+    Returns the last saved step if there is no such step.
     """
     known_steps = [step for step in saved if step - 1 in versions]
     if known_steps:
@@ -215,7 +217,9 @@ def last_examinable(saved: Sequence[int], versions: Container[int]) -> int:
 
 
 def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict[int, Path]:
-    """Return the folders of weights by version, the number of steps after which the policy had them.
+    """Return the folders of weights by version.
+
+    A version is the number of steps after which the policy had these weights.
 
     The checkpoints of a run with adapters have the adapters only. Such a run has version 0 alone, the model that it
     began with; if it began with adapters (``lora.start_from``), it has none.
@@ -228,8 +232,8 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
     if not config.lora.rank:
         directory = options.run / CHECKPOINTS_FOLDER
         checkpoints = sorted(directory.glob("step_??????"))
-        # If a step has both a suspect and a regular checkpoint, use the regular one, as a restart does: it is later in
-        # the list.
+        # If a step has both a suspect and a regular checkpoint, use the regular one, as a restart does: it comes later
+        # in the list, so it replaces the suspect one. The name of a suspect folder has a suffix after the step.
         for folder in [*suspect_folders(directory), *checkpoints]:
             folders[int(folder.name[len("step_") : len("step_000000")])] = folder
     export_folder = options.run / EXPORT_FOLDER

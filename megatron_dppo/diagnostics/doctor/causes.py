@@ -1,4 +1,4 @@
-"""Alternatives: changes to the reference model, each of which models one cause of a gap."""
+"""Alternatives: changes to the reference model, each of which simulates one cause of a gap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo import block_fp8
 from megatron_dppo.block_fp8 import BlockFp8
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Trajectory
@@ -37,9 +36,11 @@ TOP_K = (10, 20, 50, 100)
 
 
 STRETCHES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+"""Factors of the positions of tokens."""
 
 
 THETAS = (1e4, 5e5, 1e6, 1e7)
+"""Bases of the rotary embedding."""
 
 
 ROUNDED = "all in bfloat16"
@@ -52,7 +53,7 @@ BLOCK_FP8 = "linear layers and experts in block FP8"
 
 
 ROUNDINGS = (ROUNDED, EIGHT_BITS, BLOCK_FP8)
-"""Names of the alternatives that round as a healthy side may."""
+"""Names of the alternatives that only round as a healthy side may round too."""
 
 
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
@@ -60,7 +61,7 @@ PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", 
 
 
 OF_WEIGHTS = ("staleness", "weights", "cache", "quantisation")
-"""Axes of the alternatives that use other weights or another cache."""
+"""Axes (kinds of causes) of the alternatives that use other weights or another cache."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ def unchanged(_: Reference) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A possible cause, ``name``: the reference computes logits under ``change`` and samples by ``sampling``."""
+    """A possible cause: the reference computes logits under ``change`` and samples by ``sampling``.
+
+    ``axis`` is the kind of the cause, and ``name`` describes the cause in words.
+    """
 
     axis: str
     name: str
@@ -114,9 +118,9 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
         add_cause("precision", BLOCK_FP8, Reference.in_block_fp8)
         for name, blocks_of in BLOCK_FAULTS:
             add_cause("quantisation", name, partial(Reference.in_block_fp8, blocks_of=blocks_of))
-    for name, prompts in (("", True), (", not while a prompt is read", False)):
+    for exception, prompts in (("", True), (", not while a prompt is read", False)):
         change = partial(Reference.cached_in_bfloat16, prompts=prompts)
-        add_cause("cache", f"keys and values in bfloat16{name}", change)
+        add_cause("cache", f"keys and values in bfloat16{exception}", change)
     for name, frequencies in _frequencies(reference):
         add_cause("positions", name, partial(Reference.frequencies, change=frequencies))
     for first_norm, second_norm in (
@@ -141,14 +145,13 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
 
 
 def _with_scales(change: Callable[[Tensor], Tensor]) -> BlocksOf:
+    """Return a function that applies ``change`` to the scales of a tensor's blocks."""
     return lambda _, __, blocks: BlockFp8(blocks.values, change(blocks.scales))
 
 
 def _with_values(change: Callable[[Tensor], Tensor]) -> BlocksOf:
-    # Bytes are moved: torch moves no e4m3 elements.
-    return lambda _, __, blocks: BlockFp8(
-        change(blocks.values.view(torch.uint8)).view(block_fp8.DTYPE), blocks.scales
-    )
+    """Return a function that applies ``change`` to the values of a tensor's blocks."""
+    return lambda _, __, blocks: BlockFp8(change(blocks.values), blocks.scales)
 
 
 BLOCK_FAULTS: tuple[tuple[str, BlocksOf], ...] = (
@@ -171,7 +174,7 @@ BLOCK_FAULTS: tuple[tuple[str, BlocksOf], ...] = (
         _with_values(lambda values: values.roll(-BLOCK, 1)),
     ),
 )
-"""Name of an alternative, and the blocks with which the engine then computes."""
+"""Name of an alternative, and the function that returns the blocks with which the engine computes then."""
 
 
 def alternatives_of_version(
@@ -180,7 +183,7 @@ def alternatives_of_version(
     version: int,
     other: Reference,
 ) -> list[Alternative]:
-    """Return the causes that need the weights of ``version``, ``other``: all of its weights are used, or a part."""
+    """Return the causes that need ``other``, the model of ``version``: all of its weights are used, or a part."""
     all_weights = partial(Reference.tensors_of, other=other, part="")
     prompts = partial(Reference.prompts_cached_by, other=other)
     changes: list[tuple[str, str, Change]] = [
@@ -249,13 +252,15 @@ def is_decisive(alternative: Alternative) -> bool:
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
     """Yield the name and transform of every other way to sample from a vocabulary of ``size`` tokens."""
     configured = run.temperature
+    # 1 / configured: the logits were multiplied by the temperature instead of divided.
     for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
         if temperature != configured:
             yield f"temperature {temperature:g}, not {configured:g}", at_temperature(temperature)
     for top_p in TOP_P:
         yield f"top_p {top_p:g}", nucleus(configured, top_p)
-    for count in (count for count in TOP_K if count < size):
-        yield f"top_k {count}", most_probable(configured, count)
+    for count in TOP_K:
+        if count < size:
+            yield f"top_k {count}", most_probable(configured, count)
     for shards, count in _without_last(run, size):
         yield f"vocabulary without the last of {shards} shards", first_tokens(configured, count)
 
@@ -275,6 +280,7 @@ def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor],
     for theta in THETAS:
         unscaled = theta**-exponents
         if not torch.allclose(unscaled, frequencies, rtol=1e-4):
+            # ``unscaled.to(frequencies)`` returns ``unscaled`` with the dtype and device of ``frequencies``.
             yield f"rotary base {theta:g}, unscaled", unscaled.to
 
 

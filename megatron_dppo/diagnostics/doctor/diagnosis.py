@@ -33,7 +33,7 @@ from megatron_dppo.diagnostics.doctor.reference import Reference
 NOISE = 3e-6
 """Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""
 COARSE = 3.0
-"""The noise of a run in bfloat16, as a multiple of the gap between the reference in float32 and in bfloat16."""
+"""The noise of a side that rounds, as a multiple of the gap between the reference with and without such rounding."""
 SPREADS, STRETCH = 2.0, 128
 """The gap of a healthy side may exceed the noise by SPREADS standard errors, from stretches of STRETCH tokens."""
 EXPLAINED = 0.25
@@ -95,10 +95,12 @@ class Diagnosis:
         """Whether the parallel layout may be the cause.
 
         The layout is ruled out if the named cause explains the whole gap except for rounding, or if that cause lies in
-        the weights: a trainer that loads them again has the right ones.
+        the weights: a trainer that loads them again has the right weights.
         """
-        if self.cause is None or self.is_healthy:
-            return not self.is_healthy
+        if self.is_healthy:
+            return False
+        if self.cause is None:
+            return True
         return self.cause.axis not in OF_WEIGHTS and self.gaps[self.cause.name] > self.noise
 
     @property
@@ -134,10 +136,11 @@ class TokenEvidence:
 
     @property
     def is_explained(self) -> bool:
-        """Whether the cause explains this token's gap: at most the share EXPLAINED of it is left, or NOISE."""
-        return self.with_cause is not None and abs(self.side - self.with_cause) <= max(
-            EXPLAINED * self.gap, NOISE
-        )
+        """Whether the cause explains this token's gap: at most the share EXPLAINED of the gap is left, or NOISE."""
+        if self.with_cause is None:
+            return False
+        remaining_gap = abs(self.side - self.with_cause)
+        return remaining_gap <= max(EXPLAINED * self.gap, NOISE)
 
 
 def engine_side(batch: Sequence[Trajectory]) -> Side | None:
@@ -171,7 +174,7 @@ def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Sid
 
 
 def _columns(batch: Sequence[Trajectory], indices: Sequence[int], name: str) -> tuple[Tensor, ...]:
-    # Convert to float64: the differences to measure are as small as float32's rounding.
+    # Convert to float64: the measured differences are as small as float32's rounding.
     return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in indices)
 
 
@@ -221,15 +224,15 @@ def by_recording(
         by_name: log p by each alternative's name, ``RECORDED`` among them.
 
     Returns:
-        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The difference
-        that rounding makes was computed with the router's own choice; it is added to log p with the recorded experts.
+        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The effect of
+        rounding on log p was computed with the router's own choice; it is added to log p with the recorded experts.
     """
     by_alternative = dict(by_name)
     recorded = by_alternative.pop(RECORDED)
     for name in (name for name in ROUNDINGS if name in by_name):
         rounded_log_probs: list[Tensor] = []
         for r, rounded, n in zip(recorded, by_name[name], natural, strict=True):
-            # A tie in routing may change the sum much; the clamp keeps p at most 1.
+            # If two experts tie in the routing, rounding may change log p much; the clamp keeps p at most 1.
             rounded_log_probs.append((r + rounded - n).clamp(max=0.0))
         by_alternative[name] = rounded_log_probs
     return recorded, {**by_alternative, NATURAL: list(natural)}
@@ -249,7 +252,7 @@ def judge(
         side: the side to judge.
         batch: all trajectories of the batch.
         plain: log p by the reference, one tensor for each trajectory of the side.
-        by_alternative: the same with each alternative, by its name.
+        by_alternative: log p with each alternative, by its name, one tensor for each trajectory of the side.
         alternatives: the alternatives that may be named.
         rounding: name of the alternative that rounds as coarsely as a healthy side may; None if the side computes in
             float32.
@@ -263,12 +266,13 @@ def judge(
     rounding_gap = gap(reference, joined(by_alternative[ROUNDED]).exp())
     noises: list[Tensor] = []
     differences: list[Tensor] = []
-    for i, (p, q) in enumerate(zip(side.log_probs, plain, strict=True)):
+    for i, (log_p, log_q) in enumerate(zip(side.log_probs, plain, strict=True)):
+        q = log_q.exp()
         token_noise = torch.full_like(q, NOISE)
         if rounding is not None:
-            token_noise = COARSE * (q.exp() - by_alternative[rounding][i].exp()).abs()
+            token_noise = COARSE * (q - by_alternative[rounding][i].exp()).abs()
         noises.append(token_noise)
-        differences.append((p.exp() - q.exp()).abs() - token_noise)
+        differences.append((log_p.exp() - q).abs() - token_noise)
     spread = _spread(differences)
     noise = float(joined(noises).mean())
     cause = None
@@ -290,10 +294,11 @@ def judge(
 
 
 def _spread(differences: Sequence[Tensor]) -> float:
-    """Return ``SPREADS`` standard errors of the mean over all tokens, from sums over stretches of text.
+    """Return ``SPREADS`` standard errors of the mean of ``differences`` over all tokens.
 
-    If a router's best experts score nearly equally, another rounding selects another expert, and all later tokens
-    differ. Such a difference is in few stretches; that of a side with an error is in many.
+    The n sums over stretches of STRETCH tokens count as independent: the standard error of the mean is
+    std(sums) * sqrt(n) / tokens. If a router's best experts score nearly equally, another rounding selects another
+    expert, and all later tokens differ. A difference by rounding is in few stretches, a difference by an error in many.
     """
     stretches: list[Tensor] = []
     for difference in differences:
@@ -311,18 +316,19 @@ def _cause(
     whole_gap: float,
     gaps: Mapping[str, float],
     noise: float,
-    rounded: float,
+    rounding_gap: float,
     alternatives: Sequence[Alternative],
 ) -> Alternative | None:
     """Return the alternative that explains the gap ``whole_gap``, or None.
 
-    ``rounded`` is the gap between the reference and itself in bfloat16.
+    ``rounding_gap`` is the gap between the reference and itself in bfloat16.
     """
     nearest = min(alternatives, key=lambda alternative: gaps[alternative.name])
     if gaps[nearest.name] <= max(noise, EXPLAINED * whole_gap):
         return nearest
-    # Two implementations in bfloat16 round in different places: only the sizes of their gaps are comparable.
-    if rounded / COARSE <= whole_gap <= rounded * COARSE:
+    # Two implementations in bfloat16 round in different places. Therefore name bfloat16 if its gap has the size of the
+    # side's, although the reference in bfloat16 is not near to the side.
+    if rounding_gap / COARSE <= whole_gap <= rounding_gap * COARSE:
         return next(alternative for alternative in alternatives if alternative.name == ROUNDED)
     return None
 

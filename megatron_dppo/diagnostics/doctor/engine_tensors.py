@@ -1,7 +1,8 @@
 """Compare the tensors that servers held with the weights of their version, quantised by the trainer's own quantiser.
 
-The checksums of a weight update compare what was sent with what arrived. A quantiser that sends wrong scales, or a
-gather that sends another version's tensor, passes them; here the expected bytes come from the weights in a folder.
+The checksums of a weight update compare the sent bytes with the bytes that arrived. They do not show that a quantiser
+sent wrong scales, or that a gather sent another version's tensor. Here the expected bytes come from the weights in a
+folder.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class TensorFault:
     """A tensor that a server does not hold as the weights of its version have it.
 
     Attributes:
-        tensor: name of the Hugging Face tensor, or of the engine's where it has no blocks.
+        tensor: name of the Hugging Face tensor, or of the engine tensor if the server reported no blocks of it.
         rank: rank of the server that holds it.
         url: address of the server.
-        is_of_quantisation: whether values or scales of block FP8 differ, and not those of another version.
-        difference: how it differs.
+        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised, and for values of
+            another version, with or without their scales.
+        difference: how the tensor differs, in words.
     """
 
     tensor: str
@@ -53,7 +55,7 @@ class TensorFault:
 
 
 def findings_of(faults: Iterable[TensorFault]) -> list[str]:
-    """Return a line for each fault, and one for many tensors of a rank that differ in the same way."""
+    """Return a line for each fault; if many tensors of a rank differ in the same way, one line for all of them."""
     groups: dict[tuple[str, int, bool, str], list[str]] = {}
     for fault in faults:
         key = (fault.url, fault.rank, fault.is_of_quantisation, fault.difference)
@@ -70,11 +72,15 @@ def findings_of(faults: Iterable[TensorFault]) -> list[str]:
 
 @dataclass(frozen=True)
 class _FaultOfTensor:
-    """How the values or the scales of a tensor differ; ``is_stale``: they are those of another version."""
+    """How the values or the scales of a tensor differ.
+
+    ``kind`` is ``_VALUES`` or ``_SCALES``, or empty for a tensor without blocks. ``is_of_weights``: the tensor has no
+    blocks, or its differing blocks are another version's.
+    """
 
     kind: str
     text: str
-    is_stale: bool = False
+    is_of_weights: bool = False
 
 
 class RankTensors:
@@ -129,7 +135,7 @@ class RankTensors:
         return dims
 
     def blocks(self, name: str, part: EnginePart) -> Tensor:
-        """Return the scales in a part of a tensor of scales, or the checksums of the blocks of an FP8 tensor's part."""
+        """Return a number for each block of a part: its scale if ``name`` is a tensor of scales, else its checksum."""
         dims = self.dims_of(name, part)
         size = dims[0] * dims[1]
         matrix = self.flat_tensors[part.tensor][part.start : part.start + size].view(dims)
@@ -146,7 +152,7 @@ def tensor_faults(
 
     ``load_others`` returns the rank's tensors by other versions; it is called if a tensor differs.
 
-    Raises ValueError if the server's answer has another form.
+    Raises ValueError if the server's answer is not in base64.
     """
     checksums = held.checksums(rank)
     different = [
@@ -163,16 +169,17 @@ def tensor_faults(
             for version, tensors in others.items():
                 if tiled_hash(tensors.flat_tensors[engine_tensor]) == checksums.get(engine_tensor):
                     text = f"that of version {version}"
-            differences[engine_tensor] = [_FaultOfTensor("", text, is_stale=True)]
+            differences[engine_tensor] = [_FaultOfTensor("", text, is_of_weights=True)]
             continue
         for name, difference in _block_differences(engine_tensor, held_blocks, own, others):
             differences.setdefault(name.removesuffix(SCALE_SUFFIX), []).append(difference)
     faults: list[TensorFault] = []
     for name, parts in differences.items():
         text = "; ".join(f"{part.kind} {part.text}".strip() for part in parts)
-        # Scales of another version beside values of this one are no stale weight.
-        is_stale_weight = all(part.is_stale for part in parts) and parts[0].kind != _SCALES
-        faults.append(TensorFault(name, rank, held.url, not is_stale_weight, text))
+        # Scales of another version beside values of the right version are a fault of the quantisation. Values precede
+        # scales in ``parts``, so the values are right if the scales come first.
+        is_of_weights = all(part.is_of_weights for part in parts) and parts[0].kind != _SCALES
+        faults.append(TensorFault(name, rank, held.url, not is_of_weights, text))
     return faults
 
 
@@ -186,6 +193,7 @@ def _block_differences(
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
     expected = {name: own.blocks(name, part) for name, part in parts}
+    # The block that should have a scale or checksum, to recognise a block in a wrong place.
     place_of: dict[float, Block] = {}
     for name, grid in expected.items():
         for row, values in enumerate(grid.tolist()):
@@ -193,27 +201,33 @@ def _block_differences(
                 place_of.setdefault(value, (name, row, column))
     for name, part in parts:
         grid = expected[name]
-        unit = 1 if own.flat_tensors[engine_tensor].dtype != DTYPE else BLOCK * BLOCK
-        start = part.start // unit
+        # ``held_blocks`` has one number for each scale, or for each block of FP8 values.
+        elements_of_number = 1
+        if own.flat_tensors[engine_tensor].dtype == DTYPE:
+            elements_of_number = BLOCK * BLOCK
+        start = part.start // elements_of_number
         held_grid = held_blocks[start : start + grid.numel()].view(grid.shape)
         is_different = held_grid != grid
         if not is_different.any():
             continue
+        places = _places(is_different)
+        held_version = None
         for version, tensors in others.items():
-            other = tensors.blocks(name, part)
-            if torch.equal(held_grid[is_different], other[is_different]):
-                text = f"of {_places(is_different)} of version {version}"
-                yield name, _FaultOfTensor(kind, text, is_stale=True)
+            other_grid = tensors.blocks(name, part)
+            if torch.equal(held_grid[is_different], other_grid[is_different]):
+                held_version = version
                 break
+        moved = _moved(held_grid, is_different, name, place_of)
+        if held_version is not None:
+            text = f"of {places} of version {held_version}"
+            yield name, _FaultOfTensor(kind, text, is_of_weights=True)
+        elif moved is not None:
+            yield name, _FaultOfTensor(kind, f"of {moved}")
+        elif kind == _SCALES:
+            factors = held_grid[is_different] / grid[is_different]
+            yield name, _FaultOfTensor(kind, f"of {places} {_factors(factors)}")
         else:
-            moved = _moved(held_grid, is_different, name, place_of)
-            if moved is not None:
-                yield name, _FaultOfTensor(kind, f"of {moved}")
-            elif kind == _SCALES:
-                factors = held_grid[is_different] / grid[is_different]
-                yield name, _FaultOfTensor(kind, f"of {_places(is_different)} {_factors(factors)}")
-            else:
-                yield name, _FaultOfTensor(kind, f"of {_places(is_different)} differ")
+            yield name, _FaultOfTensor(kind, f"of {places} differ")
 
 
 def _moved(
@@ -222,7 +236,7 @@ def _moved(
     name: str,
     place_of: Mapping[float, Block],
 ) -> str | None:
-    """Return which blocks are in each other's places; None unless each block is another one of the tensor."""
+    """Return in words which blocks are in other blocks' places; None if a differing block is not in ``place_of``."""
     sources: dict[tuple[int, int], Block] = {}
     for row, column in is_different.nonzero().tolist():
         source = place_of.get(held_grid[row, column].item())
@@ -240,7 +254,7 @@ def _moved(
 
 
 def _factors(factors: Tensor) -> str:
-    """Return by which factors scales differ."""
+    """Return in words by which factors scales differ."""
     least, largest = float(factors.min()), float(factors.max())
     if abs(largest - least) <= _SAME_FACTOR * abs(largest):
         return f"times {largest:.4g}"
@@ -248,7 +262,7 @@ def _factors(factors: Tensor) -> str:
 
 
 def _places(is_different: Tensor) -> str:
-    """Return the blocks that differ in words: all, whole rows or columns of blocks, or the first few."""
+    """Return in words which blocks differ: all, whole rows or columns of blocks, or the first few."""
     if is_different.all():
         return "all blocks"
     for axis, word in ((1, "block row"), (0, "block column")):

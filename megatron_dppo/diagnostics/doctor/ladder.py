@@ -2,7 +2,7 @@
 
 The trainer scores the batch in several passes, the rungs of a ladder; each pass has one more cause fixed. The gap is
 mean |pi - mu| over the response tokens. The decrease of the gap from one rung to the next is the part of the cause that
-was fixed. The gap of the last rung is numerics: kernels, order of summation and rounding.
+was fixed. The gap of the last rung in the run's dtype is numerics: kernels, order of summation and rounding.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Measured:
     def as_json(self) -> dict[str, Any]:
         """Return all values except ``log_probs``."""
         rung = {**asdict(self.rung), "weights": str(self.rung.weights)}
-        values = {k: v for k, v in vars(self).items() if k not in ("rung", "log_probs")}
+        values = dict(vars(self))
+        del values["rung"], values["log_probs"]
         return {**rung, **values}
 
 
@@ -98,7 +99,7 @@ def rungs(
         recorded: whether any response has recorded routing.
         precision: whether to add a pass in float32.
     """
-    ladder = [Rung(START, policy, 1.0, False, dtype)]
+    ladder = [Rung(fixes=START, weights=policy, temperature=1.0, replay=False, dtype=dtype)]
     if temperature != 1:
         ladder.append(replace(ladder[-1], fixes="sampling transform", temperature=temperature))
     if policy.resolve() != rollout_policy.resolve():
@@ -136,15 +137,21 @@ def measure(
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
         compared_count = counts.get(names.COMPARED, 0)
+        agreement = None
+        if compared_count:
+            agreement = counts[names.ROUTING_AGREEMENT] / compared_count
+        moved = 0.0
+        if previous_pi is not None:
+            moved = float((pi - previous_pi).abs().mean())
         yield Measured(
             rung=rung,
             gap=float(gap.mean()),
-            moved=0.0 if previous_pi is None else float((pi - previous_pi).abs().mean()),
+            moved=moved,
             gap_p99=float(gap.quantile(0.99)),
             gap_max=float(gap.max()),
             ratio_low=float(ratio.quantile(0.01)),
             ratio_high=float(ratio.quantile(0.99)),
-            agreement=counts[names.ROUTING_AGREEMENT] / compared_count if compared_count else None,
+            agreement=agreement,
             log_probs=log_probs,
         )
         previous_pi = pi
@@ -158,9 +165,12 @@ def parts(measured: Sequence[Measured]) -> dict[str, float]:
     A part is negative if the fix increased the gap. ``precision`` is not a part: its pass shows how much of the
     numerics a float32 trainer would remove.
     """
-    causes = [m for m in measured if m.rung.fixes != "precision"]
-    split = {b.rung.fixes: a.gap - b.gap for a, b in pairwise(causes)}
-    return {**split, "numerics": causes[-1].gap}
+    passes = [m for m in measured if m.rung.fixes != "precision"]
+    split: dict[str, float] = {}
+    for before, after in pairwise(passes):
+        split[after.rung.fixes] = before.gap - after.gap
+    split["numerics"] = passes[-1].gap
+    return split
 
 
 def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
@@ -196,7 +206,9 @@ def log_probs_of(
     batch: Sequence[Trajectory],
 ) -> Tensor:
     """Compute log pi of all response tokens, float64 [tokens], with the rung's temperature and routing."""
-    unused_columns = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
+    unused_columns = ["topk_ids", "topk_log_probs"]
+    if not rung.replay:
+        unused_columns.append("routed_experts")
     trajectories = [t.without(*unused_columns) for t in batch]
     plan = plan_micro_batches([t.length for t in trajectories], micro_batch_tokens)
     groups: list[list[Trajectory]] = []
@@ -242,8 +254,8 @@ class Parts:
         measured = []
         with progress("measuring", len(ladder)) as bar:
             build = partial(trainer_of, config, batch)
-            for rung in measure(ladder, build, config.training.micro_batch_tokens, batch):
-                measured.append(rung)
+            for result in measure(ladder, build, config.training.micro_batch_tokens, batch):
+                measured.append(result)
                 bar.advance()
         return cls(recorded, rollout_log_probs(batch), measured, parts(measured))
 
@@ -252,6 +264,7 @@ class Parts:
         """Return a line about the agreement of the trainer's routing with the engine's."""
         if not self.recorded:
             return "no recorded routing in this batch: what routing does is part of the numerics"
+        # The routing is compared only in passes that replay it. They all have the rollout's weights.
         agreement = next(m.agreement for m in self.measured if m.agreement is not None)
         return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
 
@@ -259,9 +272,9 @@ class Parts:
         """Print the facts, then the table of passes and the table of parts."""
         console = show_facts(title, [*facts, self.routing], width=120)
         figures = ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
-        ladder = _table("pi with one more cause fixed in each row", "fixed", *figures)
+        passes = _table("pi with one more cause fixed in each row", "fixed", *figures)
         for i, m in enumerate(self.measured):
-            ladder.add_row(
+            passes.add_row(
                 m.rung.fixes,
                 _small(m.gap),
                 _small(m.gap_p99),
@@ -269,11 +282,11 @@ class Parts:
                 f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}",
                 _small(m.moved) if i else "",
             )
-        ladder.caption = (
-            "fixed: the cause that is taken away in this pass, beside those above; |pi-mu|: mean, 99th percentile and "
+        passes.caption = (
+            "fixed: the cause that is fixed in this pass, beside those above; |pi-mu|: mean, 99th percentile and "
             "largest; pi/mu: 1st and 99th percentile; moved pi by: mean change of pi by this fix."
         )
-        console.print(ladder)
+        console.print(passes)
         table = _table("What mean |pi-mu| is made of", "cause", "part", "share")
         total = self.measured[0].gap
         for cause, part in self.split.items():
@@ -335,10 +348,10 @@ def draw(
     measured: Sequence[Measured],
     rollout_log_probs: np.ndarray,
 ) -> None:
-    """Write the PNG: a row of bars for the parts, then two panels for each of two passes in the run's dtype.
+    """Write the PNG: a row of bars for the parts, then two panels for each of two passes.
 
-    The passes are the first (nothing fixed) and the last (all causes fixed but numerics). The panels show pi / mu and
-    |pi - mu| of every token against mu, as in Figure 2 of arXiv 2602.04879.
+    The passes are the first (nothing fixed) and the last one in the run's dtype (all causes fixed but numerics). Their
+    panels show pi / mu and |pi - mu| of every token against mu, as in Figure 2 of arXiv 2602.04879.
 
     Args:
         path: path of the PNG.
@@ -380,15 +393,20 @@ def _name(result: Measured, measured: Sequence[Measured]) -> str:
 
 def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
     """Draw one bar for each cause, from the gap before its fix to the gap after it."""
-    level = total
+    remaining_gap = total
     for row, (cause, part) in enumerate(split.items()):
-        axes.barh(row, -part, left=level, color=COLOURS[cause], height=0.62)
-        share = f"{part:.2e}" + (f" ({100 * part / total:.0f}%)" if total else "")
-        axes.text(max(level, level - part), row, f" {share}", va="center", fontsize=SMALL)
-        level -= part
+        axes.barh(row, -part, left=remaining_gap, color=COLOURS[cause], height=0.62)
+        text = f" {part:.2e}"
+        if total:
+            text += f" ({100 * part / total:.0f}%)"
+        right_end = max(remaining_gap, remaining_gap - part)
+        axes.text(right_end, row, text, va="center", fontsize=SMALL)
+        remaining_gap -= part
     axes.set_yticks(range(len(split)), list(split))
     axes.invert_yaxis()
-    axes.set_xlim(min(0, axes.get_xlim()[0]), 1.18 * max(total, axes.get_xlim()[1] / 1.05))
+    low, high = axes.get_xlim()
+    # Matplotlib adds 5% to the longest bar; 18% leaves space for the text at its right.
+    axes.set_xlim(min(0, low), 1.18 * max(total, high / 1.05))
     axes.set_xlabel("mean |pi - mu| left")
     axes.set_title("What the gap is made of", loc="left", fontweight="bold")
     axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)

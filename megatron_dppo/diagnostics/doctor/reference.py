@@ -1,8 +1,9 @@
-"""Compute reference probabilities with transformers in float32, and the same with one thing changed.
+"""Compute reference probabilities with transformers in float32, without a change or with one thing changed.
 
 The reference shares no code with engine or trainer. Each change simulates one possible cause of a difference.
 
-Legend: S = tokens of a trajectory, N = sampled ones, V = vocabulary, E = experts, L = mixture-of-experts layers.
+Legend: B = sequences of a batch, S = tokens of a trajectory, N = sampled tokens of a trajectory, V = vocabulary,
+L = mixture-of-experts layers, k = experts of a token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_dppo.diagnostics.explain.explanation import Policy
 from megatron_dppo.model.quantization import is_quantized
 
 BlocksOf = Callable[[str, int, BlockFp8], BlockFp8]
-"""Returns the values and scales to use for a tensor's name, the number of its expert, and its own ones."""
+"""(name of a tensor, number of an expert in it, their own values and scales) -> the values and scales to use."""
 
 
 class KnownWeights:
@@ -46,8 +47,8 @@ class KnownWeights:
     def lacking(self, version: int) -> str:
         """Return the message that the weights of ``version`` are not known."""
         return (
-            f"nobody has the weights of version {version}; --weights {version}=FOLDER names them, merged with their "
-            f"adapters if they have some (known: {sorted(self.folders)})"
+            f"the weights of version {version} are not known; --weights {version}=FOLDER names them, merged with their "
+            f"adapters if they have some (known versions: {sorted(self.folders)})"
         )
 
     def reference(self, version: int) -> Reference:
@@ -74,6 +75,12 @@ class Reference(Policy):
     """The model in ``folder``. Each change of the model is a context manager, and is undone at its end.
 
     Raises OSError or ValueError if transformers cannot load a model from the folder.
+
+    Private attributes, which the changes set:
+        _rows_of: returns the experts to which a trajectory's tokens are routed; None: the routers choose.
+        _rows: the experts of the running pass, int64 [B * S, L, k].
+        _cached_by: the model that computes the keys and values of prompts; None: this model, in one pass with the rest.
+        _rounds_cache: whether keys and values are rounded to bfloat16.
     """
 
     _rows: Tensor
@@ -110,7 +117,7 @@ class Reference(Policy):
         return logits_by_response
 
     def _ending(self, name: str) -> list[nn.Module]:
-        """Return the modules whose last name parts are ``name``."""
+        """Return the modules whose dotted names end with ``name``."""
         suffix = f".{name}"
         modules: list[nn.Module] = []
         for module_name, module in self._model.named_modules():
@@ -124,7 +131,10 @@ class Reference(Policy):
         return dict(self._model.named_parameters())
 
     def exchanged(self, first_module: str, second_module: str) -> AbstractContextManager[None]:
-        """Exchange the tensors whose names contain ``first_module`` with those named ``second_module`` instead."""
+        """Exchange each tensor of a ``first_module`` with that of the ``second_module`` beside it.
+
+        Tensors whose shapes differ stay as they are.
+        """
         replacements: list[tuple[Tensor, Tensor]] = []
         for name, tensor in self.tensors.items():
             if first_module not in name:
@@ -135,11 +145,11 @@ class Reference(Policy):
         return _with_data(replacements)
 
     def experts_moved(self, ranks: int) -> AbstractContextManager[None]:
-        """Give each of ``ranks`` the experts of the next rank."""
+        """Give each of ``ranks`` expert-parallel ranks the experts of the next rank."""
 
         def moved(tensor: Tensor) -> Tensor:
             experts_of_rank = len(tensor) // ranks
-            return tensor.roll(experts_of_rank, 0)
+            return tensor.roll(-experts_of_rank, 0)
 
         return self._changed(".experts.", moved)
 
@@ -147,6 +157,7 @@ class Reference(Policy):
         """Replace the experts of ``rank`` by those of the model ``other``."""
         other_tensors = iter([t for name, t in other.tensors.items() if ".experts." in name])
 
+        # ``_changed`` calls this function for the tensors of experts in the order of ``other_tensors``.
         def mixed(tensor: Tensor) -> Tensor:
             parts = list(tensor.chunk(ranks))
             parts[rank] = next(other_tensors).detach().chunk(ranks)[rank]
@@ -205,7 +216,9 @@ class Reference(Policy):
         replacements: list[tuple[Tensor, Tensor]] = []
         for name, tensor in self.tensors.items():
             if tensor.dim() == 3 and ".experts." in name:
-                experts = [_in_block_fp8(w, name, e, blocks_of) for e, w in enumerate(tensor.data)]
+                experts: list[Tensor] = []
+                for expert, weight in enumerate(tensor.data):
+                    experts.append(_in_block_fp8(weight, name, expert, blocks_of))
                 replacements.append((tensor, torch.stack(experts)))
             elif is_quantized(name):
                 replacements.append((tensor, _in_block_fp8(tensor.data, name, 0, blocks_of)))
@@ -216,8 +229,10 @@ class Reference(Policy):
 
     def block_scales(self, name: str, expert: int) -> Tensor:
         """Return the FP8 scales of the tensor ``name``, or of one expert in it."""
-        tensor = self.tensors[name].data
-        return quantize(tensor[expert] if tensor.dim() == 3 else tensor).scales
+        matrix = self.tensors[name].data
+        if matrix.dim() == 3:
+            matrix = matrix[expert]
+        return quantize(matrix).scales
 
     def in_bfloat16(self) -> AbstractContextManager[None]:
         """Compute everything in bfloat16: weights, activations, the sums of layers and the outputs of experts."""
@@ -260,7 +275,7 @@ class Reference(Policy):
             yield
 
     def _sent_to(self, gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], layer: int) -> Any:
-        """Return the output of the router ``layer`` with the experts of ``_rows`` [tokens, L, k].
+        """Return the router's output ``answer`` with the experts that ``_rows`` has for ``layer``.
 
         A row of -1 keeps the router's choice.
         """
@@ -271,7 +286,7 @@ class Reference(Policy):
         if self._has_sigmoid_routers:
             all_weights = logits.float().sigmoid()
         weights = all_weights.gather(-1, experts)
-        # Routers without the setting always normalise the weights.
+        # Routers without the attribute always normalise the weights.
         if getattr(gate, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         for name in ("routed_scaling_factor", "router_scaling_factor"):
@@ -280,19 +295,23 @@ class Reference(Policy):
 
     @cached_property
     def _has_sigmoid_routers(self) -> bool:
-        """Whether the weights of experts are sigmoids. The routers of all such families have this bias."""
+        """Whether the weights of experts are sigmoids. Routers with sigmoids, and no others, have a correction bias."""
         names = [name for name, _ in self._model.named_buffers()]
         return any(name.endswith("e_score_correction_bias") for name in names)
 
     def _rows_in(self, shape: Sequence[int], batch: Sequence[Trajectory]) -> Tensor:
-        """Return the experts of all tokens of a padded batch, int64 [tokens, L, k]; -1 if the router itself chooses.
+        """Return the experts of all tokens of a padded batch, int64 [B * S, L, k]; -1 if the router itself chooses.
 
-        ``shape``: (sequences, padded length) of the batch.
+        ``shape``: (B, padded S) of the batch.
         """
         assert self._rows_of is not None
         parts = [self._rows_of(t) for t in batch]
-        row_shape = next((part.shape[1:] for part in parts if part is not None), None)
-        rows = torch.full((*shape, *(row_shape or (len(self.gates), 1))), -1)
+        # [L, k], as recorded. Without a recording all rows are -1, for which k = 1 is enough.
+        row_shape = (len(self.gates), 1)
+        for part in parts:
+            if part is not None:
+                row_shape = (part.shape[1], part.shape[2])
+        rows = torch.full((*shape, *row_shape), -1)
         for row, part in zip(rows, parts, strict=True):
             if part is not None:
                 row[: len(part)] = part
@@ -316,9 +335,10 @@ class Reference(Policy):
         return None
 
     def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
-        """Compute logits [B, S, V] in two passes a sequence: the prompt without its last token, then the rest.
+        """Compute logits [B, S, V] in two passes for each sequence.
 
-        The model ``_cached_by`` computes the first pass, and the second reads its keys and values.
+        The model ``_cached_by`` computes the pass over the prompt without its last token. This model computes the pass
+        over the rest, so that all logits of sampled tokens are its own; it reads the keys and values of the first pass.
         """
         assert self._cached_by is not None
         logits = []
@@ -385,8 +405,9 @@ def _with_data(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 def _rounded(values: Any, to: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``to`` to a tensor of real numbers; return any other value unchanged."""
-    is_real = isinstance(values, Tensor) and values.is_floating_point()
-    return to(values) if is_real else values
+    if isinstance(values, Tensor) and values.is_floating_point():
+        return to(values)
+    return values
 
 
 Change = Callable[[Reference], AbstractContextManager[None]]

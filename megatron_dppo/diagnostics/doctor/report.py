@@ -51,13 +51,14 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.families import load_model_shape
 
 TENSORS = 8
-"""Findings about tensors that the report shows; --json has all."""
+"""Number of findings about tensors that the report shows; --json has all."""
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
-"""How much the report shows of a side: alternatives, nearest first; tokens, largest gap first; and, on the page, the
-responses of the tokens with the largest gaps."""
+"""Numbers of what the report shows of a side: SHOWN alternatives, nearest first; TOKENS tokens, largest gap first; and
+on the page the RESPONSES responses of the tokens with the largest gaps."""
 NEAREST = (-1, 1, -2, -4, -8)
 """Offsets from a side's version to the versions that are tried as stale or too new weights, if the run has them."""
 LAYOUT = "the same trainer in one process does not differ"
+"""Name of the alternative that blames the parallel layout."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,12 @@ class DoctorReport:
 
     @property
     def conclusions(self) -> list[str]:
-        """Return ``findings``, or, without any, a line that says which sides agree with the reference."""
-        examined = [v.side for v in self.diagnoses]
-        if self.findings or not examined:
-            return self.findings or ["neither side was examined: nothing is known of them"]
+        """Return ``findings``; if there are none, a line that says which sides agree with the reference."""
+        examined = [diagnosed.side for diagnosed in self.diagnoses]
+        if self.findings:
+            return self.findings
+        if not examined:
+            return ["neither side was examined: nothing is known of them"]
         if not {"engine", "trainer"} & self.unexamined.keys():
             return ["nothing is wrong: both sides agree with the reference"]
         missing_sides = " and ".join(
@@ -109,12 +112,11 @@ class DoctorReport:
     def findings(self) -> list[str]:
         """Return one line for each fault that was found."""
         lines = findings_of(self.diagnoses, self.draws)
-        of_tensors = engine_tensors.findings_of(self.tensor_faults)
-        lines += of_tensors[:TENSORS]
-        if len(of_tensors) > TENSORS:
-            lines.append(
-                f"engine: {len(of_tensors) - TENSORS} more findings about tensors (--json)"
-            )
+        tensor_lines = engine_tensors.findings_of(self.tensor_faults)
+        lines += tensor_lines[:TENSORS]
+        if len(tensor_lines) > TENSORS:
+            hidden_count = len(tensor_lines) - TENSORS
+            lines.append(f"engine: {hidden_count} more findings about tensors (--json)")
         if self.prompt_faults:
             lines.append(
                 f"tokenizer: {len(self.prompt_faults)} prompts differ; {self.prompt_faults[0]}"
@@ -124,7 +126,7 @@ class DoctorReport:
 
 def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str]:
     """Return one line for each side that differs, and one for copied responses or for another sampler."""
-    lines = [_sentence(v) for v in diagnoses if not v.is_healthy]
+    lines = [_sentence(diagnosed) for diagnosed in diagnoses if not diagnosed.is_healthy]
     if draws is not None and draws.are_copies:
         first_copy, second_copy = draws.copies[0]
         lines.append(
@@ -194,7 +196,7 @@ class Doctor:
     def report(self, step: int, servers: Sequence[HeldTensors] = ()) -> DoctorReport:
         """Compare both sides of the batch of ``step`` with the reference, and its prompts with the run's data.
 
-        ``servers``: what the servers held.
+        ``servers``: the tensors that the servers held, to be compared with those of their version.
         """
         diagnoses, draws = self.diagnose(step)
         facts: list[str] = []
@@ -246,9 +248,13 @@ class Doctor:
         return faults
 
     def _near_tensors(self, server: HeldTensors, rank: int) -> dict[int, RankTensors]:
-        """Return the tensors that a rank of ``server`` would hold, by those versions near its own that are known."""
+        """Return the tensors that a rank of ``server`` would hold with the weights of a near version, by version.
+
+        Near versions whose weights are not known are left out.
+        """
         others: dict[int, RankTensors] = {}
-        for version in (int(server.version) + offset for offset in NEAREST):
+        for offset in NEAREST:
+            version = int(server.version) + offset
             if version in self._weights.folders:
                 folder = self._weights.folder(version)
                 dtype = getattr(torch, self._config.model.dtype)
@@ -324,7 +330,7 @@ class Doctor:
         *,
         every: bool,
     ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
-        """Return the log p that a side should have, log p by each alternative's name, and these alternatives.
+        """Return the log p that a side should have, log p by each alternative's name, and the alternatives.
 
         ``every`` selects all alternatives; without it, only those that decide whether the side is healthy.
         """
@@ -372,9 +378,13 @@ class Doctor:
     def _rounding(self, side: str) -> str | None:
         """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
         config = self._config
-        if side == "engine" and config.engine.quantization is not None:
-            return causes.BLOCK_FP8
-        if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
+        if side == "engine":
+            if config.engine.quantization is not None:
+                return causes.BLOCK_FP8
+            is_coarse_side = is_coarse(config.sglang, {})
+        else:
+            is_coarse_side = is_coarse({}, config.megatron)
+        if is_coarse_side:
             return causes.EIGHT_BITS
         if config.model.dtype == "float32":
             return None
@@ -386,7 +396,7 @@ class Doctor:
         Returns None in two cases. If the engine's weights are not the reference's, the reference's likelihoods say
         nothing about the sampler. If rewards or lengths selected the responses, their tokens are not a sample from mu.
         """
-        axis = next((v.axis for v in diagnoses if v.side == "engine"), None)
+        axis = next((d.axis for d in diagnoses if d.side == "engine"), None)
         if axis not in ("healthy", "sampling transform", "precision") or self._is_selected:
             return None
         side = next(side for side in sides if side.name == "engine")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dppo.block_fp8 import round_activations
+from megatron_dppo.block_fp8 import LARGEST, round_activations
 from megatron_dppo.model.quantization import is_quantized
 
 
@@ -23,15 +23,17 @@ def float8(x: Tensor) -> Tensor:
     """Return the nearest E4M3 values, in the dtype of ``x``, with one scale for each row; vectors stay as they are."""
     if x.dim() < 2:
         return x
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    # The lower bound keeps the scale of a row of zeros above 0.
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 @contextmanager
 def activations_in_block_fp8(model: nn.Module) -> Iterator[None]:
-    """Inside the context, round what the linear layers and experts of a transformers model read, by 1 x 128.
+    """Inside the context, round the inputs of linear layers and experts of a transformers model, in blocks of 1 x 128.
 
-    Raises ValueError in the forward pass if such an input has a width that is no multiple of 128.
+    The linear layers are the quantised ones (``is_quantized``). Raises ValueError in the forward pass if an input has a
+    width that is no multiple of 128.
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -52,7 +54,7 @@ def _experts_of_rounded_inputs(
     indices: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """The forward pass of transformers' experts, in which both products read rounded activations."""
+    """Compute the forward pass of transformers' experts, in which both products read rounded activations."""
     outputs = torch.zeros_like(hidden)
     rounded = round_activations(hidden)
     for expert in indices.unique().tolist():

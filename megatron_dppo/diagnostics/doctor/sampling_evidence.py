@@ -48,8 +48,8 @@ def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> f
 
     ``groups`` has one sequence of (response, its log mu) for each problem. A response repeats an earlier one of its
     group with the probability p = sum of mu over the distinct earlier responses. With R repetitions in all, exp(a R) /
-    prod (1 + p (e^a - 1)) has the mean 1 for every a. The result is the largest logarithm over the values ``FACTORS``
-    of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
+    prod (1 + p (e^a - 1)) has the expectation 1 for every a. The result is the largest logarithm of this ratio over the
+    values ``FACTORS`` of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
     """
     repetitions = 0
     chances: list[float] = []
@@ -61,8 +61,8 @@ def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> f
             mu_by_response[response] = math.exp(log_mu)
     evidence: list[float] = []
     for a in FACTORS:
-        expected_growth = sum(math.log1p(p * math.expm1(a)) for p in chances)
-        evidence.append(a * repetitions - expected_growth)
+        log_denominator = sum(math.log1p(p * math.expm1(a)) for p in chances)
+        evidence.append(a * repetitions - log_denominator)
     return max(evidence)
 
 
@@ -77,18 +77,18 @@ def draws(
     Args:
         batch: all trajectories of the batch.
         side: the engine's side.
-        configured: log p of the sampled tokens under the configured sampler. For a healthy side, pass its own values:
-            the reference differs from them by the side's rounding.
+        configured: log p of the sampled tokens under the configured sampler. For a healthy side, pass the side's own
+            values: those of the reference differ from them by the side's rounding.
         by_sampler: log p of the same tokens under each other sampler, by its name.
     """
     trajectories = [batch[i] for i in side.positions]
     ids = [t.token_ids.tobytes() for t in trajectories]
     # Count equal responses as often as they occur: without the repeats of likely responses, the temperature would
     # look higher than it is.
-    base = float(joined(configured).sum())
+    configured_sum = float(joined(configured).sum())
     ratios: dict[str, float] = {}
     for name, log_probs in by_sampler.items():
-        ratios[name] = float(joined(log_probs).sum()) - base
+        ratios[name] = float(joined(log_probs).sum()) - configured_sum
     sampler = max(ratios, key=ratios.__getitem__)
     positions_by_problem: dict[int, list[int]] = {}
     for k, t in enumerate(trajectories):

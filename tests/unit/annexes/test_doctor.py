@@ -216,6 +216,19 @@ def moved_experts(tensors: dict) -> None:
         tensors[f"{head}.experts.{(int(expert) + 4) % 8}.{rest}"] = tensor
 
 
+def test_each_rank_gets_the_experts_of_the_next_rank(run):
+    """Of eight experts on four ranks."""
+    reference = Reference(run.after)
+    experts = {n: t.data.clone() for n, t in reference.tensors.items() if ".experts." in n}
+    assert experts
+    with reference.experts_moved(4):
+        for name, before in experts.items():
+            moved_tensor = reference.tensors[name].data
+            assert torch.equal(moved_tensor, before[[2, 3, 4, 5, 6, 7, 0, 1]])
+    for name, before in experts.items():
+        assert torch.equal(reference.tensors[name].data, before)
+
+
 def stale_embedding(start: Path) -> Callable[[dict], None]:
     def change(tensors: dict) -> None:
         tensors["model.embed_tokens.weight"] = load_file(start / "model.safetensors")[
@@ -595,9 +608,9 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
         assert len(spans) == 8 * TOKENS + 2
         assert max(map(float, spans)) == 1
     assert "\nweights of version 0: 0." in page
-    # Where nobody has the weights of either side, nothing is said to be well.
+    # Without the weights of either side, the report does not say that nothing is wrong.
     assert main([str(folder)]) == 2
-    missing = "not examined: nobody has the weights of version 1"
+    missing = "not examined: the weights of version 1 are not known"
     error = capsys.readouterr().err
     assert "examined: " in error
     assert f"engine {missing}" in error
