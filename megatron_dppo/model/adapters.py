@@ -43,7 +43,7 @@ class Adapters:
 
     Attributes:
         rank: Rank of A and B.
-        alpha: The scale is alpha / rank.
+        alpha: Numerator of the scale alpha / rank.
         modules: Last names of the adapted matrices, such as ``q_proj``, in the family's order.
         share_experts: Whether all experts of a layer share one adapter. Else each expert has its own.
     """
@@ -60,7 +60,7 @@ class Adapters:
 
 
 def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Return the last names of each group's matrices in the family's checkpoints, by group, without empty groups."""
+    """Map each group to the last names of its matrices in the family's checkpoints. Empty groups are left out."""
     family = family_of(shape)
     groups: dict[str, list[Rule]] = {ATTENTION: [], MLP: [], EXPERTS: [], HEAD: []}
     for rule in _rules_in_layers(shape):
@@ -89,14 +89,14 @@ def _is_cut_evenly(rule: Rule, index: int, shape: ModelShape, ranks: int) -> boo
 
 
 def _rules_in_layers(shape: ModelShape) -> list[Rule]:
-    """Return the family's rules that at least one layer of the model has, without those of experts."""
+    """Return the rules that at least one layer of the model has, except the experts' rules."""
     return [rule for rule, _ in layer_counts(shape, range(shape.num_layers))]
 
 
 def _group_of(rule: Rule) -> str:
     if ".self_attention." in rule.megatron:
         return ATTENTION
-    # The matrices of a shared expert have the last names of the other experts' matrices.
+    # The matrices of a shared expert and of an expert have the same last names, so both are in one group.
     if ".shared_experts." in rule.megatron:
         return EXPERTS
     return MLP
@@ -132,8 +132,11 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
-    """Yield the errors in ``adapters``: a rank above a matrix's dimensions, or a matrix of which tensor-parallel ranks
-    have unequal parts."""
+    """Yield the errors in ``adapters``.
+
+    The adapters' rank must not exceed a dimension of an adapted matrix, and tensor-parallel ranks must have equal parts
+    of each adapted matrix.
+    """
     family = family_of(shape)
     sizes = shape.sizes()
     expert_rules = family.expert if shape.is_moe else ()
@@ -201,11 +204,12 @@ class AdaptedLinear:
     Attributes:
         chunk: Number of the model chunk.
         path: Path of the module in its chunk.
-        layer: Number of the layer in the whole model. The output layer has the number of layers.
+        layer: Number of the layer in the whole model, from 0. The number of the output layer is ``num_layers``.
         parts: The adapters of its matrices.
         rows: Rows of the rank's fused parameter.
         of_experts: Whether the linear belongs to experts.
-        experts: Numbers of the experts on this rank, if each has its own adapters; empty: one set of adapters.
+        experts: Numbers of the experts on this rank if each expert has separate adapters. Empty: the linear has one set
+            of adapters.
     """
 
     chunk: int
@@ -256,7 +260,7 @@ def adapted_linears(
 def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
     """Return the dimensions of every A and B of the whole model, in model order.
 
-    Names are such as ``model.layers.0.self_attn.q_proj.lora_A``.
+    An example of a name: ``model.layers.0.self_attn.q_proj.lora_A``.
     """
     tensors: dict[str, Dims] = {}
     for linear in adapted_linears(adapters, shape, Layout(), 0):
@@ -269,8 +273,11 @@ def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
 
 
 def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: bool) -> int:
-    """Return the number of elements that a run trains and saves: those of the whole model, or those of ``adapters`` and
-    with ``routers`` of the routers."""
+    """Return the number of elements that a run trains and saves.
+
+    Without ``adapters`` a run trains the whole model. Otherwise it trains the adapters and, with ``routers``, the
+    routers.
+    """
     if adapters is None:
         return mapping.parameters(shape)
     elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
@@ -280,10 +287,10 @@ def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: b
 
 
 def checkpoint_key(name: str) -> tuple[str, int | None]:
-    """Return the key in a training checkpoint of the tensor ``name`` of ``adapter_tensors``, and an expert's index.
+    """Return the key of an adapter's tensor in a training checkpoint, and the index of its expert.
 
-    The experts of a layer are stacked along the first axis, and the index is the expert's in this axis; None for a
-    tensor of no expert.
+    ``name`` is a name of ``adapter_tensors``. A checkpoint stacks the tensors of a layer's experts along the first
+    axis. The index is the expert's position in this axis; None for a tensor outside of experts.
     """
     expert = _EXPERT_NUMBER.search(name)
     if expert is None:
@@ -298,7 +305,7 @@ def adapter_parameters(
     layout: Layout,
     rank: int,
 ) -> Iterator[mapping.LocalParameter]:
-    """Yield the part of ``rank`` of every A and B of ``adapter_tensors``.
+    """Yield the part that ``rank`` holds of every A and B of ``adapter_tensors``.
 
     The names are paths of Megatron's modules. An expert's A and B are slices of a stacked tensor: ``...lora_A.3``.
     """
@@ -404,7 +411,7 @@ def _module(part: AdapterPart, expert: int | None) -> str:
 def _is_linear(rule: Rule) -> bool:
     """Return whether adapters exist for the rule's matrices.
 
-    A router and a shared expert's gate have none: they are replicated, and are not modules of Megatron's linears.
+    A router and a shared expert's gate have no adapters: they are replicated, and are not Megatron linears.
     """
     is_in_linear = rule.split is not replicated or ".linear_" in rule.megatron
     return is_in_linear and all(len(s.dims) == 2 for s in rule.sources)

@@ -1,7 +1,7 @@
-"""Keys of a config.json that no family reads: those that must have a neutral value, and those that do not matter.
+"""Keys of a config.json that no family reads: keys that must have a neutral value, and keys without an effect.
 
-A family reads its own keys (``model/families.py``). A key that is in none of these places is unknown: it may change the
-model's arithmetic, so the start of a run and the converter print a warning that names it.
+A family reads its own keys (``model/families.py``). A key that neither the family reads nor this module lists is
+unknown. It may change the model's arithmetic, so the start of a run and the converter print a warning with the key.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "text_config": (),
     "vision_config": (),
 }
-"""The keys that change tensors or arithmetic in some model or engine. Each has the values that change nothing; null is
-always such a value."""
+"""The keys that change tensors or arithmetic in some model or engine. Each key has the list of its values that change
+nothing; null, too, changes nothing."""
 
 HARMLESS = frozenset(
     (
@@ -100,7 +100,7 @@ HARMLESS = frozenset(
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
-        # Training with dropout, noise or losses of its own, and initial values.
+        # Training by other programs: dropout, noise, further losses and initial values.
         "attention_dropout",
         "embd_pdrop",
         "hidden_dropout",
@@ -122,7 +122,7 @@ HARMLESS = frozenset(
         "torchscript",
         "use_bfloat16",
         "use_cache",
-        # Windows, which every family refuses by a key of its own.
+        # Sizes of windows. Each family reads or refuses the key that turns its windows on.
         "max_window_layers",
         "sliding_window",
         # Tokens, and sampling: a run samples by its own configuration.
@@ -168,4 +168,4 @@ HARMLESS = frozenset(
         "task_specific_params",
     )
 )
-"""Keys that change neither tensors nor log-probabilities, whatever their value is."""
+"""Keys that do not change tensors or log-probabilities, with any value."""

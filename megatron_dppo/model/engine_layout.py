@@ -1,4 +1,4 @@
-"""The parallel layout of an engine, and its faults by SGLang's names of the options."""
+"""The parallel layout of an engine, and the checks that an engine can have it. Faults have SGLang's option names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ REPLICAS = "attn_dp_size"
 
 
 def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return SGLang's options, ``table``, with the number of attention replicas as ``attn_dp_size``.
+    """Return the SGLang options of ``table`` with the number of attention replicas as ``attn_dp_size``.
 
-    SGLang's older form of this option, ``enable_dp_attention`` with ``dp_size``, is not accepted in a file of options.
+    A table may have this number in SGLang's older form, ``enable_dp_attention`` with ``dp_size``. SGLang rejects the
+    older form in a file of options.
     """
     options = dict(table)
     has_older_form = options.pop("enable_dp_attention", None)
@@ -35,12 +36,12 @@ def attention_replicas(options: Mapping[str, Any]) -> int:
 class EngineLayout:
     """Sizes of an SGLang server: ``--tp-size``, ``--ep-size`` and ``--attn-dp-size``.
 
-    The experts' tensor parallelism is tensor / expert. An attention replica is a group of neighbouring ranks that
-    computes attention for requests of its own: the group divides the attention's weights and the embedding among its
-    ranks. Other weights are divided among all ranks.
+    The experts' tensor parallelism is tensor / expert. An attention replica is a group of neighbouring ranks. Each
+    replica computes attention for its own requests, and its ranks divide the weights of attention and the embedding.
+    All ranks of the engine divide the other weights.
 
-    ``output_per_replica``: whether each attention replica divides the output matrix among its ranks, as it does
-    attention's weights (``--enable-dp-lm-head``); otherwise all ranks divide the output matrix.
+    ``output_per_replica``: whether the ranks of each attention replica divide the output matrix
+    (``--enable-dp-lm-head``). Otherwise all ranks of the engine divide it.
     """
 
     tensor: int = 1
@@ -73,7 +74,7 @@ class EngineLayout:
         return self.tensor // self.attention_replicas
 
     def describe(self) -> str:
-        """Short text, as ``TP8 EP4``, or ``TP8 EP4 attention DP2``."""
+        """Return a short text, for example ``TP8 EP4`` or ``TP8 EP4 attention DP2``."""
         text = f"TP{self.tensor} EP{self.expert}"
         if self.attention_replicas > 1:
             text += f" attention DP{self.attention_replicas}"
@@ -81,7 +82,7 @@ class EngineLayout:
 
 
 def engine_size_faults(tensor: int, expert: int, replicas: int) -> Iterator[LayoutFault]:
-    """Yield the faults of an engine's sizes for any model, by SGLang's names of the options."""
+    """Yield the faults of an engine's sizes for any model, with SGLang's option names as keys."""
     if tensor < 1:
         yield LayoutFault("tp_size", tensor, "at least 1")
         return
@@ -91,7 +92,8 @@ def engine_size_faults(tensor: int, expert: int, replicas: int) -> Iterator[Layo
 
 
 def engine_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:
-    """Yield the reasons why an engine cannot hold ``shape``, or computes wrong results, by SGLang's names."""
+    """Yield the reasons why an engine cannot hold ``shape``, or computes wrong results, with SGLang's option names as
+    keys."""
     family = family_of(shape)
     tensor = engine.tensor
     yield from _attention_faults(shape, engine)
@@ -124,7 +126,7 @@ def engine_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFau
 
 
 def _attention_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:
-    """Yield at most one fault: the ranks of an attention replica divide heads, of all kinds."""
+    """Yield at most one fault. The ranks of an attention replica divide query, key-value and delta-net heads."""
     ranks = engine.attention_tensor
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     value, divisor = str(engine.tensor), "a divisor"

@@ -5,8 +5,8 @@ the end.
 
 Names in a row are templates. ``{layer}`` is the layer's number: global in Hugging Face names, local to the pipeline
 chunk in Megatron's names. ``{expert}`` is the expert's number: global, or local to the expert-parallel rank. Megatron's
-names are those of Megatron-Core 0.16's GPTModel with the Transformer Engine layer spec; SGLang's names are those of
-release 0.5.23, unquantised, with the canonical (Triton or native) layout of experts.
+names come from Megatron-Core 0.16's GPTModel with the Transformer Engine layer spec. SGLang's names come from release
+0.5.23, with unquantised weights and the canonical (Triton or native) layout of experts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megatron_dppo.model.shape import (
 class ConfigFacts:
     """The entries of a config.json, validated when a family reads them.
 
-    A missing or wrong entry becomes a line of ``faults``, with the file and the key, and a placeholder is returned, so
-    that one reading finds all errors. ``read`` collects the keys that were read.
+    For a missing or wrong entry, a method adds a line with the file and the key to ``faults``, and returns a
+    placeholder. So a single reading finds all errors. ``read`` collects the keys that were read.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -51,7 +51,7 @@ class ConfigFacts:
         self.read: set[str] = set()
 
     def of_table(self, values: Mapping[str, Any]) -> ConfigFacts:
-        """Return the facts of another table of the file. Its faults and read keys are added to those of ``self``."""
+        """Return the facts of another table of the file. They share ``faults`` and ``read`` with ``self``."""
         table = ConfigFacts(values, self.where)
         table.faults = self.faults
         table.read = self.read
@@ -66,7 +66,7 @@ class ConfigFacts:
         return value
 
     def count(self, key: str, default: int = 0) -> int:
-        """Read a whole number, which may be 0."""
+        """Read 0 or a positive whole number."""
         value = self._first((key,), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             return self._wrong((key,), value, "0 or a positive integer", default)
@@ -80,7 +80,7 @@ class ConfigFacts:
         return tuple(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Read a positive real number. Python's JSON reader also accepts NaN and Infinity, which are errors here."""
+        """Read a positive real number. NaN and Infinity are errors, although Python's JSON reader accepts them."""
         value = self._first((key,), default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
@@ -124,8 +124,8 @@ class ConfigFacts:
         accepts_untruncated_yarn: bool = False,
     ) -> tuple[float, RopeScaling | None]:
         """Read ``(theta, scaling)``. Only ``rotary_fraction`` is accepted as partial_rotary_factor."""
-        # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
-        # of earlier versions, transformers and SGLang take that table alone.
+        # transformers 5 writes ``rope_parameters``, with theta in it; earlier versions wrote ``rope_scaling``. If a
+        # file has both tables, transformers and SGLang read only ``rope_scaling``.
         self.read |= {"rope_scaling", "rope_parameters"}
         key = "rope_parameters"
         if self.values.get("rope_scaling"):
@@ -197,7 +197,7 @@ class ConfigFacts:
                 )
 
     def unknown(self) -> dict[str, Any]:
-        """Return the keys that no reader has read and that are in no list, with their values."""
+        """Return the keys, with their values, that no reader has read and that ``config_keys`` does not list."""
         known = self.read | NEUTRAL.keys() | HARMLESS
         found = {key: value for key, value in self.values.items() if key not in known}
         for table in ("rope_scaling", "rope_parameters"):
@@ -243,9 +243,10 @@ def read_decoder_shape(
         facts: the file's entries.
         family: the ``model_type``.
         head_dim_default: transformers' default if the file has no ``head_dim``; None: hidden size / heads.
-        key_value_heads_default: transformers' default if it has no ``num_key_value_heads``; None: the number of heads.
+        key_value_heads_default: transformers' default if the file has no ``num_key_value_heads``; None: as many as
+            ``num_attention_heads``.
         rotary_fraction: the part of each head that the family rotates.
-        accepts_untruncated_yarn: whether the family's models may have YaRN, of either kind.
+        accepts_untruncated_yarn: whether the family's models may have YaRN, with ``truncate`` true or false.
         extra: fields of ModelShape to add or to replace.
     """
     facts.require("hidden_act", "silu", "silu")
@@ -300,7 +301,7 @@ def read_dense_layers(facts: ConfigFacts) -> tuple[int, ...]:
 
 
 LayerSet = Callable[[ModelShape, int], bool]
-"""Function from a model and the number of one of its layers to whether the layer is in the set."""
+"""Function of a model and the number of a layer. It returns whether the layer is in the set."""
 
 
 def every_layer(shape: ModelShape, layer: int) -> bool:
@@ -329,8 +330,9 @@ def attention_layers(shape: ModelShape, layer: int) -> bool:
 
 
 CarriedTensors = Callable[[ModelShape, str], bool]
-"""Function from a model and the name of a tensor that is not in its table to whether checkpoints carry it along. Such a
-tensor is hashed and copied from checkpoint to checkpoint, and neither trained nor sent to engines."""
+"""Function of a model and the name of a tensor that is not in the model's table. It returns whether checkpoints carry
+the tensor along. A carried tensor is hashed and copied from checkpoint to checkpoint. It is not trained, and is not
+sent to engines."""
 
 
 def no_tensor(shape: ModelShape, name: str) -> bool:
@@ -339,7 +341,7 @@ def no_tensor(shape: ModelShape, name: str) -> bool:
 
 
 def later_layers(shape: ModelShape, name: str) -> bool:
-    """Carry the tensors of layers after the model's last one, which predict further tokens."""
+    """Carry the tensors of layers after the model's last layer. These layers predict further tokens."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= shape.num_layers
 
@@ -357,8 +359,8 @@ def with_prefix(*prefixes: str) -> CarriedTensors:
 class Source:
     """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``).
 
-    ``dtype`` is the tensor's own type, in which the trainer keeps and sends it; None: the model's type. ``file_dtype``
-    is a type, besides the model's, that the tensor may have in checkpoint files.
+    The trainer keeps and sends the tensor in ``dtype``; None: in the model's type. In checkpoint files the tensor may
+    have ``file_dtype`` instead of the model's type.
     """
 
     name: str
@@ -368,7 +370,8 @@ class Source:
 
 
 CONFIG_DTYPE = "config"
-"""The type in config.json, which a few of SGLang's modules take also if the engine's weights have another."""
+"""Placeholder for the type in config.json. A few of SGLang's modules have it even if the engine's weights have another
+type."""
 
 
 @dataclass(frozen=True)
@@ -395,11 +398,11 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """The tensor of a checkpoint's files that has matrices of all experts of a layer, expert after expert: [experts,
-    rows of an expert's ``matrices``, ...].
+    """A tensor in checkpoint files that has matrices of all experts of a layer, expert after expert. Its shape is
+    [experts, rows of an expert's ``matrices``, ...].
 
-    Everywhere else each matrix is a tensor of its own; ``matrices`` are the name templates of an expert's. With
-    ``is_transposed`` an expert has one matrix, and the tensor has its columns in place of its rows.
+    Outside of these files each matrix is a separate tensor. ``matrices`` are the name templates of the matrices of one
+    expert. With ``is_transposed`` an expert has a single matrix, and the packed tensor has this matrix transposed.
     """
 
     name: str
@@ -451,8 +454,8 @@ def layer_rule(
 ) -> Rule:
     """Return a layer's rule from names without the layer's prefix.
 
-    ``engine`` is SGLang's name and cut if these differ. ``dtype`` and ``engine_dtype`` are the types of the trainer's
-    and of SGLang's tensor if they are not the model's.
+    ``engine`` is SGLang's name and cut if they differ from the trainer's. ``dtype`` is the type of the trainer's tensor
+    and ``engine_dtype`` the type of SGLang's tensor, if they are not the model's type.
     """
     layer_sources = tuple(Source(HF_LAYER + name, dims, dtype, dtype) for name, dims in sources)
     rule = Rule(MEGATRON_LAYER + megatron, split, layer_sources)
@@ -481,7 +484,7 @@ def in_layers(layers: LayerSet, *rules: Rule) -> tuple[Rule, ...]:
 
 
 def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
-    """Return the rule of a norm's weight, which every rank holds whole."""
+    """Return the rule of a norm's weight. Every rank holds the whole weight."""
     return layer_rule(megatron, splits.replicated, (hf, (dim,)))
 
 
@@ -494,7 +497,7 @@ def gemma_norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
 
 
 def qkv(kind: str, *dims: str) -> Rule:
-    """Return the rule of queries, keys and values, which Megatron and SGLang both fuse into one parameter.
+    """Return the rule of queries, keys and values. Megatron and SGLang both fuse them into one parameter.
 
     ``kind`` is weight or bias; ``dims`` names a weight's input dimension.
     """
@@ -516,7 +519,7 @@ def moe_router(
     Args:
         block: the family's name of the module that has the router, ``gate``.
         engine_dtype: the type of SGLang's router if it is not the model's.
-        engine_block: SGLang's name of the module if it is another one.
+        engine_block: SGLang's name of the module. None: ``block``.
     """
     return (
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
@@ -571,7 +574,7 @@ def expert_mlp(
 
 
 def packed_experts_of(experts: Iterable[Rule], *names: str) -> tuple[PackedExperts, ...]:
-    """Return the packed tensors of the rows ``experts``. ``names`` has their names without the experts' prefix."""
+    """Return one packed tensor for each rule in ``experts``. ``names`` are the packed tensors' names without prefix."""
     packed = []
     for rule, name in zip(experts, names, strict=True):
         matrices = tuple(source.name for source in rule.sources)
@@ -619,7 +622,7 @@ ALL_HEADS_NORM = (
         ("self_attn.k_norm.weight", ("kv",)),
     ),
 )
-"""Norms that span the heads of all tensor-parallel ranks: each rank has the weights of its own heads."""
+"""Norms that span the heads of all tensor-parallel ranks. Each rank has the weights of the heads that it holds."""
 ATTENTION = (
     norm("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     qkv("weight", "hidden"),
@@ -679,25 +682,26 @@ class Family:
         expert: the rows of each expert in a layer that routes.
         engine: SGLang's tensors in a layer that combine the sources of several rows, or hold a part of a row's sources.
             They replace the tensors that the rows of these sources imply.
-        carries: tensors of published checkpoints that are copied, but neither trained nor sent to engines.
-        megatron: fields of Megatron's TransformerConfig that follow neither from the shape nor from the table.
-        engine_keeps_output: whether SGLang's model has a separate output matrix, whatever ``tie_word_embeddings`` says.
+        carries: the tensors of published checkpoints that are only copied: not trained, and not sent to engines.
+        megatron: fields of Megatron's TransformerConfig that cannot be derived from the shape and the table.
+        engine_keeps_output: whether SGLang's model has an output matrix beside the embedding even if both are tied.
         most_engine_ranks: the most tensor-parallel ranks on which SGLang's model computes the right values; None: no
             limit.
-        attention_replicas: whether SGLang's model can divide attention among the ranks of an attention replica; other
-            models divide it among all ranks, and have no replicas.
+        attention_replicas: whether SGLang's model supports attention replicas. If not, the model divides attention
+            among all ranks.
         output_per_replica: whether SGLang's model can divide the output matrix among the ranks of an attention replica
             (``enable_dp_lm_head``).
-        engine_keys: keys that SGLang's model reads without a default; files that transformers 5 has saved lack some.
-        packed: the tensors in which files have all experts of a layer. Checkpoints are written with them; files with a
-            tensor for each matrix are read too.
+        engine_keys: keys of config.json that SGLang's model reads without a default. transformers 5 does not save all
+            of these keys.
+        packed: the tensors that have all experts of a layer in files. Checkpoints are written with packed tensors.
+            Files with a separate tensor for each matrix are read, too.
         text_table: in a model with further parts, the table of config.json that has the language model's entries.
         outer_engine_keys: keys outside of ``text_table`` that SGLang's model needs and that files lack.
         engine_options: options that SGLang's servers need for this family.
-        needs_direct_placement: whether SGLang's own loader reads experts only from a tensor of all experts of a layer,
-            which updates do not send.
-        engine_has_config_dtype: whether SGLang's model makes linears in the type of config.json whatever the server's
-            type is, so that both must be the same.
+        needs_direct_placement: whether SGLang's own loader reads experts only from packed tensors. Updates send single
+            matrices, so the server must place them without this loader.
+        engine_has_config_dtype: whether SGLang's model makes linears in the type of config.json even if the server has
+            another type. Then both types must be equal.
     """
 
     model_type: str
@@ -768,8 +772,10 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def has_layer_parameter(shape: ModelShape, name: str) -> bool:
-    """Return whether a layer of the model has Megatron's parameter ``name``, such as
-    ``self_attention.linear_qkv.bias``."""
+    """Return whether a layer of the model has Megatron's parameter ``name``.
+
+    An example of a name: ``self_attention.linear_qkv.bias``.
+    """
     rules = [rule for rule in family_of(shape).layer if rule.megatron == MEGATRON_LAYER + name]
     return any(_count_layers(rule, shape) for rule in rules)
 
@@ -806,9 +812,12 @@ def layer_counts(shape: ModelShape, layers: Iterable[int]) -> list[tuple[Rule, i
 def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelShape:
     """Read ``hf_dir/config.json`` (or a config file itself).
 
-    ``quantized``: the caller reads weights of 8 and 4 bits, too; a quantised model is refused otherwise. Raises
-    ModelConfigError where there is none or it is no JSON, UnsupportedModelError, with all faults, for a family or
-    entries outside the tables.
+    ``quantized``: whether the caller can read weights of 8 and 4 bits. If not, a quantised model is refused.
+
+    Raises:
+        ModelConfigError: The file is missing or is not JSON.
+        UnsupportedModelError: The family is not supported, or no table describes some entries. The error has all
+            faults.
     """
     facts, shape = _read(hf_dir)
     _refuse_quantization(facts, reads_quantized=quantized)
@@ -850,7 +859,7 @@ def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
 
 
 def packed_experts(hf_dir: Path) -> tuple[PackedExperts, ...]:
-    """Return the tensors in which a folder's family packs experts; none without a config.json of a known family."""
+    """Return the packed tensors of a folder's family; none without a config.json of a known family."""
     try:
         values = _read_json(hf_dir / "config.json")
     except ModelConfigError:
@@ -898,7 +907,7 @@ def _check_text_table(facts: ConfigFacts, family: Family, table: Any) -> None:
 
 
 _OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
-"""Keys that are read outside of the table of a language model, if a model has such a table."""
+"""Keys that are read outside of the language model's table, also in a config.json with this table."""
 
 
 def language_model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -927,7 +936,7 @@ def with_language_model_values(
     outer_values = dict(values)
     table_values = dict(table)
     for key, value in changes.items():
-        # Change each entry in the one place that has it, so that two values cannot contradict each other.
+        # Change an entry where the file has it, so that no second value contradicts the new value.
         is_only_outside = key in outer_values and key not in table_values
         if key in _OUTER_KEYS or is_only_outside:
             outer_values[key] = value
@@ -1144,7 +1153,7 @@ def dense_then_moe(engine_dtype: str | None = None) -> tuple[Rule, ...]:
 
 
 def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
-    """Read the router of DeepSeek-V3, which other families share. ``default``: transformers' values of missing keys."""
+    """Read a router of DeepSeek-V3's kind. ``default`` has transformers' values of missing keys."""
     facts.require("scoring_func", "sigmoid", "sigmoid")
     facts.require("topk_method", "noaux_tc", "noaux_tc")
     facts.require("norm_topk_prob", True, True)
@@ -1170,7 +1179,10 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
 
 
 def read_first_layers(facts: ConfigFacts, default: int) -> tuple[int, ...]:
-    """Read the numbers of the first layers, which have an MLP. ``default``: transformers' number without the key."""
+    """Return the numbers of the first layers, whose MLP is dense.
+
+    ``default`` is how many of them transformers assumes if the file does not have the key.
+    """
     count = facts.count("first_k_dense_replace", default)
     layers = facts.positive("num_hidden_layers")
     if count >= layers:
@@ -1184,7 +1196,7 @@ def read_dense_then_moe(
 ) -> ModelShape:
     """Read a model with the rows of ``dense_then_moe``; ``router``: as for ``read_sigmoid_router``."""
     facts.require("moe_layer_freq", 1, 1)
-    # Checkpoints carry the tensors of further layers, which predict more tokens.
+    # Further layers predict more tokens. Checkpoints carry their tensors.
     facts.ignore("num_nextn_predict_layers", "num_mtp_layers")
     width = facts.positive("moe_intermediate_size")
     return read_decoder_shape(
@@ -1213,7 +1225,7 @@ def read_dense_then_moe(
     attention_replicas=True,
 )
 def read_glm4_moe(facts: ConfigFacts) -> ModelShape:
-    """GLM-4.5, 4.6 and 4.7: biases on Q, K and V, norms of heads in some, half of each head rotated."""
+    """GLM-4.5, 4.6 and 4.7: biases on Q, K and V, half of each head rotated, in some models norms of heads."""
     facts.require("attention_bias", True, False)
     return read_dense_then_moe(
         facts,
@@ -1309,7 +1321,7 @@ def _deepseek_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     attention_replicas=True,
 )
 def read_deepseek_v3(facts: ConfigFacts) -> ModelShape:
-    """DeepSeek-V3 and R1, Moonlight: latent attention, the latent of queries and YaRN in some."""
+    """DeepSeek-V3 and R1, Moonlight: latent attention, in some models with a latent of queries and YaRN."""
     # SGLang alone reads this key.
     facts.require("router_fp32", False, False)
     first_layers = read_first_layers(facts, 3)
@@ -1330,8 +1342,10 @@ def _leading_dense_layers(facts: ConfigFacts) -> int:
 
 
 def _dense_layers_of_both(facts: ConfigFacts) -> tuple[int, ...]:
-    """Read the first layers from ``mlp_layer_types``, which transformers reads, and ``first_k_dense_replace``, which
-    SGLang reads."""
+    """Return the numbers of the first layers, whose MLP is dense.
+
+    transformers reads ``mlp_layer_types``, SGLang reads ``first_k_dense_replace``: both must agree.
+    """
     first_layers = _leading_dense_layers(facts)
     facts.require("first_k_dense_replace", first_layers, first_layers)
     return tuple(range(first_layers))
@@ -1385,7 +1399,7 @@ def _minimax_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
     carries=later_layers,
     engine_keys=_minimax_engine_keys,
     attention_replicas=True,
-    # SGLang's model divides its output matrix among all ranks, whatever the option says.
+    # SGLang's model divides its output matrix among all ranks, even with enable_dp_lm_head.
     output_per_replica=False,
 )
 def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
@@ -1396,7 +1410,7 @@ def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
     facts.require("use_routing_bias", True, True)
     facts.require("shared_intermediate_size", 0, 0)
     facts.require_each("attn_type_list", 1)
-    # Checkpoints carry the tensors of further layers, which predict more tokens.
+    # Further layers predict more tokens. Checkpoints carry their tensors.
     facts.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     head_dim = facts.positive("head_dim", default=128)
     rotary_dim = facts.positive("rotary_dim", default=_rotary_size(facts, head_dim))
@@ -1447,7 +1461,7 @@ def _delta_rule(
 
 
 def _in_files(dtype: str, rule: Rule) -> Rule:
-    """Return the rule, whose sources may have the type ``dtype`` in files."""
+    """Return ``rule`` with sources that may have the type ``dtype`` in files."""
     sources = tuple(replace(source, file_dtype=dtype) for source in rule.sources)
     return replace(rule, sources=sources)
 
@@ -1465,7 +1479,7 @@ DELTA_NET = (
     ),
     _delta_rule("out_proj.weight", splits.row_parallel, "out_proj.weight", "hidden", "delta_values"),
 )  # fmt: skip
-"""The rules of a delta net without its input matrices, which families divide differently."""
+"""The rules of a delta net, except the input matrices: families divide these differently."""
 
 
 def _gated_attention(engine_block: str) -> tuple[Rule, ...]:
@@ -1506,7 +1520,7 @@ DELTA_INPUTS_BY_HEAD = replace(
     layer_rule("self_attention.in_proj.weight", splits.delta_inputs_by_head, *_FUSED_INPUTS),
     engine=tuple(engine_row(source[0], splits.column_parallel, source) for source in _FUSED_INPUTS),
 )
-"""The input matrices of a delta net, which checkpoints and SGLang divide by key head."""
+"""The input matrices of a delta net if checkpoints and SGLang order their rows by key head."""
 HYBRID_MOE = (
     gemma_norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     moe_router()[1],
@@ -1635,7 +1649,7 @@ def read_hy_v3(facts: ConfigFacts) -> ModelShape:
     for key in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         facts.require(key, True, True)
     facts.require("attention_bias", False, False)
-    # The number of further layers, whose tensors are carried, and types of intermediate results.
+    # Checkpoints carry the tensors of further layers. The other keys are types of intermediate results.
     facts.ignore("num_nextn_predict_layers", "enable_moe_fp32_combine", "enable_lm_head_fp32")
     facts.ignore("enable_attention_fp32_softmax")
     width = facts.positive("moe_intermediate_size")
@@ -1666,12 +1680,12 @@ DELTA_INPUTS = replace(
         engine_row("linear_attn.in_proj_ba.weight", splits.column_parallel, *_INPUTS[2:]),
     ),
 )
-"""The input matrices of a delta net, which checkpoints and SGLang divide into queries, keys and values, the values'
-gates, and the two numbers of each value head."""
+"""The input matrices of a delta net if checkpoints and SGLang order their rows by kind: queries, keys, values, the
+values' gates, and the two numbers of each value head."""
 
 
 def _of_server_type(rule: Rule) -> Rule:
-    """Return the rule, in which SGLang's tensors of CONFIG_DTYPE have the type of the server's weights instead."""
+    """Return ``rule`` with the type of the server's weights for SGLang's tensors of CONFIG_DTYPE."""
     rows = []
     for row in rule.in_engine:
         is_of_config = row.dtype == CONFIG_DTYPE
@@ -1761,14 +1775,14 @@ _LANGUAGE_MODEL_EXPERT = in_language_model(*expert_mlp())
     engine_options={"disable_shared_experts_fusion": True},
 )
 def read_qwen3_5_moe(facts: ConfigFacts) -> ModelShape:
-    """Qwen3.5 (Qwen3.5-35B-A3B): a language model with a vision tower, which checkpoints carry along."""
+    """Qwen3.5 (Qwen3.5-35B-A3B): a language model, and a vision tower that checkpoints carry along."""
     facts.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     facts.ignore("vision_config", "language_model_only")
     return _read_qwen3_5(facts, "qwen3_5_moe")
 
 
 def _limited_expert(name: str, *, transposed: bool) -> PackedExperts:
-    """Return the tensor of a gpt-oss file that has all experts' ``name``, such as ``gate_up_proj_bias``."""
+    """Return the packed tensor ``name`` of a gpt-oss file. An example of a name: ``gate_up_proj_bias``."""
     kind = "weight" if transposed else "bias"
     matrix = f"{HF_LAYER}mlp.experts.{{expert}}.{name.removesuffix('_bias')}.{kind}"
     return PackedExperts(f"{HF_LAYER}mlp.experts.{name}", (matrix,), transposed)
@@ -1871,7 +1885,8 @@ def read_gpt_oss(facts: ConfigFacts) -> ModelShape:
 
 
 def _read_window(facts: ConfigFacts) -> AttentionWindow:
-    """Read which layers attend to a window only: those of ``layer_types``, or every other layer from the first on."""
+    """Read which layers attend to a window only. ``layer_types`` lists them; without it they are every other layer,
+    from the first layer on."""
     kinds = facts.values.get("layer_types")
     layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
     if kinds is None:

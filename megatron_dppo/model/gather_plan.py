@@ -1,9 +1,12 @@
 """The ranks that provide the parts of every Hugging Face tensor, and a plan that streams the tensors in buckets.
 
-Each element comes from exactly one rank, the primary holder of its shard. A bucket's tensors are gathered on its
-``receiver``. There are three choices of receivers: rank 0 for all; with ``spread`` the rank that holds most of a
-tensor, which moves the fewest bytes; or one rank of the node that holds most of a tensor, which moves the fewest bytes
-between nodes with the fewest receivers.
+Each element comes from exactly one rank, the primary holder of its shard. The tensors of a bucket are gathered on the
+bucket's ``receiver``. There are three ways to choose receivers:
+
+- Rank 0 receives all tensors.
+- With ``spread``, the rank that holds most of a tensor receives it. The fewest bytes move.
+- With ``spread`` and ``ranks_per_node``, one rank of the node that holds most of a tensor receives it. The fewest bytes
+  move between nodes, and each node has at most one receiver.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ ParameterKey = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One rank's part of a Hugging Face tensor: ``segment`` of its parameter ``name`` (of ``local_shape``)."""
+    """One rank's part of a Hugging Face tensor: ``segment`` of the rank's parameter ``name``, which has the shape
+    ``local_shape``."""
 
     rank: int
     chunk: int
@@ -140,7 +144,7 @@ def _plan(
     primary_of: Callable[[int], list[LocalParameter]],
     dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TensorSources]:
-    """Find the pieces of ``tensors`` in the parameters of which each rank is the primary holder (``primary_of``)."""
+    """Return the sources of ``tensors``. ``primary_of(rank)`` returns the parameters that ``rank`` must provide."""
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
@@ -168,18 +172,19 @@ def hf_buckets_plan(
     spread: bool = False,
     ranks_per_node: int = 1,
 ) -> list[Bucket]:
-    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor gets a bucket of its own.
+    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor is alone in its bucket.
 
-    Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, in the position of the
-    first of them. Tensors with a type of their own have buckets of their own, after the receiver's other buckets.
+    Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the position of the
+    group's first tensor. Tensors with another type than the model's are in separate buckets, which follow the
+    receiver's buckets of the model's type.
 
     Args:
         shape: The model.
         layout: The trainer's layout.
         bucket_bytes: Largest size of a bucket.
         item_bytes: Bytes of an element when it is sent.
-        spread: True: gather each tensor on its ``best_receiver``, and alternate between receivers, so that one sends
-            its bucket while others gather theirs. False: gather all tensors on rank 0, in model order.
+        spread: True: gather each tensor on its ``best_receiver``, and alternate between receivers, so that one receiver
+            sends a bucket while other receivers gather theirs. False: gather all tensors on rank 0, in model order.
         ranks_per_node: Above 1, ``spread`` has one receiver on each node of that many ranks (``node_receivers``).
     """
     units = _units(gather_plan(shape, layout), tensors_sent_together(shape))
@@ -209,7 +214,7 @@ Unit = tuple[TensorSources, ...]
 def _units(
     tensors: Sequence[TensorSources], together: Sequence[tuple[str, ...]] = ()
 ) -> list[Unit]:
-    """Make a unit of the tensors of each group of names in ``together``, and of each other tensor.
+    """Make one unit of each group of names in ``together``, and one unit of each tensor outside of these groups.
 
     A unit has the position of its first tensor.
     """
@@ -248,16 +253,16 @@ def _buckets_in_turn(
 
 
 def best_receiver(tensor: TensorSources, ranks_per_node: int = 1) -> int:
-    """Return the rank, or the node of ``ranks_per_node`` ranks, that holds most of ``tensor``; the lowest one of
-    several."""
+    """Return the rank, or the node of ``ranks_per_node`` ranks, that holds most of ``tensor``. If several hold the same
+    amount, return the lowest number."""
     return _largest_holder(elements_held(tensor, ranks_per_node))
 
 
 def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
     """Return a receiver for each tensor, on the node that holds most of the tensor.
 
-    All tensors of a node have the same receiver: its rank that holds most of them. Nodes are runs of
-    ``ranks_per_node`` ranks.
+    All tensors of a node have the same receiver: the node's rank that holds most of these tensors. A node is a run of
+    ``ranks_per_node`` consecutive ranks.
     """
     nodes = [best_receiver(tensor, ranks_per_node) for tensor in tensors]
     elements_by_node: dict[int, Counter[int]] = defaultdict(Counter)
@@ -282,8 +287,9 @@ def gathered_elements(tensor: TensorSources, receiver: int) -> int:
 
 
 def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
-    """Return the lower bound of the elements that a gather of whole tensors moves, for any choice of receivers: the sum
-    over all tensors of the elements that the tensor's largest holder lacks.
+    """Return the fewest elements that a gather of whole tensors can move, with any choice of receivers.
+
+    The result is a sum over all tensors of the elements that the tensor's largest holder lacks.
     """
     elements = 0
     for tensor in gather_plan(shape, layout):
@@ -309,7 +315,7 @@ def _groups(
     bucket_bytes: int,
     item_bytes: int,
 ) -> Iterator[list[TensorSources]]:
-    """Yield the tensors of each bucket: first the buckets of the model's type, then those of each other type."""
+    """Yield the tensors of each bucket: first the buckets of the model's type, then the buckets of each other type."""
     units_by_dtype: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
         units_by_dtype.setdefault(unit[0].dtype, []).append(unit)

@@ -1,9 +1,9 @@
 """The SHA-256 that huggingface.co recorded for the files of a downloaded model, from huggingface_hub's metadata.
 
 ``hf download`` keeps a file's ETag. The ETag of a file in the hub's large-file storage (weights, tokenizer.json) is the
-SHA-256 of the content. In the shared cache the ETag is the name of the blob that ``snapshots/<commit>/<file>`` links
-to; with ``--local-dir`` it is the second line of ``.cache/huggingface/download/<file>.metadata``. The ETag of smaller
-files is a git hash, which is not read.
+SHA-256 of the content. The shared cache keeps the ETag as the name of the blob that ``snapshots/<commit>/<file>`` links
+to. With ``--local-dir`` the ETag is the second line of ``.cache/huggingface/download/<file>.metadata``. The ETag of a
+smaller file is a git hash; this module ignores it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_dppo.system.files import sha256_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TOLERANCE_S = 1.0
-"""A file that is newer than its metadata by more than this was changed after the download. huggingface_hub has the same
-tolerance."""
+"""A file was changed after the download if it is newer than its metadata by more than this tolerance. huggingface_hub
+tolerates as much."""
 
 
 def hub_hash(path: Path) -> str | None:
@@ -42,7 +42,7 @@ def hub_hash(path: Path) -> str | None:
 
 
 def check_download(hashes: Mapping[Path, str]) -> None:
-    """Compare the SHA-256 of files with the hub's, if these are known.
+    """Compare the SHA-256 of files with the hub's. A file whose hash on the hub is unknown passes.
 
     Args:
         hashes: SHA-256 (hex) of each file's current content.

@@ -1,7 +1,7 @@
 """The parallel layout of the trainer, and its validation.
 
 Ranks are in Megatron-Core's default order tp-cp-ep-dp-pp. The validation accepts the layouts that Megatron-Core 0.16
-can hold and train. The checks yield faults instead of raising errors, so that one error lists all of them.
+can hold and train. The checks yield faults instead of raising errors, so that one error lists all faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_dppo.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Configured sizes, which need not fit each other or any model.
+    """Configured sizes. They may contradict each other or the model: ``check_layout`` finds that.
 
     Attributes:
         world_size: Number of ranks.
@@ -25,7 +25,7 @@ class LayoutSizes:
         virtual_pipeline: Model chunks in each pipeline stage.
         expert: Expert-parallel ranks.
         expert_tensor: Tensor-parallel ranks of experts. None: ``tensor`` if ``expert`` is 1, else 1.
-        sequence: Whether to use sequence parallelism. None: if it is needed.
+        sequence: Whether to use sequence parallelism. None: only if the model needs it (``sequence_parallel``).
         context: Ranks that share the tokens of each sequence.
         first_stage_layers: Layers of the first pipeline stage, all its chunks together. None: an equal share.
         last_stage_layers: Layers of the last pipeline stage, all its chunks together. None: an equal share.
@@ -69,8 +69,8 @@ class LayoutSizes:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A global rank's position: (tp, cp, dp, pp) for the parameters outside of experts, (etp, ep, edp, pp) for those of
-    experts."""
+    """A global rank's position. Parameters outside of experts are divided by (tp, cp, dp, pp), parameters of experts by
+    (etp, ep, edp, pp)."""
 
     rank: int
     tp: int
@@ -84,9 +84,9 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions that fit each other. ``data`` is the number of replicas of the attention part.
+    """Sizes of the parallel dimensions. ``data`` is the number of replicas of the attention part.
 
-    Raises LayoutError if they do not fit. ``model_faults`` checks whether they fit a model.
+    Raises LayoutError if the sizes do not fit each other. ``model_faults`` checks whether they fit a model.
     """
 
     tensor: int = 1
@@ -133,7 +133,7 @@ class Layout:
         """Return the layout with the fewest ranks: the least data parallelism that the experts need."""
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
         expert_ranks = expert * sizes.expert_tensor_size
-        # Sizes below 1 give no quotient; the constructor raises an error for them.
+        # The quotient needs sizes of at least 1. The constructor raises an error for smaller sizes.
         data = 1
         if min(tensor, expert_ranks) > 0:
             data = math.lcm(tensor, expert_ranks) // tensor
@@ -238,7 +238,7 @@ class LayoutFault:
     expected: str
 
     def text(self, prefix: str) -> str:
-        """Return the fault in a line. ``prefix`` is written before the key, such as ``parallel.``."""
+        """Return the fault as one line. ``prefix`` is written before the key, for example ``parallel.``."""
         return f"{prefix}{self.key}: got {self.value}, expected {self.expected}"
 
 
@@ -248,7 +248,7 @@ def size_faults(sizes: LayoutSizes) -> list[LayoutFault]:
 
 
 def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
-    """Return the faults of sizes by which a model's parameters cannot be divided. The sizes must fit each other."""
+    """Return the reasons why the model's parameters cannot be divided by ``sizes``. The sizes must fit each other."""
     faults = list(_attention_faults(sizes, shape))
     if len(shape.moe_layers) < shape.num_layers:
         faults += _dense_faults(sizes, shape)
@@ -258,9 +258,8 @@ def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
 
 
 def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
-    """Return the faults of sizes with which Megatron-Core cannot train a model correctly. The sizes need not fit each
-    other.
-    """
+    """Return the reasons why Megatron-Core cannot train the model correctly with ``sizes``. The sizes need not fit each
+    other."""
     if any(_too_small(sizes)):
         return []
     return [*holding_faults(sizes, shape), *_training_faults(sizes, shape)]

@@ -72,12 +72,15 @@ class Segment:
 
     @property
     def hf_end(self) -> int:
-        """The index of the Hugging Face tensor after the block's last."""
+        """The index in the Hugging Face tensor after the block's last index."""
         return self.hf_start + (self.length - 1) * self.hf_step + 1
 
     def within(self, start: int, count: int) -> tuple[int, int]:
-        """Return the first index in the block, and the number, of those that are ``start .. start + count`` in the
-        Hugging Face tensor; the number is not positive without any."""
+        """Return the part of the block that lies in ``start .. start + count`` of the Hugging Face tensor.
+
+        The part is its first index in the block, and its number of indices. The number of an empty part is 0 or
+        negative.
+        """
         step = self.hf_step
         first = max(0, -(-(start - self.hf_start) // step))
         end = min(self.length, -(-(start + count - self.hf_start) // step))
@@ -147,7 +150,7 @@ def _hf_sources(shape: ModelShape) -> Iterator[tuple[str, Source]]:
 
 
 def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that are tensors outside of the model, which its checkpoints carry along; sorted."""
+    """Return, sorted, the tensors in ``names`` that checkpoints of the model carry along without being a part of it."""
     model_tensors = hf_tensors(shape)
     carries = family_of(shape).carries
     return sorted(name for name in names if name not in model_tensors and carries(shape, name))
@@ -155,7 +158,7 @@ def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 @cache
 def own_dtypes(shape: ModelShape) -> dict[str, str]:
-    """Return the type of each Hugging Face tensor that the trainer keeps and sends in a type of its own."""
+    """Return the type of each Hugging Face tensor that the trainer does not keep and send in the model's type."""
     return {name: source.dtype for name, source in _hf_sources(shape) if source.dtype is not None}
 
 
@@ -170,7 +173,7 @@ def file_dtypes(shape: ModelShape) -> dict[str, str]:
 
 
 class PackedName(NamedTuple):
-    """The name of a tensor in which files have all experts of a layer, and whether it has the matrices transposed."""
+    """The name of a tensor that has all experts of a layer in files, and whether the tensor has matrices transposed."""
 
     name: str
     is_transposed: bool
@@ -178,7 +181,7 @@ class PackedName(NamedTuple):
 
 @cache
 def packed_names(shape: ModelShape) -> dict[str, PackedName]:
-    """The tensor in which files have each matrix of an expert, by the matrix's name; empty if they have no such."""
+    """Map the name of each expert's matrix to the packed tensor that has it in files; empty without packed tensors."""
     names: dict[str, PackedName] = {}
     for layer in shape.moe_layers:
         for packed in family_of(shape).packed:
@@ -201,7 +204,7 @@ def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[Local
 
 
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
-    """Return the parameters of ``local_parameters`` with ``is_primary``, without building the others."""
+    """Return the parameters of ``local_parameters`` with ``is_primary``. Build no other parameters."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=True))
 
 
@@ -264,7 +267,7 @@ def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
 def tensors_sent_together(shape: ModelShape) -> list[tuple[str, ...]]:
     """Return groups of Hugging Face tensors that the engine must receive in one bucket.
 
-    A group has the sources of one tensor in ``Family.engine``. SGLang builds such a tensor from the tensors of one
+    A group has the sources of one tensor in ``Family.engine``. SGLang builds this tensor from the tensors of a single
     call, and silently drops a source that it receives alone.
     """
     groups = []
@@ -297,7 +300,7 @@ def shard_of(
 
 
 class _MappingRow(NamedTuple, Generic[RowT]):
-    """A table row for one layer and expert. The numbers of layer and expert are 0 for rows outside of them."""
+    """A table row for one layer and expert. Rows outside of layers or experts have the numbers 0."""
 
     rule: RowT
     is_expert: bool = False

@@ -1,9 +1,9 @@
 """The proof that a weight update from any trainer layout into any engine layout moves every element exactly once.
 
-The proof needs only shapes: the trainer's primary shards tile every Hugging Face tensor, and the blocks on the engine's
-ranks tile every tensor as often as it is replicated there. The report has the number of bytes that move, and its lower
-bound. A tensor's pieces are blocks along one dimension, so they tile the tensor if their sorted intervals cover 0 to
-its length without gap or overlap.
+The proof needs only shapes. It shows that the trainer's primary shards tile every Hugging Face tensor, and that the
+blocks on the engine's ranks tile every tensor as often as the engine holds it. A tensor's pieces are blocks along one
+dimension, so they tile the tensor if their sorted intervals cover 0 to its length without gap or overlap. The report
+has the number of bytes that move, and the lower bound of this number.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def check_filled(
 def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> None:
     """Check that ``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError.
 
-    Segments with a step, which all have the same, cover the tensor if those with each remainder cover its indices.
+    All segments must have the same step n. For each remainder r, the segments that start at r modulo n must cover the
+    indices r, r + n, r + 2n and so on.
     """
     segments = list(segments)
     axes = {s.dim for s in segments}
@@ -128,8 +129,8 @@ class ReshardingReport:
 
     Attributes:
         model_bytes: Bytes of the model.
-        holds: For each trainer rank, the bytes of the weights of which it is the primary holder. It must send each of
-            them once, so the sum over ranks, ``model_bytes``, is the lower bound of the bytes that the trainer sends.
+        holds: For each trainer rank, the bytes of the weights that it must provide as their primary holder. Every
+            weight must be sent once, so the sum over ranks, ``model_bytes``, is the lower bound of the bytes sent.
         direct: For each trainer rank, the bytes that it would send if every engine rank received only its own blocks.
         engine: For each engine rank, the bytes that it holds: the lower bound of the bytes that it receives.
     """
@@ -202,7 +203,7 @@ def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, li
 
 def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
     """Check that the blocks cover every element equally often, and that no parameter holds a block twice."""
-    # Ranks may hold copies of a block (replicas, shared K/V heads), which are equal intervals: count these.
+    # Several ranks may hold copies of a block (replicas, shared K/V heads). Copies have equal intervals: count these.
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
     copies = Counter((s.dim, s.hf_start, s.length, s.hf_step) for *_, s in landed)

@@ -19,7 +19,7 @@ TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "reference", "gradients", "
 """The tensors that a trainer rank's device holds throughout a run. Each part may be parked; see
 ``trainer/parking.py``."""
 COPIED_PARTS: frozenset[TrainerPart] = frozenset(("weights", "reference", "optimizer"))
-"""Parts of which the host keeps a copy after they have been parked once."""
+"""The host keeps a copy of these parts once they have been parked."""
 
 
 def checkpoint_bytes(trained: int, dtype: str) -> int:
@@ -41,9 +41,9 @@ class Llama3RopeScaling:
 class YarnRopeScaling:
     """YaRN's frequency scaling (``rope_type: yarn``) as DeepSeek-V3 has it; positions in tokens.
 
-    ``mscale`` and ``mscale_all_dim`` are the coefficients of the logarithm of ``factor`` in the factors of the rotated
-    part and of the attention's scale. With ``truncate`` the first and the last interpolated dimension are rounded to
-    whole numbers.
+    ``mscale`` and ``mscale_all_dim`` are coefficients of ln(``factor``): both in the factor of the rotated part
+    (``rotated_factor``), ``mscale_all_dim`` also in the scale of attention. With ``truncate`` the first and the last
+    interpolated dimension are rounded to whole numbers.
     """
 
     factor: float
@@ -74,8 +74,9 @@ class Router:
     """The choice of a token's experts, and the weights of their outputs.
 
     ``score`` is the function of the logits. With ``has_bias`` a constant of each expert is added to the scores for the
-    choice, but not for the weights. The experts are divided into ``groups`` equal runs, and a token's experts are
-    chosen among those of ``chosen_groups`` of the runs. The weights of the chosen experts are multiplied by ``scale``.
+    choice, but not for the weights. The experts are divided into ``groups`` equal runs. ``chosen_groups`` of these runs
+    are chosen for a token, then the token's experts in the chosen runs. The weights of the chosen experts are
+    multiplied by ``scale``.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -152,7 +153,7 @@ class DeltaNet:
         return self.convolved_width + self.value_width + 2 * self.value_heads
 
     def state_elements(self) -> tuple[int, int]:
-        """Return the elements that an engine keeps of a sequence in a layer: those of the state matrices, and those of
+        """Return two numbers of elements that an engine keeps of a sequence in a layer: of the state matrices, and of
         the last convolved tokens."""
         matrices = self.value_heads * self.key_size * self.value_size
         return matrices, self.convolved_width * (self.kernel_size - 1)
@@ -166,22 +167,22 @@ class ModelShape:
         dtype: the type of the weights in config.json: "float32", "bfloat16" or "float16".
         num_experts: experts in a layer; 0 for a dense model.
         norm_topk_prob: whether the probabilities of a token's experts are divided by their sum.
-        norms_all_heads: whether the norm of queries, and that of keys, span all heads together.
+        norms_all_heads: whether one norm spans all heads of queries, and a second norm all heads of keys.
         shared_ffn_hidden_size: the width of the shared expert, an MLP for every token; 0: none.
         gates_shared_expert: whether the shared expert's output is multiplied by the sigmoid of a product of the token's
             hidden state and a weight.
-        dense_layers: the layers of a mixture of experts, from 0, whose MLP is dense all the same.
+        dense_layers: in a mixture of experts, the numbers, from 0, of the layers with a dense MLP.
         rotary_fraction: the part of each head that is rotated.
-        norms_heads: whether queries and keys have a norm of each head, in families that have models with and without.
+        norms_heads: whether each head of queries and keys is normed, in families in which only some models have this.
         latent: multi-head latent attention. ``head_dim`` and ``num_query_groups`` then describe the heads that are
             computed from the latents.
-        delta: delta nets, which most layers then have in place of attention.
-        gates_attention: whether the output of attention is multiplied by the sigmoid of a gate, which is computed along
-            with the queries.
+        delta: the delta nets that replace attention in most layers; None: all layers have attention.
+        gates_attention: whether the output of attention is multiplied by the sigmoid of a gate. The matrix of queries
+            computes the gate, too.
         norms_add_one: whether a norm multiplies by 1 + its weight.
         window: sliding windows of attention; None: all layers attend to the whole sequence.
-        has_sinks: whether the softmax of each head of attention has a further logit, a parameter, whose share is
-            dropped.
+        has_sinks: whether the softmax of each attention head has one further logit, a parameter. The probability of
+            this logit is dropped.
         has_biases: whether all linears of layers, routers and experts have biases.
         glu_limit: above 0, the gated unit of an MLP is gate * sigmoid(1.702 gate) * (up + 1), with the gate at most the
             limit, and up between -limit and limit.
@@ -327,8 +328,8 @@ BACKWARD_FORWARDS = 2
 """Matrix products of a backward pass for each product of the forward pass: one for the gradient of the inputs, one for
 the gradient of the weights."""
 FROZEN_BACKWARD_FORWARDS = 1
-"""Matrix products of a backward pass for each product with frozen weights, which have no gradient. The products of
-adapters are not counted."""
+"""Matrix products of a backward pass for each product with frozen weights: only for the gradient of the inputs. The
+products of adapters are not counted."""
 
 
 @dataclass(frozen=True)
@@ -371,7 +372,7 @@ def active_parameters(shape: ModelShape) -> int:
     weights += len(shape.delta_layers) * _delta_parameters(shape)
     weights += routed_layers * (experts + router + shared_expert)
     weights += dense_layers * dense_mlp
-    # Count the output layer, but not the embedding, which is looked up.
+    # Count the output layer, but not the embedding: the embedding's rows are looked up, not multiplied.
     return weights + hidden * shape.vocab_size
 
 
@@ -403,19 +404,19 @@ def forward_flops(shape: ModelShape) -> SequenceCost:
 
     A token takes 2 x ``active_parameters``. In addition, S tokens take 2q + 2v for each of the S^2/2 pairs of causal
     attention (Q K^T and its product with V) in every layer, with q and v the widths of all heads' queries and values:
-    (q + v)L S^2. A layer with a window of W tokens takes at most S W pairs instead. In a layer with a delta net the
-    state of each head is read, corrected and read again for a token: 6 x its elements. Norms, rotary embedding and
+    (q + v)L S^2. A layer with a window of W tokens takes at most S W pairs instead. In a layer with a delta net each
+    token reads, corrects and reads again the state of each head: 6 FLOPs for each element. Norms, rotary embedding and
     softmax are not counted.
     """
     sizes = shape.sizes()
     # The output layer counts for every token, because it is computed also for tokens that were not sampled.
     values = sizes["query"] if shape.latent is None else sizes["attention"]
     windows = 0 if shape.window is None else len(shape.window.layers)
-    pairs = float(sizes["query"] + values) * (shape.attention_layers - windows)
+    quadratic = float(sizes["query"] + values) * (shape.attention_layers - windows)
     linear = 2.0 * active_parameters(shape)
     if shape.window is not None:
         linear += 2.0 * (sizes["query"] + values) * windows * shape.window.tokens
     if shape.delta is not None:
         state, _ = shape.delta.state_elements()
         linear += 6.0 * state * len(shape.delta_layers)
-    return SequenceCost(linear, pairs)
+    return SequenceCost(linear, quadratic)

@@ -47,17 +47,17 @@ Split = Callable[[Sequence[Dims], ModelShape, int, int], Shard]
 
 
 def replicated(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """The whole tensor on every rank (norms, the router); several sources are stacked."""
+    """Hold the whole tensor on every rank (norms, the router). Several sources are stacked."""
     return _cut_and_stack(sources, 0, 0, 1)
 
 
 def column_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Each source cut along its output (dim 0), the parts stacked: one linear, or ``[gate_r; up_r]``."""
+    """Cut each source along its outputs (dim 0) and stack the parts: one linear, or ``[gate_r; up_r]``."""
     return _cut_and_stack(sources, 0, rank, size)
 
 
 def gates_then_ups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """``[gate_r; up_r]`` of a source whose rows are gates and ups in turn, ``gate, up, gate, up, ..`` (Megatron)."""
+    """Cut ``[gate_r; up_r]`` from a source whose rows alternate, ``gate, up, gate, up, ..`` (Megatron)."""
     (dims,) = sources
     rows = _share(dims[0], 2 * size, f"dim 0 of {dims}")
     gates, ups = (Block(0, 0, 2 * rank * rows + i, i * rows, rows, source_step=2) for i in (0, 1))
@@ -65,7 +65,8 @@ def gates_then_ups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: 
 
 
 def on_first_rank(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """The whole tensor on the first rank, zeros on the others: a bias that is added before a sum (SGLang)."""
+    """Hold the whole tensor on the first rank and zeros on all other ranks (SGLang). This is the split of a bias that
+    each rank adds before the ranks' outputs are summed."""
     if rank == 0:
         return replicated(sources, shape, rank, size)
     (dims,) = sources
@@ -104,7 +105,7 @@ def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
     for group in range(low // group_rows, -(-high // group_rows)):
         start = group * group_rows
         for source, width in enumerate(widths):
-            # Source ``source`` fills the rows start .. start + width, of which the rank has block_start .. block_end.
+            # Source ``source`` fills the rows start .. start + width. The rank has the rows block_start .. block_end.
             block_start = max(start, low)
             block_end = min(start + width, high)
             if block_start < block_end:
@@ -208,7 +209,9 @@ def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, 
 
 def _delta_of(shape: ModelShape) -> DeltaNet:
     if shape.delta is None:
-        raise ModelConfigError(f"a {shape.family} model without delta nets has a row of one")
+        raise ModelConfigError(
+            f"a {shape.family} model without delta nets has a row of a delta net"
+        )
     return shape.delta
 
 
@@ -226,7 +229,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:
     start = rank * rows
-    # The last ranks of a padded vocabulary may hold fewer rows than the others, or nothing but padding.
+    # The last ranks of a padded vocabulary may hold fewer rows than the first ranks, or only padding.
     length = max(0, min(dims[0] - start, rows))
     blocks = (Block(0, 0, start, 0, length),) if length else ()
     return Shard((rows, *dims[1:]), blocks)
