@@ -20,18 +20,20 @@ FACTS = (
 
 
 class Agreement:
-    """A comparison of shapes and ids between the ranks of a CPU group, by an all-reduce of eight numbers per rank (the
-    ``FACTS``, and whether the rank's input is invalid) that overlaps the local pass.
+    """A comparison of shapes and ids between the ranks of a CPU group, by one all-reduce.
+
+    The all-reduce has eight numbers per rank: the ``FACTS``, and whether the rank's input is invalid. It overlaps the
+    local pass.
     """
 
     def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):
-        """Start the all-reduce. ``facts`` are in the order of FACTS; None if this rank's input is invalid, for which
-        the caller raises an error afterwards.
+        """Start the all-reduce. ``facts`` are in the order of FACTS. With None, this rank's input is invalid, and the
+        caller must raise an error afterwards.
         """
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
-        # The caller raises an error next. First complete the all-reduce, in which the other ranks wait for this one.
+        # The caller raises an error next. Complete the all-reduce before, because the other ranks wait in it.
         if facts is None:
             self._work.wait()
 
@@ -62,8 +64,8 @@ def disagreement(table: Sequence[Sequence[int]]) -> str | None:
 
 
 def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
-    """Return a sum of the ids, which ranks compare. Target ids are weighted by their position, so that their order
-    counts.
+    """Return a sum of the ids, so that ranks can compare their ids. Each target id is multiplied by its position, so
+    that the sum depends on the order.
     """
     order = torch.arange(1, len(target_ids) + 1)
     total = int(torch.dot(target_ids, order))

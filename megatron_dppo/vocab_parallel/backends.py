@@ -30,7 +30,7 @@ class RowGradient:
     """The inputs of the backward pass for each row.
 
     ``lse`` float64 [T]: log-sum-exp over the whole vocabulary at the temperature. ``targets`` int64
-    [T]: the sampled token's column in this shard, -1 where another rank owns it. ``log_prob`` [T]:
+    [T]: the sampled token's column in this shard, -1 if another rank owns the token. ``log_prob`` [T]:
     dL/d log pi(a). ``entropy`` and ``entropy_value`` [T]: dL/dH and H, or None.
     """
 
@@ -44,14 +44,14 @@ class RowGradient:
 Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """The result of the forward kernel: lse, sum p log p, sum p^2, and z at the requested columns.
 
-lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. The two
-sums, float64 [T] or None, have p normalised over the same columns. z is float32 (float64 for float64 logits) [T, N],
+lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. In the two
+sums, float64 [T] or None, p is normalised over the columns of lse. z is float32 (float64 for float64 logits) [T, N],
 and 0 at column -1.
 """
 
 
 class Backend(Protocol):
-    """Row kernels over one shard ``logits`` [T, C] of which the first ``real`` columns count."""
+    """Row kernels over one shard ``logits`` [T, C]. The first ``real`` columns are tokens, the rest is padding."""
 
     def unavailable(self, logits: Tensor) -> str | None:
         """Return why this backend does not support ``logits``; None if it does."""
@@ -65,7 +65,7 @@ class Backend(Protocol):
         with_entropy: bool,
         with_squares: bool = False,
     ) -> Rows:
-        """Compute ``Rows`` of this shard at ``columns`` int64 [T, N], -1 where another rank owns the id.
+        """Compute ``Rows`` of this shard at ``columns`` int64 [T, N]; -1 for an id that another rank owns.
 
         The sums leave out the first requested column, the sampled token's. So the probability of all other tokens has
         full relative precision, even if the sampled token's probability is nearly 1.
@@ -79,7 +79,7 @@ class Backend(Protocol):
         gradient: RowGradient,
         out: Tensor,
     ) -> None:
-        """Write dL/dz into ``out`` [T, C], which may be ``logits``. Logits of rows without a gradient are not read.
+        """Write dL/dz into ``out`` [T, C]; ``out`` may be ``logits``. Logits of rows without a gradient are not read.
 
         dL/dz_j = scale [ g (1[j = a] - p_j) - h p_j (log p_j + H) ], g = dL/d log pi(a), h = dL/dH;
         0 in padding.
@@ -91,7 +91,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class EagerBackend:
-    """The reference backend, in plain torch, which computes a block of rows at a time and runs everywhere."""
+    """The reference backend, in plain torch. It computes a block of rows at a time and runs on every device."""
 
     def unavailable(self, logits: Tensor) -> str | None:
         """Return None: this backend is always available."""
@@ -196,7 +196,8 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Divide the rows into blocks: on a CPU of BLOCK_BYTES in float32, on other devices of a sixteenth of the rows."""
+    """Divide the rows into blocks. On a CPU a block has BLOCK_BYTES in float32, on other devices a sixteenth of the
+    rows."""
     rows, columns = logits.shape
     step = rows // 16
     if logits.device.type == "cpu":
@@ -347,7 +348,7 @@ def _declare_arguments(library: ctypes.CDLL) -> None:
 
 
 LANES = 512
-"""Lanes of a row in the forward kernel, which is fastest on an H100 with 512 (docs/evidence/gpu_first_day.md)."""
+"""Lanes of a row in the forward kernel. 512 is fastest on an H100 (docs/evidence/gpu_first_day.md)."""
 VECTOR_BYTES = 16
 """Bytes of a row that a lane reads at a time."""
 BLOCK = 4096
@@ -360,8 +361,9 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TritonBackend:
     """The backend of GPUs, in Triton; see ``Backend``.
 
-    Triton's interpreter, in which the tests run the kernels, truncates float32 to bfloat16, where compiled code rounds
-    to nearest (``cvt.rn.bf16``): the errors of its bfloat16 gradients are more than twice those on a GPU.
+    The tests run the kernels in Triton's interpreter. The interpreter truncates float32 to bfloat16, and compiled code
+    rounds to nearest (``cvt.rn.bf16``). So bfloat16 gradients have errors in the interpreter that are more than twice
+    the errors on a GPU.
     """
 
     def unavailable(self, logits: Tensor) -> str | None:
@@ -390,7 +392,7 @@ class TritonBackend:
         rows = len(logits)
         top = logits.new_empty(rows, dtype=torch.float32)
         total = logits.new_empty(rows, dtype=torch.float64)
-        # The kernel does not write a sum that is not requested, so any tensor can stand for it.
+        # The kernel writes only requested sums, so any tensor can stand for a sum that is not requested.
         weighted = total
         if with_entropy:
             weighted = torch.empty_like(total)

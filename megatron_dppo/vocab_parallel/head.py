@@ -6,8 +6,8 @@ this rank's shard, K = ids of TopK(mu).
 Cost: 2 N C H FLOPs forward, 4 M C H backward for the M tokens whose gradient is not zero, and 2 M C H more for the
 chunks whose logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
 nothing is computed twice if N <= c. Memory beyond hidden states and weight: one chunk of logits, and the buffers of the
-row kernels. Communication: one all-reduce of [N, 2 x ranks + 1 + K], with ``ranks`` more columns for the entropy and as
-many for the sum of squares, whatever the number of chunks.
+row kernels. Communication: one all-reduce of [N, 2 x ranks + 1 + K] for all chunks together. The entropy and the sum of
+squares each add ``ranks`` columns.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def head_stats(
 ) -> PolicyStats:
     """Compute ``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
 
-    ``counted`` is bool [T], the same on all ranks: tokens where it is False are not read, and their results are 0.
-    None: all tokens count. The other arguments, errors and the meaning of shards are those of ``policy_stats``.
-    Gradients flow through all statistics but the sum of squares to every factor's hidden states and weight. Under
-    tensor parallelism the gradient of the hidden states is this rank's part, which the caller sums over the group.
+    ``counted`` is bool [T], the same on all ranks. Tokens for which it is False are not read, and their results are 0.
+    None: all tokens count. ``policy_stats`` describes the other arguments, the shards and the errors. Gradients flow
+    through all statistics but the sum of squares to every factor's hidden states and weight. Under tensor parallelism
+    the gradient of the hidden states is this rank's part, and the caller must sum the parts over the group.
     ``dense_head_stats`` computes these statistics in plain torch.
     """
     options = options or HeadOptions()
@@ -99,7 +99,7 @@ def head_stats(
         count = len(rows)
     request = StatsRequest.checked(
         query,
-        # The request needs rows, device and dtype of the logits, which do not exist yet: pass [count, 0].
+        # The logits do not exist yet. This tensor [count, 0] has their number of rows, device and dtype.
         weight.new_empty(0, dtype=options.dtype).expand(count, 0),
         len(weight),
         group,
@@ -186,7 +186,10 @@ def _faults(
 
 @dataclass(frozen=True)
 class _Head:
-    """One call of ``head_stats``. ``rows`` int64 [N] are the tokens that count, of ``tokens``; None: all count."""
+    """One call of ``head_stats`` for ``tokens`` tokens.
+
+    ``rows`` int64 [N]: the positions of the tokens that count; None: all tokens count.
+    """
 
     request: StatsRequest
     rows: Tensor | None
@@ -212,7 +215,7 @@ class _Head:
     def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
         """Compute the logits of the rows ``chunk``, [c, C], in the first rows of ``buffer``."""
         positions = self.positions(chunk)
-        # The first product overwrites what the buffer contains, and the others are added.
+        # The first product overwrites the buffer's contents. Every later product is added.
         beta = 0
         for all_hidden, weight in zip(tensors[::2], tensors[1::2], strict=True):
             hidden = all_hidden[positions]
@@ -309,7 +312,7 @@ class _HeadStats(torch.autograd.Function):
         if kept_chunk is None:
             buffer = head.buffer(len(remaining_rows), tensors[1])
         else:
-            # The kept chunk is the last one, so the rows before its start are all other rows.
+            # The kept chunk is the last chunk, so all other rows lie before its start.
             chunk, buffer = kept_chunk
             count = len(remaining_rows)
             remaining_rows = remaining_rows[remaining_rows < chunk.start]
@@ -398,6 +401,7 @@ class _Gradients:
         gradient = logits.to(self._tensors[1].dtype)
         for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
             hidden, weight = self._tensors[2 * i : 2 * i + 2]
+            # Each token is in one chunk only, but each chunk contributes to all weights.
             if hidden_sum is not None:
                 hidden_sum[positions] = gradient @ weight
             if weight_sum is not None:
@@ -414,7 +418,7 @@ class _Gradients:
 
 
 def _weight_sum(weight: Tensor, main_gradient: Tensor | None) -> Tensor:
-    """Return the tensor in which the gradient of ``weight`` is summed."""
+    """Return the tensor that sums the gradient of ``weight`` over chunks."""
     if main_gradient is not None:
         return main_gradient
     # A sum over chunks in bfloat16 would round away much of each chunk's contribution.
@@ -428,14 +432,14 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
-    """Set ``out`` to beta out + left right. The sum has the dtype of ``out``, which may be wider than the factors'."""
+    """Set ``out`` to beta out + left right. The dtype of ``out`` and of the sum may be wider than the factors'."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right, beta=beta)
     # From here on the sum is wider than the factors (fp32 and bfloat16).
     if out.is_cuda:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
-    # On a CPU torch has no product with a wider sum: convert the larger factor one block of rows at a time. If that is
-    # ``right``, compute the transposed product.
+    # On a CPU torch has no product with a wider sum: convert the larger factor one block of rows at a time. If
+    # ``right`` is larger, compute the transposed product.
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T
     right = right.to(out.dtype)

@@ -25,11 +25,11 @@ FAULTS = (
     "Top-K ids outside the vocabulary",
     "rows of logits that hold NaN or +inf, or nothing but -inf",
 )
-"""The faults that depend on values. They are counted on the device, in this order."""
+"""The faults that depend on values. The device counts them, in this order."""
 
 
 def logits_faults(logits: Tensor) -> Iterator[str]:
-    """Yield faults of the logits, which must be [T, C], contiguous, of a floating dtype. Read only the first."""
+    """Yield faults of the logits. They must be [T, C], contiguous, of a floating dtype. Read only the first fault."""
     if logits.ndim != 2 or not logits.is_floating_point():
         yield f"logits are {described(logits)}, expected floating point [T, C]"
     if not logits.is_contiguous():
@@ -39,7 +39,7 @@ def logits_faults(logits: Tensor) -> Iterator[str]:
 def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> Iterator[str]:
     """Yield faults of shapes, dtypes and numbers, for logits [``rows``, ``columns``] on each of ``ranks``.
 
-    Read only the first one: each check relies on the checks above it.
+    Read only the first fault: each check relies on the checks above it.
     """
     vocab_size = query.vocab_size
     temperature = query.temperature
@@ -108,11 +108,12 @@ class PolicyStats:
     """
 
     log_probs: Tensor
-    """[T]: log pi of the target, differentiable. Its relative error is that of float32 (and of e^z),
-    also where pi is nearly 1: 1 - pi = -expm1(log pi) has the same relative error as pi.
+    """[T]: log pi of the target, differentiable. Its relative error is the rounding of float32 (and the error of
+    e^z), also if pi is nearly 1. So 1 - pi = -expm1(log pi) is as precise as pi.
     """
     topk_log_probs: Tensor | None
-    """[T, K]: log pi at ``topk_ids``, differentiable. No other id than the target may occur twice for one token."""
+    """[T, K]: log pi at ``topk_ids``, differentiable. A token's ids must differ, except that the target may be among
+    its ``topk_ids``."""
     entropy: Tensor | None
     """[T], nats, differentiable."""
     fault_counts: Tensor
@@ -149,9 +150,9 @@ def policy_stats(
     """Compute log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, the entropy, and the sum of squared
     probabilities, over the whole vocabulary.
 
-    Cost: one read of the shard, one packed all-reduce (and on CPU groups a header of 64 bytes per rank, which overlaps
-    the read), and in the backward pass one read and one write. The backward pass writes the gradient dL/dlogits into
-    ``logits``; a later use of them raises an error, in autograd or OverwrittenLogitsError. Pass a copy to keep the
+    Cost: one read of the shard, one packed all-reduce, and in the backward pass one read and one write. CPU groups also
+    reduce a header of 64 bytes per rank, while the shard is read. The backward pass writes the gradient dL/dlogits into
+    ``logits``. A later use of ``logits`` raises OverwrittenLogitsError or an error of autograd. Pass a copy to keep the
     logits. Rows with a zero gradient are written without being read. A gradient through the log-probabilities at
     ``topk_ids`` writes another [T, 1 + K] numbers.
 
@@ -193,7 +194,7 @@ def policy_stats(
 @dataclass(frozen=True)
 class StatTensors:
     """Statistics of the rows over all shards: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` and
-    ``sum_squares`` [T], and the float64 [T] that a gradient needs: ``lse``, ``entropy_value``. ``bad_rows`` counts the
+    ``sum_squares`` [T]. A gradient needs ``lse`` and ``entropy_value``, float64 [T]. ``bad_rows`` is the count of the
     third of ``FAULTS``.
     """
 
@@ -218,7 +219,7 @@ class StatsQuery:
     with_squares: bool = False
 
     def facts(self, rows: int, columns: int) -> list[int]:
-        """Return the numbers on which ranks must agree, in the order of ``agreement.FACTS``."""
+        """Return the numbers that must be equal on all ranks, in the order of ``agreement.FACTS``."""
         topk = 0
         if self.topk_ids is not None:
             topk = self.topk_ids.shape[1]
@@ -256,7 +257,7 @@ class StatsRequest:
         raise_on_faults: bool | None,
         fault: str | None,
     ) -> StatsRequest:
-        """Validate the query for the rows of ``like``, whose device and dtype the logits have or will have.
+        """Validate the query for logits with the rows, device and dtype of ``like``. The logits need not exist yet.
 
         ``columns``: columns of this rank's shard; ``fault``: a fault that the caller has found. Raises ValueError on
         every rank.
@@ -278,9 +279,9 @@ class StatsRequest:
         if checks_values:
             message = message or describe(id_fault_counts)
         agreement = None
-        # gloo aborts the process if the payload's size differs between ranks, so compare the sizes first. On a GPU a
-        # difference would hang NCCL, but the comparison costs a device sync, and the model's own collectives have
-        # already used the same T.
+        # gloo aborts the process if the payload's size differs between ranks, so compare the sizes first. On a GPU, a
+        # difference would hang NCCL. There the sizes are not compared: the comparison would cost a device sync, and the
+        # model's own collectives have already used T.
         if on_cpu and group is not None:
             facts = query.facts(rows, columns) if message is None else None
             agreement = Agreement(group, facts)
@@ -308,11 +309,11 @@ class StatsRequest:
 
     @cached_property
     def columns(self) -> Tensor:
-        """int64 [T, 1 + K]: the columns of ``ids`` in this shard, -1 where another rank owns the id."""
+        """int64 [T, 1 + K]: the columns of ``ids`` in this shard, -1 for an id that another rank owns."""
         return self.shard.local(self.ids)
 
     def tensors_for_backward(self, stats: StatTensors) -> list[Tensor]:
-        """Return log p [T, 1 + K] at ``ids``, which ``IdGradients`` needs; no tensor without TopK(mu)."""
+        """Return the tensor that ``IdGradients`` needs: log p [T, 1 + K] at ``ids``. Without TopK(mu), return none."""
         if stats.topk_log_probs is None:
             return []
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
@@ -324,12 +325,12 @@ class StatsRequest:
         squares: Tensor | None,
         owned: Tensor,
     ) -> StatTensors:
-        """Combine this shard's rows (``backends.Rows``) with the other shards' by one all-reduce.
+        """Combine this shard's rows (``backends.Rows``) with the rows of the other shards, by one all-reduce.
 
-        ``owned``: the logits at ``columns``, 0 where another rank owns the id.
+        ``owned``: the logits at ``columns``, 0 for an id that another rank owns.
         """
-        # With ``checks_values`` all ids are in the vocabulary. Without it an id that no rank owns adds nothing to the
-        # row's sums, and its result becomes NaN.
+        # With ``checks_values`` all ids are in the vocabulary. Without ``checks_values``, an id that no rank owns adds
+        # nothing to the row's sums, and its result becomes NaN.
         unknown = None
         if not self.checks_values:
             unknown = self.shard.unknown(self.ids)
@@ -371,7 +372,7 @@ class StatsRequest:
 
 
 class _PolicyStats(torch.autograd.Function):
-    """The statistics of ``StatTensors`` and their gradient, which the backward pass writes into the logits."""
+    """The statistics of ``StatTensors``. The backward pass writes their gradient into the logits."""
 
     @staticmethod
     def forward(
@@ -472,13 +473,13 @@ class IdGradients:
 
         Args:
             out: [T, C], the gradient that results if all of ``total`` belonged to the sampled id.
-            columns: int64 [T, 1 + K], columns of the ids in this shard; -1 where another rank owns the id.
+            columns: int64 [T, 1 + K], columns of the ids in this shard; -1 for an id that another rank owns.
             scale: 1 / temperature.
             gradient: The gradient of the rows, with h (``entropy``) and H (``entropy_value``).
         """
         log_p = self.log_p.double()
         total = self.total[:, None].double()
-        # This is c - total p, without cancellation where p is nearly 1 and c equals the total.
+        # This is c - total p, without cancellation if p is nearly 1 and c equals the total.
         value = (self.coefficients.double() - total) - total * torch.expm1(log_p)
         if gradient.entropy is not None:
             assert gradient.entropy_value is not None
@@ -487,9 +488,9 @@ class IdGradients:
             entropy_term = torch.where(p > 0, p * (log_p + gradient.entropy_value[:, None]), 0.0)
             value = value - gradient.entropy[:, None] * entropy_term
         value = (scale * value).to(out.dtype)
-        # Every id writes, so that no device sync is needed to select ids. An id of another rank repeats the write of
-        # the row's first owned id; in a row without one, it writes column 0 unchanged. So equal columns of a row always
-        # get equal values.
+        # Every id writes, because a selection of owned ids would need a device sync. An id of another rank repeats the
+        # write of the row's first owned id. In a row without an owned id, it writes column 0 unchanged. So equal
+        # columns of a row always get equal values.
         is_owned = columns >= 0
         first_owned = is_owned.to(torch.uint8).argmax(1, keepdim=True)
         repeated_column = columns.gather(1, first_owned)
@@ -497,7 +498,7 @@ class IdGradients:
         index = torch.where(is_owned, columns, repeated_column.clamp(min=0))
         index += out.shape[1] * torch.arange(len(out), device=out.device)[:, None]
         new_values = torch.where(is_owned, value, repeated_value)
-        # On a CPU scatter_ copies its whole output first, which takes five times as long as all of this update.
+        # On a CPU scatter_ first copies its whole output. The copy takes five times as long as this whole update.
         out.view(-1).index_copy_(0, index.flatten(), new_values.flatten())
 
 
@@ -525,8 +526,7 @@ def dense_policy_stats(
     with_entropy: bool = False,
     with_squares: bool = False,
 ) -> PolicyStats:
-    """Compute ``policy_stats`` in a way that is easy to read: from unsharded ``logits`` [T, >= vocab_size], in float64
-    throughout.
+    """Compute ``policy_stats`` in a way that is easy to read: from unsharded ``logits`` [T, >= vocab_size], in float64.
 
     Gradients flow to ``logits`` through all statistics but the sum of squares.
     """

@@ -1,5 +1,5 @@
-"""Row kernels of policy_stats in Triton. This module is imported only where Triton runs: on a GPU, or in its
-interpreter (TRITON_INTERPRET=1).
+"""Row kernels of policy_stats in Triton. Only processes with a GPU or with Triton's interpreter (TRITON_INTERPRET=1)
+import this module.
 """
 
 import triton
@@ -25,9 +25,9 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
     """Compute sums over one row of ``logits`` except its column ``left_out`` (int64; -1: no column).
 
     The sums are of e (``total``), of e d (``weighted``) and of e^2 (``squared``), with d = z - maximum and
-    e = 2^(scale_log2 d). Each lane sums its own columns in float32 under a maximum of its own, so that no thread waits
-    for another before the end of the row; the lanes' sums are added in float64. A lane reads VECTOR neighbouring
-    columns at a time: 128 bits.
+    e = 2^(scale_log2 d). Each lane sums its columns in float32, relative to the maximum of these columns, so that no
+    thread waits for another thread before the end of the row. The lanes' sums are added in float64. A lane reads VECTOR
+    neighbouring columns at a time: 128 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]

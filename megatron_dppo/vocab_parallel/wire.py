@@ -5,9 +5,9 @@ Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
     [ rank 0: lse high, lse low, (sum p log p), (sum p^2) | ... | rank N-1: ... | logit of the sampled
     token | logits at K ids ]
 
-The two sums are there if they are requested. Each rank writes its own slots and the logits of the ids that it owns, and
-zero elsewhere. So only one rank contributes to an element, and the sum is exact, independent of the order of reduction,
-and bit-identical on all ranks.
+The row has a sum only if the caller requests it. Each rank writes its own slots and the logits of the ids that it owns,
+and zero elsewhere. So only one rank contributes to an element, and the sum is exact, independent of the order of
+reduction, and bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 class VocabShard:
     """This rank's part of a vocabulary of ``vocab_size`` ids.
 
-    The shard has the ids ``start .. start + columns``; the first ``real`` of them are tokens, the others padding.
+    The shard has ``columns`` ids from ``start`` on. The first ``real`` ids are tokens, the rest is padding.
     """
 
     start: int
@@ -36,7 +36,7 @@ class VocabShard:
 
     @staticmethod
     def part(rank: int, ranks: int, columns: int, vocab_size: int) -> VocabShard:
-        """Return the shard of ``rank``; shards are equal, in rank order, with padding last."""
+        """Return the shard of ``rank``. Shards have equal sizes and are in rank order, and padding is last."""
         start = rank * columns
         real = min(max(vocab_size - start, 0), columns)
         return VocabShard(start, columns, real, vocab_size, rank, ranks)
@@ -57,7 +57,7 @@ class Reduced:
 
     Attributes:
         lse: float64 [T], the log-sum-exp of all ids.
-        others: float64 [T], the log-sum-exp of all ids except the sampled one.
+        others: float64 [T], the log-sum-exp of all ids except the sampled id.
         entropy: float64 [T], or None.
         squares: sum p^2, float64 [T], or None.
         logits: [T, 1 + K], not scaled.
@@ -79,10 +79,10 @@ def reduce_rows(
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Reduced:
-    """Combine the shards' rows (``backends.Rows``), and then add the sampled token, which the rows leave out.
+    """Combine the shards' rows (``backends.Rows``), and then add the sampled token: the rows leave it out.
 
-    ``lse``, ``plogp`` and ``squares`` are float64 [T]. ``owned_logits`` is [T, 1 + K], 0 where another rank owns the
-    id.
+    ``lse``, ``plogp`` and ``squares`` are float64 [T]. ``owned_logits`` is [T, 1 + K], 0 for an id that another rank
+    owns.
     """
     if shard.ranks == 1:
         return _with_sampled(lse, plogp, squares, owned_logits, scale)
@@ -116,7 +116,8 @@ def _with_sampled(
     scale: float,
 ) -> Reduced:
     """Merge the sums over all other tokens with the sampled token, ``logits[:, 0]``."""
-    # Merge two parts of the vocabulary. In the second one, which is the sampled token alone, p is 1.
+    # Merge two parts of the vocabulary. The second part is the sampled token alone, so its p is 1, its p log p is 0 and
+    # its p^2 is 1.
     lse_parts = torch.stack([other_lse, logits[:, 0].double() * scale], -1)
     plogp_parts = None
     if plogp is not None:
@@ -134,7 +135,9 @@ def _merged(
     plogp: Tensor | None,
     squares: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Combine log-sum-exp, sum p log p and sum p^2 of the parts [T, N] of a vocabulary into those of the whole."""
+    """Combine log-sum-exp, sum p log p and sum p^2 of N parts of a vocabulary, [T, N], into the three sums of the whole
+    vocabulary, [T].
+    """
     total = lse.logsumexp(-1)
     log_share = lse - total[:, None]
     share = log_share.exp()
@@ -149,8 +152,8 @@ def _merged(
 def log_softmax_at(reduced: Reduced, scale: float) -> Tensor:
     """Compute log p at the sampled id and the K ids, float64 [T, 1 + K]; NaN in rows whose log-sum-exp is not finite.
 
-    For the sampled id it is -log(1 + e^(others - scale z)), whose relative error is small also where p is nearly 1;
-    for the other ids it is scale z - lse.
+    For the sampled id, log p is computed as -log(1 + e^(others - scale z)): its relative error is small also if p is
+    nearly 1. For the K ids it is scale z - lse.
     """
     scaled_z = reduced.logits.double() * scale
     lse = reduced.lse[:, None]
