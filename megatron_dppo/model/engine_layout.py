@@ -9,6 +9,7 @@ from typing import Any, Self
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import LayoutFault, raise_faults
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import engine_vocab_size
 
 REPLICAS = "attn_dp_size"
 """SGLang's option of the number of attention replicas."""
@@ -111,6 +112,8 @@ def engine_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFau
     if engine.output_per_replica and not family.output_per_replica:
         expectation = f"false: SGLang's model of the family {shape.family} divides its output matrix among all ranks"
         yield LayoutFault("enable_dp_lm_head", "true", expectation)
+    elif engine.output_per_replica:
+        yield from _output_faults(shape, engine)
     widths: list[tuple[str, int]] = []
     if shape.is_moe:
         yield from _expert_faults(shape, engine)
@@ -123,6 +126,20 @@ def engine_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFau
         if width % tensor:
             expectation = f"a divisor of the width {width} of the model's {part}"
             yield LayoutFault("tp_size", tensor, expectation)
+
+
+def _output_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:
+    """Yield the fault of an output matrix that each attention replica divides among several ranks.
+
+    SGLang gathers ``vocab_size / ranks`` logits from each rank, but a rank computes its share of the padded vocabulary.
+    """
+    rows = engine_vocab_size(shape.vocab_size, engine.attention_tensor)
+    if engine.attention_tensor > 1 and rows != shape.vocab_size:
+        expectation = (
+            f"false: SGLang pads the vocabulary of {shape.vocab_size} tokens to {rows}, and cannot gather the padded "
+            "logits of an attention replica"
+        )
+        yield LayoutFault("enable_dp_lm_head", "true", expectation)
 
 
 def _attention_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFault]:

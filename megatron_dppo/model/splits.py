@@ -87,10 +87,7 @@ def vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int)
 def engine_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
     """Pad the rows as ENGINE_VOCABULARY_MULTIPLE says, then cut (SGLang)."""
     (dims,) = sources
-    padded_rows = _round_up(dims[0], ENGINE_VOCABULARY_MULTIPLE)
-    if padded_rows % size:
-        padded_rows = _round_up(dims[0], ENGINE_VOCABULARY_MULTIPLE * size)
-    return _cut_rows(dims, rank, padded_rows // size)
+    return _cut_rows(dims, rank, engine_vocab_size(dims[0], size) // size)
 
 
 def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
@@ -225,6 +222,15 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     The rows beyond ``vocab_size`` belong to no token: statistics and checkpoints exclude them.
     """
     return _round_up(vocab_size, tensor_parallel)
+
+
+def engine_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Return the rows of SGLang's embedding over all ranks: the vocabulary, padded as ENGINE_VOCABULARY_MULTIPLE
+    says."""
+    rows = _round_up(vocab_size, ENGINE_VOCABULARY_MULTIPLE)
+    if rows % tensor_parallel:
+        rows = _round_up(vocab_size, ENGINE_VOCABULARY_MULTIPLE * tensor_parallel)
+    return rows
 
 
 def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:

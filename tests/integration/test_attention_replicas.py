@@ -41,32 +41,46 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180
 
 PATIENCE_S = 600.0
 LAYOUTS = {
-    "two": {"tp_size": 2, "enable_dp_lm_head": True},
-    "two-one-output": {"tp_size": 2, "enable_dp_lm_head": False},
-    "four-one-output": {"tp_size": 4, "enable_dp_lm_head": False},
+    "two": (500, {"tp_size": 2, "enable_dp_lm_head": True}),
+    "two-one-output": (500, {"tp_size": 2, "enable_dp_lm_head": False}),
+    "four": (512, {"tp_size": 4, "enable_dp_lm_head": True}),
+    "four-one-output": (500, {"tp_size": 4, "enable_dp_lm_head": False}),
 }
-"""Two replicas of one rank or of two. All ranks share one output matrix, or each replica of one rank has its own."""
+"""The tokens of the vocabulary, and the options of two replicas of one rank or of two. All ranks divide the output
+matrix, or the ranks of each replica do. SGLang pads a vocabulary of 500 tokens."""
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Heads of the model, which the ranks of a replica divide."""
 
 
 @pytest.fixture(scope="module", params=[*LAYOUTS.values()], ids=[*LAYOUTS])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {**request.param, "attn_dp_size": 2}
+def layout(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> Iterator[Served]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("first"), vocab_size=500, **HEADS)
+def options(layout: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    return {**layout[1], "attn_dp_size": 2}
+
+
+@pytest.fixture(scope="module")
+def sizes(layout: tuple[int, dict[str, Any]]) -> dict[str, int]:
+    return {"vocab_size": layout[0], **HEADS}
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], sizes: dict[str, int]
+) -> Iterator[Served]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("first"), **sizes)
     server = serve(folder, enable_return_routed_experts=True, **options)
     yield server
     server.process.kill()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, int]) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    return save_tiny_model(folder, vocab_size=500, seed=1, **HEADS)
+    return save_tiny_model(folder, seed=1, **sizes)
 
 
 def assert_all_serve(served: Served, folder: Path, version: int) -> None:

@@ -132,6 +132,15 @@ def test_ranks_that_share_heads_and_hold_only_padding_of_the_vocabulary(tied: bo
     assert_places(EngineTensors(shape, EngineLayout(4), "cpu"), weights(shape))
 
 
+def test_ranks_of_a_replica_divide_no_output_matrix_that_sglang_pads() -> None:
+    layout = EngineLayout(4, 1, 2, output_per_replica=True)
+    with pytest.raises(LayoutError, match="enable_dp_lm_head"):
+        EngineTensors(model_shape(vocab=100), layout)
+    EngineTensors(model_shape(vocab=128), layout)
+    # The rows of a replica of one rank are not gathered.
+    EngineTensors(model_shape(vocab=100), EngineLayout(2, 1, 2, output_per_replica=True))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_block_fp8(ranks: int) -> None:
     shape = test_fp8_engine.model_shape()
