@@ -218,16 +218,16 @@ class Recorder(Closing):
         unwritten: dict[str, Any] = {}
         if self._unwritten:
             unwritten[_UNWRITTEN] = dict(self._unwritten)
-        try:
-            rows = records.read_records(self._run.directory)
-        except records.RecordsError:
-            # Records that were deleted or damaged during the run must not prevent a checkpoint.
+        if self._writer is None:
             return unwritten
+        records_hash = self._writer.hash.copy()
         unwritten_rows = self._unwritten.get(records.RECORDS_FILE, "").splitlines(keepends=True)
-        rows += records.decode_records(unwritten_rows, records.RECORDS_FILE)
-        if rows and self._evaluates and records.mean_accuracy(rows[-1]) is None:
-            step = min(step, records.step_of(rows[-1]) - 1)
-        return {"step": step, "sha256": records.sha256_until(rows, step), **unwritten}
+        for record in records.decode_records(unwritten_rows, records.RECORDS_FILE):
+            records_hash.add(record)
+        last = records_hash.last
+        if last is not None and self._evaluates and records.mean_accuracy(last) is None:
+            step = min(step, records.step_of(last) - 1)
+        return {"step": step, "sha256": records_hash.until(step), **unwritten}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record, because a resumed run writes no record of its start."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.failpoints import failpoint, file_failpoint, write_whole
-from megatron_dppo.system.files import unused_path, write_atomically
+from megatron_dppo.system.files import atomic_file, unused_path, write_atomically
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run's folder."""
@@ -43,6 +44,8 @@ REPORT_FILE = "report.png"
 SUMMARY_FILE = "summary.json"
 UPLOAD_FILE = "upload.json"
 
+_COPIED_BYTES = 2**20
+"""Bytes of a file that are copied at once."""
 Record = dict[str, float | None]
 """Metric name -> value; ``step`` is always present; None stands for NaN and infinities."""
 
@@ -128,10 +131,59 @@ def read_lines(path: Path) -> list[str]:
         ) from error
 
 
+class RecordsHash:
+    """The SHA-256 of the values in a run's records, which takes one record after the other and keeps only the last one.
+
+    The run may still complete its last record (``replace_last``). The hash is that of the records as one JSON array
+    with sorted keys.
+    """
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.last: Record | None = None
+        self._earlier = hashlib.sha256(b"[")
+        self._has_earlier = False
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Add the record that follows the last one."""
+        if self.last is not None:
+            self._earlier = self._including(self.last)
+            self._has_earlier = True
+        self.last = record
+
+    def replace_last(self, record: Record) -> None:
+        """Replace the last record."""
+        self.last = record
+
+    def copy(self) -> RecordsHash:
+        """Return a hash of the same records, to which other records can be added."""
+        copied = RecordsHash()
+        copied.last, copied._earlier = self.last, self._earlier.copy()
+        copied._has_earlier = self._has_earlier
+        return copied
+
+    def until(self, step: int) -> str:
+        """Return the hash (hex) of the records up to ``step``, which must be all records, or all but the last one."""
+        if self.last is not None and step_of(self.last) <= step:
+            whole = self._including(self.last)
+        else:
+            whole = self._earlier.copy()
+        whole.update(b"]")
+        return whole.hexdigest()
+
+    def _including(self, record: Record) -> hashlib._Hash:
+        """Return the hash of the earlier records and ``record``, without the end of the array."""
+        extended = self._earlier.copy()
+        separator = ", " if self._has_earlier else ""
+        extended.update(f"{separator}{json.dumps(record, sort_keys=True)}".encode())
+        return extended
+
+
 def sha256_until(records: Iterable[Record], step: int) -> str:
     """Return the SHA-256 (hex) of the values in the records up to ``step``."""
     earlier_records = [record for record in records if step_of(record) <= step]
-    return hashlib.sha256(json.dumps(earlier_records, sort_keys=True).encode()).hexdigest()
+    return RecordsHash(earlier_records).until(step)
 
 
 def step_of(record: Record) -> int:
@@ -213,6 +265,28 @@ class StepLines:
         """Append ``lines``. Raises OSError."""
         self.append(encode_lines(lines))
 
+    def replace_last(self, line: str, new_line: str) -> None:
+        """Replace the file by one with ``new_line`` in place of its last line, ``line``; both are encoded with their
+        ends.
+
+        Raises OSError, and RecordsError if the file does not end with ``line``.
+        """
+        end, new_end = line.encode(), new_line.encode()
+        if not self.path.is_file():
+            raise RecordsError(f"{self.path}: the file is gone")
+        with open(self.path, "rb") as source:
+            begin_of_end = source.seek(0, os.SEEK_END) - len(end)
+            source.seek(max(begin_of_end, 0))
+            if source.read() != end:
+                raise RecordsError(
+                    f"{self.path}: its last record is not the last one that this run wrote"
+                )
+            source.seek(0)
+            with atomic_file(self.path) as target:
+                for begin in range(0, begin_of_end, _COPIED_BYTES):
+                    target.write(source.read(min(_COPIED_BYTES, begin_of_end - begin)))
+                target.write(new_end)
+
     def restore(self, text: str) -> None:
         """Append the lines of ``text`` that the file lacks because the disk was full. Raises OSError."""
         known_lines = set(read_lines(self.path)) if self.path.exists() else set()
@@ -234,7 +308,11 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends one record for each step to ``metrics.jsonl``. Rank 0 only.
 
-    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``.
+    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``. The file is read only
+    here, at the start: what a step or a checkpoint costs does not grow with the number of steps.
+
+    Attributes:
+        hash: the hash of the records in the file.
     """
 
     def __init__(self, directory: str | Path, resume_step: int = 0) -> None:
@@ -244,12 +322,23 @@ class MetricsWriter:
         # Create the file at the start: to readers, a folder without it is not the folder of a run.
         self._lines.append("")
         self._last_step = self._lines.last_step
+        lines = read_lines(self._lines.path)
+        self._last_line = lines[-1] if lines else ""
+        self.hash = RecordsHash(decode_records(lines, str(self._lines.path)))
 
     def restore(self, text: str) -> None:
         """Append the records of ``text`` that the file lacks because the disk was full. Raises OSError."""
         self._lines.restore(text)
-        for record in decode_records(text.splitlines(keepends=True), str(self._lines.path)):
-            self._last_step = max(self._last_step, record["step"])
+        lines = text.splitlines(keepends=True)
+        for line, record in zip(lines, decode_records(lines, str(self._lines.path)), strict=True):
+            if step_of(record) > self._last_step:
+                self._add(line, record)
+
+    def _add(self, line: str, record: Record) -> None:
+        """Note that ``record`` was written as ``line``."""
+        self._last_step = step_of(record)
+        self._last_line = line
+        self.hash.add(record)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the record of ``step`` and flush. Steps must increase: one call for each step.
@@ -266,7 +355,7 @@ class MetricsWriter:
                 f"step {step} was written after step {self._last_step}, expected one record a step, in order"
             )
         self._lines.append(line)
-        self._last_step = step
+        self._add(line, json.loads(line))
 
     def complete(
         self,
@@ -280,12 +369,11 @@ class MetricsWriter:
         the metrics that the record did not have before. Raises OSError, and RecordsError if the last record is that of
         another step.
         """
-        lines = read_lines(self._lines.path)
-        last_records = decode_records(lines[-1:], str(self._lines.path))
-        if not last_records or step_of(last_records[0]) != step:
+        last_record = self.hash.last
+        if last_record is None or step_of(last_record) != step:
             raise RecordsError(f"{self._lines.path}: the last record is not that of step {step}")
         completed_values: dict[str, float] = {}
-        for name, value in last_records[0].items():
+        for name, value in last_record.items():
             completed_values[name] = math.nan if value is None else value
         new_values: dict[str, float] = {}
         for name, value in values.items():
@@ -296,7 +384,9 @@ class MetricsWriter:
             else:
                 completed_values[name] = value
         completed_line = encode_record(step, completed_values) + "\n"
-        write_atomically(self._lines.path, "".join([*lines[:-1], completed_line]))
+        self._lines.replace_last(self._last_line, completed_line)
+        self._last_line = completed_line
+        self.hash.replace_last(json.loads(completed_line))
         return new_values
 
 

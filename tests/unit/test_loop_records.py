@@ -1,5 +1,6 @@
 """What a run remembers and tells, without a trainer or an engine."""
 
+import hashlib
 import json
 import random
 from collections import Counter
@@ -333,11 +334,27 @@ def test_a_last_record_that_may_still_get_its_evaluation_is_left_out(tmp_path, c
     assert "was altered" not in resumed(tmp_path, mark, caplog)
 
 
-def test_a_save_does_not_fail_over_records_that_are_gone(tmp_path):
+def test_a_save_does_not_fail_over_records_that_are_gone(tmp_path, caplog):
     with recorder_of(config(tmp_path), 0, 0) as recorder:
-        recorder.write(0, {})
+        recorder.write(0, EVALUATED)
         (tmp_path / "metrics.jsonl").unlink()
-        assert recorder.mark(0) == {}
+        recorder.write(1, EVALUATED)
+        mark = recorder.mark(1)
+    assert "was altered" in resumed(tmp_path, mark, caplog)
+
+
+def test_the_hash_of_a_checkpoint_is_that_of_the_records_in_the_file(tmp_path):
+    settings = config(tmp_path, steps=9)
+    for first in (0, 3):
+        with recorder_of(settings, 0, first) as recorder:
+            for step in range(first, first + 3):
+                recorder.write(step, {"loss/mean": 0.5 + step, "policy/kl": float("nan")})
+                recorder.complete(step, EVALUATED)
+                mark = recorder.mark(step)
+                present = read_records(tmp_path)
+                text = json.dumps(present, sort_keys=True)
+                assert mark["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert [step_of(row) for row in present] == [0, 1, 2, 3, 4, 5]
 
 
 FOLDER = (
