@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,6 +29,7 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -157,7 +160,7 @@ def save_tiny_model(
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
     }
-    builders = {
+    builders: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**head, **moe}),
         "qwen2_moe": (
             Qwen2MoeConfig,
@@ -259,7 +262,7 @@ def save_tiny_model(
         },
     )
     # Keys of published files which transformers 5 does not have in a model's configuration.
-    hybrid_keys = {
+    hybrid_keys: dict[str, Any] = {
         "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_type": "default"}
     }
     qwen3_5 = {**builders["qwen3_next"][2], **hybrid_keys}
@@ -314,7 +317,7 @@ def save_tiny_model(
     return folder
 
 
-def _with_vision_tower(**text: object) -> Qwen3_5MoeConfig:
+def _with_vision_tower(**text: Any) -> Qwen3_5MoeConfig:
     """The configuration of a Qwen3.5 with the language model ``text`` and a vision tower of one layer."""
     vision = {
         "depth": 1,
@@ -329,7 +332,7 @@ def _with_vision_tower(**text: object) -> Qwen3_5MoeConfig:
     )
 
 
-def _write_as_published(folder: Path, model: torch.nn.Module) -> None:
+def _write_as_published(folder: Path, model: PreTrainedModel) -> None:
     """Write the weights as Qwen3.5's published folders have them, with all experts of a layer in one tensor, and a
     layer that predicts further tokens. transformers saves a tensor for each expert, and no such layer."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

@@ -69,9 +69,11 @@ def make_material(folder: Path, gigabytes: float) -> None:
     layers = max(
         1, round((gigabytes * 1e9 / BYTES_PER_PARAMETER - 2 * vocabulary * hidden) / layer)
     )
+    # transformers takes this key without declaring it.
+    head: dict[str, Any] = {"head_dim": 128}
     config = Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=128, moe_intermediate_size=inner, num_experts=experts,
+        num_key_value_heads=4, **head, moe_intermediate_size=inner, num_experts=experts,
         num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True, dtype="bfloat16",
         tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip

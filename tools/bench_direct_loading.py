@@ -35,7 +35,12 @@ from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.tiny_models import save_tiny_model
 
-SIZES = {"layers": 48, "num_experts": 128, "hidden": 32, "moe_intermediate_size": 32}
+SIZES: dict[str, Any] = {
+    "layers": 48,
+    "num_experts": 128,
+    "hidden": 32,
+    "moe_intermediate_size": 32,
+}
 COLUMNS = ("server, CPU s", "trainer, CPU s", "wall s")
 
 

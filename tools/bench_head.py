@@ -223,7 +223,8 @@ def measure(rank: int, port: int, folder: str, options: argparse.Namespace) -> N
         (name, chunk, backend): (WAYS[name], make_problem(options, rank, chunk, backend, group))
         for name, chunk, backend in case_names(options)
     }
-    expected, rows = None, []
+    expected: list[Tensor] | None = None
+    rows: list[dict[str, Any]] = []
     for (name, chunk, backend), (way, problem) in cases.items():
         problem.main.zero_()
         counts = Counted()

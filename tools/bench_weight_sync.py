@@ -61,6 +61,8 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self.shape = load_model_shape(folder)
         self.vocab_size = self.shape.vocab_size
+        self.num_layers = self.shape.num_layers
+        self.is_routed = self.shape.is_moe
         self._values: dict[ParameterKey, Tensor] = {}
         self._buffers = Buffers()
         with SafetensorsReader(folder) as reader:
@@ -98,7 +100,9 @@ class Weights:
         """The values of all ranks: of one."""
         return [value]
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, prompts: Sequence[Sequence[int]], *, quantized: bool = False
+    ) -> list[list[float]]:
         """Not available: there is no model, so the canary is off."""
         raise ValueError("this source holds weights only")
 

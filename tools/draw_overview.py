@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -46,7 +47,7 @@ class Box:
                 facecolor=self.colour, edgecolor="#555555",
             )
         )  # fmt: skip
-        place = {"ha": "center", "va": "center"}
+        place: dict[str, Any] = {"ha": "center", "va": "center"}
         axes.text(self.x, self.y + 0.27, self.title, fontsize=10.5, weight="bold", **place)
         axes.text(self.x, self.y - 0.02, self.action, fontsize=9, **place)
         axes.text(self.x, self.y - 0.32, self.code, fontsize=8.5, family="monospace", **place)

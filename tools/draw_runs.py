@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from megatron_dppo.metrics.records import read_records
+from megatron_dppo.metrics.records import read_records, series
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
 
@@ -40,9 +40,8 @@ def main() -> None:
 
 
 def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have the metric."""
-    rows = [r for r in read_records(run) if metric in r]
-    return [row["step"] for row in rows], [row[metric] for row in rows]
+    """Return the steps that have a finite value of the metric, and the values."""
+    return series(read_records(run), metric)
 
 
 if __name__ == "__main__":

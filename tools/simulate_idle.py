@@ -19,6 +19,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import NormalDist
 
 from rich.console import Console
@@ -133,7 +134,7 @@ class Simulation:
                 begun += 1
                 self._begin(begun)
             batch = step
-            self._decode_until(lambda batch=batch: not self._left[batch])
+            self._decode_until(partial(self._is_decoded, batch))
             self.now += self.phases.switch
             if self.schedule.is_colocated:
                 self.now += self.phases.train
@@ -161,6 +162,9 @@ class Simulation:
             if len(server.running) >= server.slots:
                 return
             server.begin(*self._waiting.popleft())
+
+    def _is_decoded(self, batch: int) -> bool:
+        return not self._left[batch]
 
     def _decode_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: b
         store.save(trainer, step, {})
         return store.finish if background else None
 
-    return [timed(lambda step=step: save(step)) for step in range(saves)]
+    return [timed(partial(save, step)) for step in range(saves)]
 
 
 def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
@@ -98,7 +99,7 @@ def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background
         calls.schedule_async_request(request)
         return lambda: calls.maybe_finalize_async_calls(blocking=True)
 
-    return [timed(lambda step=step: save(step)) for step in range(saves)]
+    return [timed(partial(save, step)) for step in range(saves)]
 
 
 def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:

@@ -26,6 +26,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ class Chaos:
         self._start()
         ends = []
         for step in range(1, CALM_STEPS + 1):
-            self._run.wait(END_LIMIT_S, lambda step=step: self._advance() >= step)
+            self._run.wait(END_LIMIT_S, partial(self._has_reached, step))
             ends.append(time.monotonic())
         durations = [end - start for start, end in pairwise(ends)]
         self.calm_step_s = statistics.median(durations)
@@ -276,6 +277,9 @@ class Chaos:
     def _start(self) -> None:
         self._run.start()
         self.tally.starts += 1
+
+    def _has_reached(self, step: int) -> bool:
+        return self._advance() >= step
 
     def _advance(self) -> int:
         self.newest_step = max(self.newest_step, self._run.last_step())

@@ -90,7 +90,7 @@ def kinds_of(folder: Path) -> list[Kind]:
         # A start only asks whether a checkpoint was written, and whether anything is damaged.
         if past.damage is not None:
             raise records.RecordsError(past.damage)
-        return [past.saved is not None, past.counted]
+        return [past.saved_step is not None, past.counts_checkpoint]
 
     return [
         Kind("start model with a certificate", _files(export), lambda: _checkpoint(export)),

@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -74,7 +74,8 @@ def verdicts(
     """Each of ``waiting`` with what ``survives`` says of it in a forked child, killed where that
     fails. ``survives`` bounds its own work by ``allow``.
     """
-    todo, running = deque(waiting), {}
+    todo = deque(waiting)
+    running: dict[int, Any] = {}
     while todo or running:
         while todo and len(running) < processes:
             work = todo.popleft()

@@ -91,12 +91,12 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._mutant = mutant
         self._name = "megatron_dppo." + mutant.path.removesuffix(".py").replace("/", ".")
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name, path=None, target=None):
         """Only of the mutated module."""
         if name != self._name:
             return None
         return importlib.util.spec_from_file_location(name, self._mutant.file, loader=self)
 
-    def exec_module(self, module) -> None:  # type: ignore[no-untyped-def]
+    def exec_module(self, module) -> None:
         """Run the changed source."""
         exec(compile(self._mutant.source, str(self._mutant.file), "exec"), module.__dict__)
