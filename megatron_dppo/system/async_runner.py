@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, by which synchronous code calls asynchronous clients.
+"""An event loop in a separate thread. Synchronous code calls asynchronous clients through it.
 
 Connections stay open between calls, and submitted coroutines continue while the caller does other work.
 """

@@ -1,4 +1,4 @@
-"""The errors of the package, which end a run or a command with one line instead of a traceback.
+"""The errors of the package. A RunError ends a run or a command with one line instead of a traceback.
 
     RunError
       ConfigError                       the configuration is invalid, or this machine can't run it; lists all faults
@@ -26,7 +26,7 @@
       EnvironmentFaultError             an episode's environment failed; the run continues without the episode
       SandboxError                      this machine has no sandbox for the programs of environments
       VerifierError                     a reward function raised an exception, or its worker can't start
-      RewardUnavailableError            a reward's service is down, also for the responses that were to replace others
+      RewardUnavailableError            a reward's service is down, also for responses that were generated anew
       InputError                        the input files of the run have changed
       ResumeError                       the checkpoint belongs to other settings
       RecordsError                      the records of a run can't be read
@@ -35,9 +35,9 @@
       BatchFormatError                  a file is not a batch of trajectories
       SealError                         a batch was altered, or was made with other settings than the run's
       AlteredMemoryError                memory changed although nothing wrote to it
-        AlteredWeightsError             the trainer's weights are not those of its last step, or differ between replicas
-        AlteredOptimizerError           Adam's moments or masters are not those of the last step, or replicas differ
-        AlteredEngineError              an engine's weights are not those of its version
+        AlteredWeightsError             the trainer's weights changed after the last step, or differ between replicas
+        AlteredOptimizerError           Adam's state changed after the last step, or differs between replicas
+        AlteredEngineError              an engine's weights differ from the weights of its version
       ExchangeError                     the exchange of trajectories between ranks failed
       StalenessError                    a response was sampled by weights that are too old
       GenerationError                   the servers of an evaluation or a rollout-only run return no responses
@@ -79,7 +79,7 @@
         ParserLostError
         RecordLostError
 
-The errors below are outside of the tree, because none of them ends a run:
+The errors below are outside of the tree, because they do not end a run:
 
     RunStoppedError         all ranks agreed on a clean stop
     FatalError              SystemExit after the line was printed
@@ -94,7 +94,7 @@ The errors below are outside of the tree, because none of them ends a run:
     UnansweredError         a problem has no answer: it is left out and counted, or a fault of its data set
     WorkerLostError         becomes a VerifierError, a score, a ParserLostError, or a fault of an environment
     LackingError            a part of the GPU check is skipped; the result names it
-    OverwrittenLogitsError  a fault in the code, which keeps its traceback
+    OverwrittenLogitsError  a fault in the code: it keeps its traceback
     ParkedError             a fault in the code
     MemoryOrderError        a fault in the code
     RefusedCallError        becomes the HTTP status of the answer to an agent's call

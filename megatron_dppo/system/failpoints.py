@@ -41,10 +41,10 @@ _NUMBERS = re.compile(r"[0-9a-f]{12,}|\d+")
 
 
 def failpoint(name: str, tear: Callable[[], None] | None = None) -> None:
-    """Fail here if a plan in the environment is for this point, and the point is reached for the planned time.
+    """Fail here if the environment has a plan for this point, and the point has been reached as often as planned.
 
-    ``tear`` cuts the last write to its first half; None where nothing was written. It is called before ``torn`` ends
-    the process.
+    ``tear`` cuts the last write to its first half; None if nothing was written. It is called before ``torn`` ends the
+    process.
     """
     for plan in os.environ.get(VARIABLE, "").split(";"):
         if plan:
@@ -52,7 +52,7 @@ def failpoint(name: str, tear: Callable[[], None] | None = None) -> None:
 
 
 def file_failpoint(stage: str, file_name: str, tear: Callable[[], None] | None = None) -> None:
-    """Call ``failpoint`` for a stage of writing a file, such as ``rename``.
+    """Call ``failpoint`` for a stage of writing a file, for example ``rename``.
 
     The point is ``STAGE/FILE NAME`` with # in place of each number and hexadecimal id, so that the points of two runs
     have equal names.

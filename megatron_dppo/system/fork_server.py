@@ -3,15 +3,15 @@
     python -m megatron_dppo.system.fork_server LIBRARY...
 
 The imports of torch, Megatron-Core or SGLang take seconds and hundreds of MiB. Forked processes share the memory of the
-imports, and start in milliseconds. The fork server computes nothing and starts no thread, because a fork has no other
-thread than the one that forks: a library's thread would be missing in it.
+imports, and start in milliseconds. The fork server computes nothing and starts no thread, because a forked process has
+only the thread that forked: a library's threads would be missing.
 
 The fork server imports the modules LIBRARY, then receives requests over a socket, one request in a packet: to fork a
 process that runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a signal. It
 reports the end of the imports, and the id and the exit code of each process. When the socket is closed the fork server
 ends, and the kernel kills its processes.
 
-A fork server may itself be a fork of another fork server with the same libraries, which outlives it
+A fork server may itself be a fork of a fork server that has the same libraries and lives longer
 (``SharedForkServers``).
 """
 
@@ -67,7 +67,7 @@ _POLL_S = 0.02
 _KILLED = -signal.SIGKILL
 _RUN_PREFIX = "MEGATRON_DPPO_"
 _CONTROL_VARIABLE = "MEGATRON_DPPO_FORK_CONTROL"
-"""Environment variable with the descriptor of the socket on which a fork server receives its requests."""
+"""Environment variable with the descriptor of the socket that a fork server receives requests from."""
 _MODULE_PATH = "PYTHONPATH"
 _SHARED_VARIABLE = "MEGATRON_DPPO_FORK_SERVERS"
 """Environment variable with the fork servers that a process inherits, as JSON."""
@@ -77,17 +77,17 @@ _SHARED_VARIABLE = "MEGATRON_DPPO_FORK_SERVERS"
 class ForkRequest:
     """A process that the fork server is to start.
 
-    The packet of a request also has descriptors: those of standard input, of standard output, of standard error if
-    ``has_errors``, and one for each of ``descriptors``.
+    The packet of a request also has descriptors, in this order: standard input, standard output, standard error if
+    ``has_errors``, then one for each name in ``descriptors``.
 
     Attributes:
         module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
         arguments: words of its command line.
         variables: environment variables of the process, in addition to the fork server's.
         descriptors: environment variables that get the numbers of the packet's last descriptors.
-        title: command line that ``ps`` shows for the process; empty: that of the fork server.
+        title: command line that ``ps`` shows for the process; empty: the fork server's command line.
         replaces_variables: whether the process has ``variables`` only, without the fork server's.
-        has_errors: whether standard error has a descriptor of its own; else it goes to standard output.
+        has_errors: whether the packet has a descriptor for standard error. If not, errors go to standard output.
     """
 
     module: str
@@ -108,7 +108,7 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id; before the process is forked, that of the fork server."""
+        """The process's id. Before the process is forked: the fork server's id."""
         pid = self._server.pid_of(self._number)
         if pid is None:
             return self._server.process.pid
@@ -178,7 +178,7 @@ class _Forks:
         return self.process.poll() is None
 
     def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> ForkedProcess:
-        """Start a process, and return at once. ``descriptors``: those of the packet, as ``ForkRequest`` describes."""
+        """Start a process, and return at once. ``ForkRequest`` describes which ``descriptors`` the packet has."""
         with self._lock:
             number = self._next_number
             self._next_number += 1
@@ -236,7 +236,7 @@ class _Forks:
             return True
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        # An error means that the fork server has ended, which code_of reports.
+        # An error means that the fork server has ended: code_of reports that.
         with contextlib.suppress(OSError):
             socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
 
@@ -258,10 +258,11 @@ class ForkServer(_Forks):
     """A running fork server. It ends when the *thread* that created this object ends.
 
     Args:
-        libraries: modules that it imports. If an import fails, each process repeats it and reports its error.
-        environment: all environment variables of the fork server, which its processes inherit.
-        output: file descriptor of its own standard output and error.
-        python: its interpreter.
+        libraries: modules that the fork server imports. If an import fails, each process repeats the import and reports
+            the error.
+        environment: all environment variables of the fork server. Its processes inherit them.
+        output: file descriptor of the fork server's standard output and error.
+        python: path of the fork server's interpreter.
     """
 
     process: ChildProcess
@@ -346,7 +347,7 @@ class _SharedServer(_Forks):
     """A fork server that this process has inherited from the process that started it.
 
     Attributes:
-        module_path: PYTHONPATH of the fork server, where its processes look for modules.
+        module_path: PYTHONPATH of the fork server. Its processes look for modules there.
     """
 
     module_path: str | None = None
@@ -375,7 +376,7 @@ class _SharedServer(_Forks):
     def inherited(cls, descriptor: int, pid: int, module_path: str | None) -> _SharedServer:
         control = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
-        # The socket may still have reports about requests of an earlier process, so use other numbers than that one.
+        # The socket may still have reports about requests of an earlier process, so use numbers of this process's own.
         server = cls(control, _OtherProcess(pid), os.getpid() << _NUMBER_BITS)
         server._is_ready = True
         server.module_path = module_path
@@ -383,18 +384,21 @@ class _SharedServer(_Forks):
 
 
 class SharedForkServers:
-    """Fork servers that several runs use, one run after the other, so that libraries are imported only once.
+    """Fork servers that successive runs share, so that libraries are imported only once.
 
-    Start a run by ``start_process`` with ``variables`` in its environment and ``descriptors`` inherited. A ForkServer
-    that the run creates with the interpreter, libraries and variables of one of these fork servers is then a fork of
-    it, and so is a command of ``run_forked``.
+    Start a run by ``start_process`` with ``variables`` in its environment and ``descriptors`` inherited. If the run
+    creates a ForkServer with the interpreter, libraries and variables of one of these fork servers, the new fork server
+    is a fork of it. A command of ``run_forked`` is a fork, too.
     """
 
     def __init__(self) -> None:
         self._servers: list[ForkServer] = []
 
     def add(self, libraries: Sequence[str], environment: Mapping[str, str], output: int) -> None:
-        """Start a fork server, unless one with these libraries and variables runs. The arguments are ForkServer's."""
+        """Start a fork server, unless a fork server with these libraries and variables runs already.
+
+        The arguments are ForkServer's.
+        """
         key = _key(sys.executable, libraries, environment)
         if not any(server.key == key and server.is_alive for server in self._servers):
             self._servers.append(ForkServer(libraries, environment, output))
@@ -441,7 +445,7 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
     """Run ``python -m <module> <arguments>`` as a fork of a shared fork server that has imported ``module``.
 
     The fork has the environment, the standard output and the standard error of this process. Returns its exit code.
-    Returns None, and runs nothing, if there is no such fork server with this process's PYTHONPATH.
+    Returns None, and runs nothing, if no shared fork server has imported ``module`` from this process's PYTHONPATH.
     """
     server = _shared_server_with(module)
     if server is None:
@@ -525,8 +529,8 @@ class _StartedFork(StartedProcess):
 class ForkingLauncher(Launcher):
     """Starts ``python -m module`` on this machine as a fork of a fork server that has imported ``libraries``.
 
-    There is a fork server for each interpreter, each environment (libraries may read variables when they are imported)
-    and each thread that starts commands. Commands that run another module are started as Launcher does.
+    There is one fork server for each combination of interpreter, environment (libraries may read variables when they
+    are imported) and thread that starts commands. A command that runs another module is not forked: Launcher starts it.
     """
 
     def __init__(self, module: str, libraries: Sequence[str]) -> None:
@@ -579,17 +583,17 @@ def main() -> int | None:
     libraries = sys.argv[1:]
     # Read the keys first: forked processes inherit them.
     hide_secrets()
-    # Initialise setproctitle now. It finds the memory of the title by the environment with which the process started,
-    # which a fork may clear.
+    # Initialise setproctitle now. It finds the memory of the title by the process's initial environment, and a fork may
+    # clear this environment.
     with _kept_name():
         setproctitle.getproctitle()
     control = socket.socket(fileno=int(os.environ.pop(_CONTROL_VARIABLE)))
     os.set_inheritable(control.fileno(), False)
     for name in libraries:
-        # If an import fails, the process that needs the module imports it again, and reports the error as its own.
+        # If an import fails, the process that needs the module imports it again and reports the error.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # Otherwise each fork would write the content of the buffers again.
+    # Empty the buffers: otherwise each fork would write their content again.
     sys.stdout.flush()
     sys.stderr.flush()
     # Keep the objects of the imports out of garbage collection. In a fork the collector would write to the page of each
@@ -691,7 +695,7 @@ class _Forking:
         self._report(number=number, code=code)
 
     def _report(self, **content: int) -> None:
-        # An error means that the socket is closed, which ends the loop in serve.
+        # An error means that the socket is closed. The loop in serve then ends.
         with contextlib.suppress(OSError):
             self._control.sendall(json.dumps(content).encode())
 
@@ -709,7 +713,7 @@ def _show_title(title: str) -> None:
 
 @contextlib.contextmanager
 def _kept_name() -> Iterator[None]:
-    """Keep the name that ``ps -o comm`` and ``top`` show, which setproctitle changes together with the title."""
+    """Keep the name that ``ps -o comm`` and ``top`` show. setproctitle would change it together with the title."""
     name = setproctitle.getthreadtitle()
     yield
     setproctitle.setthreadtitle(name)

@@ -23,7 +23,7 @@ def has_visible_gpu() -> bool:
 
 
 def driver_version(folder: Path | None = None) -> str | None:
-    """Return the version of the driver's loaded kernel module, such as ``580.65.06``; None without a driver.
+    """Return the version of the driver's loaded kernel module, for example ``580.65.06``; None without a driver.
 
     ``folder`` replaces DRIVER.
     """
@@ -37,8 +37,8 @@ def driver_version(folder: Path | None = None) -> str | None:
 def unusable_gpu(torch_version: str, cuda: str | None) -> str:
     """Return why this torch can't use the machine's visible GPU: given value, expected value and remedy.
 
-    Call it if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for, such
-    as ``13.0``; None for a torch without CUDA.
+    Call it if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for, for
+    example ``13.0``; None for a torch without CUDA.
     """
     if cuda is None:
         requirement = "expected the packages of tools/environment/gpu.txt"
@@ -92,7 +92,7 @@ _MIG = re.compile(r"\bMIG\b", re.IGNORECASE)
 
 
 def peak_flops(name: str) -> int | None:
-    """Return the dense bf16 FLOP/s of the GPU ``name``, such as ``NVIDIA H100 80GB HBM3``.
+    """Return the dense bf16 FLOP/s of the GPU ``name``, for example ``NVIDIA H100 80GB HBM3``.
 
     Returns None for an unknown GPU, and for a part of a GPU (MIG).
     """

@@ -1,4 +1,4 @@
-"""An HTTP server in a thread of its own: an aiohttp application on one address."""
+"""An HTTP server in a separate thread: an aiohttp application on one address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def _shorten_bad_request(record: logging.LogRecord) -> bool:
-    """Log a request that is no HTTP in one line at the level INFO, because any program can send such a request."""
+    """Log a request that is not HTTP as one line of level INFO, because any program may send it."""
     error = None
     if record.exc_info:
         error = record.exc_info[1]
@@ -27,7 +27,7 @@ def _shorten_bad_request(record: logging.LogRecord) -> bool:
         record.levelno = logging.INFO
         record.levelname = "INFO"
         record.exc_info = None
-    # Keep the record.
+    # True: the log keeps the record.
     return True
 
 
@@ -35,9 +35,9 @@ log.addFilter(_shorten_bad_request)
 
 
 class HttpServer:
-    """Serves ``application`` on ``host``, and answers between ``start`` and ``stop`` from a thread of its own.
+    """Serves ``application`` on ``host``. A separate thread answers requests between ``start`` and ``stop``.
 
-    With ``port`` 0 the server takes a free port, which ``url`` has. Raises OSError if the port is taken.
+    With ``port`` 0 the server takes a free port; ``url`` has the number. Raises OSError if the port is taken.
     """
 
     def __init__(self, application: web.Application, host: str, port: int = 0) -> None:

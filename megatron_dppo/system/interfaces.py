@@ -12,15 +12,13 @@ from megatron_dppo.system.errors import RunError
 
 
 class InterfaceError(RunError, ValueError):
-    """This machine has no such interface, or the interface has no address; the message names the machine's
-    interfaces.
-    """
+    """This machine does not have the interface, or the interface has no address. The message names all interfaces."""
 
 
 def interface_address(name: str) -> str:
     """Return the address of a network interface: an IPv4 address, or IPv6 if it has no IPv4 address.
 
-    ``name`` may also be an address of this machine, which is returned. Raises InterfaceError.
+    If ``name`` is an address of this machine, the function returns ``name``. Raises InterfaceError.
     """
     addresses_of: dict[str, list[str]] = {}
     for interface, entries in psutil.net_if_addrs().items():

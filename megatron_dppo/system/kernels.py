@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, which torch compiles once for each kind of processor, torch version and source."""
+"""C++ kernels for CPUs. torch compiles them once for each kind of processor, torch version and source."""
 
 from __future__ import annotations
 

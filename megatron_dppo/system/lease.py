@@ -1,4 +1,4 @@
-"""The lease of a run's folder: the right to write there, which one start of the run at a time holds, on any host.
+"""The lease of a run's folder: the right to write there. Of all starts of the run, on any host, one holds it at a time.
 
 A start of the run is one execution of ``megatron-dppo train`` or of a Slurm job. It may start the ranks several times;
 these starts of the ranks are counted from 1.
@@ -55,12 +55,12 @@ class LeaseError(RunError):
 
 @dataclass(frozen=True)
 class Holder:
-    """The identity of a process that takes a lease, by which other processes can find out whether it still runs.
+    """The identity of a process that takes a lease. With it, other processes find out whether the process still runs.
 
     Attributes:
         nonce: new for every start.
         host, boot, namespace: the machine's name, the id of its current boot, and the namespace of process ids
-            (containers have their own). ``pid`` is valid only where these three are equal.
+            (a container has a separate namespace). ``pid`` is valid only for processes with these three values.
         pid, pid_start: id of the process, and its start time in clock ticks after the boot.
         job, attempt: Slurm's job id, with the cluster's name if it is known, and the number of the job's restarts;
             None and 0 outside of Slurm.
@@ -154,7 +154,7 @@ class LeaseFiles:
         return holder
 
     def claim(self, predecessor: Holder | None, successor: Holder) -> bool:
-        """Make ``successor`` the only successor of ``predecessor``; return False if there is another one already."""
+        """Make ``successor`` the only successor of ``predecessor``. Return False if another successor exists."""
         new_claim = self._folder / f".{successor.nonce}"
         new_claim.mkdir(parents=True)
         try:
@@ -414,7 +414,7 @@ class Lease:
         return self._stops_beating(holder, beat)
 
     def _stops_beating(self, holder: Holder, first_beat: Beat | None) -> bool:
-        """Wait and return whether the counter of a holder on another machine stays as it is, or says that it ended."""
+        """Wait, and return whether a holder on another machine ended: its counter is unchanged, or has ``ended``."""
         count = "none yet"
         if first_beat is not None:
             count = str(first_beat.count)

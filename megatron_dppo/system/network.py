@@ -27,7 +27,7 @@ class PortTakenError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of ``host``, which ``hold_port`` holds until this process ends or ``give_back_port``."""
+    """Return a free port of ``host``. ``hold_port`` holds it until ``give_back_port``, or until this process ends."""
     held_port = hold_port(host, 0)
     _held_ports.append(held_port)
     return int(held_port.getsockname()[1])
@@ -35,7 +35,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def give_back_port(port: int) -> None:
     """Let the system assign a port of ``free_port`` again, after the end of the server that used it."""
-    # Several threads may call this: servers end in threads of their own.
+    # Several threads may call this function at once: each server is ended by a separate thread.
     with _held_ports_lock:
         for held_port in list(_held_ports):
             if held_port.getsockname()[1] == port:
@@ -46,8 +46,8 @@ def give_back_port(port: int) -> None:
 def hold_port(host: str, port: int) -> socket.socket:
     """Bind ``port`` of ``host`` (0: any free port) until the returned socket is closed.
 
-    Meanwhile the system assigns the port neither to a server that takes any free port nor to an outgoing connection,
-    but a server that binds exactly this port, with SO_REUSEADDR as servers do, can listen on it. Raises PortTakenError.
+    Until then the system does not assign the port to a server that takes any free port, or to an outgoing connection.
+    A server that binds exactly this port with SO_REUSEADDR, as servers do, can listen on it. Raises PortTakenError.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,7 +64,7 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is a loopback address, which other machines can't reach."""
+    """Whether ``host`` is a name or address of the loopback device. Other machines can't reach such an address."""
     try:
         return ipaddress.ip_address(resolve(host)).is_loopback
     except (ValueError, OSError):
@@ -151,7 +151,7 @@ def url_fault(url: str) -> str | None:
         port = parts.port
     except ValueError as error:
         return f"{problem}: {error}"
-    # A host with ":" is an IPv6 address, which urlsplit has checked.
+    # A host with ":" is an IPv6 address: urlsplit has checked it.
     if ":" not in host and not _is_host(host):
         return problem
     if parts.scheme not in ("http", "https") or port == 0:
@@ -168,7 +168,7 @@ class ListenError(RunError):
 def listening_store(
     host: str, port: int, world_size: int | None, timeout: timedelta, **options: Any
 ) -> TCPStore:
-    """Return a TCPStore to which other ranks connect; it listens only on ``host``. ``port`` 0: any free port.
+    """Return a TCPStore that listens for other ranks, only on ``host``. ``port`` 0: any free port.
 
     torch's own constructor would listen on all addresses of the machine. ``options`` are TCPStore's. Raises ListenError
     if the address can't be bound.

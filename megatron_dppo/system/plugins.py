@@ -75,7 +75,7 @@ def _declared_entries(group: str) -> list[EntryPoint]:
     """Return the entry points of this package: of a clone from its project file, else from its metadata."""
     if _PROJECT.is_file():
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
-        # The file above an installed package may be that of another project.
+        # The file above an installed package may belong to another project.
         if project["name"] == _DISTRIBUTION:
             entries = project.get("entry-points", {}).get(group, {})
             return [EntryPoint(name, value, group) for name, value in entries.items()]

@@ -49,13 +49,13 @@ def start_process(
     inherited: Sequence[int] = (),
     lifts_memory_limit: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a session and process group of its own, which Ctrl-C does not reach.
+    """Start ``command`` in a new session and process group, so that Ctrl-C does not reach it.
 
     Args:
         command: program and arguments. Every user can read them with ``ps``: secrets go through ``stdin``.
         environment: all environment variables of the child process.
         output: file descriptor of its standard output, or ``subprocess.PIPE``.
-        errors: file descriptor of its standard error; default: that of its standard output.
+        errors: file descriptor of its standard error; default: the descriptor of its standard output.
         stdin: ``subprocess.PIPE`` opens an unbuffered pipe to its standard input.
         dies_with_thread: whether the kernel kills it when the *thread* that called this function ends, and so also when
             this process is killed. Call the function from a thread that lives as long as the child process.
@@ -93,7 +93,8 @@ def die_with_parent(parent: int) -> None:
 
     Exits at once if ``parent`` has ended already.
     """
-    # Make only system calls: this runs between fork and exec, where a lock that another thread held is never released.
+    # Make only system calls. This function runs between fork and exec: a lock that another thread held at the fork is
+    # never released.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         # The parent ended before prctl took effect.
@@ -140,10 +141,10 @@ def adopt_orphans() -> None:
 class OrphanReaper:
     """Reaps ended processes that this process has adopted, so that their entries do not stay in the process table.
 
-    Use it in a process that adopts orphans. Reaping takes a process's exit code, which must not be taken from the code
-    that waits for it. So processes of ``start_process`` are not reaped here, and any other child only if two looks in a
-    row have found it ended: code that starts a child without ``start_process`` waits for it, and has reaped it before
-    the second look.
+    Use it in a process that adopts orphans. Reaping a process takes its exit code, so that code that waits for the
+    process would not get it. Therefore processes of ``start_process`` are not reaped here. Any other child is reaped
+    only if two looks in a row have found it ended: code that starts a child without ``start_process`` waits for the
+    child, and has reaped it before the second look.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -176,7 +177,7 @@ def _ended_orphans() -> frozenset[int]:
 
 
 def kill_descendants(timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL and reap all descendants of this process; return the ids of those that do not end in time.
+    """SIGKILL and reap all descendants of this process. Return the ids of the processes that do not end in time.
 
     Call it at the end of a process that adopts orphans: the function takes the exit codes of all children.
     """
@@ -186,7 +187,7 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
         descendants = psutil.Process().children(recursive=True)
         _kill(descendants)
         try:
-            # Reap children until none that has ended is left.
+            # Reap all children that have ended.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
@@ -198,7 +199,7 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
 
 
 def continue_guarded(descriptor: int) -> None:
-    """Fork, and return in the child only. This process becomes its guard, which adopts and reaps orphans.
+    """Fork, and return in the child only. This process becomes the child's guard: it adopts and reaps orphans.
 
     When the child ends, or the other side of ``descriptor`` is closed, the guard kills all its descendants, and ends
     with the child's exit code or signal.
@@ -213,10 +214,10 @@ def continue_guarded(descriptor: int) -> None:
 
 @contextmanager
 def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` under a guard process, which ends with the command's exit code or signal; yield the guard.
+    """Start ``command`` under a guard process, and yield the guard. It ends with the command's exit code or signal.
 
-    ``settings`` are those of ``start_process``. When the command, the guard or the block ends, every process that the
-    command started is killed, whatever its session or parent.
+    ``settings`` are arguments of ``start_process``. When the command, the guard or the block ends, every process that
+    the command started is killed, even if the process has changed its session or parent.
     """
     guard_end, own_end = os.pipe()
     inherited = [guard_end, *settings.pop("inherited", ())]
@@ -477,7 +478,7 @@ class Launcher:
         require_free_port(address, port)
 
     def close(self) -> None:
-        """End the launcher's own processes, such as fork servers."""
+        """End the launcher's own processes, for example fork servers."""
 
 
 def start_fed(
@@ -519,8 +520,8 @@ def held_back() -> Iterator[None]:
     Programs that are started in the block inherit the signal mask, so signals are delayed for them too. Ignored signals
     stay ignored (nohup).
     """
-    # The mask applies to this thread only. A signal to the process may reach another thread, such as a library's, so
-    # the handlers store signals until the end.
+    # The mask applies to this thread only. A signal to the process may reach another thread, for example a library's
+    # thread, so the handlers store signals until the end.
     received_signals: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
@@ -546,8 +547,9 @@ def end_now(code: int) -> NoReturn:
 
     Leave all ``with`` blocks before: their ends do not run.
     """
-    # A daemon thread that is in native code during the interpreter's shutdown, such as the watcher of the collectives,
-    # would abort the process when it returns to Python. multiprocessing ends its child processes in this way too.
+    # A daemon thread, for example the watcher of the collectives, may be in native code during the interpreter's
+    # shutdown. When it returns to Python, it would abort the process. multiprocessing ends its child processes in this
+    # way too.
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -567,8 +569,7 @@ _STOP_LOOK_S = 1.0
 
 def ask_to_stop(path: Path) -> None:
     """Ask the processes that watch ``path`` to stop, on any host."""
-    # Write in place, not by a rename: NFS shows the new content of a known file at once, but may show for a minute the
-    # file that had the name before a rename.
+    # Write in place: NFS then shows the new content at once. After a rename, NFS may show the former file for a minute.
     path.write_text(_STOP, encoding="utf-8")
 
 
@@ -613,7 +614,7 @@ class Heartbeat:
         self._changed_at = clock()
 
     def stands_still_s(self) -> float:
-        """Read the file, and return the seconds since a reading first found its content."""
+        """Read the file, and return the seconds since a reading first found the present content."""
         content = self._content()
         if content != self._last_content:
             self._last_content = content

@@ -3,8 +3,8 @@
     <TMPDIR, or /tmp>/NAME<random>/                    a folder of mode 0700
     /dev/shm/NAME*, /dev/shm/sem.NAME*                 shared memory and semaphores
 
-with NAME = mdppo-<user>-<pid namespace>-<pid>-<start time>-, which identifies the process, so that a later process can
-remove the resources of a killed one. XDG_RUNTIME_DIR is unsuitable: the system removes it when its user logs out, while
+NAME is mdppo-<user>-<pid namespace>-<pid>-<start time>-. It identifies the process, so that a later process can remove
+the resources of a killed process. XDG_RUNTIME_DIR is unsuitable: the system removes it when its user logs out, although
 the run may continue.
 """
 
@@ -121,7 +121,7 @@ def memory_name() -> str:
 def free_bytes(folder: Path = SHARED_MEMORY) -> int:
     """Return the number of bytes in ``folder`` (a file system in memory) that this run may use; 0 if it is missing.
 
-    Half of the file system is left to others, such as NCCL.
+    Half of the file system is left to other programs, for example NCCL.
     """
     try:
         space = os.statvfs(folder)
@@ -132,7 +132,7 @@ def free_bytes(folder: Path = SHARED_MEMORY) -> int:
 
 
 class SharedBuffer:
-    """A uint8 array of ``size`` bytes in shared memory, which other processes of this user map by ``path``.
+    """A uint8 array of ``size`` bytes in shared memory. Other processes of this user map it by ``path``.
 
     Call ``hide`` when they have mapped it. The memory is freed when the last process that has it mapped ends.
     """
@@ -162,8 +162,8 @@ class SharedBuffer:
 class FileBuffer:
     """A uint8 array of ``size`` bytes in a file without a name in the temporary folder.
 
-    Written data is in the system's file cache. The system writes it to the disk and frees the memory when others need
-    it. After ``let_go`` the data does not count as memory of the process.
+    Written data is in the system's file cache. The system writes it to the disk and frees the memory when other
+    programs need memory. After ``let_go`` the data does not count as memory of the process.
     """
 
     def __init__(self, size: int) -> None:
@@ -213,7 +213,8 @@ def mapped(path: str, size: int) -> np.ndarray:
 
 def _mapped(descriptor: int, size: int, protection: int) -> np.ndarray:
     """Return the memory of an open file as a uint8 array."""
-    # Import lazily: a rank imports this module before it sets OMP_NUM_THREADS, which numpy reads at its import.
+    # Import lazily: a rank imports this module before it sets OMP_NUM_THREADS, and numpy reads the variable when it is
+    # imported.
     import numpy as np
 
     if not size:

@@ -1,15 +1,15 @@
 """Environment variables that hold keys (secrets): their names, and how a process receives them without showing them.
 
-The initial environment of a process stays in ``/proc/<pid>/environ``, where every process of this user can read it, and
-child processes inherit the environment. Therefore
+The initial environment of a process stays in ``/proc/<pid>/environ``. Every process of this user can read that file,
+and child processes inherit the environment. Therefore
 
 - a process that a user started with keys overwrites them in the memory behind that file (``hide_secrets``);
 - a process that the run starts has no keys in its environment. It reads them, as a JSON object, from standard input
   (``split_environment``, ``hide_secrets``), or from the connection that it serves (``receive_passed``);
-- a process has its keys only in Python's ``os.environ``. The C library's environment, which a child process inherits by
-  default, lacks them;
+- a process has its keys only in Python's ``os.environ``. The C library's environment lacks them, and a child process
+  inherits only that environment by default;
 - a process with keys is not dumpable: the kernel then refuses its environment and its memory to other processes of this
-  user, except those with CAP_SYS_PTRACE, such as root's.
+  user. Processes with CAP_SYS_PTRACE, for example root's processes, can still read them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], bytes]:
-    """Return the environment for a new process, and the data that ``hide_secrets`` reads there from standard input."""
+    """Return the environment for a new process, and the data for its standard input, which ``hide_secrets`` reads."""
     plain = {**without_secrets(environment), SECRETS_VARIABLE: _STDIN}
     return plain, json.dumps(secrets_of(environment)).encode()
 

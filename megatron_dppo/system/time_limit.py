@@ -1,4 +1,4 @@
-"""A limit on the processor time of a block of foreign Python code, such as a chat template."""
+"""A limit on the processor time of a block of foreign Python code, for example a chat template."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _TimeUpError(BaseException):
 class _WatchedBlock:
     """A block with a limit.
 
-    ``clock`` is the id of the clock of the processor time of ``thread``; ``end`` is the time on it at which the block's
-    time is up.
+    ``clock`` is the id of the clock that counts the processor time of ``thread``. The block's time is up when this
+    clock shows ``end``.
     """
 
     thread: int
@@ -98,7 +98,7 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeLimitError in the block when its thread has used ``seconds`` of processor time in it.
 
     The processor time does not depend on the load of the machine. The exception is raised at the block's next Python
-    instruction, so it interrupts neither a call into C nor a block that waits.
+    instruction, so it does not interrupt a call into C, or a block that waits.
     """
     is_up = False
     try:
@@ -114,5 +114,5 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 
 
 def rendering_limit() -> AbstractContextManager[None]:
-    """Return the ``cpu_time_limit`` of one rendering of a chat template, which is a program and may never end."""
+    """Return the ``cpu_time_limit`` of one rendering of a chat template: a template is a program, and may never end."""
     return cpu_time_limit(RENDERING_S)

@@ -1,4 +1,4 @@
-"""CUDA's toolkit, cuDNN and compilers of this machine, and the variables by which libraries find them. Needs no torch.
+"""This machine's CUDA toolkit, cuDNN and compilers, and the variables that lead libraries to them. Needs no torch.
 
 SGLang's CUDA server compiles kernels at its start with ninja and with the toolkit of CUDA_HOME
 (sglang/kernels/jit/utils/compile/toolchain.py). Transformer Engine compiles kernels with the toolkit's headers.
@@ -19,16 +19,16 @@ _TIMEOUT_S = 30.0
 
 
 def tool_path(environment: Mapping[str, str], python: str = sys.executable) -> str:
-    """Return PATH with the interpreter's folder in front, which has the ``ninja`` of a virtual environment."""
+    """Return PATH with the interpreter's folder in front: a virtual environment has its ``ninja`` there."""
     return os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
 
 
 def toolkit_home(environment: Mapping[str, str]) -> Path | None:
     """Return the root folder of CUDA's toolkit; None if it is not found.
 
-    It is CUDA_HOME or CUDA_PATH if one is set, else the folder of the ``nvcc`` on PATH, else /usr/local/cuda. A folder
-    without nvcc and headers is passed over, which SGLang would use: the ``nvcc`` on PATH may be a link, or a script in
-    another folder.
+    The result is CUDA_HOME or CUDA_PATH if one of them is set, else the folder of the ``nvcc`` on PATH, else
+    /usr/local/cuda. The ``nvcc`` on PATH may be a link, or a script in another folder. So this function skips a folder
+    without nvcc and headers; SGLang would use it.
     """
     configured_home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured_home:
@@ -46,7 +46,7 @@ def toolkit_home(environment: Mapping[str, str]) -> Path | None:
 
 
 def toolkit_version(home: Path) -> str | None:
-    """Return the version of the toolkit's ``nvcc``, such as ``13.0``; None if ``nvcc`` does not run."""
+    """Return the version of the toolkit's ``nvcc``, for example ``13.0``; None if ``nvcc`` does not run."""
     try:
         done = subprocess.run(
             [str(home / "bin" / "nvcc"), "--version"],
@@ -75,7 +75,7 @@ def offer_tools(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def offer_cudnn(environment: MutableMapping[str, str]) -> list[str]:
-    """Set CUDNN_HOME for Transformer Engine to the folder of cuDNN's wheel, which torch loads.
+    """Set CUDNN_HOME for Transformer Engine to the folder of the cuDNN wheel that torch loads.
 
     Otherwise Transformer Engine would prefer a cuDNN of the system, and two versions together fail at the first
     attention. CUDNN_HOME or CUDNN_PATH of the user is not changed. Returns a line for the log; an empty list if nothing

@@ -1,11 +1,12 @@
-"""Worker processes: a module that runs in a process of its own and answers numbered calls.
+"""Worker processes: a module that runs in a separate process and answers numbered calls.
 
 ``WorkerProcess`` starts ``python -m MODULE DESCRIPTOR`` and sends calls to it; ``WorkerPool`` shares several workers
-among their users. In the worker, ``connect`` forks: the first process becomes a guard, which kills all processes below
-it when the worker has ended or its caller is gone.
+among their users. In the worker, ``connect`` forks. The first process becomes a guard: it kills all processes below it
+when the worker has ended or the caller is gone.
 
-A message has two frames: the number of the call in 8 bytes, and a content, whose form the module defines. Call 0 is the
-start: its content has the worker's settings, and its answer means that the worker is ready. No content is unpickled.
+A message has two frames: the number of the call in 8 bytes, and a content in a form that the module defines. Call 0 is
+the start: its content has the worker's settings, and its answer means that the worker is ready. No content is
+unpickled.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class WorkerProcess:
         return bool(self.killed_for) or self._process.poll() is not None
 
     def call(self, content: bytes) -> Future[bytes]:
-        """Send a call and return the future of its answer, which raises WorkerLostError if the worker ends before.
+        """Send a call and return the future of its answer. The future raises WorkerLostError if the worker ends first.
 
         Blocks while the pipe is full because the worker reads nothing.
         """
@@ -176,7 +177,7 @@ class WorkerProcess:
             self._finish()
 
     def _finish(self) -> None:
-        # Wait, so that a process that ends by itself has its own exit code.
+        # Wait first: a process that ends without being killed keeps its own exit code.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
         # The guard may have died before its child processes: kill these too.
@@ -204,8 +205,8 @@ class RestrictedWorker(WorkerProcess):
     """A worker that runs code of a user or of a model, with a limit of memory and without the run's keys.
 
     Args:
-        module: the worker's module, whose ``main`` calls ``connect_restricted`` first.
-        settings: the module's settings, which are sent as JSON.
+        module: the worker's module. Its ``main`` calls ``connect_restricted`` first.
+        settings: the module's settings. They are sent as JSON.
         memory_gib: largest address space in GiB.
         variable_names: names of the environment variables with keys that the worker receives.
         largest_answer: as in WorkerProcess.
@@ -220,7 +221,7 @@ class RestrictedWorker(WorkerProcess):
         variable_names: Sequence[str],
         largest_answer: int | None = None,
     ) -> None:
-        # Send the start through the pipe, not on the command line, which every user can read.
+        # Send the start through the pipe, because every user can read the command line.
         start = {
             "settings": settings,
             "memory_gib": memory_gib,
@@ -275,7 +276,7 @@ class WorkerPool(Generic[W]):
             return worker
 
     def replace(self, worker: W) -> W:
-        """Return a new worker for a user of ``worker``, which is dead. In a closed pool, return ``worker`` itself."""
+        """Return a new worker for a user of the dead ``worker``. In a closed pool, return ``worker`` itself."""
         with self._lock:
             if self._is_closed:
                 return worker
@@ -340,8 +341,8 @@ def connect(descriptor: str) -> CallConnection:
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     continue_guarded(connection.fileno())
-    # Close by the object, which closes once, and not by its number: this runs in the fork of a fork too, in which the
-    # number may belong to another file.
+    # Close through the object, which closes only once. A fork of a fork runs this too, and the descriptor's number may
+    # belong to another file there.
     os.register_at_fork(after_in_child=connection.close)
     return CallConnection(connection)
 
