@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -114,3 +116,11 @@ def test_growth_is_the_slope_after_the_warm_up_of_each_process():
     assert found["rank"].descriptors == pytest.approx(2.0, abs=0.2)
     assert found["rank"].steps == 1500
     assert not found["rank"].is_flat
+
+
+def test_flips_in_each_kind_of_file_are_caught_or_harmless(tmp_path):
+    command = [sys.executable, "-m", "tools.faults.flips", "--folder", tmp_path, "--flips", "18"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, total = done.stdout.splitlines()
+    assert total.startswith("| all | 18 |")
