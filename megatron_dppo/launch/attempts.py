@@ -32,11 +32,13 @@ class Attempt:
         node: node of the supervisor.
         hosts: all nodes.
         started, ended: epoch seconds.
-        why: ``running``, ``done``, ``time`` (limit near), ``overtime`` (limit near, no checkpoint in time),
-            ``asked``, ``cancelled``, ``failed``, ``refused``, ``succeeded``, ``vanished``.
+        why: ``running``, or the way the start ended: ``done`` (the run is finished), ``time`` (limit near),
+            ``overtime`` (limit near, no checkpoint in time), ``asked`` (``megatron-dppo stop``), ``cancelled`` (Slurm
+            ended the job), ``failed``, ``refused`` (nothing was started), ``succeeded`` (another start has taken over
+            the run), ``vanished``.
         detail: text for the user.
-        first_saved, saved: step of the newest checkpoint at its start and at its end.
-        recorded: last step with metrics.
+        first_saved, saved: step of the newest checkpoint at the beginning and at the end of the start; 0 without one.
+        recorded: last step with metrics; 0 without one.
         requeued: whether the job waits to start again.
         excluded: nodes that the next start avoids, with the reason.
     """
@@ -68,7 +70,11 @@ class AttemptBook:
 
     def all(self) -> list[Attempt]:
         """Return the starts in the order in which they began, without unreadable files."""
-        attempts = [a for path in self._folder.glob("*-*.json") if (a := _read(path)) is not None]
+        attempts = []
+        for path in self._folder.glob("*-*.json"):
+            attempt = _read(path)
+            if attempt is not None:
+                attempts.append(attempt)
         return sorted(attempts, key=attrgetter("started", "attempt"))
 
     def begin(self, attempt: Attempt) -> Attempt:
@@ -82,11 +88,13 @@ class AttemptBook:
         return started_attempt
 
     def end(self, attempt: Attempt) -> Attempt:
-        ended = self.reached(attempt)
-        self._write(ended)
-        return ended
+        """Record the end of ``attempt``, with the steps that the run has reached; return what was recorded."""
+        ended_attempt = self.reached(attempt)
+        self._write(ended_attempt)
+        return ended_attempt
 
     def reached(self, attempt: Attempt) -> Attempt:
+        """Return ``attempt`` with the steps that the run has reached: ``saved`` and ``recorded``."""
         history = read_history(self._run)
         return replace(attempt, saved=history.saved_step or 0, recorded=history.last_step or 0)
 
@@ -104,6 +112,7 @@ def _read(path: Path) -> Attempt | None:
 
 
 def one_line(text: str, max_characters: int = 300) -> str:
+    """Return ``text`` on one line, cut off after ``max_characters``."""
     flat = re.sub(r"\s+", " ", text).strip()
     if len(flat) <= max_characters:
         return flat

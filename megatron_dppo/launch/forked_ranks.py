@@ -58,9 +58,10 @@ class ForkedRankGroup(RankGroup):
         master_host: str = LOOPBACK,
         cores: int | None = None,
     ) -> None:
-        words = [str(config)]
+        # The command line of a fork is only the module's arguments: it runs no interpreter.
+        arguments = [str(config)]
         super().__init__(
-            words,
+            arguments,
             outputs,
             master_port,
             variables,
@@ -91,11 +92,11 @@ class ForkedRankGroup(RankGroup):
             terminal_of(rank) as terminal,
         ):
             descriptors = [nothing.fileno(), file.fileno()]
-            names = []
+            descriptor_variables = []
             if terminal is not None:
                 descriptors.append(terminal)
-                names.append(TERMINAL_VARIABLE)
-            request = ForkRequest(self._module, self._command, variables, names)
+                descriptor_variables.append(TERMINAL_VARIABLE)
+            request = ForkRequest(self._module, self._command, variables, descriptor_variables)
             return server.fork(request, descriptors)
 
     def codes(self) -> list[int | None]:
@@ -104,8 +105,10 @@ class ForkedRankGroup(RankGroup):
         # Poll before reading: all that a server sent before its end is then in the socket.
         server_code = self._server.process.poll()
         codes = [rank.reported_code() for rank in self._ranks]
-        if server_code is not None and None in codes and codes[0] is None:
-            # The kernel ends the ranks with the server. Its output is the first rank's, so that one is at fault.
+        has_first_ended = not codes or codes[0] is not None
+        if server_code is not None and not has_first_ended:
+            # The kernel ends the ranks with the server. The server writes to the first rank's output, so report the
+            # first rank as failed.
             codes[0] = server_code or 1
         return codes
 
@@ -114,7 +117,11 @@ class ForkedRankGroup(RankGroup):
             rank.terminate()
 
     def clear(self) -> None:
-        forked = [rank for rank in self._ranks if not rank.cancel()]
+        forked = []
+        for rank in self._ranks:
+            was_cancelled = rank.cancel()
+            if not was_cancelled:
+                forked.append(rank)
         kill_families(forked)
         remove_shared_tensors(rank.pid for rank in forked)
 
@@ -126,19 +133,22 @@ class ForkedRankGroup(RankGroup):
 
 
 def libraries_of(module: str) -> tuple[str, ...]:
-    """The modules that the fork server of the ranks imports, whose command runs ``module``."""
+    """Return the modules that a fork server imports for ranks that run ``module``."""
     return (module, *LIBRARIES.get(module, ()))
 
 
 def shares_imports(ranks: int, gpus: int) -> bool:
-    """Whether ranks are forked: several on a machine without GPUs. A driver's state does not survive a fork."""
+    """Return whether ranks are forks of one process: several ranks on a machine without GPUs.
+
+    Ranks with GPUs are not, because the state of a GPU's driver does not survive a fork.
+    """
     return ranks > 1 and gpus == 0
 
 
 def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) -> None:
-    """Add the fork servers of a run of ``config`` on this machine without GPUs, with this process's variables.
+    """Add to ``servers`` the fork servers that a run of ``config`` needs on this machine, which has no GPUs.
 
-    ``output``: a descriptor that takes the output of the processes that import.
+    They have this process's environment variables. ``output``: descriptor to which the fork servers write.
     """
     sections = ServerSections.of(config).where_generated
     ranks = config.parallel.world_size

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import Field
@@ -40,8 +41,9 @@ from megatron_dppo.system.secret_variables import split_environment
 HOST = "{host}"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", HOST)
 _END_S = 15.0
-_HOSTS_OWN = ("HOME", "HOSTNAME", "LOGNAME", "PWD", "SHELL", "TMPDIR", "USER")
-"""Variables of this process that are another host's own."""
+"""Longest wait for the end of a remote shell whose standard input was closed."""
+_HOST_VARIABLES = ("HOME", "HOSTNAME", "LOGNAME", "PWD", "SHELL", "TMPDIR", "USER")
+"""Variables that each host sets itself, so this process does not pass on its values."""
 
 
 class HostsConfig(Section):
@@ -52,15 +54,15 @@ class HostsConfig(Section):
     runs on the first one.
     """
     devices_per_host: int = Field(default=8, gt=0, le=1024)
-    """GPUs of a host; on hosts without GPUs, the ranks and servers that it takes."""
+    """Number of GPUs of each host; on hosts without GPUs, the number of ranks and servers that a host runs."""
     has_gpus: bool = True
     """Whether the devices are GPUs."""
     shell: list[str] = Field(default_factory=lambda: list(SSH))
-    """Command that runs the words after it at a host and passes its standard input on; ``{host}`` is the name."""
+    """Command that runs the words after it at a host and passes its standard input on. ``{host}``: the host's name."""
     python: str | None = None
     """Python of the hosts, with this package. Empty: the path of the supervisor's own."""
     first_port: int = Field(default=21000, ge=1024, le=60000)
-    """First of the run's ports on every host. Two runs on the same hosts need different ones."""
+    """First of the run's ports on every host. Two runs on the same hosts need different first ports."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every rank and server, beside the supervisor's own, such as NCCL_SOCKET_IFNAME."""
 
@@ -108,11 +110,14 @@ class RemoteShell:
         stdin: bytes,
         log: Path,
     ) -> RemoteCommand:
-        """Return a command for a host with these variables. Keys among them must be in ``stdin``."""
-        own_variables = {
-            name: value for name, value in environment.items() if name not in _HOSTS_OWN
+        """Return a command for a host with the variables of ``environment``, except those that the host sets itself.
+
+        ``environment`` has no keys, because others can read it: they are in ``stdin``.
+        """
+        passed_variables = {
+            name: value for name, value in environment.items() if name not in _HOST_VARIABLES
         }
-        variables = {**own_variables, **self.variables}
+        variables = {**passed_variables, **self.variables}
         return RemoteCommand(
             list(words), variables, stdin.decode(), str(log.absolute()), os.getcwd()
         )
@@ -144,7 +149,7 @@ class RemoteProcess(processes.StartedProcess):
             self._process.wait(seconds)
 
     def _send(self, line: bytes) -> None:
-        # Where the shell has ended, its exit code tells.
+        # Writing fails if the shell has ended, which its exit code reports.
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stdin.write(line)
             self._stdin.flush()
@@ -207,31 +212,35 @@ class RemoteRanks:
             processes.STOP_FILE_VARIABLE: str(directory.stop_file.absolute()),
             **variables,
         }
-        self._hosts: list[RemoteProcess] = []
+        self._processes: list[RemoteProcess] = []
+        """The remote shell of each host."""
 
     def start(self, number: int = 1) -> None:
         for place_of_rank in self._placement.ranks:
             keep_previous(self._directory.rank_output(place_of_rank.rank))
         processes.withdraw_stop(self._directory.stop_file)
-        own_variables = {
+        start_variables = {
             "MASTER_PORT": str(self._placement.master_port_of(number)),
             START_VARIABLE: str(number),
         }
-        environment = {**os.environ, **self._variables, **own_variables}
-        self._hosts = []
+        environment = {**os.environ, **self._variables, **start_variables}
+        self._processes = []
         for node, host in enumerate(self._placement.rank_hosts):
             commands = self._commands(node, environment)
-            self._hosts.append(self._shell.start(host.name, commands, self._node_output(node)))
+            process = self._shell.start(host.name, commands, self._node_output(node))
+            self._processes.append(process)
 
     def ended(self) -> bool:
-        return all(process.poll() == 0 for process in self._hosts)
+        return all(process.poll() == 0 for process in self._processes)
 
     def failures(self, grace_s: float) -> list[RankFailure]:
         """See Ranks. A host ends its own ranks at their first failure."""
-        codes = [process.poll() for process in self._hosts]
-        failed_nodes = [node for node, code in enumerate(codes) if code]
-        found = [self._failure(node, codes[node] or 1) for node in failed_nodes]
-        return sorted(found, key=lambda failure: failure.failed_at)
+        failures = []
+        for node, process in enumerate(self._processes):
+            code = process.poll()
+            if code:
+                failures.append(self._failure(node, code))
+        return sorted(failures, key=attrgetter("failed_at"))
 
     def ask_to_stop(self) -> None:
         processes.ask_to_stop(self._directory.stop_file)
@@ -240,11 +249,11 @@ class RemoteRanks:
         self.kill()
 
     def kill(self) -> None:
-        for process in self._hosts:
+        for process in self._processes:
             process.kill()
 
     def _commands(self, node: int, environment: Mapping[str, str]) -> list[RemoteCommand]:
-        """The commands of a host: one that forks its ranks, or one for each rank."""
+        """Return the commands of a host: one that forks all of its ranks, or one for each rank."""
         per_host = self._placement.ranks_per_host
         logs = self._directory.path.absolute() / "logs"
         plain, secrets = split_environment(environment)
@@ -252,21 +261,23 @@ class RemoteRanks:
             words = node_command(self._command, per_host, logs)
             variables = {**plain, NODE_VARIABLE: str(node)}
             return [self._shell.command(words, variables, secrets, self._node_output(node))]
-        return [
-            self._shell.command(
-                self._command,
-                {**plain, "RANK": str(node * per_host + local), "LOCAL_RANK": str(local)},
-                secrets,
-                self._directory.rank_output(node * per_host + local),
-            )
-            for local in range(per_host)
-        ]
+        commands = []
+        for local_rank in range(per_host):
+            rank = node * per_host + local_rank
+            variables = {**plain, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            output = self._directory.rank_output(rank)
+            commands.append(self._shell.command(self._command, variables, secrets, output))
+        return commands
 
     def _node_output(self, node: int) -> Path:
         return self._directory.path / "logs" / f"node{node}.out"
 
     def _failure(self, node: int, code: int) -> RankFailure:
-        """The failure of a host: that of its first rank that failed, or of its shell."""
+        """Return the failure of a host whose shell ended with ``code``.
+
+        It is that of the rank that noted its failure first. If no rank noted one, it is that of the remote shell, under
+        the number of the host's first rank.
+        """
         per_host = self._placement.ranks_per_host
         ranks = range(node * per_host, (node + 1) * per_host)
         outputs = {rank: self._directory.rank_output(rank) for rank in ranks}
@@ -279,7 +290,7 @@ class RemoteRanks:
 
 
 def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
-    """Run ``config`` on ``hosts``, the first of which is this machine; the exit code.
+    """Run ``config`` on ``hosts``, the first of which is this machine; return the exit code.
 
     Raises LaunchError where the roles do not fit, a name has no address, or the run's folder is taken.
     """
@@ -312,13 +323,17 @@ def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
             )
         directory.write_config(resolved_yaml(config))
         lease = directory.lease
+        variables = {NONCE_VARIABLE: lease.fence.nonce}
+        if fleet is not None:
+            variables |= fleet.rank_variables
+        gpus_per_host = hosts.devices_per_host if hosts.has_gpus else 0
         ranks = RemoteRanks(
             rank_command(module, directory, python),
             directory,
             placement,
             shell,
-            {NONCE_VARIABLE: lease.fence.nonce, **({} if fleet is None else fleet.rank_variables)},
-            forks=shares_imports(placement.ranks_per_host, int(hosts.has_gpus)),
+            variables,
+            forks=shares_imports(placement.ranks_per_host, gpus_per_host),
         )
         restarts = rank_restarts(config.run, directory, sections)
         return Supervisor(ranks, fleet, lambda: lease.loss, restarts=restarts).run().code

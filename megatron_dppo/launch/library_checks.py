@@ -53,6 +53,7 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
 
     The child has this process's output. The result is 130 after Ctrl-C.
     """
+    # A fork starts in milliseconds, but is possible only if a fork server has imported the module.
     try:
         code = run_forked(module, [*arguments, CHECK])
     except KeyboardInterrupt:
@@ -74,7 +75,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     all faults: those of ``check_config``, unknown names of rewards, and options that a library does not accept.
     """
     sections = ServerSections.of(config)
-    names: dict[str, Callable[[], object]] = {
+    checks_by_key: dict[str, Callable[[], object]] = {
         "reward.name": partial(_check_reward, config.reward),
         **{
             f"reward.further.{name}.name": partial(_check_reward, term)
@@ -89,7 +90,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     return _with_libraries(
         partial(check_config, config, source, weights=weights),
         source,
-        names,
+        checks_by_key,
         gpu_faults(config.engine.device),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
         kernel_faults(config.megatron),
@@ -113,21 +114,22 @@ def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
 def untried_options(config: PolicyConfig) -> list[str]:
     """Return a warning for each forwarded option, and each key of the model's config.json, whose effect is unknown."""
     sglang = config.sglang if isinstance(config, TrainConfig) else {}
-    of_model = [
-        f"model.hf_checkpoint: {w}" for w in unknown_key_warnings(config.model.hf_checkpoint)
+    model_warnings = [
+        f"model.hf_checkpoint: {warning}"
+        for warning in unknown_key_warnings(config.model.hf_checkpoint)
     ]
-    return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *of_model]
+    return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *model_warnings]
 
 
 def _with_libraries(
     check: Callable[[], T],
     source: str,
-    names: Mapping[str, Callable[[], object]],
-    *others: Iterable[str],
+    checks_by_key: Mapping[str, Callable[[], object]],
+    *further_faults: Iterable[str],
 ) -> T:
-    """Run ``check`` and the checks in ``names`` (by key), and return the result of ``check``.
+    """Run ``check`` and the check of each key, and return the result of ``check``.
 
-    Raises ConfigError that lists the faults of all these checks and ``others``.
+    Raises ConfigError that lists the faults of all these checks and ``further_faults``.
     """
     faults: list[str] = []
     results: list[T] = []
@@ -135,22 +137,22 @@ def _with_libraries(
         results.append(check())
     except ConfigError as error:
         faults += error.faults
-    for key, check_name in names.items():
+    for key, check_key in checks_by_key.items():
         # Report only one fault for each key.
         if any(fault.startswith(key) for fault in faults):
             continue
         try:
-            check_name()
+            check_key()
         except ModelError:
-            # ``check`` has reported this checkpoint.
+            # ``check`` has reported that this checkpoint's config.json can't be used.
             continue
         except _OptionValueError as error:
             section = key.removesuffix("name")
             faults += [f"{section}options.{fault}" for fault in error.faults]
         except ValueError as error:
             faults.append(f"{key}: {error}")
-    for more in others:
-        faults += more
+    for faults_of_check in further_faults:
+        faults += faults_of_check
     if faults:
         raise ConfigError(faults, source)
     return results[0]
@@ -207,7 +209,7 @@ def kernel_faults(megatron: Mapping[str, Any]) -> Iterator[str]:
 
 
 def optimizer_faults(optimizer: Mapping[str, Any]) -> Iterator[str]:
-    """Options of the ``megatron_optimizer:`` table that this environment's Adam does not have."""
+    """Yield the options of the ``megatron_optimizer:`` table that this environment's Adam does not have."""
     if not optimizer:
         return
     from megatron_dppo.trainer import platform

@@ -41,9 +41,10 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _ENDING_S = 10.0
+"""Further wait for ranks that have marked their failure and still release their resources."""
 _FIRST_RESTART_PAUSE_S = 0.25
 _CERTAIN_CAUSES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-"""Exit codes that a rank has only by a cause of its own, never because another rank failed."""
+"""Exit codes of a rank that was itself at fault: the failure of another rank never causes them."""
 
 
 def run_local(
@@ -61,7 +62,7 @@ def run_local(
     Args:
         run: the section of that name.
         parallel: the section of that name.
-        resolved: text of the whole configuration, which is written to that file.
+        resolved: text of the whole configuration, which the function writes to ``config.yaml``.
         sections: sections that servers depend on; None where the run generates nothing.
         module: module that a rank runs.
         machine: resources of this machine.
@@ -80,7 +81,9 @@ def run_local(
         configure_logging(directory.path, None)
         servers = 0 if sections is None else sections.engine.servers_to_start
         log.info(
-            "starting %s; their logs are in %s", processes(servers, ranks), directory.path / "logs"
+            "starting %s; their logs are in %s",
+            describe_processes(servers, ranks),
+            directory.path / "logs",
         )
         host = _master_host(parallel.interface)
         port = _pinned_master_port(host)
@@ -135,13 +138,13 @@ def rank_restarts(
 
     ``sections``: sections that servers depend on; None where the run generates nothing.
     """
-    has_devices = sections is None or sections.engine.placement == "separate"
+    # A colocated trainer allows the starts of servers once it has left the devices.
+    servers_may_start = sections is None or sections.engine.placement == "separate"
 
     def begin(number: int) -> None:
         directory.lease.fence_other_starts(number)
         directory.fleet.begin_ranks(number)
-        # A colocated trainer allows the starts of servers once it has left the devices.
-        directory.fleet.allow_starts(has_devices)
+        directory.fleet.allow_starts(servers_may_start)
         remove_left_behind()
 
     budget = RestartBudget(
@@ -156,31 +159,39 @@ def _size_of(path: Path) -> int:
 
 def local_placement(ranks: int, sections: ServerSections | None, machine: Machine) -> Placement:
     """Assign this machine's GPUs to ranks and servers. Raises PlacementError where there are too few."""
-    address, gpus = LOOPBACK, machine.gpus or None
+    address = LOOPBACK
+    # None: without GPUs, any number of processes share the cores.
+    devices = machine.gpus or None
     if sections is not None:
         address = sections.engine.host
-        gpus = None if sections.engine.device == "cpu" else gpus
-    return place(Roles.of(ranks, sections), Allocation((Host("this machine", address, gpus),)))
+        if sections.engine.device == "cpu":
+            devices = None
+    host = Host("this machine", address, devices)
+    return place(Roles.of(ranks, sections), Allocation((host,)))
 
 
 def servers_beside(sections: ServerSections | None) -> int:
-    """Count the servers that generate on this machine while the ranks train: each needs a core of its own.
+    """Count the servers that generate on this machine while the ranks train: the ranks leave a core to each.
 
-    The threads of a parallel loop spin until the last one has finished. With one core too few, every loop takes as long
-    as its last thread waits for a core.
+    The threads of a rank's parallel loop spin until the last thread has finished. With one core too few, every loop
+    takes as long as its last thread waits for a core.
     """
     if sections is None or sections.engine.placement == "colocated":
         return 0
-    if sections.rollout.max_staleness:
-        return sections.engine.servers_to_start
-    return 0
+    if sections.rollout.max_staleness == 0:
+        # Servers generate only between training steps.
+        return 0
+    return sections.engine.servers_to_start
 
 
-def processes(servers: int, ranks: int) -> str:
-    trainer = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    if not servers:
+def describe_processes(servers: int, ranks: int) -> str:
+    """Return the processes of a run in words, such as ``the engine and 2 ranks``."""
+    trainer = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if servers == 0:
         return trainer
-    return f"{'the engine' if servers == 1 else f'{servers} servers'} and {trainer}"
+    if servers == 1:
+        return f"the engine and {trainer}"
+    return f"{servers} servers and {trainer}"
 
 
 def rank_command(
@@ -198,8 +209,8 @@ def cores_of_ranks(sections: ServerSections | None) -> int:
 
 def ranks_environment(ranks: int, cores: int) -> dict[str, str]:
     """Return the variables of this machine's ranks that do not depend on the run."""
-    # Divide the cores evenly among the ranks.
     threads = max(1, cores // ranks)
+    # An OMP_NUM_THREADS of the user replaces this number of threads.
     return {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
@@ -313,15 +324,15 @@ class RankGroup:
     def failures(self, grace_s: float) -> list[RankFailure]:
         if not any(self.codes()):
             return []
-        # When a rank fails, the others fail in their collectives, and may exit before it. So wait longer for ranks
-        # that have marked their failure; the likely cause is the rank with the earliest mark.
-        if set(self.codes()) & set(_CERTAIN_CAUSES):
-            grace_s = 0.0
-        deadline = time.monotonic() + grace_s
-        while None in self.codes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        while grace_s and self._ending() and time.monotonic() < deadline + _ENDING_S:
-            time.sleep(0.05)
+        # When a rank fails, the other ranks fail in their collectives, and may exit before it. So wait for all ranks,
+        # and longer for those that have marked their failure: the likely cause is the rank with the earliest mark.
+        has_certain_cause = any(code in _CERTAIN_CAUSES for code in self.codes())
+        if grace_s > 0 and not has_certain_cause:
+            deadline = time.monotonic() + grace_s
+            while None in self.codes() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            while self._has_failing_rank() and time.monotonic() < deadline + _ENDING_S:
+                time.sleep(0.05)
         failures = [
             RankFailure(rank, code, path, failed_at(path))
             for rank, (code, path) in enumerate(zip(self.codes(), self._outputs, strict=True))
@@ -329,14 +340,15 @@ class RankGroup:
         ]
         return sorted(failures, key=lambda failure: failure.failed_at)
 
-    def _ending(self) -> bool:
+    def _has_failing_rank(self) -> bool:
+        """Return whether a rank has marked its failure and has not exited yet."""
         for code, path in zip(self.codes(), self._outputs, strict=True):
             if code is None and failure_mark(path).exists():
                 return True
         return False
 
     def ended(self) -> bool:
-        return None not in self.codes()
+        return all(code == 0 for code in self.codes())
 
     def ask_to_stop(self) -> None:
         for process in self._processes:

@@ -15,11 +15,13 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import tail
 
-_LOOK_BACK = 400
-_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
-_MATTERS = {"WARNING", "ERROR", "CRITICAL"}
-_FOR_AUTHORS = re.compile(r" py\.warnings: .*(Deprecation|Future)Warning")
-_TOLD = ("supervisor.log", "rank0.log")
+_LINES_READ = 400
+"""Number of lines that are read from the end of a log."""
+_RECORD_START = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
+"""Start of a log record's first line: time, process, and the level as group 1."""
+_IMPORTANT_LEVELS = {"WARNING", "ERROR", "CRITICAL"}
+_WARNING_FOR_AUTHORS = re.compile(r" py\.warnings: .*(Deprecation|Future)Warning")
+_MAIN_LOGS = ("supervisor.log", "rank0.log")
 
 
 def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
@@ -30,8 +32,9 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
     """
     folder = directory / "logs"
     if name is None:
-        return merged([folder / file for file in _TOLD], count)
-    name_pattern = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
+        return merged([folder / file for file in _MAIN_LOGS], count)
+    # No digit may follow: the name rank1 does not stand for rank12.
+    name_pattern = re.compile(rf"{re.escape(name)}(?!\d)")
     paths = (path for path in folder.glob("*") if name_pattern.match(path.name))
     logs = sorted(paths, key=lambda path: path.stat().st_mtime)
     if not logs:
@@ -45,13 +48,15 @@ def important_lines(directory: Path, count: int) -> list[str]:
 
     Python's warnings for authors of libraries are left out.
     """
-    lines = merged([directory / "logs" / file for file in _TOLD], _LOOK_BACK)
-    return [line for line in lines if _matters(line)][-count:]
+    lines = merged([directory / "logs" / file for file in _MAIN_LOGS], _LINES_READ)
+    return [line for line in lines if _is_important(line)][-count:]
 
 
-def _matters(line: str) -> bool:
-    match = _LINE.match(line)
-    return match is not None and match[1] in _MATTERS and not _FOR_AUTHORS.search(line)
+def _is_important(line: str) -> bool:
+    match = _RECORD_START.match(line)
+    if match is None or match[1] not in _IMPORTANT_LEVELS:
+        return False
+    return _WARNING_FOR_AUTHORS.search(line) is None
 
 
 def merged(paths: Sequence[Path], count: int) -> list[str]:
@@ -60,16 +65,17 @@ def merged(paths: Sequence[Path], count: int) -> list[str]:
     for path in paths:
         records += _records(path)
     lines: list[str] = []
+    # The first line of a record begins with its time.
     for record in sorted(records, key=itemgetter(0)):
         lines += record
     return lines[-count:]
 
 
 def _records(path: Path) -> Iterator[list[str]]:
-    """Yield the records of a log, each with its further lines."""
+    """Yield the lines of each record of a log: its first line and the lines that continue it."""
     record: list[str] = []
-    for line in tail(path, _LOOK_BACK).splitlines():
-        if _LINE.match(line) and record:
+    for line in tail(path, _LINES_READ).splitlines():
+        if _RECORD_START.match(line) and record:
             yield record
             record = []
         record.append(line)

@@ -30,20 +30,20 @@ _POLL_S = 0.05
 
 
 def main() -> int:
-    """Start the ranks of this host and wait for them; the exit code."""
+    """Start the ranks of this host and wait for them; return the exit code."""
     count, module, config, logs = sys.argv[1:]
     hide_secrets()
     size = int(count)
-    first = size * int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_PROCID"])
+    first_rank = size * int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_PROCID"])
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "LOCAL_WORLD_SIZE": count}
     server = ForkServer(libraries_of(module), environment, _STDOUT)
     ranks: dict[Path, ForkedProcess] = {}
     for local in range(size):
-        output = Path(logs) / f"rank{first + local}.out"
-        request = ForkRequest(
-            module, [config], {"RANK": str(first + local), "LOCAL_RANK": str(local)}
-        )
+        rank = first_rank + local
+        output = Path(logs) / f"rank{rank}.out"
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+        request = ForkRequest(module, [config], variables)
         with open(os.devnull, "rb") as nothing, output.open("ab") as file:
             ranks[output] = server.fork(request, [nothing.fileno(), file.fileno()])
     try:
@@ -53,7 +53,10 @@ def main() -> int:
 
 
 def _first_failure(server: ForkServer, ranks: Mapping[Path, ForkedProcess]) -> int:
-    """Wait until all ranks have ended, or one has failed; its exit code, else 0. ``ranks``: by their output."""
+    """Wait until a rank has failed and return its exit code, or until all ranks have ended and return 0.
+
+    ``ranks``: the process of each output file.
+    """
     while True:
         # Poll before reading: all that the server sent before its end is then in the socket.
         server_code = server.process.poll()
@@ -62,16 +65,18 @@ def _first_failure(server: ForkServer, ranks: Mapping[Path, ForkedProcess]) -> i
             if code:
                 _mark_failure(output)
                 print(f"{output.stem} {describe_exit(code)}", flush=True)
+                # 128 + n for signal n, as in a shell.
                 return code if code > 0 else 128 - code
         if None not in codes.values():
             return 0
         if server_code is not None:
+            # The ranks without a code were killed together with the fork server.
             return server_code if server_code > 0 else 1
         time.sleep(_POLL_S)
 
 
 def _mark_failure(output: Path) -> None:
-    """Note the time of a rank's failure where the rank was killed before it could."""
+    """Write the time of a rank's failure, unless the rank has written it: a killed rank could not."""
     try:
         with open(failure_mark(output), "x") as file:
             file.write(f"{time.time()}")

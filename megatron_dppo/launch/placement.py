@@ -10,6 +10,7 @@ devices of several hosts. The router runs beside the first rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.logging import aligned
@@ -154,8 +155,9 @@ class Placement:
             rows.append((self.router.host.name, "router", "-", router_address))
         for server in self.servers:
             devices = _span(server.first_device, server.devices)
-            ports = [server.port, *[None] * (len(server.hosts) - 1)]
-            for host, port in zip(server.hosts, ports, strict=True):
+            for host in server.hosts:
+                # The first host of a server answers its clients.
+                port = server.port if host == server.host else None
                 rows.append((host.name, server.name, devices, _address(host, port)))
         rows += [(host.name, "(spare)", "-", host.address) for host in self.unused]
         return "\n".join(aligned(rows))
@@ -163,6 +165,7 @@ class Placement:
     def _rank_row(self, host: Host) -> tuple[str, str, str, str]:
         host_ranks = [rank for rank in self.ranks if rank.host == host]
         ranks = _span(host_ranks[0].rank, len(host_ranks))
+        # The ranks meet at rank 0.
         master = self.master_port if host_ranks[0].rank == 0 else None
         role = f"ranks {ranks}" if len(host_ranks) > 1 else f"rank {ranks}"
         return host.name, role, _span(0, len(host_ranks)), _address(host, master)
@@ -180,10 +183,10 @@ def _address(host: Host, port: int | None) -> str:
     return f"{host.address}:{port}"
 
 
-# Ports of the rendezvous, the router and the router's metrics; the servers' ports follow.
 _FIXED_PORTS = 3
-# Ports of a server over several hosts: for its clients, and for its ranks.
+"""Number of ports before those of the servers: for the ranks' rendezvous, the router, and the router's metrics."""
 _SPANNING_PORTS = 2
+"""Number of ports of a server over several hosts: one for its clients, and one where its ranks meet."""
 
 
 class PlacementError(LaunchError):
@@ -195,8 +198,11 @@ class Roles:
     """The processes of a run: ranks, one device each, and SGLang servers to start.
 
     Attributes:
+        ranks, servers: number of ranks and of servers.
+        server_devices: number of devices of each server.
         first_device: first device of the first server, counted over all hosts; None: the one after the ranks.
         port: port of the first server, where the configuration has one.
+        router: whether the run has an HTTP router.
     """
 
     ranks: int
@@ -220,7 +226,12 @@ class Roles:
         if engine.placement == "colocated":
             first_device = 0
         return cls(
-            ranks, engine.servers_to_start, size, first_device, engine.port, engine.uses_router
+            ranks,
+            engine.servers_to_start,
+            server_devices=size,
+            first_device=first_device,
+            port=engine.port,
+            router=engine.uses_router,
         )
 
     def hosts_needed(self, devices: int) -> int:
@@ -229,16 +240,27 @@ class Roles:
         Raises PlacementError where the roles can't be divided among such hosts.
         """
         _require_fit(self, devices)
-        first_device = self.ranks if self.first_device is None else self.first_device
-        free = -first_device % devices // self.server_devices
-        beyond = max(0, self.servers - free)
+        hosts_of_ranks = ceil(self.ranks / devices)
+        # If the servers' first device is inside a host, servers may use the rest of that host.
+        earlier_hosts = ceil(self.first_server_device / devices)
         if self.server_devices > devices:
-            more = self.servers * (self.server_devices // devices)
+            server_hosts = self.servers * (self.server_devices // devices)
         else:
-            more = -(-beyond // (devices // self.server_devices))
-        return max(-(-self.ranks // devices), -(-first_device // devices) + more)
+            free_devices = earlier_hosts * devices - self.first_server_device
+            servers_on_earlier_hosts = free_devices // self.server_devices
+            remaining_servers = max(0, self.servers - servers_on_earlier_hosts)
+            server_hosts = ceil(remaining_servers / (devices // self.server_devices))
+        return max(hosts_of_ranks, earlier_hosts + server_hosts)
 
-    def ports(self, devices: int) -> int:
+    @property
+    def first_server_device(self) -> int:
+        """First device of the first server, counted over all hosts."""
+        if self.first_device is None:
+            return self.ranks
+        return self.first_device
+
+    def ports_of_server(self, devices: int) -> int:
+        """Return the number of ports of one server on hosts with ``devices`` devices."""
         if self.server_devices > devices:
             return _SPANNING_PORTS
         return 1
@@ -252,37 +274,41 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     hosts = allocation.hosts
     if not hosts:
         raise PlacementError("got no hosts, expected at least one")
-    room = hosts[0].devices
-    devices = _room_for_all(roles) if room is None else room
-    roles = _in_groups(roles, allocation, devices)
+    devices = hosts[0].devices
+    if devices is None:
+        devices = _devices_for_all(roles)
+    roles = _with_servers_on_second_group(roles, allocation, devices)
     needed_hosts = roles.hosts_needed(devices)
     if needed_hosts > len(hosts):
         raise PlacementError(_too_few(roles, hosts, devices, needed_hosts))
     ranks = tuple(
         RankPlace(rank, hosts[rank // devices], rank % devices) for rank in range(roles.ranks)
     )
-    base = allocation.first_port
+    master_port = allocation.first_port
+    port_step = _ports_of_run(roles, devices)
     router = None
     if roles.router:
         router = RouterPlace(hosts[0], None, None)
-        if base is not None:
-            router = RouterPlace(hosts[0], base + 1, base + 2, _ports(roles, devices))
-    servers = _servers(roles, hosts, devices, base)
+        if master_port is not None:
+            router = RouterPlace(hosts[0], master_port + 1, master_port + 2, port_step)
+    servers = _servers(roles, hosts, devices, master_port)
     used = {rank.host for rank in ranks}
     for server in servers:
         used |= set(server.hosts)
     unused = tuple(host for host in hosts if host not in used)
-    return Placement(ranks, servers, router, base, unused, _ports(roles, devices))
+    return Placement(ranks, servers, router, master_port, unused, port_step)
 
 
-def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
+def _with_servers_on_second_group(roles: Roles, allocation: Allocation, devices: int) -> Roles:
+    """Return the roles with the servers on the second group of a heterogeneous job; unchanged in any other job."""
     first_group, *other_groups = allocation.groups
     if not other_groups:
         return roles
-    room = len(first_group) * devices
-    if roles.ranks > room:
+    group_devices = len(first_group) * devices
+    if roles.ranks > group_devices:
         raise PlacementError(
-            f"the first group of the job has {room} devices, {roles.ranks} ranks need as many"
+            f"parallel.world_size: got {roles.ranks} ranks, expected at most {group_devices}, the devices of the "
+            "job's first group"
         )
     if roles.first_device is not None:
         raise PlacementError(
@@ -290,46 +316,50 @@ def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
             "it out"
         )
     # The servers start on the second group's first host, even where the ranks leave devices of the first group free.
-    return replace(roles, first_device=room)
+    return replace(roles, first_device=group_devices)
 
 
 def _servers(
     roles: Roles,
     hosts: tuple[Host, ...],
     devices: int,
-    base: int | None,
+    master_port: int | None,
 ) -> tuple[ServerPlace, ...]:
-    size = min(roles.server_devices, devices)
-    count = roles.server_devices // size
-    first_port, step = roles.port, 0
-    if first_port is None and base is not None:
-        first_port = base + _FIXED_PORTS
-        step = _ports(roles, devices)
-    device = roles.ranks if roles.first_device is None else roles.first_device
+    devices_per_host = min(roles.server_devices, devices)
+    hosts_per_server = roles.server_devices // devices_per_host
+    first_port = roles.port
+    # Every start uses the port that the configuration has.
+    port_step = 0
+    if first_port is None and master_port is not None:
+        first_port = master_port + _FIXED_PORTS
+        port_step = _ports_of_run(roles, devices)
+    # The devices are counted over all hosts.
+    device = roles.first_server_device
     servers = []
     for index in range(roles.servers):
-        # The rest of this host is too small for the server.
-        if device % devices + size > devices:
+        if device % devices + devices_per_host > devices:
+            # The rest of this host is too small for the server: go on with the next host.
             device += devices - device % devices
         port = None
         if first_port is not None:
-            port = first_port + index * roles.ports(devices)
-        host = device // devices
-        span = hosts[host : host + count]
-        servers.append(ServerPlace(index, span, device % devices, size, port, step))
+            port = first_port + index * roles.ports_of_server(devices)
+        first_host = device // devices
+        server_hosts = hosts[first_host : first_host + hosts_per_server]
+        servers.append(
+            ServerPlace(index, server_hosts, device % devices, devices_per_host, port, port_step)
+        )
         device += roles.server_devices
     return tuple(servers)
 
 
-def _ports(roles: Roles, devices: int) -> int:
-    """Return the number of ports of a whole run; restarted servers and routers take as many further ones."""
-    return _FIXED_PORTS + roles.servers * roles.ports(devices)
+def _ports_of_run(roles: Roles, devices: int) -> int:
+    """Return the number of ports of a run; a restarted process has its first port plus a multiple of this number."""
+    return _FIXED_PORTS + roles.servers * roles.ports_of_server(devices)
 
 
-def _room_for_all(roles: Roles) -> int:
-    """Return the devices of one host that holds every process."""
-    first_device = roles.ranks if roles.first_device is None else roles.first_device
-    return max(roles.ranks, first_device + roles.servers * roles.server_devices)
+def _devices_for_all(roles: Roles) -> int:
+    """Return the number of devices that one host needs for every process."""
+    return max(roles.ranks, roles.first_server_device + roles.servers * roles.server_devices)
 
 
 def _require_fit(roles: Roles, devices: int) -> None:
@@ -349,6 +379,7 @@ def _require_fit(roles: Roles, devices: int) -> None:
 
 
 def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: int) -> str:
+    """Return the text of the error that the roles need ``needed_hosts`` hosts, with the changes that make them fit."""
     ranks = f"{roles.ranks} ranks" if roles.ranks > 1 else "1 rank"
     size = ""
     if roles.server_devices > 1:
@@ -356,15 +387,12 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: 
     servers = ""
     if roles.servers:
         servers = f" and {roles.servers} servers{size}"
-    room = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
-    fewer = [
-        count
-        for count in range(roles.servers - 1, 0, -1)
-        if Roles(roles.ranks, count, roles.server_devices, roles.first_device).hosts_needed(devices)
-        <= len(hosts)
-    ]
+    present_hosts = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
     ways = [f"{needed_hosts} hosts of {devices}"]
-    ways += [f"engine.servers={fewer[0]}"] if fewer else []
+    for count in range(roles.servers - 1, 0, -1):
+        if replace(roles, servers=count).hosts_needed(devices) <= len(hosts):
+            ways.append(f"engine.servers={count}")
+            break
     if roles.servers and roles.first_device is None and roles.ranks <= devices * len(hosts):
         ways.append("sglang.base_gpu_id=0, by which servers share the ranks' devices")
-    return f"devices: {ranks}{servers} do not fit on {room} of {devices}; what fits: {', or '.join(ways)}"
+    return f"devices: {ranks}{servers} do not fit on {present_hosts} of {devices}; what fits: {', or '.join(ways)}"

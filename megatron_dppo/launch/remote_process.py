@@ -2,9 +2,9 @@
 
     ssh HOST python -m megatron_dppo.launch.remote_process
 
-The first line of standard input is a JSON list of commands (``RemoteCommand``). Standard input stays open after it: a
-line ``stop`` is passed on to the commands as SIGTERM, and at its end, by which a dead supervisor or connection shows,
-the commands are killed with their descendants. The exit code is that of the first command that fails, else 0.
+The first line of standard input is a JSON list of commands (``RemoteCommand``). A later line ``stop`` makes this
+program send SIGTERM to the commands. When standard input ends, the supervisor or the connection is gone: the program
+kills the commands and their descendants. The exit code is that of the first command that fails, else 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RemoteCommand:
         environment: all of its variables, without keys.
         stdin: its whole standard input, which may hold keys.
         log: file that its output is appended to, on the file system that the hosts share.
-        folder: its working directory, on the same file system.
+        folder: its working directory, on the file system that the hosts share.
     """
 
     command: Sequence[str]
@@ -58,7 +58,7 @@ def header(commands: Sequence[RemoteCommand]) -> bytes:
 
 
 def main() -> int:
-    """Start the commands and wait for their ends, or for that of the supervisor; the exit code."""
+    """Start the commands, wait until they have ended or the supervisor is gone, and return the exit code."""
     adopt_orphans()
     commands = [RemoteCommand(**values) for values in json.loads(_read_line())]
     processes: list[subprocess.Popen[bytes]] = []
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _read_line() -> bytes:
-    """Read one line of standard input, and nothing after it."""
+    """Read one line of standard input, and nothing after it, so that ``select`` sees a later line."""
     line = b""
     while not line.endswith(b"\n"):
         character = os.read(0, 1)
@@ -94,9 +94,11 @@ def _read_line() -> bytes:
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     while True:
         codes = [process.poll() for process in processes]
-        if failed := [code for code in codes if code]:
-            print(f"a command {describe_exit(failed[0])}", flush=True)
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        for code in codes:
+            if code:
+                print(f"a command {describe_exit(code)}", flush=True)
+                # 128 + n for signal n, as in a shell.
+                return code if code > 0 else 128 - code
         if None not in codes:
             return 0
         readable, _, _ = select.select([0], [], [], _POLL_S)

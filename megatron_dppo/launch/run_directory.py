@@ -5,7 +5,7 @@
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
       engine/...             the servers; see megatron_dppo/fleet/record.py
       starts                 the number of starts of the run, for the engine's seed
-      stop                   under Slurm: requests that the ranks end their step and save a checkpoint
+      stop                   on several hosts: requests that the ranks end their step and save a checkpoint
       logs/rank<N>.out       standard output and error of rank N
       logs/<server>-<I>.log  output of the I-th incarnation of a server or of the router
 
@@ -47,6 +47,7 @@ class RunDirectory:
 
     @property
     def step_messages(self) -> Path:
+        """File with the messages of the srun that runs the ranks' step."""
         return self.path / "logs" / "ranks.srun"
 
     @property
@@ -55,7 +56,7 @@ class RunDirectory:
         return self.path / "stop"
 
     def server_log(self, name: str, incarnation: int) -> Path:
-        """Output of the ``incarnation``-th start of a server in this run, counted from 1."""
+        """Return the file with the output of the ``incarnation``-th start of a server, counted from 1."""
         return self.path / "logs" / f"{name}-{incarnation}.log"
 
     @property
@@ -88,10 +89,11 @@ class RunDirectory:
         self.lease.release()
 
     def count_start(self) -> int:
+        """Count a start of the run; return the number of earlier starts."""
         path = self.path / "starts"
-        before = int(path.read_text()) if path.exists() else 0
-        write_atomically(path, f"{before + 1}\n")
-        return before
+        earlier_starts = int(path.read_text()) if path.exists() else 0
+        write_atomically(path, f"{earlier_starts + 1}\n")
+        return earlier_starts
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration below its hash, which readers compare."""
@@ -105,19 +107,24 @@ def is_finished(config: TrainConfig) -> bool:
     """
     directory = Path(config.run.directory)
     repository = config.checkpoint.upload
+    upload = None
     if config.run.resume == "never":
         return False
     try:
         summary = json.loads((directory / records.SUMMARY_FILE).read_text(encoding="utf-8"))
         text = (directory / records.CONFIG_FILE).read_text(encoding="utf-8")
-        same = text in (with_hash(resolved_yaml(config)), resolved_yaml(config))
-        last = records.read_records(directory)[-1]
-        uploaded = repository is None or json.loads((directory / records.UPLOAD_FILE).read_text())
+        last_record = records.read_records(directory)[-1]
+        if repository is not None:
+            upload = json.loads((directory / records.UPLOAD_FILE).read_text())
     except (OSError, ValueError, RecursionError, records.RecordsError, IndexError):
         return False
     steps = config.run.steps
-    ended = isinstance(summary, dict) and summary.get("steps") == steps == records.step_of(last)
-    evaluated = not config.data.evaluation or records.mean_accuracy(last) is not None
-    exported = not config.checkpoint.export_hf or (directory / records.EXPORT_FOLDER).is_dir()
-    sent = repository is None or uploaded == {"repository": repository, "steps": steps}
-    return same and ended and evaluated and exported and sent
+    config_text = resolved_yaml(config)
+    # A user may have removed the line with the hash.
+    has_same_config = text in (with_hash(config_text), config_text)
+    has_summary = isinstance(summary, dict) and summary.get("steps") == steps
+    has_last_step = records.step_of(last_record) == steps
+    has_accuracy = not config.data.evaluation or records.mean_accuracy(last_record) is not None
+    has_export = not config.checkpoint.export_hf or (directory / records.EXPORT_FOLDER).is_dir()
+    has_upload = repository is None or upload == {"repository": repository, "steps": steps}
+    return all((has_same_config, has_summary, has_last_step, has_accuracy, has_export, has_upload))

@@ -25,16 +25,17 @@ from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFile
 
 UNKNOWN = "UNKNOWN"
 """State of a job where Slurm does not answer."""
-_FORGOTTEN = "Invalid job id"
+_FORGOTTEN_JOB = "Invalid job id"
 """Text of squeue for a job some minutes after its end."""
-_ENDED = {"done", "asked", "cancelled", "refused", "succeeded"}
+_FINAL_ENDINGS = {"done", "asked", "cancelled", "refused", "succeeded"}
+"""Values of ``Attempt.why`` after which submitting the run again is not suggested."""
 
 
 @dataclass(frozen=True)
 class JobState:
     """State of a job in squeue.
 
-    ``state`` is None where squeue does not know the job, ``UNKNOWN`` where it can't tell, with the ``reason``.
+    ``state`` is None if squeue does not know the job, and ``UNKNOWN`` if squeue fails, with its message as ``reason``.
     """
 
     job: str | None
@@ -46,20 +47,21 @@ class JobState:
 class LocalRun:
     """A run that was started without Slurm.
 
-    ``holder`` holds its lease. ``state`` is RUNNING, ``UNKNOWN`` where its process is on another machine, None where it
-    has ended. ``returned`` tells that it released the lease at its end.
+    ``holder`` is the last process that held its lease. ``state`` is RUNNING, ``UNKNOWN`` if the process is on another
+    machine, or None if it has ended. ``has_released``: whether it released the lease at its end.
     """
 
     holder: Holder
     state: str | None
-    returned: bool
+    has_released: bool
 
 
 def require_run(directory: str) -> Path:
     path = Path(directory)
     try:
         is_run = any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE))
-    except (OSError, ValueError) as error:  # too long, no permission, a NUL
+    except (OSError, ValueError) as error:
+        # The path is too long, has a NUL or must not be read.
         raise LaunchError(f"{given(directory)}: {getattr(error, 'strerror', error)}") from error
     if not is_run:
         raise LaunchError(f"{directory}: expected the folder of a run (run.directory)")
@@ -82,18 +84,18 @@ def run_state(directory: Path) -> JobState | LocalRun:
     if holder is None or holder.job is not None:
         return job
     beat = files.beat(holder)
-    returned = beat is not None and beat.ended
+    has_released = beat is not None and beat.ended
     is_same_machine = holder.is_neighbour(Holder.of_this_process())
-    lives = RUNNING if holder.runs() else None
     state: str | None = UNKNOWN
-    if returned:
+    if has_released:
         state = None
     elif is_same_machine:
-        state = lives
-    return LocalRun(holder, state, returned)
+        state = RUNNING if holder.runs() else None
+    return LocalRun(holder, state, has_released)
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
+    """Return the state of the job that was submitted last; of the newest attempt's job if no submission is recorded."""
     file = directory / JOB_FILE
     job = None
     if file.is_file():
@@ -103,12 +105,16 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
     if job is None:
         return JobState(None, None)
     try:
+        # %T is the state, %r the reason for it.
         squeue_fields = slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").split()
     except SlurmError as error:
-        if _FORGOTTEN in str(error):
+        if _FORGOTTEN_JOB in str(error):
             return JobState(job, None)
         return JobState(job, UNKNOWN, one_line(str(error)))
-    return JobState(job, squeue_fields[0] if squeue_fields else None, " ".join(squeue_fields[1:]))
+    if not squeue_fields:
+        return JobState(job, None)
+    state, *reason_words = squeue_fields
+    return JobState(job, state, " ".join(reason_words))
 
 
 def state_text(directory: Path) -> str:
@@ -117,6 +123,7 @@ def state_text(directory: Path) -> str:
 
 
 def described(state: JobState | LocalRun, attempts: Sequence[Attempt], directory: Path) -> str:
+    """Return ``state`` in words."""
     if isinstance(state, LocalRun):
         return _local_state(state, directory)
     return state_of(state, attempts)
@@ -128,7 +135,7 @@ def _local_state(run: LocalRun, directory: Path) -> str:
         return f"runs as {run.holder.describe()}, since {start_time}"
     if run.state == UNKNOWN:
         return f"started as {run.holder.describe()}, {start_time}, which can't be asked from here"
-    if not run.returned:
+    if not run.has_released:
         return f"ended: {VANISHED}; the same command resumes"
     try:
         is_done = is_finished(load_config(directory / CONFIG_FILE))
@@ -140,6 +147,7 @@ def _local_state(run: LocalRun, directory: Path) -> str:
 
 
 def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
+    """Return the state of a job in words, with the run's last attempt."""
     last_attempt = attempts[-1] if attempts else None
     if job.state == "PENDING":
         reason = f" ({job.reason})" if job.reason else ""
@@ -152,6 +160,7 @@ def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
     if job.state is not None:
         count = ""
         if last_attempt is not None:
+            # Attempts are counted from 0.
             count = f", start {last_attempt.attempt + 1}"
         node_text = ""
         if last_attempt is not None and last_attempt.why == RUNNING:
@@ -160,4 +169,6 @@ def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
     if last_attempt is None:
         return f"job {job.job} is gone and never started"
     why = VANISHED if last_attempt.why == RUNNING else last_attempt.why
-    return f"ended: {why}" + ("" if why in _ENDED else "; submit it again to resume")
+    if why in _FINAL_ENDINGS:
+        return f"ended: {why}"
+    return f"ended: {why}; submit it again to resume"

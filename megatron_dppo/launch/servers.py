@@ -25,7 +25,9 @@ from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.network import free_port, is_loopback
 
 _SEEDS_PER_START = 10_007
+"""Distance between the seeds of two starts of a run: more than the restarts of a server within a start."""
 _SEEDS_PER_SERVER = 1_000_003
+"""Distance between the seeds of two servers."""
 
 
 def _same_host(host: Host) -> Host:
@@ -60,10 +62,10 @@ class _ServerMaker:
         hosts = server.hosts
         if incarnation > 1:
             hosts = tuple(self.starts.host_now(host) for host in hosts)
-        several = None
+        server_hosts = None
         if server.meeting_port is not None:
             port = self._port(server.meeting_port, server.port_step, incarnation)
-            several = ServerHosts({host.name: host.address for host in hosts}, port)
+            server_hosts = ServerHosts({host.name: host.address for host in hosts}, port)
         return EngineProcess(
             self.sections,
             port=self._port(server.port, server.port_step, incarnation),
@@ -73,7 +75,7 @@ class _ServerMaker:
             admin_api_key=self.keys.admin,
             host=hosts[0].address,
             first_device=server.first_device,
-            hosts=several,
+            hosts=server_hosts,
             runtime=self.starts.runtime_at(hosts),
         )
 
@@ -112,8 +114,8 @@ def supervised_fleet(
 ) -> SupervisedFleet:
     """Return the run's servers and HTTP router, not started.
 
-    The keys are new, except those that the environment has. This process offers the server registry to the ranks, on
-    ``interface``.
+    The function makes the keys that the environment does not have. This process offers the server registry to the
+    ranks, on ``interface``.
     """
     engine = sections.engine
     # The router forwards its client's key, so the servers of a fleet share one key.
@@ -123,22 +125,30 @@ def supervised_fleet(
     seed += _SEEDS_PER_START * directory.count_start()
     maker = _ServerMaker(sections, directory, keys, seed, starts)
 
-    def supervised(
-        name: str, make: Callable[[int], ChildServer], title: str, **gate: Callable[[str], bool]
-    ) -> SupervisedServer:
-        budget = RestartBudget(engine.max_restarts, engine.restart_window_s)
-        return SupervisedServer(name, make, directory.fleet, budget=budget, title=title, **gate)
-
     # A colocated trainer allows the starts once it has left the devices.
     directory.fleet.allow_starts(engine.placement == "separate")
     servers: list[SupervisedServer] = []
     for server in placement.servers:
         title = "the engine" if engine.servers_to_start == 1 else server.name
-        make = partial(maker.server, server)
-        servers.append(supervised(server.name, make, title, may_start=directory.fleet.begin_start))
+        servers.append(
+            SupervisedServer(
+                server.name,
+                partial(maker.server, server),
+                directory.fleet,
+                budget=RestartBudget(engine.max_restarts, engine.restart_window_s),
+                title=title,
+                may_start=directory.fleet.begin_start,
+            )
+        )
     router = None
     if placement.router is not None:
-        router = supervised(ROUTER, partial(maker.router, placement.router), "the router")
+        router = SupervisedServer(
+            ROUTER,
+            partial(maker.router, placement.router),
+            directory.fleet,
+            budget=RestartBudget(engine.max_restarts, engine.restart_window_s),
+            title="the router",
+        )
     try:
         host = control_host(interface, starts.address)
         return SupervisedFleet(servers, router, directory.fleet, keys, host)

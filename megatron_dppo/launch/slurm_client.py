@@ -1,4 +1,4 @@
-"""Slurm's client programs, each with a time-out: its controller may be away for minutes."""
+"""Slurm's client programs, each with a time-out, because Slurm's controller may not answer for minutes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 
 from megatron_dppo.system.errors import RunError
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 
 
 class SlurmError(RunError):
@@ -14,20 +14,21 @@ class SlurmError(RunError):
 
 
 def slurm(*command: str) -> str:
+    """Run a client program of Slurm and return its standard output. Raises SlurmError."""
     try:
         completed = subprocess.run(
             command,
             capture_output=True,
             text=True,
             check=False,
-            timeout=_PATIENCE_S,
+            timeout=_TIMEOUT_S,
         )
     except FileNotFoundError as error:
         raise SlurmError(
             f"{command[0]} is not on the path: this is no machine of a Slurm cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{' '.join(command)}: no answer within {_PATIENCE_S:.0f} s") from error
+        raise SlurmError(f"{' '.join(command)}: no answer within {_TIMEOUT_S:.0f} s") from error
     if completed.returncode:
         message = completed.stderr.strip() or completed.stdout.strip()
         raise SlurmError(f"{' '.join(command)}: {message}")

@@ -2,8 +2,8 @@
 
 A step ends by SIGTERM to its srun: Slurm then kills the step's tasks at once. srun names the step by the job's id and
 the step's number, and a requeued job counts these numbers from 0 again. An srun that can't reach Slurm retries for
-seconds, and could then kill a step of the next attempt. So where another start holds the run's lease, srun itself is
-killed, and sends nothing.
+seconds, and could then kill a step of the next attempt. So if another start holds the run's lease, srun gets SIGKILL
+instead, which it cannot pass on.
 
 A step shares its node with other steps (``--overlap``) and uses all of the node's cores and GPUs.
 """
@@ -29,9 +29,10 @@ from megatron_dppo.system.lease import START_VARIABLE, FencedError
 from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
+"""Longest wait for the end of an srun after SIGTERM, before it gets SIGKILL."""
 # Variables that sbatch, or an allocation around it, sets and srun takes for options of a step. A step needs none of
-# them: it shares everything that the job has of its nodes. srun would fail on two ways to count memory together, on the
-# whole job's GPUs for a step of fewer nodes, or on tasks by GPU beside tasks by node.
+# them: it shares everything that the job has of its nodes. Some of them make srun fail: memory per CPU together with
+# memory per node, the whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks per node.
 _OPTION_VARIABLES = (
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
@@ -98,14 +99,15 @@ class StepForm:
             tasks_per_host: number of tasks on each host.
             output: file that is appended to; ``%t`` is the task.
             stdin: whether the tasks read srun's standard input.
-            tolerant: whether the other tasks continue after a task's error.
+            tolerant: whether the other tasks continue after the error of one task.
         """
         groups = {host.group for host in hosts}
         assert len(groups) == 1, "a step is inside one group of a heterogeneous job"
         group = hosts[0].group
+        group_flags = [] if group is None else [f"--het-group={group}"]
         return [
             "srun",
-            *([] if group is None else [f"--het-group={group}"]),
+            *group_flags,
             "--overlap",
             "--export=ALL",
             "--mpi=none",
@@ -128,9 +130,7 @@ class StepForm:
 
 
 def literal(path: Path) -> str:
-    """Return ``path`` for a pattern of an output file, without its special characters (for paths without a
-    backslash).
-    """
+    """Return srun's pattern of an output file that stands for ``path`` alone. The path must have no backslash."""
     return str(path).replace("%", "%%")
 
 
@@ -148,8 +148,8 @@ class SrunLauncher(processes.Launcher):
     def __init__(self, hosts: Sequence[Host], name: str, form: StepForm) -> None:
         self._hosts = hosts
         self._name = name
-        several = ("--label",) if len(hosts) > 1 else ()
-        self._form = replace(form, flags=(*form.flags, *several))
+        label_flags = ("--label",) if len(hosts) > 1 else ()
+        self._form = replace(form, flags=(*form.flags, *label_flags))
 
     def start(
         self,
@@ -182,10 +182,9 @@ class SrunLauncher(processes.Launcher):
 
 
 class SrunProcess(processes.StartedProcess):
-    """A step, by its srun, whose exit code is the highest of the tasks'. ``fence``: see StepForm.
+    """The srun of a step. Its exit code is the highest exit code of the tasks. ``fence``: see StepForm.
 
-    Both ways of ending it are SIGTERM to srun, by which Slurm kills the tasks: a server whose run has ended has no
-    request to finish.
+    ``stop`` kills the tasks like ``kill``: they are servers, which have no request to finish when the run ends.
     """
 
     def __init__(
@@ -201,8 +200,8 @@ class SrunProcess(processes.StartedProcess):
 
     def kill(self) -> None:
         """Make Slurm kill the tasks; returns when srun has ended."""
-        # After a takeover, this job's steps with these numbers belong to the other start. Leave the tasks to Slurm,
-        # which ended this attempt, and to their own fences.
+        # After a takeover, this job's steps with these numbers belong to the other start. So kill only srun: Slurm,
+        # which ended this attempt, and the tasks' own fences end the tasks.
         try:
             self._fence()
         except FencedError:
@@ -212,11 +211,12 @@ class SrunProcess(processes.StartedProcess):
 
 
 RANKS_VARIABLE = "MEGATRON_DPPO_RANKS"
-"""Value ``slurm`` in the environment of steps whose tasks are ranks, even a single one."""
-# Step ids from here on are the batch script, its extern step, an interactive shell.
-_SPECIAL_STEPS = 2**32 - 16
-_FIRST_PORT, _PORTS = 21_000, 9_000
-_HOSTNAMES_S = 30
+"""Environment variable with the value ``slurm`` in steps whose tasks are ranks, even if a step has only one task."""
+_FIRST_SPECIAL_STEP = 2**32 - 16
+"""From here on, step ids stand for the batch script, the job's extern step and an interactive shell."""
+_FIRST_PORT = 21_000
+_PORT_COUNT = 9_000
+_HOSTNAMES_TIMEOUT_S = 30
 
 
 def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -241,8 +241,11 @@ def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None
 
 
 def port_base(job: str) -> int:
-    """Return the first port of a Slurm job: below the ports of outgoing connections, and rarely another job's."""
-    return _FIRST_PORT + int(job) * 97 % _PORTS
+    """Return the first port of a Slurm job, below the ports of outgoing connections.
+
+    The ports of jobs with adjacent ids are 97 apart, so two jobs on one host rarely have a port in common.
+    """
+    return _FIRST_PORT + int(job) * 97 % _PORT_COUNT
 
 
 def hostnames(nodes: str) -> list[str]:
@@ -253,12 +256,13 @@ def hostnames(nodes: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=_HOSTNAMES_S,
+        timeout=_HOSTNAMES_TIMEOUT_S,
     )
     return completed.stdout.split()
 
 
 def tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks on each node from Slurm's short form, such as ``8(x2),4``."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -266,19 +270,19 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _is_rank(environment: MutableMapping[str, str]) -> bool:
-    # Only a numbered step counts: in a batch script, and in the shell of ``salloc``, SLURM_PROCID is 0 too. A step of
-    # one task may be an interactive shell, so it counts where our own supervisor started it.
+    # Only a task of a numbered step is a rank: SLURM_PROCID is 0 in a batch script and in the shell of ``salloc`` too.
+    # A step of one task may be an interactive shell, so its task is a rank only if our supervisor started the step.
     step = environment.get("SLURM_STEP_ID", "")
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-    if not step.isdigit() or int(step) >= _SPECIAL_STEPS or not tasks.isdigit():
+    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP or not tasks.isdigit():
         return False
     return environment.get(RANKS_VARIABLE) == "slurm" or int(tasks) > 1
 
 
 _ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\- ]+): (.*)$", re.MULTILINE)
 _CODE = re.compile(r"Exited with exit code (\d+)")
-# Exit code of tasks that Slurm killed after the first failure.
 _KILLED = 137
+"""Exit code of tasks that Slurm killed after the first failure."""
 
 
 class SrunRanks:
@@ -306,16 +310,18 @@ class SrunRanks:
     ) -> None:
         self._directory = directory
         self._messages = directory.step_messages
-        self._per_task = placement.ranks_per_host if forks else 1
+        self._ranks_per_task = placement.ranks_per_host if forks else 1
+        # The task's number is the host's number, or the rank.
+        output_prefix = "node" if forks else "rank"
         logs = directory.path / "logs"
         if forks:
-            command = node_command(command, self._per_task, logs)
+            command = node_command(command, self._ranks_per_task, logs)
         self._command = form.command(
             command,
             name="trainer",
             hosts=placement.rank_hosts,
-            tasks_per_host=placement.ranks_per_host // self._per_task,
-            output=f"{literal(logs)}/{'node' if forks else 'rank'}%t.out",
+            tasks_per_host=placement.ranks_per_host // self._ranks_per_task,
+            output=f"{literal(logs)}/{output_prefix}%t.out",
             stdin=True,
         )
         self._variables = {
@@ -351,11 +357,12 @@ class SrunRanks:
         processes.feed(self._popen, secrets)
 
     def ended(self) -> bool:
-        # Slurm may report 0 for a step whose node died, so other evidence decides.
+        # Slurm may report 0 for a step whose node died, so the run counts as finished only by its files
+        # (``cluster.slurm.decisions``).
         return self._code() == 0
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """See Ranks. srun ends the other ranks itself, and reports the order in which it saw tasks end."""
+        """See Ranks. srun itself ends the other tasks after a failure, and reports tasks in the order of their ends."""
         code = self._code()
         if not code:
             return []
@@ -364,12 +371,14 @@ class SrunRanks:
         text = ""
         if self._messages.exists():
             text = self._messages.read_text(errors="replace")
-        failures = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
-        by_itself = [failure for failure in failures if failure.code != _KILLED]
+        failures = [self._failure(task, task_code) for task, task_code in ended_tasks(text)]
+        if not failures:
+            return [RankFailure(None, code, self._messages, failed_at(self._messages))]
+        # Tasks that Slurm killed are not the cause.
         killed_ranks = [failure for failure in failures if failure.code == _KILLED]
-        by_itself.sort(key=attrgetter("failed_at"))
-        unknown = RankFailure(None, code, self._messages, failed_at(self._messages))
-        return [*by_itself, *killed_ranks] or [unknown]
+        failed_ranks = [failure for failure in failures if failure.code != _KILLED]
+        failed_ranks.sort(key=attrgetter("failed_at"))
+        return [*failed_ranks, *killed_ranks]
 
     def ask_to_stop(self) -> None:
         # Rank 0 reads a file: a signal through srun would also reach the ranks' child processes.
@@ -387,21 +396,31 @@ class SrunRanks:
         return self._popen.poll()
 
     def _failure(self, task: int, code: int) -> RankFailure:
-        """The failure of a task: that of its rank, or of the first of its ranks that failed."""
-        ranks = range(task * self._per_task, (task + 1) * self._per_task)
-        failed = [
-            rank for rank in ranks if failure_mark(self._directory.rank_output(rank)).exists()
-        ]
-        outputs = {rank: self._directory.rank_output(rank) for rank in failed or ranks[:1]}
-        rank, output = min(outputs.items(), key=lambda entry: failed_at(entry[1]))
-        if self._per_task > 1 and not failed:
+        """Return the failure of a task that ended with ``code``.
+
+        It is that of the task's rank that noted its failure first, or of the task's first rank if no rank noted one.
+        """
+        first_rank = task * self._ranks_per_task
+        outputs = {
+            rank: self._directory.rank_output(rank)
+            for rank in range(first_rank, first_rank + self._ranks_per_task)
+        }
+        marked_ranks = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
+        if marked_ranks:
+            rank = min(marked_ranks, key=lambda number: failed_at(outputs[number]))
+            output = outputs[rank]
+        elif self._ranks_per_task == 1:
+            rank = first_rank
+            output = outputs[rank]
+        else:
             # The process that forks the ranks failed, for example in its imports.
-            output = output.with_name(f"node{task}.out")
+            rank = first_rank
+            output = outputs[rank].with_name(f"node{task}.out")
         return RankFailure(rank, code, output, failed_at(output))
 
 
 def node_command(command: Sequence[str], ranks: int, logs: Path) -> list[str]:
-    """Return the command that forks a host's ``ranks`` ranks, each of which ``command`` would run."""
+    """Return the command that forks ``ranks`` ranks of one host, from the ``command`` that would run one rank."""
     python, option, *module_and_config = command
     return [python, option, node_ranks.MODULE, str(ranks), *module_and_config, str(logs)]
 
@@ -409,9 +428,10 @@ def node_command(command: Sequence[str], ranks: int, logs: Path) -> list[str]:
 def ended_tasks(messages: str) -> Iterator[tuple[int, int]]:
     """Yield each task that srun saw end with an error, in order, with its exit code."""
     for _, tasks, description in _ENDED.findall(messages):
-        code = _CODE.search(description)
+        match = _CODE.search(description)
+        code = int(match[1]) if match else _KILLED
         for task in _numbers(tasks):
-            yield task, int(code[1]) if code else _KILLED
+            yield task, code
 
 
 def _numbers(text: str) -> Iterator[int]:

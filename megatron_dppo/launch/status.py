@@ -15,7 +15,7 @@ from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBoo
 from megatron_dppo.launch.logs import important_lines
 from megatron_dppo.launch.run_state import described, require_run, run_state
 from megatron_dppo.logging import INTERRUPTED, fatal
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
     Record,
     RecordsError,
@@ -26,8 +26,8 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.system.errors import RunError
 
-_LINES = 8
-_CLEAR = "\033[H\033[2J"
+_LOG_LINES = 8
+_CLEAR_TERMINAL = "\033[H\033[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +57,11 @@ def status_lines(directory: Path) -> Iterator[str]:
     yield f"run: {directory}"
     yield f"state: {described(state, attempts, directory)}"
     yield from _progress(directory)
-    # Slurm's name of the state, or that of a run without Slurm.
+    # Slurm writes the state in capitals.
     is_running = state.state in ("RUNNING", RUNNING)
     yield from _servers(directory, is_running=is_running)
     yield from _attempts(attempts, is_alive=state.state is not None)
-    lines = important_lines(directory, _LINES)
+    lines = important_lines(directory, _LOG_LINES)
     if lines:
         yield "log lines that matter:"
         yield from (f"  {line}" for line in lines)
@@ -77,9 +77,9 @@ def _progress(directory: Path) -> Iterator[str]:
         return
     last_record = records[-1]
     parts = [f"step: {step_of(last_record)}{_of_steps(directory)}"]
-    parts += _figure("reward", last_record.get(names.REWARD), "{:.3f}")
+    parts += _figure("reward", last_record.get(metric_names.REWARD), "{:.3f}")
     parts += _held_out(records)
-    parts += _figure("tokens/s", last_record.get(names.TOKENS_PER_SECOND), "{:,.0f}")
+    parts += _figure("tokens/s", last_record.get(metric_names.TOKENS_PER_SECOND), "{:,.0f}")
     yield ", ".join(parts)
     saved = read_history(directory).saved_step
     yield f"last checkpoint: {'none' if saved is None else f'step {saved}'}"
@@ -93,6 +93,7 @@ def _of_steps(directory: Path) -> str:
 
 
 def _figure(name: str, value: float | None, form: str) -> list[str]:
+    """Return the name and the formatted value; nothing for None."""
     if value is None:
         return []
     return [f"{name} {form.format(value)}"]
@@ -100,7 +101,8 @@ def _figure(name: str, value: float | None, form: str) -> list[str]:
 
 def _held_out(records: Sequence[Record]) -> list[str]:
     for record in reversed(records):
-        if (accuracy := mean_accuracy(record)) is not None:
+        accuracy = mean_accuracy(record)
+        if accuracy is not None:
             return [f"held-out {accuracy:.3f} (step {step_of(record)})"]
     return []
 
@@ -115,7 +117,8 @@ def _servers(directory: Path, *, is_running: bool) -> Iterator[str]:
         if server.incarnation > 1:
             start = f", start {server.incarnation}"
         yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
-    if (router := record.router()) is not None:
+    router = record.router()
+    if router is not None:
         yield f"router: {router.url}"
     if record.ranks_start is not None and record.ranks_start > 1:
         yield f"ranks: start {record.ranks_start}"
@@ -127,7 +130,8 @@ def _attempts(attempts: Sequence[Attempt], *, is_alive: bool) -> Iterator[str]:
     for attempt in attempts:
         start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
         why = attempt.why
-        if why == RUNNING and not (is_alive and attempt is attempts[-1]):
+        may_run = is_alive and attempt is attempts[-1]
+        if why == RUNNING and not may_run:
             why = VANISHED
         lasted = ""
         if attempt.ended is not None:
@@ -147,7 +151,7 @@ def follow(directory: Path, every_s: float) -> None:
     while True:
         text = "\n".join(status_lines(directory))
         if sys.stdout.isatty():
-            print(f"{_CLEAR}{text}", flush=True)
+            print(f"{_CLEAR_TERMINAL}{text}", flush=True)
         elif text != shown_text:
             print(f"{text}\n", flush=True)
         shown_text = text

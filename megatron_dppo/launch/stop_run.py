@@ -41,7 +41,7 @@ def stop(directory: Path) -> str:
     if run.state == "PENDING":
         slurm("scancel", run.job)
         return f"job {run.job} is out of the queue; its checkpoints stay"
-    # Signal only the batch process: it lets the ranks end their step, and the signal would kill them.
+    # Signal only the batch process, which asks the ranks to end their step: the signal itself would kill the ranks.
     slurm("scancel", "--batch", "--signal=USR2", run.job)
     return (
         f"job {run.job} was asked to end its step and save a checkpoint; "

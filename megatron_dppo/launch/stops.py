@@ -14,7 +14,7 @@ from types import FrameType
 class Stop:
     """A reason to end a run cleanly, with the run's exit code.
 
-    ``insists``: whether the stop ends a run at once that is stopping already.
+    ``insists``: whether this stop ends the run at once if the run is already stopping.
     """
 
     why: str
@@ -41,18 +41,18 @@ class StopRequests:
     signals: Mapping[int, Stop]
     deadlines: Mapping[Stop, float] = field(default_factory=dict)
     now: Callable[[], float] = time.time
-    _came: list[Stop] = field(default_factory=list, init=False)
+    _requested: list[Stop] = field(default_factory=list, init=False)
 
     def move_deadlines(self, deadlines: Mapping[Stop, float]) -> None:
         """Replace the deadlines of the stops that were not requested yet; callable from any thread."""
         self.deadlines = deadlines
 
-    def came(self) -> list[Stop]:
-        """Return the requested stops, without repetitions of a stop that does not insist."""
+    def requested(self) -> list[Stop]:
+        """Return the requested stops in order, without repetitions of a stop that does not insist."""
         for stop, deadline in self.deadlines.items():
-            if stop not in self._came and self.now() >= deadline:
-                self._came.append(stop)
-        return self._came
+            if stop not in self._requested and self.now() >= deadline:
+                self._requested.append(stop)
+        return self._requested
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -62,23 +62,24 @@ class StopRequests:
             yield
         finally:
             for number, handler in previous_handlers.items():
-                # The run has ended, and what follows is cleaning up: no signal may interrupt it, or replace the exit
-                # code of the stop that was handled.
+                # Ignore signals from now on instead of exiting by them: the run has ended, and a signal must not
+                # interrupt the cleaning up, or replace the exit code of the stop that was handled.
                 is_ours = handler is _exit_with_code
                 signal.signal(number, signal.SIG_IGN if is_ours else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A signal handler runs between any two instructions of the main thread, so it only stores the stop.
         stop = self.signals[number]
-        if stop.insists or stop not in self._came:
-            self._came.append(stop)
+        if stop.insists or stop not in self._requested:
+            self._requested.append(stop)
 
 
 def exit_by_code() -> None:
     """Make SIGTERM and SIGHUP end this process with a shell's exit code, 128 + n, instead of its death by the signal.
 
-    For the main thread of a command's process. Before the run, the signal raises SystemExit; during it, StopRequests
-    handle the signals; after it, they are ignored until the process has ended. An ignored signal stays ignored.
+    Call it in the main thread of a command's process. Before the run, a signal raises SystemExit. During the run,
+    StopRequests handles the signals. After the run, the signals are ignored. A signal that is ignored at the time of
+    the call stays ignored.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -86,7 +87,7 @@ def exit_by_code() -> None:
 
 
 def _exit_with_code(number: int, frame: FrameType | None) -> None:
-    # Further signals must not interrupt what closes on the way out.
+    # Further signals must not interrupt the cleaning up that SystemExit causes.
     for ignored in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     raise SystemExit(128 + number)

@@ -1,10 +1,10 @@
 """Supervision of a run from its start to its end: its servers, their HTTP router, and its ranks.
 
-No process is left behind. A dead server is started again. So are the ranks after one of them has died; the servers keep
-running meanwhile. An error that the user can put right ends the run, and so does another start that took it over. A
-requested stop (Ctrl-C, a signal, a time limit) makes the ranks end their step and save a checkpoint; a second one ends
-everything at once. When the servers are given up, the healthy ranks are asked to stop cleanly too: the run fails after
-a checkpoint.
+No process is left behind. A dead server is started again. After the death of a rank, all ranks are started again, while
+the servers keep running. An error that the user can put right ends the run, and so does another start of the run that
+has taken it over. A requested stop (Ctrl-C, a signal, a time limit) makes the ranks end their step and save a
+checkpoint; a second request ends everything at once. When no server has a restart left, the ranks are asked to save a
+checkpoint too, and the run fails after it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RankFailure:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the rank ended by the request to stop before it could handle it."""
+        """Whether SIGTERM, the request to stop, killed the rank, because the rank did not handle the signal yet."""
         return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -111,7 +111,7 @@ log = logging.getLogger(__name__)
 
 FAILED = 1
 _SIGNALLED = 128
-"""Exit code of a shell or srun for a process that a signal ended, less the signal's number."""
+"""A shell and srun report this number plus the signal's number for a process that a signal ended."""
 _POLL_S = 0.05
 _REAP_EVERY_S = 10.0
 _FAILURE_GRACE_S = 2.0
@@ -181,7 +181,8 @@ class RankRestarts:
         allowed_errors = 0 if self.number == 1 else 1
         if self._fruitless_errors > allowed_errors:
             return None
-        if (obstacle := self.obstacle()) is not None:
+        obstacle = self.obstacle()
+        if obstacle is not None:
             log.error("the ranks can't start again: %s", obstacle)
             return None
         return self.budget.take()
@@ -192,7 +193,9 @@ class RankRestarts:
 
     @property
     def is_used_up(self) -> bool:
-        return 0 < self.budget.limit <= self.budget.taken
+        """Whether all restarts of the window were taken; False if the configuration allows none."""
+        limit = self.budget.limit
+        return limit > 0 and self.budget.taken >= limit
 
 
 @dataclass(eq=False)
@@ -216,7 +219,7 @@ class Supervisor:
     """Time of the ranks' next start, by the monotonic clock; None while ranks run."""
     _handled_stops: list[Stop] = field(default_factory=list, init=False)
     _fleet_error: str = field(default="", init=False)
-    """Text of the error that no server is left; empty without it."""
+    """Text of the error that no server is left; empty while there are servers."""
     _reaper: processes.OrphanReaper = field(
         default_factory=lambda: processes.OrphanReaper(_REAP_EVERY_S), init=False
     )
@@ -240,8 +243,9 @@ class Supervisor:
 
     def _watch(self) -> Outcome:
         while True:
-            # Check the lease before the failures: without it the fence stops the ranks, which looks like a failure.
-            if (loss := self.lease_loss()) is not None:
+            # Check the lease before the failures: after its loss the fence stops the ranks, which looks like a failure.
+            loss = self.lease_loss()
+            if loss is not None:
                 log.error("%s", loss)
                 return Outcome(FAILED, "succeeded", loss)
             if self._restart_due is not None:
@@ -251,7 +255,8 @@ class Supervisor:
                 if time.monotonic() >= self._restart_due:
                     self._start_again()
             elif failures := self.ranks.failures(_FAILURE_GRACE_S):
-                if (outcome := self._on_failure(failures)) is not None:
+                outcome = self._on_failure(failures)
+                if outcome is not None:
                     return outcome
             elif self.ranks.ended():
                 if self._is_stopping:
@@ -282,7 +287,7 @@ class Supervisor:
 
     def _must_end_at_once(self) -> bool:
         """Handle the next requested stop; return whether it leaves no time for a clean end."""
-        requested_stops = self.stops.came()
+        requested_stops = self.stops.requested()
         if len(requested_stops) == len(self._handled_stops):
             return False
         stop = requested_stops[len(self._handled_stops)]
@@ -317,11 +322,9 @@ class Supervisor:
         report = first_failure.report()
         log.error("%s", report)
         if later_failures:
-            numbers = ", ".join(str(other.rank) for other in later_failures)
-            ranks = "rank" if len(later_failures) == 1 else "ranks"
-            log.error(
-                "after it, %s %s failed too: see %s", ranks, numbers, later_failures[0].output
-            )
+            numbers = ", ".join(str(failure.rank) for failure in later_failures)
+            noun = "rank" if len(later_failures) == 1 else "ranks"
+            log.error("after it, %s %s failed too: see %s", noun, numbers, later_failures[0].output)
         pause_s = None
         if self.restarts is not None and not self._is_stopping:
             pause_s = self.restarts.pause_after(first_failure)
@@ -331,7 +334,9 @@ class Supervisor:
         budget = self.restarts.budget
         log.warning(
             "the ranks start again in %.1f s, restart %d of %d; the servers keep running",
-            *(pause_s, budget.taken, budget.limit),
+            pause_s,
+            budget.taken,
+            budget.limit,
         )
         self._restart_due = time.monotonic() + pause_s
         return None

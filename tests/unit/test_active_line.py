@@ -2,7 +2,7 @@
 
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.local import processes
+from megatron_dppo.launch.local import describe_processes
 from megatron_dppo.loop.run_parts import active_line
 from megatron_dppo.model.layout import Layout
 from tests.unit.config_files import minimal
@@ -33,6 +33,6 @@ def test_what_is_active_in_a_line(tmp_path):
 
 
 def test_what_is_started_in_words():
-    assert processes(1, 1) == "the engine and 1 rank"
-    assert processes(3, 2) == "3 servers and 2 ranks"
-    assert processes(0, 1) == "1 rank"
+    assert describe_processes(1, 1) == "the engine and 1 rank"
+    assert describe_processes(3, 2) == "3 servers and 2 ranks"
+    assert describe_processes(0, 1) == "1 rank"

@@ -23,18 +23,18 @@ def test_signals_and_deadlines_come_in_order_and_patient_ones_once():
     )
     before = signal.getsignal(signal.SIGUSR1)
     with stops.listening():
-        assert stops.came() == []
+        assert stops.requested() == []
         clock[0] = 110.0
-        assert stops.came() == [TIME]
+        assert stops.requested() == [TIME]
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert stops.came() == [TIME]
+        assert stops.requested() == [TIME]
         os.kill(os.getpid(), signal.SIGUSR2)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert stops.came() == [TIME, cancelled, cancelled]
+        assert stops.requested() == [TIME, cancelled, cancelled]
         clock[0] = 119.9
-        assert OVERTIME not in stops.came()
+        assert OVERTIME not in stops.requested()
         clock[0] = 120.0
-        assert stops.came()[-1] == OVERTIME
+        assert stops.requested()[-1] == OVERTIME
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
@@ -43,11 +43,11 @@ def test_a_time_limit_that_moves_moves_what_did_not_come_yet():
     stops = StopRequests({}, {TIME: 110.0, OVERTIME: 170.0}, lambda: clock[0])
     stops.move_deadlines({TIME: 310.0, OVERTIME: 370.0})
     clock[0] = 309.9
-    assert stops.came() == []
+    assert stops.requested() == []
     clock[0] = 310.0
-    assert stops.came() == [TIME]
+    assert stops.requested() == [TIME]
     stops.move_deadlines({})
-    assert stops.came() == [TIME]
+    assert stops.requested() == [TIME]
 
 
 STOPPED = """
@@ -60,9 +60,9 @@ if sys.argv[1] == "before the run":
 stops = terminal_stops()
 with stops.listening():
     print("listening", flush=True)
-    while not stops.came():
+    while not stops.requested():
         time.sleep(0.001)
-    code = stops.came()[0].code
+    code = stops.requested()[0].code
 print("cleaning up", flush=True)
 time.sleep(0.2)
 print("clean", flush=True)

@@ -210,7 +210,7 @@ class Steps:
         code = self.run("check", command, [host], path, tolerant=False, needs_keys=True)
         if code == 0:
             return None
-        if stopped := self.stops.came():
+        if stopped := self.stops.requested():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         text = path.read_text(errors="replace")
         log.error("the check on %s refused:\n%s", host.name, quote(text.strip()))
@@ -230,7 +230,7 @@ class Steps:
         log.info("preflight on %d nodes", len(job.hosts))
         self.run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
         # Nodes that were ended before they answered are not at fault.
-        if self.stops.came():
+        if self.stops.requested():
             return {}
         names = [host.name for host in job.hosts]
         evidence = read_evidence(folder, names)
@@ -287,7 +287,7 @@ class Steps:
                 processes.append(process)
         deadline = time.monotonic() + _PREFLIGHT_S
         while None in (codes := [process.poll() for process in processes]):
-            if self.stops.came() or time.monotonic() > deadline:
+            if self.stops.requested() or time.monotonic() > deadline:
                 for process in processes:
                     srun.SrunProcess(process, self.form.fence).kill()
                 log.warning("the step %s was ended: %s", name, tail(output, 1))
@@ -344,7 +344,7 @@ class Start:
         decision = decide(
             outcome,
             finished=is_finished(self.config),
-            cancelled=any(stop.why == "cancelled" for stop in self.stops.came()),
+            cancelled=any(stop.why == "cancelled" for stop in self.stops.requested()),
             fruitless=fruitless([*earlier_attempts, ended]),
             max_failures=self.site.max_failures,
         )
@@ -393,7 +393,7 @@ class Start:
         except LaunchError as error:
             log.error("refused: %s", error)
             return Outcome(2, "refused", str(error))
-        if stopped := self.stops.came():
+        if stopped := self.stops.requested():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         log.info("attempt %d of job %s\n%s", self.job.attempt, self.job.id, placement.table())
         return steps.check(placement.ranks[0].host) or self._supervise(placement)
