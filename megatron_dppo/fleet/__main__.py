@@ -2,9 +2,9 @@
 
 ``megatron-dppo fleet RUN_DIRECTORY list|add|remove``.
 
-``add URL`` attaches an SGLang server that was started elsewhere, and prints the result of the trainer's checks; a
-server that passes serves from the next weight update on. ``remove URL`` detaches a server at the next update. Attached
-servers use the trainer's keys MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
+``add URL`` attaches an SGLang server that was started elsewhere, and prints the result of the trainer's checks. If the
+server passes, it generates for the run from the next weight update on. ``remove URL`` detaches a server at the next
+update. Attached servers use the trainer's keys MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_dppo.logging import aligned, fatal
 from megatron_dppo.system.errors import RunError
 
 _EXAMINATION_S = 60.0
-"""Longest wait for the trainer's examination of a server, unless the command names another."""
+"""Longest wait for the trainer's examination of a server, unless the command has ``--wait``."""
 _POLL_S = 0.2
 _NO_TRAINER = "no trainer listens now; the next trainer examines the server"
 _Record = FleetRecord | RecordClient
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the process's exit code: 1 where a server is refused."""
+    """Run the command and return the process's exit code: 1 if a server is refused."""
     options = _parser().parse_args(arguments)
     try:
         if not Path(options.run_directory).is_dir():
@@ -82,7 +82,7 @@ def _awaited_state(record: RecordClient, name: str, wait_s: float) -> str:
 
 def _remove(record: _Record, options: argparse.Namespace) -> int:
     server = record.detach(options.url)
-    print(f"{server.name} is detached; the run leaves it at its next weight update")
+    print(f"{server.name} is detached; the run stops using it at the run's next weight update")
     return 0
 
 

@@ -1,9 +1,9 @@
 """Generation on several servers that hold the same committed weights.
 
-Each call goes through the HTTP router, which sees the load of every client, or directly to the server with the fewest
-of this client's requests in flight. A server that dies, hangs, or answers with other weights is *suspended*: it
-receives no calls until the next ``serve``, its unfinished calls are sent to other servers, and the supervisor receives
-a report. While the router is down, calls go to servers directly.
+Calls go through the HTTP router if the run has one, because the router sees the load of every client. Without a router,
+and while the router is down, each call goes directly to the server with the fewest requests of this client in flight.
+A server that dies, hangs, or answers with other weights is *suspended*: it receives no calls until the next ``serve``,
+its unfinished calls are sent to other servers, and the supervisor receives a report.
 
 A weight update may start while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
 is read, so that the result of the update is known when an answer is checked. If the update aborts the calls in flight,
@@ -37,12 +37,12 @@ T = TypeVar("T")
 _PROBE_SECONDS = 5.0
 """Longest time of a server's answer to a health check."""
 _REPLACED_SECONDS = 10.0
-"""Time in which the supervisor kills a hung server that it started."""
+"""The supervisor kills a hung server that it started within this time."""
 _ROUTER_REMOVES_SECONDS = 0.1
-"""Time in which the router stops using a server that is gone."""
+"""The router stops using a server that is gone within this time."""
 _ABORT_AGAIN_SECONDS = 0.2
 _QUESTION_SECONDS = 300.0
-"""Longest time to ask all suspects. Other ranks wait in a collective meanwhile, which times out after 600 s."""
+"""Longest time to ask all suspects. Meanwhile other ranks wait in a collective that times out after 600 s."""
 _FATAL_ENDS = 2
 """Number of servers that must end after a prompt, so that the prompt is held to be the cause."""
 _NO_SERVER_CODES = ("no_available_workers", "model_not_found")
@@ -86,9 +86,10 @@ class FleetClient:
 
     Args:
         on_lost: called with a server, or the HTTP router, that must be replaced.
-        router: the connection to the HTTP router where the run has one.
+        router: the connection to the HTTP router; None: the run has no router.
         parser: parser of answers; None: this process parses them.
-        adapters: whether weight updates change adapters in the engines, which calls name by the committed version.
+        adapters: whether weight updates change adapters in the engines. Calls then name the committed version's
+            adapters.
     """
 
     def __init__(
@@ -149,9 +150,9 @@ class FleetClient:
             call.cancel()
 
     async def serve(self, members: Sequence[Member], version: int) -> None:
-        """Generate on ``members``, which have committed weight version ``version``, and end every suspension.
+        """Generate on ``members``, and end every suspension. The members have committed weight version ``version``.
 
-        Calls in flight continue, except those on servers that left.
+        Calls in flight continue, except calls on servers that left.
         """
         kept_servers = {
             active.member: active for active in self._servers if active.member in members
@@ -233,7 +234,7 @@ class FleetClient:
 
     @property
     def suspects(self) -> int:
-        """Number of prompts that two losses of servers have in common, without an answer since."""
+        """Number of prompts that two losses of servers have in common, and that no server has answered since."""
         return len(self._suspects.questionable())
 
     async def question_suspects(self, stop: Callable[[], bool]) -> Suspect | None:
@@ -277,7 +278,7 @@ class FleetClient:
         return True
 
     async def _has_ended(self, active: ActiveServer) -> bool:
-        """Whether no process listens at the address any more. A server that hangs or refuses calls still listens."""
+        """Whether no process listens at the server's address. A server that hangs or refuses calls still listens."""
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except errors.EngineLostError as error:
@@ -372,8 +373,8 @@ class FleetClient:
     async def _versions(self, start_version: int | None, failures: int) -> range | None:
         """Wait until no update runs, and return the committed versions that may have sampled the answer to a call.
 
-        ``start_version`` and ``failures``: the committed version and the number of failed updates when the call
-        started. None if a version is unknown.
+        ``start_version`` is the committed version at the start of the call, ``failures`` the number of failed updates
+        until then. Returns None if a version is unknown.
         """
         await self._wait_until_served()
         last_version = self._version
@@ -393,8 +394,8 @@ class FleetClient:
     ) -> errors.ServerLostError | errors.EngineLostError:
         """Return the error for an answer from weights that are not committed.
 
-        If an update has failed since the call started, the weights are those of the failed update. Otherwise the server
-        is suspended.
+        If an update has failed since the call started, the weights come from the failed update. Otherwise the server is
+        at fault, and is suspended.
         """
         if len(self._failed_updates) > failures:
             return errors.ServerLostError(reason)
@@ -413,14 +414,12 @@ class FleetClient:
                 calls |= active.calls
             if not calls:
                 return
-            # Repeat the abort, which misses a call on its way to a scheduler.
+            # Repeat the abort: it misses a call that is on its way to a scheduler.
             await self._abort_on_each(methodcaller("abort_all", _PROBE_SECONDS))
             await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
 
     async def _abort_on_each(self, abort: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``abort`` on every server, because the HTTP router neither forwards aborts nor tells which server has a
-        given call.
-        """
+        """Call ``abort`` on every server. The HTTP router does not forward aborts, or tell which server has a call."""
         aborts = (abort(active.client) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
             # A lost server has no call to abort.
@@ -523,9 +522,11 @@ class FleetClient:
         active: ActiveServer,
         calls: frozenset[asyncio.Task[Any]],
     ) -> None:
-        """Repeat the calls that a hung server may have, because the router doesn't tell which server has a call."""
-        # Only attached servers need this. The supervisor kills the servers it started, which already breaks their
-        # calls. Calls that other servers still work on are repeated too.
+        """Repeat all routed ``calls`` if the suspended server hangs: the router doesn't tell which server has a call.
+
+        Calls that other servers still work on are repeated too.
+        """
+        # Only attached servers need this. The supervisor kills servers that it started, and so breaks their calls.
         await asyncio.sleep(_REPLACED_SECONDS)
         if active not in self._servers:
             # The server left the fleet meanwhile, and its client is closed.
@@ -545,7 +546,7 @@ class FleetClient:
             call.cancel()
 
     def _loss_error(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
-        """Return the error for a call whose server is lost, which depends on whether another server is left."""
+        """Return the error for a call whose server is lost: ServerLostError if another server is left."""
         if self._live():
             return errors.ServerLostError(reason)
         return self._no_server_error()

@@ -1,8 +1,9 @@
 """The HTTP endpoint of a run's server registry (FleetRecord), and its client.
 
-Each question, a call of a method of the registry, is one POST to ``/fleet/<name>`` with the arguments as a JSON object.
-So ranks on other hosts and the user's command need no consistent view of the run's folder. The admin key opens all
-questions. The command on the run's own host has another key, which opens only the questions of commands, and no server.
+A question is a call of a method of the registry: one POST to ``/fleet/<name>`` with the arguments as a JSON object. So
+ranks on other hosts and the user's command need no consistent view of the run's folder. The admin key opens all
+questions. A command on the run's own host has the key of commands instead: it opens the questions of commands only, and
+it opens no server.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PATH = "/fleet/"
 START_HEADER = "Megatron-Dppo-Start"
 """Header of a question from a rank: the number of the ranks' start."""
 FENCED = 409
-"""Status of the answer to a rank of an earlier start."""
+"""HTTP status of an answer to a rank of an earlier start."""
 _ANSWER_S = 10.0
 """Longest time of an answer."""
 _ATTEMPTS = 3
@@ -72,7 +73,7 @@ class EndpointAddress:
 
 
 def control_host(interface: str | None, address: str) -> str:
-    """Return the address to listen on: that of ``interface``, or ``address`` without an interface.
+    """Return the address to listen on: the address of ``interface``, or ``address`` if ``interface`` is None.
 
     An ``address`` that stands for all addresses of the machine is replaced by loopback. Raises InterfaceError.
     """
@@ -83,7 +84,7 @@ def control_host(interface: str | None, address: str) -> str:
 
 
 def admin_key() -> str:
-    """Return the environment's admin key, so that other hosts know it too, or else a new key."""
+    """Return the admin key of the environment, so that other hosts can know it. Without one, return a new key."""
     return os.environ.get(ADMIN_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
@@ -91,8 +92,8 @@ class FleetEndpoint:
     """Serves ``record`` on a free port of ``host`` to clients with ``key``, from ``start`` to ``stop``.
 
     The user's command reads the URL from ``engine/endpoint.json``, and the key from a file on this machine that only
-    the user can read. Code of a model's response that runs outside a sandbox can read this file too. So it has another
-    key, which opens the questions of commands and no server.
+    the user can read. Code of a model's response that runs outside a sandbox can read this file too. Therefore the file
+    has the key of commands, not the admin key.
     """
 
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:
@@ -136,11 +137,11 @@ class FleetEndpoint:
 
 
 class RecordClient:
-    """Client of the registry at ``url``. Every question raises FencedError once newer ranks than ``start`` run.
+    """Client of the registry at ``url``. Every question raises FencedError once ranks of a newer start run.
 
     Args:
         url: the endpoint's URL.
-        keys: keys of the servers that the run started; the admin key opens the registry.
+        keys: keys of the servers that the run started. Their admin key opens the registry, too.
         start: number of the start of the ranks that this client belongs to; None for any other client.
     """
 
@@ -165,7 +166,7 @@ class RecordClient:
         return [Server(**server) for server in self._ask("servers")]
 
     def router(self) -> Server | None:
-        """Call ``FleetRecord.router``; None also if the registry does not answer."""
+        """Call ``FleetRecord.router``. Return None if there is no router, or if the registry does not answer."""
         # Callers ask again in a second, so one attempt is enough.
         try:
             router = self._ask("router", attempts=1)

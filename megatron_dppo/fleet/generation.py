@@ -1,8 +1,8 @@
 """Generation: requests for responses, their seeds, and their execution in the background of the rank.
 
-A response is counted once: each key holds the result of one attempt, every attempt has a request id of its own, and an
-attempt that timed out is aborted and its answer never read. When the last server is lost, finished responses are kept,
-and ``resume`` requests only the others. If an update ends a response early, its tokens so far are kept too
+A response is counted once: each key holds the result of one attempt, every attempt has a new request id, and an attempt
+that timed out is aborted and its answer never read. When the last server is lost, finished responses are kept, and
+``resume`` requests only the missing responses. If an update ends a response early, its tokens so far are kept too
 (``engine.continuation``).
 """
 
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingSeeds:
-    """The seeds of a job. They are equal in every run with the same settings, whatever the server, order and attempt.
+    """The seeds of a job. Runs with equal settings have equal seeds. Server, order and attempt do not matter.
 
     Attributes:
         run_seed: ``run.seed``.
-        purpose: use of the responses, such as ``step 3``.
+        purpose: use of the responses, for example ``step 3``.
         positions: positions of the job's problems among all problems with this purpose, over all ranks and rounds;
             a problem that is sampled twice has two positions.
     """
@@ -91,7 +91,7 @@ class GenerationLimits:
     Attributes:
         concurrency: responses in flight.
         episodes: open episodes of several turns.
-        request_timeout_s: time of one attempt at one response, without the time in which servers are paused.
+        request_timeout_s: time of one attempt at one response. Time of paused servers does not count.
         hang_timeout_s: a server that generates nothing for so long, not even for a health check, counts as lost.
         responses_per_call: responses that share one HTTP call. Sharing saves the server work on very short responses,
             but they finish, time out and are lost together.
@@ -133,7 +133,7 @@ class Slots:
     the calls' time limits are paused too.
 
     Attributes:
-        busy_s: time in which at least one slot was used and servers were not paused.
+        busy_s: time that at least one slot was used while servers were not paused.
         episodes: slots of whole episodes, whose turns are calls; None: episodes are not limited.
     """
 
@@ -175,7 +175,7 @@ class Slots:
 
     @asynccontextmanager
     async def limited(self, seconds: float) -> AsyncIterator[None]:
-        """Limit a block to ``seconds``, without the time in which servers are paused. Raises TimeoutError."""
+        """Limit a block to ``seconds``. Time of paused servers does not count. Raises TimeoutError."""
         current_time = asyncio.get_running_loop().time()
         async with asyncio.timeout_at(None if self._is_held else current_time + seconds) as limit:
             self._remaining_s[limit] = seconds
@@ -196,7 +196,7 @@ class Slots:
                 await slot
             except asyncio.CancelledError:
                 if slot.done() and not slot.cancelled():
-                    # The call received a slot at the moment in which it was cancelled.
+                    # The call received a slot just before it was cancelled.
                     self._release()
                 raise
         try:
@@ -238,8 +238,8 @@ class GenerationJob:
         sampling: sampling parameters.
         columns: columns to record in addition to the usual columns, as in GenerationRequest.
         seeds: seeds of the responses, in the order of ``problems``; None: the server chooses.
-        decode: decodes tokens, so that a response that the server ended early is continued; None: such a response is
-            sampled again.
+        decode: decodes tokens. Then a response that the server ended early can be continued. None: the whole response
+            is sampled again.
         play: makes each response in several turns; None: a response has one turn.
     """
 
@@ -284,12 +284,12 @@ class GenerationJob:
         return replace(self.sampling, seed=self.seeds.of(position, sample))
 
     def trajectories(self, completed: Mapping[Hashable, Trajectory]) -> list[Trajectory]:
-        """Return all responses, group by group. Raises KeyError where one is missing."""
+        """Return all responses, group by group. Raises KeyError if a response is missing."""
         return [completed[key] for key in self._keys()]
 
 
 _TICK_SECONDS = 0.2
-"""Interval at which a generation checks for the loss of the last server, and for a stop."""
+"""Seconds between two checks of a generation for the loss of the last server, and for a stop."""
 _CLEAN_UP_SECONDS = 5.0
 """Longest wait for the aborts of open calls."""
 _BACK_OFF_SECONDS = 0.5
@@ -297,7 +297,7 @@ _BACK_OFF_SECONDS = 0.5
 _MAX_LOSSES = 20
 """Number of losses of its server after which a call fails."""
 _REDRAW_SECONDS = 0.2
-"""Interval at which the progress bar is drawn."""
+"""Seconds between two updates of the progress bar."""
 
 
 OnResponse = Callable[[Hashable, Trajectory], None]
@@ -482,7 +482,7 @@ async def generate_many(
         on_response: called with each response as it arrives; must not block.
         on_timeout: called with the number of responses of each call that timed out; must not block.
         slots: slots shared with other generations; None: no other generation runs.
-        order: priority of this generation among those that share the slots; the lowest goes first.
+        order: priority of this generation among the generations that share the slots. The lowest order goes first.
         continuation: continues responses that the servers ended early; None: they are sampled again.
         play: makes each result by turns that it requests. A turn takes a slot; between turns no slot is held.
 
@@ -594,7 +594,7 @@ class _GenerationAttempt:
         return self._turn_answers.pop(index)
 
     async def _complete(self, indices: list[int]) -> None:
-        """Get the results of one call. A response that the server ended early is continued by a call of its own."""
+        """Get the results of one call. If the server ended a response early, a separate call continues the response."""
         unfinished = await self._call(indices)
         while unfinished:
             calls = [asyncio.create_task(self._call([index])) for index in unfinished]

@@ -1,6 +1,6 @@
-"""The process of the HTTP router, smg, which spreads generation over the servers.
+"""The process of the HTTP router. The router is smg, and spreads generation over the servers.
 
-The module imports neither torch nor smg. ``router_link.py`` has the connection to the router.
+The import of this module loads no torch and no smg. ``router_link.py`` has the connection to the router.
 
 ``python -m megatron_dppo.fleet.http_router`` is the router's process, with one JSON object on standard input:
 ``{"options": {field of smg's RouterArgs: value}, "api_key": str, "admin_api_key": str}``. smg takes its keys only as
@@ -29,7 +29,7 @@ OPEN_PATHS = (
     "/get_server_info",
     "/engine_metrics",
 )
-"""Paths that smg answers without a key, whatever its options: its health, and facts about the servers."""
+"""Paths that smg answers without a key, with any options: its health, and facts about the servers."""
 
 _LONGEST_CALL_S = 7 * 24 * 3600
 """smg needs a limit of a call; calls are limited by their clients."""
@@ -109,7 +109,7 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
 
 
 def main() -> None:
-    """Run the router in this process, which dies with the parent's thread that started it."""
+    """Run the router in this process. The process dies with the parent's thread that started it."""
     from smg.launch_router import launch_router
     from smg.router_args import RouterArgs
 

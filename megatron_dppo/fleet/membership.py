@@ -1,10 +1,10 @@
 """The servers that take part in the next weight update, chosen by rank 0.
 
-Rank 0 reads the published servers, checks new ones and remembers faults.
+Rank 0 reads the published servers, checks new servers and remembers faults.
 
 A server serves from the weight update that first reaches it until it is *suspended* in generation or *blamed* for a
-failed update. A server that no longer answers is reported to the supervisor, which replaces the servers that it
-started. A server that fails an update and still answers is left out, and may join the next update. After its second
+failed update. Rank 0 reports a server that does not answer to the supervisor. The supervisor replaces the server if it
+started it. A server that fails an update and still answers is left out, and may join the next update. After its second
 failure in a row it is replaced, or left out for good if it runs elsewhere.
 """
 
@@ -47,7 +47,7 @@ _LOOK_S = 1.0
 _ANSWER_S = 5.0
 """Longest time of a server's answer to a health check."""
 _GENERATE_S = 10.0
-"""Longest time in which a server must generate a token."""
+"""A healthy server generates a token within this time."""
 _SETTLE_S = 10.0
 """Shortest time to wait, after the first server is ready, for the other servers of the configuration."""
 _POLL_S = 0.25
@@ -67,7 +67,7 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""Exceptions for answers of another shape than SGLang's, wherever they are read."""
+"""Exceptions of code that reads an answer of another form than SGLang's."""
 
 
 class EngineUnavailableError(RunError):
@@ -117,7 +117,7 @@ def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClien
 
 @dataclass(frozen=True)
 class Examination:
-    """Result of the examination of an attached server. ``time_s``: when it was made, by the monotonic clock."""
+    """Result of the examination of an attached server. ``time_s``: monotonic time of the examination."""
 
     state: Literal["fits", "refused", "waits"]
     reason: str = ""
@@ -141,8 +141,8 @@ class ServerState:
         strikes: failed updates in a row that it caused.
         lost: reason why it is lost; empty while it is not.
         quarantined: reason why it is quarantined; empty while it is not.
-        silent_s: when it last did not answer, by the monotonic clock.
-        examination: result of its last examination; None before, and for servers that the run starts.
+        silent_s: monotonic time at which it last did not answer.
+        examination: result of its last examination; None before the first, and for servers that the run starts.
     """
 
     is_member: bool = False
@@ -186,8 +186,8 @@ class Examiner:
 
     Args:
         states: stores the examinations; members are not examined.
-        check: raises EngineMismatchError for a server that does not serve the run's model or can't be updated,
-            EngineError where it does not answer.
+        check: raises EngineMismatchError for a server that does not serve the run's model or can't be updated, and
+            another EngineError for a server that does not answer.
         on_news: called in a thread after a new examination of a server.
     """
 
@@ -199,8 +199,10 @@ class Examiner:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def watch(self) -> NoReturn:
-        """Examine every attached server once, and servers that did not answer again later. Runs until it is
-        cancelled."""
+        """Examine every attached server once. A server that did not answer is examined again later.
+
+        Runs until it is cancelled.
+        """
         await asyncio.to_thread(self.on_news)
         while True:
             published = await self._published()
@@ -232,7 +234,7 @@ class Examiner:
         return examination
 
     async def _published(self) -> list[Server]:
-        """Return the published servers, or those of the last answer if the registry does not answer."""
+        """Return the published servers. If the registry does not answer, return the servers of its last answer."""
         try:
             return await asyncio.to_thread(self.record.servers)
         except errors.EngineError as error:
@@ -253,6 +255,7 @@ class Examiner:
         except _UNREADABLE as error:
             return Examination("refused", _reason_of(error))
         except errors.EngineError as error:
+            # A bound of one attempt says that a retry is pointless.
             if error.attempts == 1:
                 return Examination("refused", _reason_of(error))
             return Examination("waits", _reason_of(error))
@@ -344,7 +347,7 @@ class FleetMembership:
     def _wait(self, members: list[Member], expected_count: int) -> list[Member] | None:
         """Wait until ``expected_count`` servers are ready. Returns None if a stop was requested.
 
-        After the first server is ready, wait for the others at most half as long as for the first, but at least
+        When the first server is ready, wait for the other servers half as long as for the first, but at least
         ``_SETTLE_S``.
         """
         start = time.monotonic()
@@ -375,8 +378,8 @@ class FleetMembership:
     ) -> None:
         """Handle a failed update: mark the servers at fault as lost, or count a strike.
 
-        A server whose scheduler does not answer is lost. A server at fault that did not answer in the update, and does
-        not generate afterwards, is lost too.
+        A server is lost if its scheduler does not answer. A server at fault is also lost if it did not answer in the
+        update and does not generate now.
 
         Args:
             current: members of the update.
@@ -399,7 +402,7 @@ class FleetMembership:
                 self._strike(server, reason, has_other_members=len(current) > len(suspects))
 
     def commit(self, members: Sequence[Member], version: int) -> None:
-        """Record that ``members`` hold ``version``; servers that were left out may try the next update."""
+        """Record that ``members`` hold ``version``. Servers that this update left out may join the next update."""
         self._version = version
         serving = {member.server for member in members}
         for server in serving:
@@ -429,7 +432,7 @@ class FleetMembership:
                 raise outcome
 
     def has_servers(self) -> bool:
-        """Whether a server is published that is not lost."""
+        """Whether a published server is left that is not lost."""
         try:
             return any(not self._states[server].lost for server in self._record.servers())
         except errors.EngineError:
@@ -455,7 +458,7 @@ class FleetMembership:
 
     def _occupants(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> list[str]:
         """Return the names of the servers that still use devices, after ``release`` of each running server."""
-        # Ask for starting servers first: a server that is published afterwards is not starting any more.
+        # Read the starting servers first: a server that is published in between is then in at least one of the lists.
         occupants = self._record.starting()
         for server in self._record.servers():
             if server.replaceable and not self._states[server].lost:
@@ -560,7 +563,7 @@ class FleetMembership:
         return f"no healthy engine within {seconds:.0f} s; {published_servers}"
 
     def _answers(self, member: Member) -> bool:
-        # A server elsewhere may be unmodified SGLang, whose /health generates and so fails while the server is paused.
+        # A server elsewhere may be unmodified SGLang. Its /health generates, so it fails while the server is paused.
         if member.server.replaceable:
             return self._with_client(member, methodcaller("health", _ANSWER_S))
         return self._with_client(member, methodcaller("answers", _ANSWER_S))
@@ -569,7 +572,7 @@ class FleetMembership:
         # A colocated server may have released the memory that generation needs, and a request would kill it.
         if self._engine.placement != "separate":
             return False
-        # The failed update has left the server paused, so it is resumed first.
+        # The failed update has left the server paused, so ``generates_again`` first resumes it.
         return self._with_client(member, methodcaller("generates_again", _GENERATE_S))
 
     def _generates(self, member: Member) -> bool:

@@ -1,17 +1,17 @@
-"""The registry of a run's servers (FleetRecord), kept by one process, which offers it over HTTP to ranks and commands.
+"""The registry of a run's servers (FleetRecord). One process keeps it, and offers it over HTTP to ranks and commands.
 
-The supervisor keeps the registry, or rank 0 if a launcher such as torchrun started the ranks. The registry is in that
-process's memory. The files are for later starts and for readers:
+The supervisor keeps the registry in its memory. If a launcher like torchrun started the ranks, rank 0 keeps it instead.
+The files are for later starts and for readers:
 
     <run.directory>/engine/
       fleet.json      servers, router, weight version and states as of the last write; the next start's registry
                       begins with the servers that were attached by command
       endpoint.json   address of the registry while the run runs
 
-Only the owner of the folder can read it. A file appears by a rename, so a reader sees a whole file or none. A file that
-is damaged all the same, or that another user owns or could write, is renamed to ``*.json.damaged``, with a warning, and
-counts as missing. No file has a key: keys of servers started here reach the ranks through their environment. The module
-loads no torch.
+Only the owner of the folder can read it. A file appears by a rename, so a reader sees a whole file or none. If a file
+is damaged in spite of this, or if another user owns or could write it, it is renamed to ``*.json.damaged`` with a
+warning, and counts as missing. No file has a key: keys of servers started here reach the ranks through their
+environment. The module loads no torch.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ class _Content:
 
 
 class FleetRecord:
-    """The servers of the run in ``run_directory``, usable from any thread; a missing folder is created.
+    """The servers of the run in ``run_directory``, usable from any thread. A missing folder is created.
 
-    Raises UnsafeFileError where the folder belongs to another user.
+    Raises UnsafeFileError if the folder belongs to another user.
 
     Args:
         run_directory: the run's folder.
         fence: raises FencedError once another start has taken over the run. Then the file belongs to that start, and
             this process does not write it.
-        runs: whether the run's process keeps the registry. It logs a file that can't be written, and goes on; a command
-            raises OSError.
+        runs: whether the run's process keeps the registry. If a file can't be written, this process logs that and goes
+            on; a command raises OSError.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FleetRecord:
         """The number of the ranks' newest start; None if no supervisor starts them."""
 
     def servers(self) -> list[Server]:
-        """Return every published server but the router, sorted by name: engine2 before engine10."""
+        """Return every published server except the router, sorted by name: engine2 before engine10."""
         with self._lock:
             servers = [s for name, s in self._servers.items() if name != ROUTER]
         return sorted(servers, key=_natural_order)
@@ -167,8 +167,8 @@ class FleetRecord:
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
         """Add a server that runs elsewhere. Raises ValueError for a bad URL, and for a URL in the registry."""
-        # A new incarnation makes a second attachment of a URL another server, to which the states of the first do not
-        # apply.
+        # A second attachment of a URL has a new incarnation, so it counts as another server: states of the first
+        # attachment do not apply to it.
         incarnation = 0
         if origin == "command":
             incarnation = time.time_ns() // 1_000_000
@@ -189,7 +189,7 @@ class FleetRecord:
         raise ValueError(f"{url} is no attached server of this run")
 
     def sync_configured(self, urls: list[str]) -> None:
-        """Attach the servers of ``engine.urls``, and detach those that only an earlier start's ``engine.urls`` had."""
+        """Attach the servers of ``engine.urls``. Detach servers that only ``engine.urls`` of an earlier start had."""
         configured_urls = {url.rstrip("/") for url in urls}
         with self._lock:
             for server in self.servers():
@@ -199,9 +199,9 @@ class FleetRecord:
                 self.attach(url, "config")
 
     def report_lost(self, name: str, incarnation: int) -> None:
-        """Ask the supervisor to replace this incarnation, which runs but doesn't answer.
+        """Ask the supervisor to replace this incarnation of a server: it runs, but doesn't answer.
 
-        The supervisor notices by itself when a server has exited; a report on another incarnation is dropped.
+        The supervisor notices without a report that a server has exited. A report on another incarnation is dropped.
         """
         with self._lock:
             server = self._servers.get(name)
@@ -214,7 +214,8 @@ class FleetRecord:
             return self._reports.pop(name, None)
 
     def allow_starts(self, allowed: bool) -> None:
-        """Allow or forbid the supervisor's starts: colocated servers need devices that the trainer has left."""
+        """Allow or forbid the supervisor's starts. A colocated server may start only while the trainer is off the
+        devices."""
         self._starts_allowed = allowed
 
     def begin_ranks(self, number: int) -> None:
@@ -247,7 +248,7 @@ class FleetRecord:
             self._write()
 
     def status(self) -> Json:
-        """Return the last value of ``publish_status``; empty before the first."""
+        """Return the arguments of the last ``publish_status``; empty before the first call."""
         return self._status
 
     def read_attached(self) -> None:
@@ -261,7 +262,7 @@ class FleetRecord:
         return read_own_json(self._file, _Content) or _Content()
 
     def _write(self) -> None:
-        # After a takeover the file belongs to the other start; the memory serves this start's ranks until they end.
+        # After a takeover the file belongs to the new start. This start's ranks use the memory until they end.
         try:
             self._fence()
         except FencedError:

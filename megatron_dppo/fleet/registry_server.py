@@ -24,8 +24,10 @@ _LONGEST_BODY = 1 << 20
 
 
 class RegistryServer(HttpServer):
-    """Answers questions about ``record``: all to clients with ``key``, those of commands to clients with
-    ``command_key``."""
+    """Answers questions about ``record``.
+
+    A client with ``key`` may ask all questions. A client with ``command_key`` may ask the questions of commands.
+    """
 
     def __init__(self, record: FleetRecord, key: str, command_key: str, host: str) -> None:
         self._record = record

@@ -18,13 +18,13 @@ from megatron_dppo.fleet.record import Keys, Server
 log = logging.getLogger(__name__)
 
 ROUTED_MODEL = "policy"
-"""Name of the model at the router. The servers' names of it are paths, which may differ."""
+"""Name of the model at the router. On the servers its name is a path, and paths may differ."""
 
 SERVED_BY = "x-smg-routed-worker-id"
 """Header of an answer: the URL of the server that gave it."""
 
 _REGISTRATION_SECONDS = 20.0
-"""Longest time in which the router adds all servers."""
+"""Longest time for the router to add all servers."""
 _POLL_SECONDS = 0.05
 _CONTROL_SECONDS = 10.0
 """Longest time of a control request."""
@@ -41,10 +41,10 @@ async def routed_servers(client: HttpClient) -> dict[str, str]:
 
 
 async def set_servers(client: HttpClient, servers: Mapping[str, str | None]) -> None:
-    """Make the router's list of servers equal to ``servers``, URLs with their API keys.
+    """Make the router's list of servers equal to ``servers``: a mapping of URLs to API keys.
 
-    Returns when the lists are equal. Raises EngineLostError if the router does not add a server in time; it adds only
-    servers that answer its requests.
+    Returns when the lists are equal. The router adds only servers that answer its requests. Raises EngineLostError if
+    the router does not add a server in time.
     """
     routed = await routed_servers(client)
     await remove_servers(client, [url for url in routed if url not in servers])
@@ -80,8 +80,8 @@ async def _control_once(
     *,
     done_status: int,
 ) -> None:
-    """Send a control request. ``done_status``: the error status by which the router says that another rank has already
-    made the change."""
+    """Send a control request. The router answers with the error ``done_status`` if another rank has made the change
+    already."""
     try:
         await client.request(method, path, body, admin=True, timeout_s=_CONTROL_SECONDS)
     except EngineRequestError as error:
@@ -96,8 +96,8 @@ class HttpRouterLink:
 
     Args:
         find: returns the published router and its keys; None while there is none.
-        registers: whether this client registers the servers with the router. One client of the run does; for the other
-            clients, the router is usable once it has the servers.
+        registers: whether this client registers the servers with the router. Exactly one client of the run registers
+            them. Every other client waits until the router has the servers.
     """
 
     def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:
@@ -116,8 +116,10 @@ class HttpRouterLink:
         return "the router"
 
     async def serve(self, servers: Mapping[str, str | None]) -> None:
-        """Make the router send calls to ``servers``, URLs with their API keys. Then ``usable`` tells whether it
-        does."""
+        """Make the router send calls to ``servers``: a mapping of URLs to API keys.
+
+        Afterwards ``usable`` tells whether the router sends calls to them.
+        """
         self._routed = dict(servers)
         self.usable = False
         await self._connect()

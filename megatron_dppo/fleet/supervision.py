@@ -81,7 +81,7 @@ class FirstStartError(EngineGivenUpError):
 
 @dataclass(frozen=True)
 class _Starting:
-    """A process runs and is not healthy yet. ``healthy``: the seconds that the start took."""
+    """A process runs and is not healthy yet. The result of ``healthy`` is the number of seconds of the start."""
 
     healthy: Future[float]
 
@@ -109,7 +109,7 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _PortWait:
-    """The time since which another process has had the server's port, and the number of starts that failed for it."""
+    """Another process has had the server's port since the time ``since``; ``starts`` have failed because of that."""
 
     since: float
     starts: int
@@ -128,7 +128,7 @@ class SupervisedServer:
     Args:
         name: name under which the server is published in ``record``.
         title: name in messages.
-        make_process: makes the process of an incarnation, not started.
+        make_process: makes the process of an incarnation, without starting it.
         budget: limits number and pace of restarts. A start that failed because another process has its port uses no
             restart: the server waits for the port.
         may_start: returns whether the server with this name may use its devices, to start or to continue its start.
@@ -215,7 +215,7 @@ class SupervisedServer:
         self._restart(str(self.first_failure))
 
     def stop(self, *, at_once: bool) -> None:
-        """End the server, by force where ``at_once``, and withdraw it."""
+        """End the server, by force if ``at_once``, and withdraw it."""
         # A server that is starting has no request to finish.
         at_once = at_once or isinstance(self._state, _Starting)
         self._withdraw()
@@ -237,7 +237,7 @@ class SupervisedServer:
             self._state = _Published(server)
             log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
         elif not isinstance(error, RunError):
-            # Another exception is a fault in the code, which restarts would only hide.
+            # Any other exception is a fault in the code. Restarts would only hide it.
             raise error
         elif isinstance(error, PortHeldError):
             self._wait_for_port(error)
@@ -252,7 +252,7 @@ class SupervisedServer:
         # A hung process keeps running, so only its clients notice. A report on an earlier incarnation comes too late.
         is_reported = self.record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
-            # An exit code, if there is one soon, tells more than a report.
+            # If the process ends within this time, its exit code says more than the report.
             time.sleep(_DYING_S)
         code = self._process.poll()
         if code is None and not is_reported:
@@ -293,7 +293,7 @@ class SupervisedServer:
         self._state = _Waiting(current_time + self.budget.pause(wait.starts))
 
     def _end(self) -> None:
-        """Kill the process. The server is not published or starting any more only after the process has ended."""
+        """Kill the process, and withdraw the server only after the process has ended."""
         assert self._process is not None
         self._process.kill()
         self._withdraw()
@@ -326,9 +326,9 @@ class SupervisedFleet:
     Args:
         servers: the servers; empty if all servers of the run are attached.
         router: None if the run has no router.
-        record: registry in which the processes are published.
+        record: registry that the processes are published in.
         keys: keys that clients of these processes must send; no file has them. The admin key also opens the endpoint.
-        host: address on which the endpoint offers the registry to ranks and commands.
+        host: address of the endpoint that offers the registry to ranks and commands.
     """
 
     def __init__(
@@ -360,10 +360,11 @@ class SupervisedFleet:
             process.start()
 
     def check(self) -> None:
-        """Publish servers that became healthy, and restart those that died.
+        """Publish servers that became healthy, and restart servers that died.
 
-        A server whose first start failed is restarted once another server has started, because all have the same
-        configuration. If the first start of all servers fails, the configuration is at fault, and all are given up.
+        All servers have the same configuration. So if a server's first start failed, it is restarted once another
+        server has started. If the first start of every server fails, the configuration is at fault, and all servers are
+        given up.
 
         Raises EngineGivenUpError when the last server is given up and no server is attached.
         """
@@ -386,7 +387,7 @@ class SupervisedFleet:
             server.free_devices()
 
     def stop(self, *, at_once: bool) -> None:
-        """End all servers at the same time, including those that were given up."""
+        """End all servers at the same time, including servers that were given up."""
         with ThreadPoolExecutor(max(1, len(self._processes)), "stop") as pool:
             stops = [pool.submit(process.stop, at_once=at_once) for process in self._processes]
             for stop in stops:

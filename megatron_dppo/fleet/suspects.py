@@ -18,8 +18,11 @@ _LOSSES = 2
 
 @dataclass(eq=False)
 class Suspect:
-    """A prompt, by one ``request`` for it, and the ``servers`` that were lost while they, or the router, had a request
-    for it."""
+    """A prompt that may kill servers.
+
+    ``request`` is one request for the prompt. Each of ``servers`` was lost while it, or the router, had a request for
+    the prompt.
+    """
 
     request: GenerationRequest
     servers: list[Server] = field(default_factory=list)
@@ -38,7 +41,7 @@ class Suspects:
             self._by_prompt.setdefault(prompt, Suspect(request)).servers.append(server)
 
     def clear(self, requests: Sequence[GenerationRequest]) -> None:
-        """Remove the prompts of these requests, which a server answered."""
+        """Remove the prompts of these requests: a server has answered them."""
         if not self._by_prompt:
             return
         for request in requests:
