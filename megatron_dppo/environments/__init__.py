@@ -1,4 +1,4 @@
-"""Environments, which answer the policy's turns and reward them: their interface, their table, and two small ones.
+"""Environments answer the policy's turns and reward them. The interface, the table, and two small environments.
 
 To add an environment, write a class and, to ship it with the package, a row of ``ENVIRONMENTS``
 (``docs/environments.md``). This module imports no environment's libraries.
@@ -28,7 +28,7 @@ _MAX_CHARACTERS = 200
 class EnvironmentFaultError(RunError):
     """An environment crashed, hung, or gave an invalid answer. The run continues without this sample.
 
-    ``is_shared``: whether the process that ended had other episodes too, so that the episode at fault is unknown.
+    ``is_shared``: whether the process that ended had other episodes too. Then the episode at fault is unknown.
     """
 
     def __init__(self, message: str, *, is_shared: bool = False) -> None:
@@ -60,7 +60,7 @@ class ChatCall:
 
     Attributes:
         messages: the messages since the last turn of the branch; all messages if the branch is new.
-        tools: definitions of tools, the same in each call of a branch.
+        tools: definitions of tools. All calls of a branch have equal tools.
         max_tokens: largest number of tokens of the requested turn; None: the run's limit.
         branch: number of the branch that continues. If it equals the number of branches so far, a new branch begins,
             and the messages are its prompt. The first call begins branch 0.
@@ -83,7 +83,7 @@ class ChatCall:
 
 
 Observation = str | ChatCall
-"""An observation: text, which becomes a message in the role ``environment.role``, or whole messages."""
+"""An observation: text or whole messages. Text becomes a message in the role ``environment.role``."""
 
 
 def observation_of(value: Any) -> Observation:
@@ -109,8 +109,8 @@ class Step:
         observation: text or messages after the turn; unused if the episode is ``done``.
         reward: reward of this turn, a finite number of at most 1e18 in absolute value.
         done: whether the episode has ended.
-        is_scored: for the last turn: whether the run's rewards also score its text, as the text of a response without
-            an environment.
+        is_scored: for the last turn: whether the run's rewards also score its text, as they score a response without an
+            environment.
         scored_text: text that the run's rewards score in place of the turn's text.
     """
 
@@ -138,8 +138,8 @@ class Environment(Protocol):
     """One episode. The class is called with ``environment.options``.
 
     A method may take up to ``environment.step_timeout_s``; other episodes run meanwhile. An exception is a fault of the
-    environment, never a reward of 0. After a fault, the same turns are replayed in a new environment of the same
-    problem; if its answers differ, the episode is sampled again.
+    environment, never a reward of 0. After a fault, the turns so far are replayed in a new environment of the same
+    problem. If the new answers differ, the episode is sampled again.
     """
 
     async def reset(self, problem: Problem) -> Observation:
@@ -273,8 +273,8 @@ def makes_prompts(name: str | None) -> bool:
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     """Raise ValueError if the environment does not exist, or does not take these options. None: no environment.
 
-    A class may have a method ``check_options``, which is called with the options. It checks their values and this
-    machine, and raises ValueError.
+    A class may have a method ``check_options``. It receives the options, checks their values and this machine, and
+    raises ValueError.
     """
     if name is None:
         return

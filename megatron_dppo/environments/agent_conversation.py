@@ -70,7 +70,7 @@ class _Branch:
     """A branch of the session.
 
     Attributes:
-        tools: definitions of tools, the same in each call of the branch.
+        tools: definitions of tools. All calls of the branch have equal tools.
         messages: messages up to the last turn.
         has_waiting_call: whether a call waits for the branch's next turn.
     """
@@ -80,7 +80,7 @@ class _Branch:
     has_waiting_call: bool = True
 
     def deviation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
-        """Return why a call with these messages doesn't continue the branch; empty if it does."""
+        """Return why a call with these messages doesn't continue the branch; empty if the call continues it."""
         if self.has_waiting_call:
             return "another call of it waits"
         for i, expected_message in enumerate(self.messages):
@@ -184,8 +184,8 @@ class Conversation:
     def completion_of(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
         """Forward a request to the policy, and yield the future of its ``chat.completion``.
 
-        A request that repeats a call whose client has disconnected gets the answer of that call. The block must await
-        the future without cancelling it. Raises RefusedCallError.
+        If the client of a call has disconnected, a request that repeats the call gets the call's answer. The block must
+        await the future without cancelling it. Raises RefusedCallError.
         """
         try:
             call = self._call_of(body)
@@ -203,7 +203,7 @@ class Conversation:
             call.has_client = False
 
     def _call_of(self, body: Any) -> _Call:
-        """Return the call of a request: an undelivered one that it repeats, or a new one, which is queued."""
+        """Return the undelivered call that a request repeats. If it repeats none, queue and return a new call."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise RefusedCallError(400, "expected a JSON object with a list of messages")
         if _is_deeper(body, _MAX_LEVELS):

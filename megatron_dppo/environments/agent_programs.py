@@ -41,7 +41,7 @@ class AgentSession:
 
 
 AgentResult = float | str | None
-"""Result of an agent: its reward; or a text that the run's rewards score; or None: the rewards score the last turn."""
+"""Result of an agent: a reward, or a text that the run's rewards score. None: the rewards score the last turn."""
 AgentFunction = Callable[[Problem, AgentSession], Coroutine[Any, Any, AgentResult]]
 
 
@@ -109,8 +109,8 @@ async def _run_command(
                 output=output.fileno(),
                 errors=errors.fileno(),
                 inherited=inherited,
-                # Lift the worker's limit of address space, which is too low for some programs: node, for example,
-                # reserves far more than it uses.
+                # Lift the worker's limit of address space. It is too low for some programs: node, for example, reserves
+                # far more than it uses.
                 lifts_memory_limit=True,
             ) as process,
         ):
@@ -191,8 +191,8 @@ async def _exit_code_of(process: subprocess.Popen[bytes]) -> int:
 def result_of(output: str) -> AgentResult:
     """Return the result in the last line of a command's output: its ``reward``, or else its ``answer``.
 
-    Returns None if the last line is no JSON object with one of these fields. Raises ValueError for a reward that is no
-    number, and for an answer that is neither text nor a number.
+    Returns None if the last line is no JSON object with one of these fields. Raises ValueError if the reward is no
+    number, or if the answer is not text or a number.
     """
     last_line = output.rpartition("\n")[2]
     try:

@@ -1,4 +1,4 @@
-"""The HTTP server of an agent's session, which answers OpenAI's chat completions."""
+"""The HTTP server of an agent's session. It answers OpenAI's chat completions."""
 
 from __future__ import annotations
 

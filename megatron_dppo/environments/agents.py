@@ -1,9 +1,9 @@
 """Agents as environments: a program that knows nothing of training calls the policy by OpenAI's chat completions.
 
-The program's session becomes an episode. Each session has a server with a key of its own, on the machine where the
-agent runs. A call waits until the policy's turn is sampled; the new messages of a call are the environment's
-observation. A call whose messages don't begin with the messages of a branch (because the agent shortened its history,
-or because another agent calls) begins a new branch. Simultaneous calls are answered one after another.
+The program's session becomes an episode. Each session has its own server and key, on the machine that the agent runs
+on. A call waits until the policy's turn is sampled. The new messages of a call are the environment's observation. If
+the messages of a call don't begin with the messages of a branch (because the agent shortened its history, or because
+another agent calls), the call begins a new branch. Simultaneous calls are answered in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Agent:
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        """Raise ValueError for bad options, SandboxError if they ask for a sandbox that this machine lacks."""
+        """Raise ValueError for bad options, and SandboxError if they need a sandbox that this machine lacks."""
         environment = cls(**options)
         agent_of(environment._agent)
-        # ``host_fault`` resolves the host's name. The constructor, which every episode calls, does not.
+        # ``host_fault`` resolves the host's name. Every episode calls the constructor, so it does not check the host.
         fault = host_fault(environment._host)
         if fault:
             raise ValueError(f"options: host: {fault}")
@@ -138,7 +138,7 @@ class Agent:
         return Step(done=True, is_scored=True, scored_text=result)
 
     def _refusal(self) -> str:
-        """Return the beginning of an error: why a call was refused, which may have ended the agent; else empty."""
+        """Return the beginning of an error: why a call was refused. The refusal may have ended the agent."""
         refusal = self._conversation.refusal
         if refusal:
             return f"a call was refused: {refusal}; "

@@ -1,12 +1,12 @@
 """Episodes: the turns of a policy and the answers of an environment as one trajectory, token by token.
 
-The prompt of a turn has all tokens of its branch so far, exactly as they were sampled or given, followed by the tokens
-that the chat template inserts (``TurnTemplate``), whose loss mask is False. Recorded routing is requested from the
-first missing row on. So versions, log-probabilities and routing of each token come from the call that sampled it.
+The prompt of a turn has all tokens of its branch so far, exactly as they were sampled or given. The tokens that the
+chat template inserts (``TurnTemplate``) follow; their loss mask is False. Recorded routing is requested from the first
+missing row on. So versions, log-probabilities and routing of each token come from the call that sampled the token.
 
 A new branch begins with a prompt that the template renders from messages. If the messages contain turns of other
-branches, their tokens are part of the prompt, with a loss mask of False. So each sampled token is trained on once, in
-the branch in which it was sampled.
+branches, the tokens of these turns are part of the prompt, with a loss mask of False. So each sampled token is trained
+on once, in the branch that it was sampled in.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class EpisodeLimits:
     Attributes:
         turns: largest number of turns of the policy.
         tokens: largest number of tokens of a trajectory with its prompt, all branches together.
-        observation_tokens: largest number of tokens of one observation, including those of the template.
-        retries: number of faults of the environment after which the episode is played again; one more replaces the
-            sample.
+        observation_tokens: largest number of tokens of one observation, including the template's tokens.
+        retries: the episode is played again after this many faults of the environment. After one more fault, another
+            sample replaces the episode.
         answers_cut_turns: whether an episode continues after a turn that was cut off.
     """
 
@@ -61,13 +61,13 @@ class _Episode:
 
     Attributes:
         request: the request for the first turn.
-        first_observation: the first observation, which ``request`` contains.
+        first_observation: the first observation. ``request`` contains it.
         last_observation: the newest observation.
         answered_turns: turns with the environment's answers.
         branches: all tokens of each branch so far.
         branch_numbers: branch of each sampled turn, in the order of sampling.
         turn: sampled turn without an answer yet.
-        delta: tokens between the last turn and the next one; for a new branch its whole prompt.
+        delta: tokens between the last turn and the next turn. For a new branch: the whole prompt.
         turn_limit: configuration key that limits the present turn.
         finish_reason: why the episode ended; None while it continues.
         ended_by: limit that ended the episode, in words.
@@ -139,8 +139,8 @@ class Episodes:
         """Play an episode that begins with ``request`` and return its trajectory.
 
         After more faults of the environment than allowed, the trajectory is ``failed`` and has only the prompt. A fault
-        costs no sampled token: the turns are replayed in a new environment. Only if its answers differ, the turns are
-        sampled again. ``ask`` sends a request to the engine and returns its response.
+        costs no sampled token: the turns are replayed in a new environment. The turns are sampled again only if the new
+        environment's answers differ. ``ask`` sends a request to the engine and returns the response.
         """
         episode = _Episode(request)
         fault_count = 0
@@ -154,8 +154,8 @@ class Episodes:
                         await self._advance(environment, episode, ask)
                 return _finished(episode)
             except EnvironmentFaultError as fault:
-                # If the process had several episodes, this one may be innocent. Don't count the fault, but play the
-                # episode in a process of its own, so that its next fault is surely its own.
+                # If the process had several episodes, another episode may be at fault. Then don't count the fault, but
+                # play this episode alone in a process, so that this episode causes the next fault.
                 if fault.is_shared:
                     needs_own_process = True
                 else:
@@ -180,10 +180,10 @@ class Episodes:
         request: GenerationRequest,
         observation: Observation,
     ) -> None:
-        """Begin the episode with a new environment's first observation, which is added to the prompt or replaces it.
+        """Begin the episode with a new environment's first observation. It is added to the prompt, or replaces it.
 
-        An earlier attempt's turns stay if its environment had the same first observation; otherwise they are removed,
-        to be sampled again.
+        If an earlier attempt had an equal first observation, its turns stay. Otherwise they are removed, and will be
+        sampled again.
         """
         if observation == episode.first_observation:
             return
@@ -243,9 +243,9 @@ class Episodes:
         episode: _Episode,
         ask: Callable[[GenerationRequest], Awaitable[Trajectory]],
     ) -> None:
-        """Sample one turn and get the environment's answer to it.
+        """Sample one turn and get the environment's answer.
 
-        A turn that was sampled before a fault of the environment is not sampled again.
+        If the turn was already sampled before a fault of the environment, it is not sampled again.
         """
         turn = episode.turn
         if turn is None:
@@ -272,7 +272,7 @@ class Episodes:
         episode.turn = None
 
     def _end_truncated(self, episode: _Episode, turn: Turn, *, is_done: bool) -> None:
-        """End the episode after a turn that was cut off. ``is_done``: whether the environment ends it, too."""
+        """End the episode after a turn that was cut off. ``is_done``: whether the environment, too, ends it."""
         episode.finish_reason = "length"
         number = len(episode.answered_turns) + 1
         tokens = len(turn.token_ids)

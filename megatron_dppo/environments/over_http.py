@@ -9,7 +9,7 @@ The server answers three POST requests:
     /close  {"episode"}                             -> {}
 
 ``episode`` is the server's own name of the episode. A field that is missing in an answer to /step has the default of
-``Step``. Any status other than 200 is a fault of the environment. ``tools/serve_environment.py`` is such a server.
+``Step``. Any status except 200 is a fault of the environment. ``tools/serve_environment.py`` is an example of a server.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OverHttp:
     def _checked(self, fields: Mapping[str, Any]) -> Step:
         """Build the step of an answer.
 
-        Raises TypeError and ValueError for bad values; the messages do not have the server's key, which it may echo.
+        Raises TypeError and ValueError for bad values. The server may echo its key: the messages leave the key out.
         """
         try:
             return Step(**fields)

@@ -2,10 +2,9 @@
 
 Any other turn is the answer to the problem, and ends the episode.
 
-A snippet runs in an interpreter of its own, with the standard library alone, inside a sandbox of bubblewrap
-(``bwrap``):
+A snippet runs in a new interpreter, with only the standard library, inside a sandbox of bubblewrap (``bwrap``):
 
-- namespaces of its own for users, processes, network, IPC and mounts; no capabilities;
+- new namespaces for users, processes, network, IPC and mounts; no capabilities;
 - a root with the interpreter and the system's libraries, read-only, without /proc, /dev, /etc, /tmp and any home;
 - a filter of system calls: one process, one thread, no socket, no shared memory, no other namespaces;
 - limits on CPU seconds, memory, output and wall time.
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 _START_S = 30.0
 """Longest time for the sandbox to start."""
 _STARTED = b"started\n"
-# The program that runs a snippet. It reads the snippet from standard input, which may be longer than an argument.
+# The program that runs a snippet. It reads the snippet from standard input: an argument has a limited length.
 _BOOT = (
     f"import sys; print({_STARTED.decode().strip()!r}, flush=True)\n"
     "try: exec(compile(sys.stdin.read(), '<snippet>', 'exec'), {'__name__': '__main__'})\n"
@@ -156,7 +155,7 @@ async def run_snippet(
         except TimeoutError:
             ending = f"[did not end within {wall_seconds} s]"
         finally:
-            # When bwrap ends, the kernel ends the snippet, which is in a process namespace below bwrap.
+            # The snippet is in a process namespace below bwrap: when bwrap ends, the kernel ends the snippet.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             # Unread output would keep wait() from returning.
@@ -170,7 +169,7 @@ def _ending_of(code: int, seconds: int) -> str:
     """Return the text about the exit code of a snippet: empty for 0, else in brackets."""
     if code == 0:
         return ""
-    # bwrap reports a signal as a shell does, as 128 plus the signal. A snippet may also exit with such a code.
+    # bwrap reports a signal as a shell does: 128 plus the signal. A snippet may also exit with one of these codes.
     signal_number = code - 128
     if signal_number == signal.SIGXCPU:
         return f"[used up {seconds} s of CPU time]"
@@ -199,8 +198,8 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
     bwrap = find_program("bwrap")
     prlimit = find_program("prlimit")
     with open_filter(is_snippet=True) as filter_fd:
-        # At the soft limit of CPU time the kernel sends SIGXCPU, which tells the reason; at the hard limit, a second
-        # later, it kills the process.
+        # At the soft limit of CPU time the kernel sends SIGXCPU, so the exit code tells the reason. At the hard limit,
+        # one second later, the kernel kills the process.
         yield (
             [
                 prlimit,
@@ -234,7 +233,7 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
 
 
 def _interpreter() -> Path:
-    """Return the interpreter of the virtual environment's base, which needs no installed package."""
+    """Return the interpreter below the virtual environment. It needs no installed package."""
     return Path(sys.executable).resolve()
 
 

@@ -1,7 +1,7 @@
 """The limits of a sandbox: arguments of bubblewrap (``bwrap``) and a filter of system calls.
 
-Two kinds of programs run in a sandbox: snippets of ``python_sandbox``, which may do nearly nothing, and commands of
-``agents``, which may start processes, use the network and allocate memory.
+Two kinds of programs run in a sandbox. Snippets of ``python_sandbox`` may do nearly nothing. Commands of ``agents`` may
+start processes, use the network and allocate memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def system_libraries() -> Iterator[str]:
 
 
 def root_folders(*paths: str) -> Iterator[str]:
-    """Yield bwrap's arguments for folders that are links into ``/usr`` on most systems, and real folders on others."""
+    """Yield bwrap's arguments for ``paths``: links into ``/usr`` on most systems, real folders on other systems."""
     for path in map(Path, paths):
         if path.is_symlink():
             yield from ("--symlink", os.readlink(path), str(path))
@@ -74,7 +74,7 @@ _SYSTEM_FILES = (
 )  # fmt: skip
 """Files that programs need for libraries, certificates, names of hosts and users, and the time zone."""
 _PRIVATE_FOLDER = "/tmp"
-"""The empty folder that a command's sandbox has as its home."""
+"""The empty folder that is the home in a command's sandbox."""
 
 
 @contextlib.contextmanager
@@ -85,9 +85,9 @@ def sandboxed(
 ) -> Iterator[tuple[list[str], dict[str, str], int]]:
     """Yield ``command`` in a sandbox: its arguments, its variables, and a descriptor that it must inherit.
 
-    The sandbox has the network, its own processes and an empty home. Of the machine's files it has, read-only, the
-    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also if
-    the current folder contains the user's home, because the sandbox would have the home then.
+    The sandbox has the network, its own processes and an empty home. It can read these files of the machine: the
+    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also if the
+    current folder contains the user's home, because the sandbox could then read the home.
     """
     files = list(_program_files(paths))
     sandbox = find_program("bwrap")
@@ -139,7 +139,7 @@ DENIED: Calls = {
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
     "open_tree_attr": (467, 467), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
     "quotactl": (179, 60), "quotactl_fd": (443, 443), "statmount": (457, 457), "listmount": (458, 458),
-    # Keys, which no namespace separates.
+    # Keys: no namespace separates them.
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     # Kernel interfaces with a history of security holes, or that bypass this filter.
     "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3),
@@ -176,7 +176,7 @@ DENIED_TO_SNIPPETS: Calls = {
     "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
     "memfd_create": (319, 279), "inotify_init": (253, None), "inotify_init1": (294, 26),
     "timer_create": (222, 107),
-    # Further filters and rules, which take the kernel's memory.
+    # Further filters and rules: they take the kernel's memory.
     "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }  # fmt: skip
@@ -185,7 +185,7 @@ DENIED_TO_SNIPPETS: Calls = {
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64 of linux/audit.h."""
 _X32 = 0x40000000
-"""__X32_SYSCALL_BIT: numbers from here on are calls of the x32 ABI, which would bypass the filter."""
+"""__X32_SYSCALL_BIT: numbers from here on are calls of the x32 ABI. They would bypass the filter."""
 # Opcodes of BPF (linux/bpf_common.h): load a word, jump if equal, jump if greater or equal, return.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 # Results of linux/seccomp.h: kill the process, return the error 1 (EPERM), allow the call.

@@ -1,9 +1,9 @@
 """The tokens that the chat template inserts between two turns of a conversation.
 
-Sampled tokens are never encoded again. They are followed by the tokens of the text that the template writes from the
-end of a turn to the beginning of the next turn. For the observation "4" of a tool, for example, the text is <|im_end|>,
-newline, <|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The token <|im_end|> at its
-beginning is left out if the policy sampled it. The newline after it is kept, because only the template writes it.
+Sampled tokens are never encoded again. The tokens of the text that the template writes between the end of a turn and
+the beginning of the next turn follow them. For the observation "4" of a tool, for example, the text is <|im_end|>,
+newline, <|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The first token <|im_end|> is
+left out if the policy sampled it. The first newline is kept, because only the template writes it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class TurnTemplateError(DataError):
 class TurnTemplate:
     """The tokens that the chat template inserts after a turn.
 
-    If an observation contains the characters of a control token, such as ``<|im_end|>``, they are encoded as ordinary
-    text, so an observation never ends a turn. Control tokens are the tokenizer's special tokens, and the added tokens
-    that the template writes around a message of the observation's role, such as ``</tool_response>``.
+    If an observation contains the characters of a control token, for example ``<|im_end|>``, they are encoded as
+    ordinary text, so an observation never ends a turn. Control tokens are the tokenizer's special tokens, and the added
+    tokens that the template writes around a message of the observation's role, for example ``</tool_response>``.
 
     ``generation_tokens`` is the number of tokens of the generation prompt.
 
@@ -96,8 +96,8 @@ class TurnTemplate:
     def opening(self, problem: Problem, observation: Observation) -> list[int]:
         """Return the tokens of the problem's prompt with ``observation`` as one more user message, or as more text.
 
-        For a ChatCall, the prompt has the call's messages alone. Raises TurnTemplateError if the template does not take
-        such a message, or if the tokens of the problem's prompt change.
+        For a ChatCall, the prompt has only the call's messages. Raises TurnTemplateError if the template does not take
+        one more user message, or if the tokens of the problem's prompt change.
         """
         if isinstance(observation, ChatCall):
             return self.prompt(observation)
@@ -165,9 +165,9 @@ class TurnTemplate:
     def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
         """Render with marks in place of the control tokens in messages and tools.
 
-        ``text_of`` renders messages, to each of which it applies its argument. A template may read added tokens that
-        are not special in a message, such as those around a thought; they are then not replaced. Raises
-        TurnTemplateError if the template reads special tokens in a message.
+        ``text_of`` renders messages after it has applied its argument to each message. A template may itself read added
+        tokens that are not special, for example the tokens around a thought. Then only special tokens are replaced.
+        Raises TurnTemplateError if the template reads special tokens in a message.
         """
         text = text_of(self._hold)
         if not self._control_tokens.has_marks(text):
@@ -183,7 +183,7 @@ class TurnTemplate:
         return text
 
     def _hold(self, message: Message) -> dict[str, Any]:
-        """Replace the control tokens in a message, or in a tool's definition, which has no role, by marks."""
+        """Replace the control tokens in a message, or in a tool's definition, by marks. A definition has no role."""
         role = message.get("role", "")
         if role not in self._held_tokens:
             self._held_tokens[role] = self._tokens_to_hold(role)
@@ -199,8 +199,8 @@ class TurnTemplate:
     def _tokens_to_hold(self, role: str) -> frozenset[str]:
         """Return the control tokens that the text of a message in ``role`` may not contain.
 
-        They are the special tokens, and the tokens that the template writes around such a message. The assistant's text
-        may contain tokens that are not special, such as those around a thought.
+        They are the special tokens, and the tokens that the template writes around a message in this role. The
+        assistant's text may contain tokens that are not special, for example the tokens around a thought.
         """
         special = self._control_tokens.special
         if role in ("", "assistant"):
@@ -338,7 +338,7 @@ def _calls_of(message: Message) -> Sequence[Any]:
 def _with_probes(message: Message, number: int) -> dict[str, Any]:
     """Return the message with unique texts in place of its content and of the name of each tool that it calls.
 
-    The content of a message of tool calls alone stays empty, because a template may have no place for it.
+    If a message has only tool calls, its content stays empty: a template may have no place for a content.
     """
     calls = _calls_of(message)
     content = f"{_PROBE}{number}z"

@@ -1,12 +1,12 @@
-"""Worker processes of environments, so that an environment can harm neither the rank nor other workers.
+"""Worker processes of environments: an environment cannot harm the rank or other workers.
 
 A worker (``system/workers.py``) receives an EnvironmentSpec. Then it answers each call by ``{"result"}``, or by
 ``{"fault"}`` for an exception of the environment. Both directions are JSON. Many episodes run side by side in a worker,
 on one event loop.
 
 A call that takes too long is cancelled. A process that does not answer the cancellation is blocked; it is killed, and
-replaced like a process that ended by itself. If the process had several episodes, the episode at fault is unknown: each
-of them begins again in a process of its own, and only the episode at fault fails there again.
+replaced like a process that has ended. If the process had several episodes, the episode at fault is unknown. So each of
+these episodes begins again in a separate process, and only the episode at fault fails again.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class EnvironmentSpec:
 class EnvironmentPool:
     """The processes for the episodes of a rank, started when they are first needed; ``close`` ends them.
 
-    ``workers`` processes share all episodes. In addition, an episode may have a process of its own (``open``). ``open``
-    and the environments that it returns belong to one event loop.
+    ``workers`` processes share all episodes. In addition, an episode may be alone in a process (``open``). ``open`` and
+    the environments that it returns belong to one event loop.
     """
 
     def __init__(self, spec: EnvironmentSpec, workers: int) -> None:
@@ -111,7 +111,7 @@ class EnvironmentPool:
         return RemoteEnvironment(self, worker)
 
     def is_alone(self, worker: EnvironmentWorker) -> bool:
-        """Whether the worker has one episode alone, after which it ends."""
+        """Whether the worker has only one episode. It ends after this episode."""
         return worker in self._lone_workers
 
     def leave(self, worker: EnvironmentWorker) -> None:
@@ -299,7 +299,7 @@ def _step_of(answer: dict[str, Any]) -> Step:
 
 
 def _read_json(content: bytes) -> Any:
-    """Decode JSON, and replace half a surrogate pair, which no tokenizer and no file accepts, by a question mark."""
+    """Decode JSON, and replace half a surrogate pair by a question mark: no tokenizer and no file accepts a half."""
     values = json.loads(content)
     if rb"\ud" not in content:
         return values
@@ -315,7 +315,7 @@ class EnvironmentHost:
         self._spec = spec
         self._environment_class = find_environment(spec.name)
         self._environments: dict[int, Environment] = {}
-        # The newest reset or step of each episode, which ``cancel`` ends.
+        # The newest reset or step of each episode, for ``cancel``.
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, start: WorkerCall) -> None:
@@ -359,7 +359,7 @@ class EnvironmentHost:
                 raise ValueError(
                     f"an answer of {len(answer)} bytes, expected at most {self._spec.largest_bytes}"
                 )
-        # The run continues without this sample, whatever the exception.
+        # After any exception of an environment, the run continues without this sample.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             line = f"({Path(frame.filename).name}, line {frame.lineno})"
@@ -370,7 +370,7 @@ class EnvironmentHost:
     async def _reset(self, episode: int, problem: dict[str, Any]) -> str | dict[str, Any]:
         environment = self._environment_class(**self._spec.options)
         self._environments[episode] = environment
-        # Look in the class, not in the object, whose __getattr__ may return something for every name.
+        # Look in the class: the object's __getattr__ may return something for every name.
         note_sampling = getattr(type(environment), "note_sampling", None)
         if note_sampling is not None:
             note_sampling(environment, self._spec.sampling)

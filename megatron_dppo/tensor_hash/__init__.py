@@ -1,7 +1,7 @@
 """SGLang's checksum of a tensor on a GPU, computed part by part, in any order, on a CPU or a GPU.
 
 SGLang's ``/weights_checker`` hashes CUDA tensors with this tiled 64-bit mix (16 hexadecimal digits). On a CPU our
-platform plugin makes SGLang use the same hash instead of SHA-256, which takes ten times as long and cannot be combined
+platform plugin makes SGLang use this hash instead of SHA-256. SHA-256 takes ten times as long and cannot be combined
 from parts. With the tensor's bytes as little-endian 32-bit words ``v_i`` (zero-padded at the end) and ``n`` their
 number::
 
@@ -47,9 +47,9 @@ LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
 SOURCE = Path(__file__).parent / "tile_sums.cpp"
 
 Edge: TypeAlias = tuple[int, int, int]
-"""The number of a tile that a part covers only partly, and the two lanes' inner sums over the part's words in it."""
+"""The number of a tile that a part does not cover whole, and the two lanes' inner sums over the part's words there."""
 PartSums: TypeAlias = tuple[int, Sequence[Edge]]
-"""What the tiles that a part covers whole add to the checksum (``closed_sum``), and the part's edges."""
+"""The ``closed_sum`` of the tiles that a part covers whole, and the part's edges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class WordRun:
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """The tiles that these words cover only partly, at most the first and the last one.
+        """The tiles that these words do not cover whole: at most the first tile and the last tile.
 
         Each tile comes with the index of its sums in the four edge sums of a kernel: 0 for the first tile, 2 for the
-        last.
+        last tile.
         """
         end = self.first + self.words
         first = self.first // TILE
@@ -97,7 +97,7 @@ class WordRun:
 
 
 def run_of(part: Tensor, first: int, total: int) -> WordRun:
-    """Make a WordRun of ``part``, which begins at word ``first`` of a tensor of ``total`` words.
+    """Make a WordRun of ``part``. The part begins at word ``first`` of a tensor of ``total`` words.
 
     ``part`` is not empty and has any shape and dtype. The run is a view if the part is a block of whole words;
     otherwise it is a copy, padded with zeros to whole words.
@@ -146,7 +146,7 @@ def collect(
     Args:
         edges: ``WordRun.edges`` of each part.
         closed_sums: ``closed_sum`` of the tiles that each part covers whole.
-        edge_sums: [parts, 4], both lanes' inner sums of the first tile, then those of the last.
+        edge_sums: [parts, 4]: lane 1 and lane 2 of the first tile's inner sums, then of the last tile's.
     """
     parts: list[PartSums] = []
     for part_edges, closed, sums in zip(edges, closed_sums, edge_sums, strict=True):
@@ -196,7 +196,7 @@ def _rows(part: Tensor) -> Tensor | None:
         width *= part.shape[dim]
     pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
     outer_dims = [(size, stride) for size, stride in pairs if size > 1]
-    # The rows must have a constant stride: each outer dimension continues the one after it.
+    # The rows must have a constant stride: the stride of an outer dimension must be the extent of the next dimension.
     for (_, stride), (next_size, next_stride) in itertools.pairwise(outer_dims):
         if stride != next_size * next_stride:
             return None
@@ -220,7 +220,7 @@ def _mix(data: Tensor, first: int) -> Tensor:
         position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, rotation)
         mixed = _fmix(data ^ position)
         tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
-        # Sum in int64, where a tile cannot overflow, and reduce modulo 2^32 afterwards.
+        # Sum in int64: a tile's sum cannot overflow. Reduce modulo 2^32 afterwards.
         sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
     return torch.stack(sums)
 
@@ -260,7 +260,7 @@ def _fmix(x: Tensor) -> Tensor:
 
 
 Part = tuple["TiledHash", Tensor, int]
-"""The hash of a tensor, a part of the tensor, and the byte at which the part begins."""
+"""The hash of a tensor, a part of the tensor, and the number of the part's first byte in the tensor."""
 
 
 def tiled_hash(tensor: Tensor) -> str:
@@ -273,8 +273,8 @@ def tiled_hash(tensor: Tensor) -> str:
 def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     """Start one kernel that hashes all of ``parts``. Returns a function that waits for it and adds the sums.
 
-    The caller may change the parts after that function has returned; on a GPU also before, by operations of the stream
-    in which the kernel runs. Raises ValueError as ``TiledHash.add`` does.
+    The caller may change the parts after that function has returned. On a GPU the caller may change them earlier by
+    operations in the kernel's stream. Raises ValueError as ``TiledHash.add`` does.
     """
     hashes: list[TiledHash] = []
     runs: list[WordRun] = []
@@ -295,7 +295,7 @@ def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
 class TiledHash:
     """The checksum of a tensor of ``size`` bytes, computed from its parts in any order.
 
-    A tile that one part covers whole is added to the checksum at once. For a tile that several parts share, the inner
+    If one part covers a tile whole, the tile is added to the checksum at once. If several parts share a tile, the inner
     sums of the parts are added up, and ``hexdigest`` adds the tile.
     """
 
@@ -305,10 +305,10 @@ class TiledHash:
         self._shared_tiles: dict[int, tuple[int, int]] = {}
 
     def add(self, part: Tensor, start: int) -> None:
-        """Add the bytes of ``part`` (any shape and dtype, row-major order), which begin at byte ``start``.
+        """Add the bytes of ``part`` (any shape and dtype, row-major order). They begin at byte ``start`` of the tensor.
 
-        Every byte of the tensor is added once. Raises ValueError if the part begins inside a word, or ends inside one
-        before the end of the tensor.
+        Every byte of the tensor is added once. Raises ValueError if the part begins inside a word, or ends inside a
+        word that is not the tensor's last.
         """
         add_parts([(self, part, start)])()
 

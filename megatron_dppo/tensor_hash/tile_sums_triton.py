@@ -31,7 +31,7 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     parts = np.repeat(np.arange(len(runs)), tile_counts)
     tiles = np.arange(ends[-1]) - np.repeat(ends - tile_counts, tile_counts)
     programs = torch.from_numpy(np.stack([parts, tiles]).astype(np.int32)).to(device)
-    # A part has five sums: that of the tiles that it covers whole, and four of its edges.
+    # A part has five sums: one sum over the tiles that it covers whole, and four sums of its edges.
     out = torch.zeros(len(runs), 5, dtype=torch.int64, device=device)
     tile_sums_kernel[(int(ends[-1]),)](
         shapes,
