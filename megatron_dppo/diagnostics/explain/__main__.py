@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options of the command."""
     parser = batch_parser("explain", str(__doc__))
-    parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
+    parser.add_argument(
+        "--policy", type=Path, help="Hugging Face folder of pi's weights; default: the step's pi"
+    )
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
     algorithm_arguments(parser)
     parser.add_argument("--rows", type=int, default=30, help="token rows on the console (30)")
@@ -58,7 +60,7 @@ def algorithm_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a preset's number",
+        help="set a number of the preset",
     )
 
 
@@ -100,9 +102,12 @@ def explain(options: argparse.Namespace) -> None:
     ]
     title = f"Masks of {options.run}, batch of step {step}"
     tables = page.summary_tables(algorithm.name, responses)
-    rows = page.notable(algorithm.name, page.all_tokens(responses), options.rows)
+    shown_tables = list(tables)
+    if options.rows:
+        tokens = page.all_tokens(responses)
+        shown_tables.append(page.notable(algorithm.name, tokens, options.rows))
     console = show_facts(title, facts, width=200)
-    for table in [*tables, rows] if options.rows else tables:
+    for table in shown_tables:
         show(console, table)
     if options.csv:
         page.write_csv(options.csv, responses)
@@ -130,7 +135,7 @@ def as_trained(
         step: step whose batch is explained.
         algorithm: the algorithm to explain; the run's, or another one.
         batch: all trajectories of the batch.
-        mini_batches: numbers of the mini-batches, from 1, by position of the responses to explain.
+        mini_batches: the responses to explain: position in the batch -> number of the mini-batch, from 1.
         checkpoint: Hugging Face folder with the tokenizer.
 
     Returns:
@@ -203,9 +208,9 @@ def under_policy(
 def chosen_algorithm(
     options: argparse.Namespace, trained_with: AlgorithmConfig
 ) -> tuple[str, dict[str, Any], Settings]:
-    """Return name, numbers and settings of the algorithm.
+    """Return name, numbers and settings of the algorithm to explain.
 
-    ``--algorithm`` selects another algorithm than the run's; ``--option`` overrides numbers.
+    It is the run's algorithm, or that of ``--algorithm``; ``--option`` overrides its numbers.
     """
     name = options.algorithm or trained_with.name
     numbers = {}
@@ -227,7 +232,10 @@ def chosen_responses(
     algorithm: AlgorithmConfig,
     limit: int,
 ) -> tuple[list[int], str]:
-    """Return the positions of the first ``limit`` responses with a gradient, and a line about the others."""
+    """Return the positions of the first ``limit`` responses with a gradient, and a line about the responses left out.
+
+    ``limit`` 0: all responses with a gradient. Raises ValueError if there is none.
+    """
     from megatron_dppo.loop.learning import trains
 
     trained_positions = [i for i, t in enumerate(batch) if t.sampled and trains(t, algorithm)]
@@ -274,7 +282,7 @@ def batch_parser(command: str, description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
+    parser.add_argument("--step", type=int, help="step of the batch; default: the last saved")
     parser.add_argument("--limit", type=int, default=64, help="responses at most (64); 0: all")
     return parser
 

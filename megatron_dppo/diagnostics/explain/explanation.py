@@ -130,7 +130,7 @@ def response_of(
 
 
 def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
-    """Compute the fields of ``Token`` for every row of ``inputs``."""
+    """Compute fields of ``Token`` for every row of ``inputs``, by name; None for divergences without their inputs."""
     pi = inputs.log_probs
     mu = inputs.rollout_log_probs
     recomputed = inputs.recomputed_log_probs
@@ -178,11 +178,11 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
 }
 """Functions that write a bound as text, by the name of a preset's number.
 
-A function maps (value, A > 0) to the text; None means that there is no bound for this sign of A."""
+A function maps (value, whether A > 0) to the text; None means that there is no bound for this sign of A."""
 
 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
-    """Return the algorithm's bounds for this sign of A, as text; empty if the algorithm blocks nothing."""
+    """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if it blocks nothing."""
     numbers = dict(algorithm.numbers)
     for name, negative_name in NEGATIVE.items():
         threshold = numbers.pop(negative_name, None)
@@ -302,7 +302,7 @@ def explain_response(
     Raises:
         ValueError: The algorithm needs data that is missing.
     """
-    check_one_response_says_it(algorithm)
+    require_independent_responses(algorithm)
     vocab_size = logits.shape[1]
     log_mu = None
     if rollout_logits is not None:
@@ -343,12 +343,12 @@ def explain_response(
     return response_of(index, mini_batch, trajectory, algorithm, sampled_columns, metrics, texts)
 
 
-def check_one_response_says_it(algorithm: Algorithm) -> None:
+def require_independent_responses(algorithm: Algorithm) -> None:
     """Raise ValueError if the algorithm's decision about a token depends on other responses too."""
     if algorithm.step_bound is not None:
         raise ValueError(
-            f"{algorithm.name} looks at all tokens of an optimiser step, under the weights before it: what it would "
-            "have blocked is known of its own saved runs alone"
+            f"{algorithm.name} decides from all tokens of an optimiser step, under the weights before the step: only a "
+            "saved run that trained with it shows which tokens it blocks"
         )
 
 
@@ -373,7 +373,10 @@ def _with_topk(
     saved_k = _width(trajectory)
     is_recomputed = algorithm.needs_recomputed_distribution
     needs_all_ids = is_recomputed or algorithm.needs_full_distribution
-    needed_k = min(vocab_size if needs_all_ids else max(1, algorithm.topk), vocab_size)
+    # Any TopK(mu) is sufficient for an algorithm that reads none (topk 0).
+    needed_k = min(max(1, algorithm.topk), vocab_size)
+    if needs_all_ids:
+        needed_k = vocab_size
     if saved_k >= needed_k and not is_recomputed:
         if algorithm.reads_topk:
             return likeliest_of(trajectory, needed_k)
@@ -393,10 +396,11 @@ def _with_topk(
             "weights with --rollout-policy"
         )
     if algorithm.reads_topk:
+        remedy = "record it with rollout.topk_log_probs"
+        if not needs_all_ids:
+            remedy += ", or give the rollout's weights with --rollout-policy"
         raise ValueError(
-            f"{algorithm.name} needs TopK(mu) with K >= {needed_k}, the batch has K = {saved_k}: "
-            "record it with rollout.topk_log_probs"
-            + ("" if needs_all_ids else ", or give the rollout's weights with --rollout-policy")
+            f"{algorithm.name} needs TopK(mu) with K >= {needed_k}, the batch has K = {saved_k}: {remedy}"
         )
     return trajectory
 
@@ -404,13 +408,15 @@ def _with_topk(
 def likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
     """Return ``trajectory`` with the ``k`` likeliest ids of its TopK(mu) and their log-probabilities."""
     log_mu = trajectory.column("topk_log_probs")
-    order = np.where(trajectory.column("topk_ids") < 0, np.inf, -log_mu).argsort(1, kind="stable")
-    topk_columns = ("topk_ids", "topk_log_probs", "loss_topk_log_probs")
-    columns = {n: trajectory.columns[n] for n in topk_columns if n in trajectory.columns}
-    largest_columns: dict[str, np.ndarray] = {}
-    for name, values in columns.items():
-        largest_columns[name] = np.take_along_axis(values, order[:, :k], 1)
-    return trajectory.with_columns(**largest_columns)
+    # Sort by descending log mu; an id of -1 stands for no id, and comes last.
+    is_missing = trajectory.column("topk_ids") < 0
+    order = np.where(is_missing, np.inf, -log_mu).argsort(1, kind="stable")
+    likeliest_columns: dict[str, np.ndarray] = {}
+    for name in ("topk_ids", "topk_log_probs", "loss_topk_log_probs"):
+        if name in trajectory.columns:
+            values = trajectory.columns[name]
+            likeliest_columns[name] = np.take_along_axis(values, order[:, :k], 1)
+    return trajectory.with_columns(**likeliest_columns)
 
 
 def _width(trajectory: Trajectory) -> int:
@@ -435,7 +441,7 @@ def _exact(
         return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
     if rollout_logits is None:
         return {"exact_tv": None, "exact_kl": None}
-    # Compute 16 rows at a time: all logits in float64 take twice the memory of the logits.
+    # Compute 16 rows at a time: float64 copies of all rows would take twice the memory of the float32 logits.
     blocks = list(zip(logits.split(16), rollout_logits.split(16), strict=True))
     values_by_name: dict[str, Tensor | None] = {}
     for name, measure in (("exact_tv", divergence.exact_tv), ("exact_kl", divergence.exact_kl)):

@@ -1,4 +1,4 @@
-"""Show an explanation: tables of strings for console and page, the CSV file, and the page."""
+"""Show an explanation: tables of strings for console and page, a CSV file, and an HTML page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FREQUENT = 12
 
 @dataclass(frozen=True)
 class MaskVerdict:
-    """The decisions of the two masks about a token, in words; ``css`` is the class of such a token on the page."""
+    """The decisions of the algorithm's mask and of PPO's Clip-Higher about a token, in words.
+
+    ``css`` is the class of such a token on the page.
+    """
 
     trains: bool
     ppo_trains: bool
@@ -32,7 +35,7 @@ class MaskVerdict:
     meaning: str
 
     def holds(self, token: Token) -> bool:
-        """Return whether the two masks decided so about ``token``."""
+        """Return whether the two masks decided about ``token`` as this verdict says."""
         return (token.trains, token.ppo_trains) == (self.trains, self.ppo_trains)
 
 
@@ -114,8 +117,9 @@ def frequent(
     for token_id, group in groups[:FREQUENT]:
         positive_count = sum(t.advantage > 0 for t in group)
         negative_count = sum(t.advantage < 0 for t in group)
-        values = zip(*((t.mu, t.pi, t.binary_tv) for t in group), strict=True)
-        means_of_group = [f"{sum(column) / len(group):.4f}" for column in values]
+        mean_mu = sum(t.mu for t in group) / len(group)
+        mean_pi = sum(t.pi for t in group) / len(group)
+        mean_tv = sum(t.binary_tv for t in group) / len(group)
         rows.append(
             (
                 repr(group[0].text),
@@ -123,7 +127,9 @@ def frequent(
                 str(len(group)),
                 str(occurrences[token_id]),
                 f"{positive_count} / {negative_count}",
-                *means_of_group,
+                f"{mean_mu:.4f}",
+                f"{mean_pi:.4f}",
+                f"{mean_tv:.4f}",
             )
         )
     columns = ("token", "id", "times", "of", "A > 0 / A < 0", "mean mu", "mean pi", "mean TV")
@@ -142,7 +148,7 @@ NOTABLE_COLUMNS = (
 
 
 def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
-    """Return the table of ``count`` tokens: first those that a mask blocks, and by descending Binary TV."""
+    """Return the table of ``count`` tokens: tokens that a mask blocks come first, then by descending Binary TV."""
     rows: list[tuple[str, ...]] = []
     for t in sorted(tokens, key=_blocked_first)[:count]:
         place = (repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}")
@@ -160,8 +166,8 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
 
 def _blocked_first(token: Token) -> tuple[bool, float]:
     """Return the sorting key: tokens that a mask blocks first, then by descending Binary TV."""
-    is_trained = token.trains and token.ppo_trains
-    return is_trained, -token.binary_tv
+    no_mask_blocks = token.trains and token.ppo_trains
+    return no_mask_blocks, -token.binary_tv
 
 
 def verdict_of(name: str, token: Token) -> MaskVerdict:

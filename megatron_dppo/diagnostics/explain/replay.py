@@ -3,13 +3,14 @@
     megatron-dppo replay runs/demo --algorithm cppo-binary-tv --json blocked.json --html blocked.html
     megatron-dppo replay runs/demo --derive
 
-Both commands need the batches that ``rollout.save=true`` keeps. The first applies the mask of another algorithm to
-every token, with log pi and log mu as the loss of its step computed them. The responses and pi stay the run's own: if
-the other algorithm had trained the run, both would differ from the second optimiser step on.
+Both commands need the batches that ``rollout.save=true`` keeps. Without ``--derive``, the command applies the mask of
+another algorithm to every token, with log pi and log mu as the loss of the token's step computed them. The responses
+and pi stay the run's own: if the other algorithm had trained the run, responses and pi would differ from the second
+optimiser step on.
 
-``--derive`` trains on the saved batches again from the first step, with the run's own configuration, in the folder
-``derived`` of the run. It compares the hash of the weights after each step with the hash in the batch's seal. It needs
-the run's parallel layout, and a deterministic device, such as a CPU.
+With ``--derive``, the command trains on the saved batches again from the first step, with the run's own configuration,
+in the folder ``derived`` of the run. It compares the hash of the weights after each step with the hash in the batch's
+seal. This needs the run's parallel layout, and a deterministic device, such as a CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_s
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.algorithm import Algorithm
 DERIVED = "derived"
-"""Name of the folder in the run's folder for the derivation."""
+"""Name of the derivation's folder in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ class OtherToken:
 
 @dataclass(frozen=True)
 class OtherStep:
-    """The decisions of two algorithms about the tokens of ``step``.
+    """The decisions of two algorithms, the run's and the replayed one, about the tokens of ``step``.
 
-    ``trained`` is the number of trained tokens; ``tokens`` are those that at least one algorithm blocks.
+    ``trained`` is the number of tokens of the responses that were trained on; ``tokens`` are the tokens that at least
+    one of the algorithms blocks.
     """
 
     step: int
@@ -70,7 +72,7 @@ class OtherStep:
     tokens: Sequence[OtherToken]
 
     def count(self, *, run: bool, other: bool) -> int:
-        """Count the tokens that the run's algorithm (``run``) and the other one (``other``) block, or do not block."""
+        """Count the tokens for which ``run_blocks`` is ``run`` and ``other_blocks`` is ``other``."""
         return sum((t.run_blocks, t.other_blocks) == (run, other) for t in self.tokens)
 
 
@@ -86,7 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     algorithm_arguments(parser)
     parser.add_argument("--json", type=Path, help="write every blocked token here")
     parser.add_argument("--html", type=Path, help="write a page here")
-    parser.add_argument("--derive", action="store_true", help="derive each step again")
+    parser.add_argument("--derive", action="store_true", help="train on the saved batches again")
     parser.set_defaults(limit=0)
     return parser.parse_args(arguments)
 
@@ -190,16 +192,15 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
 def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
     """Return the table of blocked tokens, with a row for each step and one for all steps."""
 
-    def row(name: str, of: Sequence[OtherStep]) -> tuple[str, ...]:
-        trained = sum(step.trained for step in of)
-        masked_by_both = sum(step.count(run=True, other=True) for step in of)
-        only_run = sum(step.count(run=True, other=False) for step in of)
-        only_other = sum(step.count(run=False, other=True) for step in of)
-        shares = [
-            f"{count / trained:.3%}"
-            for count in (masked_by_both + only_run, masked_by_both + only_other)
-        ]
-        return name, str(trained), *shares, str(masked_by_both), str(only_run), str(only_other)
+    def row(name: str, row_steps: Sequence[OtherStep]) -> tuple[str, ...]:
+        trained = sum(step.trained for step in row_steps)
+        both = sum(step.count(run=True, other=True) for step in row_steps)
+        only_run = sum(step.count(run=True, other=False) for step in row_steps)
+        only_other = sum(step.count(run=False, other=True) for step in row_steps)
+        run_share = f"{(both + only_run) / trained:.3%}"
+        other_share = f"{(both + only_other) / trained:.3%}"
+        counts = (str(both), str(only_run), str(only_other))
+        return name, str(trained), run_share, other_share, *counts
 
     if run == other:
         # The same algorithm is replayed with other numbers: make the names different.
@@ -215,29 +216,37 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
 
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
-    """Yield two tables of the tokens that only one algorithm blocks: their number and mean mu and pi, by sign of A."""
+    """Yield a table for each algorithm of the tokens that only it blocks: number, mean mu and mean pi by sign of A."""
     tokens: list[OtherToken] = []
     for step in steps:
         tokens += step.tokens
-    for title, by_run in (("Only the run's rule blocks", True), ("Only the other blocks", False)):
-        rows = []
-        # Blocking a token with A = 0 has no effect: it has no gradient.
-        for title_of_sign, sign in (("A > 0", 1), ("A < 0", -1), ("A = 0", 0)):
-            group = [
-                t
-                for t in tokens
-                if (t.run_blocks, t.other_blocks) == (by_run, not by_run)
-                and (t.advantage > 0) - (t.advantage < 0) == sign
-            ]
+    for title, by_run in (
+        ("Only the run's rule blocks", True),
+        ("Only the other rule blocks", False),
+    ):
+        tokens_by_sign: dict[str, list[OtherToken]] = {"A > 0": [], "A < 0": [], "A = 0": []}
+        for t in tokens:
+            if (t.run_blocks, t.other_blocks) == (by_run, not by_run):
+                tokens_by_sign[_sign_text(t.advantage)].append(t)
+        rows: list[tuple[str, ...]] = []
+        for sign_text, group in tokens_by_sign.items():
             if group:
                 mean_mu = sum(t.mu for t in group) / len(group)
                 mean_pi = sum(t.pi for t in group) / len(group)
-                rows.append((title_of_sign, str(len(group)), f"{mean_mu:.4f}", f"{mean_pi:.4f}"))
+                rows.append((sign_text, str(len(group)), f"{mean_mu:.4f}", f"{mean_pi:.4f}"))
         note = (
             "by the sign of the advantage A; mean mu, mean pi: the tokens' mean probability by engine and trainer. "
             "A token of A = 0 has no gradient, so nothing is lost."
         )
         yield SummaryTable(title, ("", "tokens", "mean mu", "mean pi"), rows, note)
+
+
+def _sign_text(advantage: float) -> str:
+    if advantage > 0:
+        return "A > 0"
+    if advantage < 0:
+        return "A < 0"
+    return "A = 0"
 
 
 def derive(options: argparse.Namespace) -> None:

@@ -28,8 +28,8 @@ from megatron_dppo.diagnostics.explain.explanation import (
     TOKEN_METRICS,
     Response,
     TokenTexts,
-    check_one_response_says_it,
     likeliest_of,
+    require_independent_responses,
     response_of,
     token_columns,
 )
@@ -50,11 +50,11 @@ class SeenStep:
 
     Attributes:
         algorithm: the run's algorithm.
-        responses: the responses with a gradient.
+        responses: the responses that were trained on.
         positions: positions of these responses in the batch.
         inputs: inputs of the mask.
-        trains: bool [T]; whether the run's mask let the token train.
-        divergence: float64 [T], the divergence that the mask compared with its bound; None if it measures none.
+        trains: bool [T], the run's mask: whether the token trained.
+        divergence: float64 [T], the divergence that the mask compared with its bound; None if the mask measures none.
     """
 
     algorithm: Algorithm
@@ -100,7 +100,7 @@ class SeenStep:
         return (algorithm.name, algorithm.numbers) == (self.algorithm.name, self.algorithm.numbers)
 
     def decisions(self, algorithm: Algorithm) -> Decisions:
-        """Return the decisions of ``algorithm`` about the tokens; those of the run's own algorithm were saved.
+        """Return the decisions of ``algorithm`` about the tokens; the mask of the run's own algorithm is the saved one.
 
         Raises ValueError if the mask of another algorithm reads a value that was not saved.
         """
@@ -128,7 +128,7 @@ class SeenStep:
                 f"{algorithm.name} needs log pi at {needed_ids}, and what was saved of this step has K = {saved_k} "
                 "(rollout.topk_log_probs); give weights with --policy"
             )
-        check_one_response_says_it(algorithm)
+        require_independent_responses(algorithm)
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:
             raise ValueError(
                 f"{algorithm.name} needs log-probabilities recomputed at the rollout's weights, which "
@@ -143,20 +143,20 @@ class SeenStep:
 
 def _seen_inputs(trajectories: Sequence[Trajectory]) -> TokenInputs:
     """Build the mask's inputs from the columns that the loss saved with the responses."""
-    log_probs, rollout_log_probs = (
-        _joined(trajectories, name) for name in ("loss_log_probs", "rollout_log_probs")
-    )
+    log_probs = _joined(trajectories, "loss_log_probs")
+    rollout_log_probs = _joined(trajectories, "rollout_log_probs")
     assert log_probs is not None
     assert rollout_log_probs is not None
-    columns = [
-        _joined(trajectories, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")
-    ]
     topk: Sequence[Tensor | None] = (None, None, None)
-    if columns[0] is not None:
+    topk_log_pi = _joined(trajectories, "loss_topk_log_probs")
+    if topk_log_pi is not None:
+        topk_log_mu = _joined(trajectories, "topk_log_probs")
+        topk_ids = _joined(trajectories, "topk_ids")
+        assert topk_log_mu is not None
+        assert topk_ids is not None
         # Add the sampled token to the TopK(mu) that the engine returned.
-        log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
         sampled = (log_probs, rollout_log_probs, _token_ids(trajectories))
-        topk = with_sampled(log_pi, log_mu, topk_ids, sampled=sampled)
+        topk = with_sampled(topk_log_pi, topk_log_mu, topk_ids, sampled=sampled)
     return TokenInputs(
         log_probs=log_probs,
         rollout_log_probs=rollout_log_probs,
@@ -185,21 +185,21 @@ def explain_seen(
     decisions: Decisions,
     texts: TokenTexts,
 ) -> Response:
-    """Explain the response at ``index`` of the batch. ``decisions`` are those of ``algorithm`` about all T tokens."""
+    """Explain the response at ``index`` of the batch. ``decisions``: what ``algorithm`` decides about all T tokens."""
     row = step.positions.index(index)
     start = sum(step.counts[:row])
     rows = slice(start, start + step.counts[row])
     inputs = _sliced(step.inputs, rows)
     response_decisions = _sliced(decisions, rows)
     columns = token_columns(inputs, response_decisions) | {"exact_tv": None, "exact_kl": None}
-    # The saved divergence belongs to the run's own algorithm; that of another one is already in ``columns``.
+    # The saved divergence belongs to the run's own algorithm. The divergence of another one is already in ``columns``.
     if step.divergence is not None and algorithm.reads_topk and step.is_of(algorithm):
-        kind = "kl"
+        divergence_name = "kl"
         if "tv_threshold" in algorithm.numbers:
-            kind = "tv"
-        columns[f"topk_{kind}"] = step.divergence[rows]
+            divergence_name = "tv"
+        columns[f"topk_{divergence_name}"] = step.divergence[rows]
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
-            columns[f"exact_{kind}"] = step.divergence[rows]
+            columns[f"exact_{divergence_name}"] = step.divergence[rows]
     metrics = token_metrics(inputs, response_decisions, algorithm.ratio_cap)
     return response_of(index, mini_batch, step.responses[row], algorithm, columns, metrics, texts)
 
@@ -217,14 +217,20 @@ def _joined(trajectories: Sequence[Trajectory], name: str) -> Tensor | None:
 
 
 def _sliced(record: R, rows: slice) -> R:
-    """Return a copy of a dataclass with fields of tensors [T] or None, cut to ``rows``."""
-    columns = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{n: x[rows] for n, x in columns.items() if x is not None})
+    """Return a copy of a dataclass whose fields are tensors [T] or None, with each tensor cut to ``rows``."""
+    cut_tensors: dict[str, Tensor] = {}
+    for column in fields(record):
+        tensor = getattr(record, column.name)
+        if tensor is not None:
+            cut_tensors[column.name] = tensor[rows]
+    return replace(record, **cut_tensors)
 
 
 COUNTS = (names.TRAINED_TOKENS, names.POSITIVE, names.NEGATIVE, names.MASKED)
+"""Metrics that are counts, which must agree exactly."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-9
-"""Allowed difference of a mean: the same float32 numbers are summed on another device and in another order."""
+"""Relative and absolute part of the allowed difference of a mean: the run summed the float32 numbers on another device
+and in another order."""
 
 
 class DisagreementError(RunError, ValueError):
@@ -249,6 +255,7 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
         tolerance = 0.0
         if name not in COUNTS:
             tolerance = ABSOLUTE + RELATIVE * abs(figure)
+        # ``not <=`` is also true for a figure of NaN.
         differs = recorded_figure is not None and not abs(figure - recorded_figure) <= tolerance
         if differs or (recorded_figure is None and np.isfinite(figure)):
             raise DisagreementError(
@@ -260,9 +267,12 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
     blocked_tokens = sums.most_masked(counts.counts)
     recorded_tokens = sums.read_masked_tokens(run, step)
     if blocked_tokens != recorded_tokens:
+        recorded_text = "nothing"
+        if recorded_tokens is not None:
+            recorded_text = f"{recorded_tokens[:3]}..."
         raise DisagreementError(
             f"step {step}: the saved mask blocks {blocked_tokens[:3]}... most often, {MASKED_TOKENS_FILE} says "
-            f"{recorded_tokens and recorded_tokens[:3]}..."
+            f"{recorded_text}"
         )
     return (
         f"as the loss saw it: {len(saved.trains)} tokens, {int((~saved.trains).sum())} blocked; agrees "
@@ -273,7 +283,8 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
 def _check_rule(saved: SeenStep, finite: Tensor) -> None:
     """Check that the saved mask follows from the saved divergence, if the algorithm bounds a divergence in DPPO's form.
 
-    Raises DisagreementError if a token was blocked that the rule does not block, or the reverse.
+    ``finite``: bool [T], whether log pi and weight of a token are finite. Raises DisagreementError if the run blocked a
+    token that the rule does not block, or trained a token that the rule blocks.
     """
     algorithm = saved.algorithm
     if algorithm.preset.divergence is None:
@@ -294,7 +305,11 @@ def _check_rule(saved: SeenStep, finite: Tensor) -> None:
     )
     wrong_rows = torch.nonzero(expected_mask != saved.trains).flatten().tolist()
     if wrong_rows:
+        first_row = wrong_rows[0]
+        outcome = "did not train"
+        if saved.trains[first_row]:
+            outcome = "trained"
         raise DisagreementError(
             f"{len(wrong_rows)} tokens were not blocked as their saved divergence says; the first has D = "
-            f"{float(saved.divergence[wrong_rows[0]]):g}, and {'trained' if saved.trains[wrong_rows[0]] else 'did not'}"
+            f"{float(saved.divergence[first_row]):g}, and {outcome}"
         )
