@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.algorithms import projection, rules, sequence_rules, table, triage
+from megatron_dppo.algorithms import projection, rules, sequence_rules, step_rules, table, triage
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs
-from megatron_dppo.algorithms.rules import PENALTIES, Correction, Mask, Penalty, StepBound, Weight
+from megatron_dppo.algorithms.rules import PENALTIES, Correction, Mask, Penalty, Weight
+from megatron_dppo.algorithms.step_rules import StepBound
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def build_algorithm(
     preset = facts.preset
     numbers = facts.numbers
     anchor = ANCHORS[facts.preset.anchor]
-    modules: Sequence[ModuleType] = (projection, rules)
+    modules: Sequence[ModuleType] = (projection, rules, step_rules)
     if preset.sequences:
         modules = (sequence_rules, triage, *modules)
     mask = _function(modules, preset.mask)
     weight = _function(modules, preset.weight)
     step_bound = None
     if preset.step_bound is not None:
-        step_bound = partial(getattr(rules, preset.step_bound), **_numbers_of(numbers, "step"))
+        step_bound = partial(getattr(step_rules, preset.step_bound), **_numbers_of(numbers, "step"))
     penalties = []
     for option, term in PENALTIES.items():
         coefficient = numbers.get(option)

@@ -28,6 +28,7 @@ from megatron_dppo.algorithms.rules import (
     importance_ratio,
     inside,
     inward,
+    log_ratio_to,
     measure_divergence,
     ratio_clip,
 )
@@ -54,7 +55,7 @@ def sequence_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
     The mean is over tokens in ``loss_mask``. Raises ValueError without sequence_ids.
     """
-    log_ratio = (inputs.log_probs - anchor(inputs)).double()
+    log_ratio = log_ratio_to(inputs, anchor).double()
     return sequence_means(inputs, log_ratio).exp()
 
 
@@ -139,7 +140,7 @@ def largest_token(inputs: TokenInputs, anchor: Anchor, *, largest_k2: float) -> 
     (``mean_token``). The paper's algorithm, and the thresholds in its section of experiments, were not read. The
     default number allows |log r| up to 2.
     """
-    log_ratio = (inputs.log_probs - anchor(inputs)).double()
+    log_ratio = log_ratio_to(inputs, anchor).double()
     return sequence_maxima(inputs, 0.5 * log_ratio.square()) <= largest_k2
 
 
@@ -151,14 +152,14 @@ def mean_token(inputs: TokenInputs, anchor: Anchor, *, mean_k3: float) -> Tensor
     pi / mu exceeds these thresholds after a few optimiser steps on a batch. The default number is DPPO's KL threshold,
     applied to the mean of a response; it corresponds to a standard deviation of log r of about 0.3.
     """
-    log_ratio = (inputs.log_probs - anchor(inputs)).double()
+    log_ratio = log_ratio_to(inputs, anchor).double()
     return sequence_means(inputs, torch.expm1(log_ratio) - log_ratio) <= mean_k3
 
 
 @torch.no_grad()
 def log_ratio_clip(inputs: TokenInputs, anchor: Anchor, *, log_clip: float) -> Tensor:
     """GMPO's clip as a mask: block tokens with A > 0 and log r > ``log_clip``, or A < 0 and log r < -``log_clip``."""
-    log_ratio = inputs.log_probs.detach() - anchor(inputs)
+    log_ratio = log_ratio_to(inputs, anchor)
     return inside(inputs, log_ratio >= -log_clip, log_ratio <= log_clip)
 
 
@@ -171,7 +172,7 @@ def clipped_geometric_mean(inputs: TokenInputs, anchor: Anchor, *, log_clip: flo
     aggregation ``sequence-mean-token-mean``. Sources: the abstract, and the formula in public code (verl's
     ``compute_policy_loss_geo_mean``, which follows the authors' code).
     """
-    log_ratio = (inputs.log_probs - anchor(inputs)).double()
+    log_ratio = log_ratio_to(inputs, anchor).double()
     high = torch.where(inputs.advantages > 0, log_clip, torch.inf)
     low = torch.where(inputs.advantages < 0, -log_clip, -torch.inf)
     cut_log_ratio = torch.minimum(torch.maximum(log_ratio, low), high)

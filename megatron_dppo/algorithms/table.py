@@ -161,8 +161,8 @@ class Preset:
     """A row of the table.
 
     Attributes:
-        mask: Name of the mask, a function in ``rules.py``. If ``sequences``, ``build_algorithm`` looks first in
-            ``sequence_rules.py`` and ``triage.py``.
+        mask: Name of the mask, a function in ``rules.py`` or ``step_rules.py``. If ``sequences``, ``build_algorithm``
+            looks first in ``sequence_rules.py`` and ``triage.py``.
         stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
         scaling: The numbers of the scaling runs that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
@@ -175,8 +175,8 @@ class Preset:
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
         projects: Whether the loss projects pi (``projection.py``), also with a gradient through TopK(mu).
         correction: Name of a function in ``triage.py``, an additive term of the loss that only this row has.
-        step_bound: Name of a function in ``rules.py`` that computes a number from all tokens of an optimiser step, in a
-            pass without gradient. The mask reads the number.
+        step_bound: Name of a function in ``step_rules.py`` that computes a number from all tokens of an optimiser step,
+            in a pass without gradient. The mask reads the number.
     """
 
     mask: str = "train_all"

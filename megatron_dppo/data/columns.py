@@ -323,8 +323,8 @@ ADVANTAGES = declare(
 """The advantage of each token's turn, if turns have separate advantages (``environment.credit: turn``)."""
 
 STEP_BOUND = declare(Column("step_bound", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST))
-"""The number that an algorithm computed from all tokens of the optimiser step (``algorithms/rules.py``); the same for
-each token."""
+"""The number that an algorithm computed from all tokens of the optimiser step (``algorithms/step_rules.py``); the same
+for each token."""
 
 TOPK_IDS = declare(
     Column(

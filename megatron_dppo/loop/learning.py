@@ -19,7 +19,7 @@ from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
-from megatron_dppo.algorithms.rules import StepBound
+from megatron_dppo.algorithms.step_rules import StepBound
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data import balancing, packing
 from megatron_dppo.data.batch_file import BatchFormatError

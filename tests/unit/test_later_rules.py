@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dppo.algorithms import divergence, rules, sequence_rules, triage
+from megatron_dppo.algorithms import divergence, rules, sequence_rules, step_rules, triage
 from megatron_dppo.algorithms import inputs as reductions
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.decisions import decide
@@ -528,7 +528,7 @@ def test_the_cut_of_the_outward_moment_is_the_level_of_a_sorted_list(seed, limit
     g = torch.Generator().manual_seed(seed)
     log_ratio = 0.4 * torch.randn(200, generator=g)
     outward = [v * v for v, a in zip(log_ratio.tolist(), SIGNS.tolist(), strict=True) if a * v > 0]
-    cut = rules.outward_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
+    cut = step_rules.outward_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
     assert cut == pytest.approx(level_by_sorting(outward, limit), rel=1e-6)
     assert (cut == math.inf) == (limit == 1)
     if cut < math.inf:
@@ -536,9 +536,9 @@ def test_the_cut_of_the_outward_moment_is_the_level_of_a_sorted_list(seed, limit
     # What leads back to mu, or has no advantage, counts neither in the sum nor in the number.
     back = log_ratio.clone()
     back[SIGNS * log_ratio <= 0] *= 50
-    assert rules.outward_moment_cut(back, SIGNS, ALONE, second_moment=limit) == cut
+    assert step_rules.outward_moment_cut(back, SIGNS, ALONE, second_moment=limit) == cut
     none = torch.zeros_like(SIGNS)
-    assert rules.outward_moment_cut(log_ratio, none, ALONE, second_moment=limit) == math.inf
+    assert step_rules.outward_moment_cut(log_ratio, none, ALONE, second_moment=limit) == math.inf
 
 
 def test_m2po_by_hand_is_a_clip_of_what_leads_outward():
@@ -546,10 +546,12 @@ def test_m2po_by_hand_is_a_clip_of_what_leads_outward():
     and .25. At a budget of .04 the level c has .01 + c + c = .12: c = .055, so that .09 and .25 are blocked."""
     log_ratio = torch.tensor([0.1, -0.3, 0.5, -0.4, 0.6], dtype=F64)
     advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0], dtype=F64)
-    cut = rules.outward_moment_cut(log_ratio, advantages, ALONE, second_moment=0.04)
+    cut = step_rules.outward_moment_cut(log_ratio, advantages, ALONE, second_moment=0.04)
     assert cut == pytest.approx(0.055, rel=1e-6)
     # All of them fit where the mean of the three, .35 / 3, is the budget.
-    enough = rules.outward_moment_cut(log_ratio, advantages, ALONE, second_moment=0.35 / 3 + 1e-6)
+    enough = step_rules.outward_moment_cut(
+        log_ratio, advantages, ALONE, second_moment=0.35 / 3 + 1e-6
+    )
     assert enough == math.inf
     x = inputs((0.2 * log_ratio.exp()).tolist(), [0.2] * 5, advantages.tolist())
     at = lambda bound: replace(x, step_bound=torch.full((5,), bound, dtype=F64))  # noqa: E731
@@ -570,7 +572,7 @@ def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
     g = torch.Generator().manual_seed(seed)
     log_ratio = 0.4 * torch.randn(200, generator=g)
     log_ratio[:20] = log_ratio[20:40]  # equal ones
-    cut = rules.second_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
+    cut = step_rules.second_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
     values = log_ratio.square().double()
     kept = cut_by_sorting(values.tolist(), limit)
     assert int((values <= cut).sum()) == kept
@@ -584,7 +586,7 @@ def test_a_step_by_hand_as_areal_reads_it():
     # (log r)^2 = .01, .04, .25, .01: the mean of all is .0775; of the three smallest .02.
     log_ratio = torch.tensor([0.1, -0.2, 0.5, -0.1], dtype=F64)
     found = [
-        rules.second_moment_cut(log_ratio, SIGNS[:4], ALONE, second_moment=limit)
+        step_rules.second_moment_cut(log_ratio, SIGNS[:4], ALONE, second_moment=limit)
         for limit in (0.05, 0.015, 0.0776)
     ]
     assert 0.04 < found[0] < 0.25

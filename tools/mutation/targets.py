@@ -31,6 +31,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/topk_terms.py": (*LOSS, "projection"),
     "algorithms/rules.py": LOSS,
     "algorithms/sequence_rules.py": LOSS,
+    "algorithms/step_rules.py": LOSS,
     "algorithms/triage.py": LOSS,
     "algorithms/table.py": ("presets",),
     "vocab_parallel/agreement.py": ("policy_stats",),

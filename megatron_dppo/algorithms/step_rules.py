@@ -1,0 +1,150 @@
+"""Masks that depend on all tokens of an optimiser step: a pass without gradient finds the step's bound, which the mask
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.inputs import Anchor, TokenInputs
+from megatron_dppo.algorithms.rules import inward, log_ratio_to
+
+StepTotal = Callable[[Tensor], Tensor]
+"""Sums a tensor over the replicas, in place."""
+
+StepBound = Callable[[Tensor, Tensor, StepTotal], float]
+"""(log r and A of this replica's trained tokens, the sum over replicas) -> one number, the same on every rank.
+
+Masks with a step bound depend on all tokens of an optimiser step, in all replicas, micro-batches and packs. A pass
+without gradient before the step computes the number from these tokens; the mask reads it.
+"""
+
+
+def step_bound_of(inputs: TokenInputs) -> Tensor:
+    """Return the ``step_bound`` of ``inputs``. Raises ValueError if it is missing."""
+    if inputs.step_bound is None:
+        raise ValueError(
+            "the mask looks at the whole optimiser step, but TokenInputs has no step_bound"
+        )
+    return inputs.step_bound
+
+
+@torch.no_grad()
+def outward_moment_cut(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    total: StepTotal,
+    *,
+    second_moment: float,
+) -> float:
+    """Find the level c for which the mean of min((log r)^2, c) is ``second_moment``.
+
+    The mean is over the tokens that the update moves further from the anchor. c is inf if the mean of (log r)^2 over
+    these tokens is not above ``second_moment``. Bisection finds c with 32 sums of one number over the replicas.
+    """
+    squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
+    squares = squares[advantages.sign() * log_ratio > 0]
+    own_count = torch.tensor(float(squares.numel()), dtype=torch.float64, device=squares.device)
+    count = float(total(own_count))
+
+    def is_within(cut: float) -> bool:
+        own_sum = squares.clamp(max=cut).sum(dtype=torch.float64)
+        return float(total(own_sum)) <= second_moment * count
+
+    if is_within(torch.inf):
+        return torch.inf
+    return _largest_float32(is_within)
+
+
+@torch.no_grad()
+def second_moment_cut(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    total: StepTotal,
+    *,
+    second_moment: float,
+) -> float:
+    """Find the largest cut for which the mean of (log r)^2 over the tokens below the cut is at most ``second_moment``.
+
+    The tokens below the cut train. The cut is inf if all tokens train. Tokens with equal (log r)^2 all train, or all
+    are blocked. Bisection finds the cut with 62 sums of two numbers over the replicas.
+    """
+    squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
+
+    def sum_and_count(cut: float) -> tuple[float, float]:
+        """Return (sum, number) of all tokens' values up to ``cut``."""
+        is_below = squares <= cut
+        own_sum = torch.where(is_below, squares, 0.0).sum(dtype=torch.float64)
+        totals = total(torch.stack([own_sum, is_below.sum().double()])).tolist()
+        return totals[0], totals[1]
+
+    def is_within(cut: float) -> bool:
+        moment, count = sum_and_count(cut)
+        return moment <= second_moment * count
+
+    highest = _largest_float32(is_within)
+    _, trained_count = sum_and_count(highest)
+    own_count = torch.tensor(float(squares.numel()), dtype=torch.float64, device=squares.device)
+    if trained_count == total(own_count):
+        return torch.inf
+
+    def blocks_more(cut: float) -> bool:
+        _, count = sum_and_count(cut)
+        return count < trained_count
+
+    # The cut lies halfway between two tokens' values, because the pass with gradient may round a value differently.
+    return 0.5 * (highest + _largest_float32(blocks_more))
+
+
+def _largest_float32(holds: Callable[[float], bool]) -> float:
+    """Find by bisection the largest finite float32 x at which ``holds(x)`` is True.
+
+    ``holds`` must be True from 0 up to some number, and False above it.
+    """
+    low = 0
+    high = int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(_float32_of_bits(middle)):
+            low = middle
+        else:
+            high = middle - 1
+    return _float32_of_bits(low)
+
+
+def _float32_of_bits(bits: int) -> float:
+    """Return the float32 with the bits of this int32. From 0 to the largest float32, both have the same order."""
+    return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+
+
+@torch.no_grad()
+def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """M2PO (arXiv 2510.01161) as its authors released it: block tokens where the update moves pi further away and
+    (log r)^2 exceeds the cut of ``outward_moment_cut``.
+
+    The mask is PPO's clip with the bounds e^-sqrt(cut) and e^sqrt(cut).
+
+    Source: the authors' code (Infini-AI-Lab/M2PO, ``compute_m2po_policy_loss`` and its scripts), whose r is pi / mu as
+    here. Two differences: their moment is over a micro-batch, so that their cut depends on packing; ours is over the
+    optimiser step and all replicas. Their cut is the largest value of a token below the level, ours is the level
+    itself; both block the same tokens unless a value equals the level. The paper's text was not read.
+    """
+    squares = log_ratio_to(inputs, anchor).double().square()
+    return inward(inputs, anchor) | (squares <= step_bound_of(inputs))
+
+
+@torch.no_grad()
+def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """M2PO as AReaL implements it: block the tokens with the largest (log r)^2, for either sign of A.
+
+    The mask blocks as few tokens as possible, so that the mean of (log r)^2 over the remaining tokens of the optimiser
+    step is at most ``second_moment`` (``second_moment_cut``).
+
+    Sources: description and code of AReaL. Two differences: AReaL's mean is over a rank's part of the step, and its r
+    is pi' / mu. ``outward_moment`` is the rule that the paper's authors released.
+    """
+    squares = log_ratio_to(inputs, anchor).double().square()
+    return squares <= step_bound_of(inputs)
