@@ -76,14 +76,14 @@ from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.trainer.checkpoint.directory import suspect_folder
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, first_failure, on_rank_0
-from megatron_dppo.trainer.hugging_face import (
+from megatron_dppo.trainer.memory_checks import MemoryChecks
+from megatron_dppo.trainer.run_export import (
     Example,
     examples_of,
     export,
     gathered_examples,
     upload_export,
 )
-from megatron_dppo.trainer.memory_checks import MemoryChecks
 from megatron_dppo.trainer.topology import destroy_topology
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience

@@ -11,8 +11,9 @@ from math_verify.parser import LatexExtractionConfig
 from sympy import Eq, Integer, Mul, Number, Pow
 
 from megatron_dppo.data.gold_answers import LONGEST_ANSWER
-from megatron_dppo.rewards import notation
+from megatron_dppo.rewards import answer_parts
 from megatron_dppo.rewards.answers import without_markup, written_answer
+from megatron_dppo.rewards.notation import plain_notation
 
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
@@ -45,7 +46,7 @@ def math_verify(response: str, answer: str) -> float:
     gold_text = without_markup(answer)
     if _same_text(candidate, gold_text):
         return 1.0
-    written_as_text = notation.is_set_as_text(written) or notation.is_set_as_text(answer)
+    written_as_text = answer_parts.is_set_as_text(written) or answer_parts.is_set_as_text(answer)
     is_equal = _equal(candidate, gold_text, written_as_text)
     return float(is_equal or _same_choice(candidate, gold_text))
 
@@ -69,7 +70,7 @@ def check_gold(response: str, answer: str) -> float:
 
 def _same_choice(candidate: str, gold_text: str) -> bool:
     """Whether a choice with its text, ``(B) 12``, has the expected letter or the expected value."""
-    choice = notation.choice_of(candidate)
+    choice = answer_parts.choice_of(candidate)
     if choice is None:
         return False
     letter, value_text = choice
@@ -84,8 +85,8 @@ def _same_choice(candidate: str, gold_text: str) -> bool:
 
 def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     """Whether two answers without markup are equal. ``written_as_text``: one of them is text, not a formula."""
-    candidate_words = notation.words_of(candidate)
-    expected_words = notation.words_of(gold_text)
+    candidate_words = answer_parts.words_of(candidate)
+    expected_words = answer_parts.words_of(gold_text)
     are_words = candidate_words is not None and expected_words is not None
     # math-verify would parse words as products of letters, and "on" would equal "no". Letters that may be a product,
     # "ab", are left to math-verify.
@@ -94,16 +95,16 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     ):
         return candidate_words == expected_words
     gold = _parse_gold(gold_text)
-    plain = notation.plain_notation(candidate)
-    expected_plain = notation.plain_notation(gold_text)
+    plain = plain_notation(candidate)
+    expected_plain = plain_notation(gold_text)
     if _same_text(plain, expected_plain):
         return True
-    if (
-        (notation.is_denied(candidate) and not notation.is_denied(gold_text))
-        or _differ(notation.noun_of(candidate), notation.noun_of(gold_text))
-        or _differ(notation.unit_of(plain), notation.unit_of(expected_plain))
-        or _differ(notation.digits_and_base(plain), notation.digits_and_base(expected_plain))
-    ):
+    if answer_parts.is_denied(candidate) and not answer_parts.is_denied(gold_text):
+        return False
+    nouns = answer_parts.noun_of(candidate), answer_parts.noun_of(gold_text)
+    units = answer_parts.unit_of(plain), answer_parts.unit_of(expected_plain)
+    bases = answer_parts.digits_and_base(plain), answer_parts.digits_and_base(expected_plain)
+    if _differ(*nouns) or _differ(*units) or _differ(*bases):
         return False
     values = [value for value in _parse(plain) if not _is_wrong_statement(value)]
     return bool(verify(gold, values, float_rounding=_rounding(gold), timeout_seconds=None))
@@ -179,7 +180,7 @@ def _sign_and_digits(integer: re.Match[str]) -> tuple[bool, str]:
 
 def _parse_gold(answer: str) -> list:
     """Parse the values of an expected answer. Raises ValueError if there are none."""
-    gold = _parse(notation.plain_notation(answer))
+    gold = _parse(plain_notation(answer))
     if not gold:
         raise ValueError(f"math-verify cannot parse the answer {answer!r}")
     return gold

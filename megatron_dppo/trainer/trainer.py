@@ -30,7 +30,7 @@ from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.files import sha256_of
-from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
+from megatron_dppo.trainer import hf_export, hf_loading, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.lora_policy import AdaptedPolicy
@@ -151,7 +151,7 @@ class Trainer:
         self.dtype = megatron_config.DTYPES[config.model.dtype]
         transformer = megatron_config.transformer_config(config, self.shape, self.layout)
         self.chunks = model.build_chunks(transformer, self.shape)
-        hugging_face.load_hf(
+        hf_loading.load_hf(
             self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
         )
         self.adapted: AdaptedPolicy | None = None
@@ -176,7 +176,7 @@ class Trainer:
             if self.adapted:
                 base_digest = self.adapted.base_sha256
             else:
-                base_digest = hugging_face.shared_digest(config.model.hf_checkpoint, self.topology)
+                base_digest = hf_loading.shared_digest(config.model.hf_checkpoint, self.topology)
             self.reference_sha256 = start_digest(base_digest, config.lora.start_from)
         topology = self.topology
         # Tensor-parallel ranks divide the tokens only with sequence parallelism.
@@ -435,7 +435,7 @@ class Trainer:
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        hugging_face.export_hf(
+        hf_export.export_hf(
             self.weights(),
             self.topology.rank,
             (self.shape, self.layout, self.dtype),

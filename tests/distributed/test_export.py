@@ -29,7 +29,7 @@ def export_worker(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_dppo.checkpoint_conversion import tensor_store
-    from megatron_dppo.trainer.hugging_face import export_hf
+    from megatron_dppo.trainer.hf_export import export_hf
     from megatron_dppo.trainer.model import named_parameters
     from tests.distributed.test_checkpoint import make_trainer, names_in, refusal, small_files_only
 

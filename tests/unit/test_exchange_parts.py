@@ -26,7 +26,7 @@ from megatron_dppo.loop.exchange import (
     host_groups,
     with_room,
 )
-from megatron_dppo.trainer.hugging_face import SEQUENCES_TO_CHECK, examples_of
+from megatron_dppo.trainer.run_export import SEQUENCES_TO_CHECK, examples_of
 from tests.trajectories import same, trajectory
 
 ROUTED = np.arange(24, dtype=np.uint8).reshape(

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.trainer.hugging_face import transformers_log_probs
+from megatron_dppo.trainer.run_export import transformers_log_probs
 from tests.tiny_models import save_tiny_model
 
 

@@ -118,7 +118,7 @@ def test_nobody_who_answers_is_an_error_in_a_line(export):
 
 FINISHED = """
 import logging, sys
-from megatron_dppo.trainer.hugging_face import upload_export
+from megatron_dppo.trainer.run_export import upload_export
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
 logging.getLogger("httpx").setLevel("ERROR")
 upload_export(sys.argv[1], "me/sums", 7)

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_dppo.diagnostics.doctor.reference import Reference
-from megatron_dppo.trainer.hugging_face import examples_of
+from megatron_dppo.trainer.run_export import examples_of
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_branches import FIRST, SECOND, V, joined
 

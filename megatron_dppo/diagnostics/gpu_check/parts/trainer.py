@@ -112,7 +112,7 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
-    from megatron_dppo.trainer.hugging_face import load_hf
+    from megatron_dppo.trainer.hf_loading import load_hf
     from megatron_dppo.trainer.megatron_config import transformer_config
     from megatron_dppo.trainer.model import build_chunks
     from megatron_dppo.trainer.step import model_inputs

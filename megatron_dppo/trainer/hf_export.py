@@ -1,36 +1,26 @@
-"""Load Hugging Face weights into this rank's parameters, and export the trained weights as a Hugging Face folder.
+"""Export the trained weights as a Hugging Face folder.
 
 Each file of an export is written by one rank, so that ranks on several hosts never write to the same file. That rank
 gathers the file's tensors, and a thread writes them while the next ones are gathered.
-
-``export`` writes the policy of a run: adapters are merged into the weights, and are also written alone, as a PEFT
-folder. A check with transformers can follow, which compares its log-probabilities with the trainer's.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import queue
-import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist, uploading
+from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
 from megatron_dppo.checkpoint_conversion.certificate import Certificate, other_dtypes
 from megatron_dppo.checkpoint_conversion.gathering import gather
-from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.records import EXPORT_FOLDER, remember_upload
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of, no_tensor
 from megatron_dppo.model.gather_plan import (
@@ -42,70 +32,11 @@ from megatron_dppo.model.gather_plan import (
     gather_plan,
 )
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import carried_names, local_parameters, stepped
+from megatron_dppo.model.mapping import carried_names
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sync_to_disk
 from megatron_dppo.trainer import collectives
-from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
-from megatron_dppo.trainer.model import named_parameters
-from megatron_dppo.trainer.topology import Topology
-
-if TYPE_CHECKING:
-    from megatron_dppo.trainer.trainer import Trainer
-
-log = logging.getLogger(__name__)
-
-
-@torch.no_grad()
-def load_hf(
-    chunks: list[GPTModel],
-    shape: ModelShape,
-    layout: Layout,
-    rank: int,
-    hf_dir: str | Path,
-) -> None:
-    """Fill every parameter of this rank from ``hf_dir``, reading only the slices that the rank holds.
-
-    Rows that pad the vocabulary become zero.
-
-    Raises:
-        CheckpointError: the name or shape of a tensor in ``hf_dir`` does not match its config.json, or a tensor is not
-            finite.
-        ValueError: the model's parameters differ from those of the conversion table.
-    """
-    parameters = named_parameters(chunks)
-    table = {(p.chunk, p.name): p for p in local_parameters(shape, layout, rank)}
-    if table.keys() != parameters.keys():
-        raise ValueError(
-            f"rank {rank}: the model and the conversion table name different parameters; only in "
-            f"the model {sorted(parameters.keys() - table.keys())[:5]}, only in the table "
-            f"{sorted(table.keys() - parameters.keys())[:5]}"
-        )
-    with torch_dist.open_checkpoint(hf_dir) as reader:
-        reader.check(shape)
-        for key, entry in table.items():
-            parameter = parameters[key]
-            if tuple(parameter.shape) != tuple(entry.shape):
-                raise ValueError(
-                    f"rank {rank}: {key} has shape {tuple(parameter.shape)} in the model, expected "
-                    f"{tuple(entry.shape)}"
-                )
-            # Zero the parameter first: rows that no segment fills pad the vocabulary.
-            parameter.zero_()
-            for segment in entry.segments:
-                span = segment.hf_end - segment.hf_start
-                part = reader.read(segment.hf_name, segment.dim, segment.hf_start, span)
-                part = stepped(part, segment.dim, 0, segment.length, segment.hf_step)
-                tensor_store.require_finite(part, segment.hf_name, 0, str(hf_dir))
-                segment.of_local(parameter).copy_(part)
-
-
-def shared_digest(folder: str | Path, topology: Topology) -> str:
-    """Return the SHA-256 (hex) over all tensors of ``folder``; each rank reads a share of them. Collective."""
-    digests = torch_dist.tensor_digests(folder, topology.rank, topology.world_size)
-    return torch_dist.combined_digest(collectives.all_gather_json(digests))
-
 
 BUCKET_BYTES = 256 * 2**20
 """Size of a bucket of tensors; a rank holds up to three: one is gathered, one waits and one is written."""
@@ -355,144 +286,3 @@ class _FileWriter:
                         ).hexdigest()
             except BaseException as error:
                 self._error = error
-
-
-def max_log_prob_difference(
-    trainer: Trainer,
-    folder: str | Path,
-    trajectories: Sequence[Trajectory],
-    temperature: float,
-) -> float:
-    """Compute max |log pi_trainer - log pi_transformers| over the sampled tokens, nats. Collective.
-
-    Rank 0 loads ``folder`` with transformers, in the exported dtype, on the CPU.
-
-    Args:
-        trainer: the trainer whose weights were exported.
-        folder: the exported Hugging Face folder.
-        trajectories: the sequences to compare.
-        temperature: divides the logits of both models.
-    """
-    # Drop all columns: recorded routing would send tokens to other experts than transformers does.
-    sequences = [t.without(*t.columns) for t in trajectories]
-    batches = trainer.packed(sequences)
-    trainer_values = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
-    difference = None
-    if trainer.topology.rank == 0:
-        transformers_values = torch.cat(transformers_log_probs(folder, sequences, temperature))
-        difference = (trainer_values.double() - transformers_values.double()).abs().max().item()
-    return broadcast_json(difference, src=0)
-
-
-def transformers_log_probs(
-    folder: str | Path,
-    trajectories: Sequence[Trajectory],
-    temperature: float,
-) -> list[torch.Tensor]:
-    """Compute log pi of each sampled token with transformers, nats: one fp32 tensor [N] for each trajectory."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    # Load the folder with the defaults, as its users do: in the dtype that its config.json names.
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    results = []
-    for trajectory in trajectories:
-        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
-        positions = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
-        with torch.no_grad():
-            # The logits at a position predict the next token.
-            logits = model(ids[None]).logits[0, positions - 1].float()
-        log_probs = torch.log_softmax(logits / temperature, -1)
-        results.append(log_probs.gather(1, ids[positions][:, None])[:, 0])
-    return results
-
-
-ADAPTERS_FOLDER = "adapters"
-SEQUENCES_TO_CHECK = 16
-"""Number of sequences that the check compares."""
-
-
-Example = tuple[int, list[int], list[bool]]
-"""Position in the batch, tokens and loss mask of a trajectory's first branch, as plain values."""
-
-
-def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
-    """Copy those of a batch's first ``SEQUENCES_TO_CHECK`` trajectories that are on this rank.
-
-    The copies are used after the batch is freed.
-    """
-    examples = []
-    for position in range(SEQUENCES_TO_CHECK):
-        if position in trajectories:
-            branch = trajectories[position].branches[0]
-            examples.append((position, branch.token_ids.tolist(), branch.loss_mask.tolist()))
-    return examples
-
-
-def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
-    """Gather the examples of all ranks and return them on every rank, in the order of positions. Collective."""
-    by_position: dict[int, list[Any]] = {}
-    for share in all_gather_json(list(examples)):
-        for position, *columns in share:
-            by_position[position] = columns
-    return [Trajectory(0, 0, *by_position[position]) for position in sorted(by_position)]
-
-
-def export(
-    directory: str,
-    trainer: Trainer,
-    examples: Sequence[Trajectory | Problem] | None,
-) -> float | None:
-    """Write ``<directory>/hf`` and the adapters next to it, then check the export on ``examples``. Collective.
-
-    Args:
-        directory: folder of the run.
-        trainer: the trainer whose weights are exported.
-        examples: sequences for the check, which uses the first ``SEQUENCES_TO_CHECK``; None: no check.
-
-    Returns:
-        Largest difference of a log-probability between trainer and export, nats; None without a check.
-    """
-    folder = Path(directory) / EXPORT_FOLDER
-    _clear(folder, trainer)
-    trainer.export_hf(folder)
-    if trainer.adapted is not None and not trainer.config.lora.train_router:
-        adapters = folder.with_name(ADAPTERS_FOLDER)
-        _clear(adapters, trainer)
-        trainer.adapted.export(adapters, trainer.config.model.hf_checkpoint)
-    if examples is None:
-        return None
-    sequences = [_check_sequence(example) for example in examples[:SEQUENCES_TO_CHECK]]
-    return max_log_prob_difference(trainer, folder, sequences, trainer.config.temperature)
-
-
-def upload_export(directory: str, repository: str, steps: int) -> None:
-    """Upload ``<directory>/hf``, the export after ``steps`` steps, to huggingface.co.
-
-    A failed upload is logged with the command that repeats it; the error is not raised. In both cases the upload is
-    then recorded, so that the run counts as finished.
-    """
-    folder = Path(directory) / EXPORT_FOLDER
-    log.info("sending %s to %s", folder, repository)
-    try:
-        log.info("%s is sent: %s", folder, uploading.upload(folder, repository))
-    except CheckpointError as error:
-        command = f"megatron-dppo convert upload --hf {folder} --repo {repository}"
-        log.warning("%s; the run itself is finished. This repeats it: %s", error, command)
-    remember_upload(directory, repository, steps)
-
-
-def _clear(folder: Path, trainer: Trainer) -> None:
-    """Remove the export of an earlier, shorter run; its weights are still in the checkpoints."""
-    if trainer.topology.rank == 0 and folder.exists():
-        shutil.rmtree(folder)
-    # No rank continues before the folder is removed.
-    barrier()
-
-
-def _check_sequence(example: Trajectory | Problem) -> Trajectory:
-    """Return the sequence to compare: the trajectory, or a problem's prompt with its first token as the prompt."""
-    if isinstance(example, Trajectory):
-        return example
-    return Trajectory.of_response(example.prompt_ids[:1], example.prompt_ids[1:])
