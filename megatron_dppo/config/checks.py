@@ -158,13 +158,13 @@ PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue
 LARGEST_NUMBER = 2**63 - 1
 SPARE_POSITIONS = 2
 """Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache: ``max_req_len`` is one less
-(``tp_worker.py``), and a response ends one before that (``scheduler.py``), as truncated.
+(``tp_worker.py``), and a response is truncated one position before ``max_req_len`` (``scheduler.py``).
 """
 PROMPT_SPARE_POSITIONS = 7
-"""Tokens by which a prompt must be shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
+"""SGLang refuses a prompt that is not this many tokens shorter than the context (``max_req_input_len``)."""
 LONGEST_WAIT_S = 10**8
-"""Longest time in seconds: three years. ``threading`` takes a hundred times as much, ``select`` and the timers of C++
-libraries take less than ``threading``."""
+"""Longest time in seconds: three years. ``threading`` accepts a hundred times as much. ``select`` and the timers of C++
+libraries accept less than ``threading``."""
 
 
 def unusable_values(config: Section) -> list[str]:
@@ -197,7 +197,7 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
 
 
 def engine_dtype_faults(dtype: str, model: ModelShape) -> layout.Faults:
-    """Compare the type of a server's weights with the one that SGLang's model of the family has."""
+    """Compare the dtype of a server's weights with the dtype that SGLang's model of the family requires."""
     if family_of(model).engine_has_config_dtype and dtype != model.dtype:
         yield (
             f"model.dtype: got {dtype}, expected {model.dtype}, the type in config.json: SGLang's model of the family "
@@ -207,7 +207,7 @@ def engine_dtype_faults(dtype: str, model: ModelShape) -> layout.Faults:
 
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
-    """Compare the sizes of a server's layout with each other, and with those of the model."""
+    """Compare the sizes of a server's layout with each other, and with the model's sizes."""
     options = current_names(sglang)
     sizes = [options.get(name) for name in ("tp_size", "ep_size", REPLICAS)]
     tensor, expert, replicas = [1 if size is None else size for size in sizes]
@@ -218,8 +218,11 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
     if not faults:
         faults += engine_faults(model, EngineLayout.of_options(sglang))
     for fault in faults:
-        is_older_name = fault.key == REPLICAS and not sglang.get(REPLICAS)
-        yield (replace(fault, key="dp_size") if is_older_name else fault).text("sglang.")
+        # ``dp_size`` is SGLang's older name of the option.
+        named_fault = fault
+        if fault.key == REPLICAS and not sglang.get(REPLICAS):
+            named_fault = replace(fault, key="dp_size")
+        yield named_fault.text("sglang.")
     if replicas == 1 and options.get("enable_dp_lm_head"):
         yield (
             "sglang.enable_dp_lm_head: got true, expected false without attention replicas (sglang.attn_dp_size)"
@@ -257,7 +260,7 @@ def length_faults(
             limits[f"engine's sglang.{key} of"] = sglang.get(key)
     prompt = data.max_prompt_tokens
     responses = {"rollout": rollout.max_response_tokens}
-    # Without a value of its own, the evaluation has the rollout's limit.
+    # An evaluation without its own limit has the rollout's limit.
     if evaluation.max_response_tokens is not None:
         responses["evaluation"] = evaluation.max_response_tokens
     for owner, positions in limits.items():
@@ -302,7 +305,7 @@ def environment_faults(
     max_prompt_tokens: int,
     rollout: schema.RolloutConfig,
 ) -> layout.Faults:
-    """Compare the limits of an environment's episodes with those of a turn. ``algorithm``: the preset's name."""
+    """Compare the limits of an environment's episodes with the limits of a turn. ``algorithm``: the preset's name."""
     if environment.name is None:
         return
     if not ROLE.fullmatch(environment.role):
@@ -359,12 +362,12 @@ def _value_fault(key: str, value: Any) -> str | None:
 
 
 _UNUSABLE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-"""Control characters, and halves of surrogate pairs, which UTF-8 can't encode."""
+"""Control characters, and halves of surrogate pairs: UTF-8 can't encode a half."""
 
 
 MOST_RESPONSES = 2**24
-"""Largest number of responses in a rollout batch: every rank holds a summary of each. No published run has a tenth of
-this number."""
+"""Largest number of responses in a rollout batch: every rank holds a summary of each response. No published run has a
+tenth of this number."""
 
 
 def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout.Faults:
@@ -530,8 +533,8 @@ def batch_faults(
 ) -> layout.Faults:
     """Report why a rollout batch can't be cut into mini-batches, or shared by the data-parallel ranks.
 
-    ``replicas``: number of data-parallel ranks; 0 where the world is smaller than one replica, which another check
-    reports.
+    ``replicas``: number of data-parallel ranks. It is 0 if the world is smaller than one replica; another check reports
+    this fault.
     """
     if rollout.prompts_per_step % prompts_per_mini_batch:
         yield (
@@ -702,7 +705,7 @@ def _engine(
 
 
 def _changes_only(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) -> layout.Faults:
-    """Report settings with which no update could send only changes."""
+    """Report settings that contradict ``weight_sync.changes_only``."""
     if not sync.changes_only:
         return
     if sync.strategy == "disk":

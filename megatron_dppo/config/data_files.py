@@ -26,9 +26,8 @@ class DataFiles:
 
     Attributes:
         path: the path as it was given.
-        files: sorted by name. A path that is neither a folder nor a glob is its own only file, whether it exists or
-            not.
-        unread: names of the entries of a folder that are no data files, without hidden ones.
+        files: sorted by name. A path that is no folder and no glob is itself the only file, even if it does not exist.
+        unread: names of a folder's entries that are no data files, without hidden entries.
     """
 
     path: str
@@ -42,7 +41,7 @@ class DataFiles:
 
     @property
     def warning(self) -> str | None:
-        """Return a sentence about the folder's entries that are not read; None where all are read."""
+        """Return a sentence about the folder's entries that are not read; None if all entries are read."""
         if not self.unread:
             return None
         return (
@@ -51,7 +50,7 @@ class DataFiles:
 
     @property
     def fault(self) -> str | None:
-        """Return why the path can't be read, as the end of the message "got PATH, expected ..."; None where all files
+        """Return why the path can't be read, as the end of the message "got PATH, expected ...". None if all files
         exist.
         """
         if not self.files:
@@ -73,8 +72,8 @@ class DataFiles:
 def data_files(path: str | Path) -> DataFiles:
     """Expand a data path into its files without opening them.
 
-    A folder stands for its own data files, without those of its subfolders. A glob (``*``, ``?``, ``[...]``; ``**`` for
-    folders at any depth) stands for every file that it matches. Hidden files are left out.
+    A folder stands for the data files that are directly in it, not in its subfolders. A glob (``*``, ``?``, ``[...]``;
+    ``**`` for folders at any depth) stands for every file that it matches. Hidden files are left out.
     """
     name = str(path)
     if os.path.isdir(name):
@@ -86,10 +85,10 @@ def data_files(path: str | Path) -> DataFiles:
 
 
 def label_of(path: str) -> str:
-    """Return the text from which the name of a data path's metrics is made.
+    """Return the text that names a data path's metrics.
 
-    Returns the path itself, or for a glob its last part that has other characters than wildcards: ``train-*.jsonl`` ->
-    ``train``.
+    The text is the path itself. For a glob it is the last part of the path that has characters beside its ending and
+    its wildcards: ``train-*.jsonl`` -> ``train``.
     """
     if os.path.exists(path) or not glob.has_magic(path):
         return path
@@ -103,7 +102,7 @@ def label_of(path: str) -> str:
 
 
 def repeated_files(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the files that belong to two different paths of which one is a folder or a glob."""
+    """Yield the files that belong to two different paths, if one of the paths is a folder or a glob."""
     first_path_of: dict[Path, DataFiles] = {}
     for path in paths:
         data_path = data_files(path)

@@ -108,7 +108,7 @@ class DataConfig(Section):
 
     @property
     def evaluation_files(self) -> dict[str, ProblemFile]:
-        """``evaluation`` with a ``ProblemFile`` for each set, also where it has only a path."""
+        """``evaluation`` with a ``ProblemFile`` for each set, also for a set that is only a path."""
         files: dict[str, ProblemFile] = {}
         for name, file in self.evaluation.items():
             files[name] = ProblemFile(path=file) if isinstance(file, str) else file
@@ -142,7 +142,7 @@ class RewardTerm(Section):
     """Address space of each worker process and its children, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
     """Attempts to score a response whose reward is unavailable (a service does not answer). The pause between two
-    attempts is 0.5 s at first, and grows. After the last attempt, another response replaces this one.
+    attempts is 0.5 s at first, and grows. After the last attempt, another response replaces the unscored response.
     """
     passed_variables: list[str] = Field(default_factory=list)
     """Environment variables with credentials that are passed on to the worker processes, in addition to the variable
@@ -158,8 +158,8 @@ class RewardConfig(RewardTerm):
     further: dict[str, RewardTerm] = Field(default_factory=dict)
     """Further rewards, by a name for metrics and samples; null removes a reward of the configuration's ``base``."""
     max_replacements: int = Field(default=3, ge=0, le=100)
-    """Rounds in which responses without a reward are replaced by other responses to their problems. The run ends if
-    some responses have no reward after the last round.
+    """Rounds that replace responses without a reward by other responses to their problems. The run ends if some
+    responses have no reward after the last round.
     """
 
     @property
@@ -187,8 +187,8 @@ class EnvironmentConfig(Section):
     """Further arguments of the class."""
     credit: Credit = "trajectory"
     """Reward that the advantage of a token compares with the group. ``trajectory``: the whole trajectory's. ``turn``:
-    the reward from the token's turn on; docs/environments.md#credit. Turns of two trajectories are paired in the order
-    of their branches, not by time.
+    the reward from the token's turn on; docs/environments.md#credit. Turns of two trajectories are paired by the order
+    of branches in each trajectory, not by time.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""
@@ -205,7 +205,7 @@ class EnvironmentConfig(Section):
     Empty: the sum of the largest prompt, turns and observations.
     """
     max_observation_tokens: int = Field(default=1024, gt=0)
-    """Largest number of tokens of one observation, including those of the chat template. A longer observation is a
+    """Largest number of tokens of one observation, including the chat template's tokens. A longer observation is a
     fault of the episode.
     """
     step_timeout_s: float = Field(default=60.0, gt=0)
@@ -222,7 +222,7 @@ class EnvironmentConfig(Section):
     """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each worker process, in GiB; an environment that maps more fails. Commands of ``agent`` have no
-    such limit.
+    limit.
     """
     passed_variables: list[str] = Field(default_factory=list)
     """Environment variables that are passed on to the worker processes and to commands of ``agent``, such as the key of

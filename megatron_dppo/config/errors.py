@@ -226,10 +226,10 @@ def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
 
 
 def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
-    """Return the key that an unknown key was probably meant to be; None where no key is similar.
+    """Return the key that an unknown key was probably meant to be; None if no key is similar.
 
-    A very similar key of the same section is preferred to a key of another section, and this one to a less similar key
-    of the same section.
+    The order of preference is: a very similar key of the unknown key's section, a key of another section, a less
+    similar key of the unknown key's section.
     """
     key = str(location[-1])
     prefix = field_at(model, location[:-1]).path

@@ -46,7 +46,7 @@ def field_fault(
     value: Any,
     hidden: Collection[str] = (),
 ) -> str | None:
-    """Return the fault of ``key: value`` as the end of a message; None where the library accepts the value.
+    """Return the fault of ``key: value`` as the end of a message; None if the library accepts the value.
 
     ``hidden``: fields that are never suggested for an unknown key.
     """
@@ -526,8 +526,8 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
         "enable_request_time_stats_logging",
     )
 )
-"""Fields of ServerArgs that change neither the layout of weights nor the recorded data. This was tested, read in
-SGLang's source, or seen in the options that SGLang chose for an H100 (``tests/gpu_evidence``)."""
+"""Fields of ServerArgs that do not change the layout of weights or the recorded data. This was tested, read in SGLang's
+source, or seen in the options that SGLang chose for an H100 (``tests/gpu_evidence``)."""
 
 _USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
 """Values, beside false, that turn most options off."""
@@ -542,7 +542,7 @@ def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:
 
 
 EXPERT_KERNEL = "triton"
-"""SGLang's ``moe_runner_backend`` that keeps unquantised experts in the layout in which they are loaded."""
+"""SGLang's ``moe_runner_backend`` that keeps the loaded layout of unquantised experts."""
 
 
 @dataclass(frozen=True)
@@ -593,7 +593,7 @@ class ForwardedTable:
         return value is None or _is_off(value, self.neutral.get(key, _USUALLY_OFF))
 
     def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the free keys with their values: those that are passed on to the library."""
+        """Return the free keys and their values. They are passed on to the library."""
         return {k: v for k, v in values.items() if k not in self.owned and k not in self.fixed}
 
     def library_faults(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:
@@ -652,7 +652,7 @@ _FP8_CAPABILITIES: Mapping[str, tuple[int, int]] = {
     "blockwise": (9, 0),
     "mxfp8": (10, 0),
 }
-"""``fp8_recipe`` -> the lowest compute capability of a GPU on which Transformer Engine computes it."""
+"""``fp8_recipe`` -> the lowest compute capability that Transformer Engine requires for it."""
 _FP4_CAPABILITY = (10, 0)
 _DELAYED = "delayed"
 """Megatron-Core's default of ``fp8_recipe``."""

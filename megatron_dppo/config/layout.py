@@ -24,14 +24,14 @@ from megatron_dppo.model.splits import padded_vocab_size
 _KEY = "model.hf_checkpoint"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Sets of files: a tokenizer has all files of one of them."""
+"""Sets of files: a tokenizer has all files of one set."""
 
 
 def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> ModelShape:
-    """Return the shape of the model in ``folder``, which must have a tokenizer and, if ``weights`` is true, weights.
+    """Return the shape of the model in ``folder``.
 
-    An index of the weights must be valid also if ``weights`` is false. Raises ConfigError with every missing file and
-    every wrong entry of config.json.
+    The folder must have a tokenizer and, if ``weights`` is true, weights. An index of the weights must be valid also if
+    ``weights`` is false. Raises ConfigError with every missing file and every wrong entry of config.json.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -55,7 +55,7 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
 
 
 def missing_weights(folder: str | Path) -> list[str]:
-    """Return one line about missing files of the weights in ``folder``; an empty list where all exist."""
+    """Return one line about missing files of the weights in ``folder``; an empty list if all files exist."""
     folder = Path(folder)
     if index_faults := _index_faults(folder):
         return index_faults
@@ -85,7 +85,7 @@ def _index_faults(folder: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str] | None:
-    """Return the names of the files in an index, sorted; None where ``index`` is no valid index."""
+    """Return the names of the files in an index, sorted; None if ``index`` is no valid index."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -2,16 +2,16 @@
 
 A relative path in a configuration is relative to the directory that the program is started in.
 
-The YAML is that of the 1.2 core schema, without duplicate keys. PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30``
-is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here ``1e-6``, ``1_000``, ``0x10`` and ``.inf`` are
-numbers, ``true`` and ``false`` are the only truth values, and ``1:30``, ``no`` and ``2024-01-01`` are text.
-:func:`parse_yaml` reads back what :func:`dump_yaml` writes. ruamel.yaml reads YAML 1.2 as well, but it would be a
-second YAML library beside the one that our dependencies bring, it turns ``2024-01-01`` into a date, and it accepts keys
-that are no text.
+A configuration is YAML of the 1.2 core schema, without duplicate keys. PyYAML reads YAML 1.1: ``1e-6`` is text,
+``1:30`` is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here ``1e-6``, ``1_000``, ``0x10`` and ``.inf``
+are numbers, ``true`` and ``false`` are the only truth values, and ``1:30``, ``no`` and ``2024-01-01`` are text.
+:func:`parse_yaml` reads back what :func:`dump_yaml` writes. ruamel.yaml also reads YAML 1.2, but it turns
+``2024-01-01`` into a date, it accepts keys that are no text, and it would be a second YAML library, because our
+dependencies bring PyYAML.
 
-A configuration can build on another one. Its top-level key ``base: other.yaml`` reads that file first; then tables are
-merged key by key, and every other value, null included, replaces that of the base. The path is relative to the file in
-which it stands, so a run can be started in any directory. A base may have a base of its own.
+A configuration can build on a base. Its top-level key ``base: other.yaml`` reads other.yaml first. Then tables are
+merged key by key, and every other value, null included, replaces the base's value. The path is relative to the file
+that has the key ``base``, so a run can be started in any directory. A base may itself have a base.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.system.files import hash_fault
 
 MAX_VALUES = 100_000
-"""Largest number of values of a document. A value with aliases counts once for each place where it appears."""
+"""Largest number of values of a document. A value with aliases counts at each of its places."""
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _PLAIN_TYPES = (
-    # The YAML tag, the pattern of its texts, and the characters that such a text begins with (\0: the empty text).
+    # The YAML tag, the pattern of its texts, and the characters that its texts begin with (\0: the empty text).
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("tag:yaml.org,2002:int", rf"[-+]?{_DIGITS}|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
@@ -132,7 +132,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _value_of(node: yaml.Node, tag: str) -> str:
-    """Return the text of a scalar with this tag (``int``, ``bool``, ...), in the case in which it was written.
+    """Return the text of a scalar with this tag (``int``, ``bool``, ...), with capital and small letters as written.
 
     An explicit tag such as ``!!bool`` may stand before any value. Raises yaml.MarkedYAMLError for a value that does not
     fit the tag.
@@ -252,8 +252,8 @@ def _is_path(text: str) -> bool:
 def read_with_bases(path: Path, schema: type[Section], descendants: tuple[Path, ...] = ()) -> Tree:
     """Return the tables of ``path`` and of all files that it builds on, merged, without the key ``base``.
 
-    ``descendants`` are the files that build on this one. Raises ConfigError where a file can't be read as ``schema``'s
-    sections, or a base is no path, is missing, or builds on itself.
+    ``descendants`` are the files that build on ``path``. Raises ConfigError if a file can't be read as ``schema``'s
+    sections, or if a base is no path, is missing, or builds on itself.
     """
     if not _is_path(str(path)):
         raise ConfigError(["this is no path"], given(str(path)))
@@ -292,7 +292,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
-    """Read ``path`` (None: an empty file) as ``schema``, apply the overrides, and validate every field by itself.
+    """Read ``path`` (None: an empty file) as ``schema``, apply the overrides, and validate every field separately.
 
     Of several overrides of a key, the last one counts. An override's value is a YAML scalar or a flow list; nothing
     after ``=`` means null; a missing table is created. ``{key.path}`` in ``run.directory`` is replaced by the value of
@@ -329,8 +329,8 @@ _STAND_INS: Mapping[str, Any] = {
     "training.micro_batch_tokens": 1,
     "optimizer.lr": 1e-6,
 }
-"""Required keys -> the value that stands in for a missing one, so that the other keys can be checked. None of the paths
-exists."""
+"""Required key -> the value that replaces it if it is missing, so that the remaining keys can be checked. The paths do
+not exist."""
 _SECTIONS_OF_A_FUNCTION = ("reward", "environment")
 """Sections whose keys depend on each other: ``options`` are arguments of the function ``name``."""
 _MAX_ROUNDS = 6
@@ -374,7 +374,7 @@ class Remainder:
 def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder | None:
     """Load a configuration that :func:`load_config` refuses, without its faulty values.
 
-    Returns None where the file can't be read as a configuration, or where it has more faults than a message shows.
+    Returns None if the file can't be read as a configuration, or has more faults than a message shows.
     """
     try:
         tree = read_with_bases(Path(path), TrainConfig)
@@ -409,7 +409,7 @@ def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder
 
 
 def _replace(tree: Tree, error_type: str, location: Sequence[int | str]) -> set[str]:
-    """Remove the value at which pydantic reports an error, or set the stand-in of a missing one.
+    """Remove the value at which pydantic reports an error. If a required value is missing, set its stand-in.
 
     Returns the keys whose values are now unknown; for an unknown key also the key that was probably meant.
     """
@@ -444,7 +444,7 @@ def _remove(tree: Tree, location: Sequence[int | str]) -> None:
 
 
 def resolved_yaml(config: Section) -> str:
-    """Return the whole configuration with defaults filled in; :func:`load_config` reads it back to an equal one."""
+    """Return the whole configuration with defaults filled in, as a text that :func:`load_config` reads back."""
     return dump_yaml(config.model_dump())
 
 
@@ -566,9 +566,9 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         return schema.model_validate(tree), []
     except ValidationError as error:
         errors = error.errors()
-        # Describe only as many errors as a message may show: to look for the key that was meant takes minutes for
-        # thousands of unknown keys. There are twice as many errors as lines, because several errors may give equal
-        # lines, which are dropped: a union reports one error for each of its branches.
+        # Describe only as many errors as a message may show: for thousands of unknown keys, the search for the keys
+        # that were meant takes minutes. Describe two errors for each line that is shown, because equal lines are
+        # dropped: a union reports one error for each of its branches, and their lines may be equal.
         described_errors = errors[: 2 * MOST_SHOWN]
         faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in described_errors]
         other_locations = [str(e["loc"]) for e in errors[len(described_errors) :]]

@@ -24,7 +24,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Report expandable segments where ``weight_sync.strategy`` is tensor: CUDA IPC can't share them with SGLang."""
+    """Report expandable segments if ``weight_sync.strategy`` is tensor: CUDA IPC can't share them with SGLang."""
     variable = expandable_segments(environment)
     if variable is not None and strategy == "tensor":
         yield (
@@ -34,8 +34,8 @@ def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[
 
 
 def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -> None:
-    """Make a trainer rank's torch allocate expandable segments, except where the user has set one of
-    ``ALLOCATOR_VARIABLES``, or where the weight strategy excludes such segments.
+    """Make a trainer rank's torch allocate expandable segments, unless the user has set one of ``ALLOCATOR_VARIABLES``
+    or the weight strategy excludes expandable segments.
 
     Call it before torch is imported. ``strategy`` is ``weight_sync.strategy``, None without engines. The planner's
     estimate of unusable memory assumes expandable segments.
@@ -45,7 +45,7 @@ def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -
 
 
 def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, str]) -> None:
-    """Set environment variables that the ``megatron:`` table needs, except those that the user has set.
+    """Set environment variables that the ``megatron:`` table needs. Variables that the user has set keep their values.
 
     Call it before torch is imported. On Hopper, block FP8 gets fp32 scales, as the engine's block FP8 has; Transformer
     Engine's default is powers of two. ``deterministic_mode`` needs Transformer Engine's deterministic attention. Not
@@ -67,14 +67,14 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 LEAST_OPEN_FILES = 128
-"""Files and sockets that a process of a small run has open at the same time, and a reserve."""
+"""Files and sockets that a process of a small run has open at the same time, plus a reserve."""
 
 _PYTHON_TIMEOUT_S = 60.0
 _MISSING_PACKAGES_PROGRAM = (
     "import importlib.util as u, json, sys;"
     "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
 )
-"""Program that prints, as JSON, which of the given packages an interpreter lacks."""
+"""Program that prints, as JSON, the names among its arguments that are no packages of its interpreter."""
 
 
 _SERVER_SIZES = (
@@ -175,7 +175,7 @@ def _server_faults(engine: EngineConfig) -> Iterator[str]:
 
 
 def _host_faults(host: str) -> Iterator[str]:
-    """Report an address on which servers and router can't listen."""
+    """Report an address that servers and router can't listen on."""
     try:
         address = resolve(host)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

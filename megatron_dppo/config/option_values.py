@@ -15,12 +15,12 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def option_value_faults(target: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield ``NAME: got VALUE, expected TYPE`` for each option whose type is not that of its parameter.
+    """Yield ``NAME: got VALUE, expected TYPE`` for each option whose type differs from its parameter's type.
 
     Only functions and classes of this package are checked: annotations of other packages need not be exact. Options
     without a parameter are not reported: the call itself is checked elsewhere.
     """
-    # The configured name may stand for an object without a module, such as a number.
+    # The configured name may be the name of an object without a module, for instance of a number.
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] != OWN_PACKAGE:
         return

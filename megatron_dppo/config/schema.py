@@ -1,4 +1,4 @@
-"""Every key of a configuration: its type, its default, and in its docstring what it does and in which unit.
+"""Every key of a configuration: its type, its default, and in its docstring its effect and its unit.
 
 Sections are frozen and strict: unknown keys and wrong types are errors. Checks across sections are in ``checks.py``.
 Relative paths are relative to the directory that the program is started in. This package loads no torch.
@@ -29,8 +29,8 @@ class RunConfig(Section):
     steps: int = Field(gt=0)
     """Rollout batches to train on in total; a resumed run counts on from its checkpoint."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """``auto``: start from the newest checkpoint, or at step 0 where none was written yet. ``never``: start at step
-    0 and set aside what earlier starts left. ``required``: start from a checkpoint, or fail.
+    """``auto``: start from the newest checkpoint, or at step 0 if there is no checkpoint yet. ``never``: start at step
+    0 and set aside the files of earlier starts. ``required``: start from a checkpoint, or fail.
     """
     sha256_list: str | None = None
     """File in sha256sum's format: hashes of inputs (checkpoint, tokenizer, data), with names relative to its folder.
@@ -38,18 +38,18 @@ class RunConfig(Section):
     """
     show_sample_every: int = Field(default=5, ge=0)
     """Steps between two responses on the console, each with its reward and the reason; 0: none. The file
-    ``samples.jsonl`` has a few of every step.
+    ``samples.jsonl`` has a few responses of every step.
     """
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of the trainer's ranks within ``restart_window_s``; the servers keep running
-    meanwhile. The death of a rank beyond this number ends the run. 0: the first death ends it. An error that the user
-    can put right always ends it.
+    meanwhile. The death of a rank beyond this number ends the run. 0: the first death ends the run. An error that the
+    user can correct always ends the run.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a restart of the ranks no longer counts."""
     processes_per_core: int = Field(default=8, gt=0, le=2**16)
-    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more is refused before
-    it starts, because its processes would mostly wait for a core."""
+    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more processes is refused
+    before it starts, because the processes would mostly wait for a core."""
 
 
 class ModelConfig(Section):
@@ -65,8 +65,8 @@ class HeadConfig(Section):
     """The output layer. The logits of one chunk of tokens exist at a time; docs/long_context.md."""
 
     chunk_tokens: int = Field(default=4096, gt=0)
-    """Tokens of a chunk. Smaller chunks need less memory for logits. Below about 1024 tokens, adding the gradient of
-    each chunk to that of the output layer takes noticeable time.
+    """Tokens of a chunk. Smaller chunks need less memory for logits. Every chunk adds its gradient to the output
+    layer's gradient; below about 1024 tokens these additions take noticeable time.
     """
     dtype: Literal["model", "float32"] = "model"
     """Dtype of the logits in trainer and engines. ``model``: the dtype of the weights. ``float32``: the engines run
@@ -82,12 +82,12 @@ class LoraConfig(Section):
     alpha: float | None = Field(default=None, gt=0)
     """Adapters are multiplied by alpha / rank. Empty: twice the rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that training sets to zero. Above 0, a training pass computes other
-    log-probabilities than the engine, even with equal weights.
+    """Share of an adapter's inputs that training sets to zero. Above 0, the log-probabilities of a training pass differ
+    from the engine's, even with equal weights.
     """
     target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
     """Adapted matrices, by the last part of their name in the checkpoint (``q_proj``, ...), or groups of them:
-    ``attention``, ``mlp`` (dense), ``experts``, ``head`` (the output layer, where it is not also the embedding),
+    ``attention``, ``mlp`` (dense), ``experts``, ``head`` (the output layer, if it is not also the embedding),
     ``all-linear`` (all except ``head``).
     """
     experts: Literal["each", "shared"] = "each"
@@ -97,12 +97,12 @@ class LoraConfig(Section):
     deviation 1/rank. B starts at zero.
     """
     start_from: str | None = None
-    """Folder of adapters in PEFT's format to start from; model, rank and modules must be those of this run."""
+    """Folder of adapters in PEFT's format to start from. Their model, rank and modules must equal this run's."""
     train_router: bool = False
     """Train the routers' own weights too."""
     update: Literal["merged", "adapters"] = "merged"
     """Content of a weight update. ``merged``: the whole model, with the adapters added to its weights. ``adapters``:
-    the adapters only, which SGLang's LoRA applies (attention and dense MLP).
+    only the adapters (attention and dense MLP); SGLang's LoRA applies them.
     """
 
     @property
@@ -121,11 +121,11 @@ class RolloutConfig(Section):
     group_size: int = Field(gt=1, le=2**16)
     """Responses for each prompt; the advantage's baseline is their mean reward."""
     max_response_tokens: int = Field(gt=0)
-    """Longest response in tokens; one that reaches it is truncated."""
+    """Longest response in tokens. A response that reaches this length is truncated."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Must be 1: truncation changes the distribution that is sampled from, but not the engine's log-probabilities."""
+    """Must be 1: truncation changes the distribution of the samples, but not the engine's log-probabilities."""
     top_k: int = -1
     """Must be -1 (off), for the reason of ``top_p``."""
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -133,53 +133,54 @@ class RolloutConfig(Section):
     response is trained on.
     """
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, in training and evaluation. The tokens up to the one that completes such a text are
-    trained on; the verifier sees the text before it.
+    """Texts that end a response, in training and evaluation. The response trains up to the token that completes one of
+    these texts; the verifier sees the part before the text.
     """
     topk_log_probs: int = Field(default=0, ge=0)
-    """K of the engine's TopK(mu) log-probabilities to record, also for an algorithm that needs none. 0: the
-    algorithm's own K. Otherwise it must equal the K of an algorithm that has one.
+    """K of the engine's TopK(mu) log-probabilities to record, also for an algorithm that does not need them. 0: the
+    algorithm's own K. If the algorithm has a K, another value than 0 must equal it.
     """
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Requests in flight from one data-parallel leader."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one response before it is aborted and sampled again. The time of weight updates, and in
     colocated runs of training, does not count. Empty: the time of the longest response at 10 tokens/s, and at least
-    600. The second sample may be shorter, so a limit that long responses reach favours short ones; `rollout/timed_out`
-    counts the aborted responses.
+    600. The second sample may be shorter, so a limit that long responses reach favours short responses. The metric
+    ``rollout/timed_out`` counts the aborted responses.
     """
     responses_per_call: int = Field(default=1, gt=0)
-    """Responses that share one HTTP call. More than one saves the engine work where responses have a few dozen
-    tokens. The responses of a call finish, time out and are lost together.
+    """Responses that share one HTTP call. Several responses in a call save the engine work if responses have only a few
+    dozen tokens. The responses of a call finish, time out and are lost together.
     """
     max_staleness: int = Field(default=0, ge=0, le=64)
-    """Largest number of weight versions that a token may lag behind the trainer; as many batches are generated ahead.
-    0: generate, then train. 1: batch n+1 is generated while batch n is trained on; see docs/staleness.md.
+    """Largest number of weight versions that a token may lag behind the trainer, and number of batches that are
+    generated ahead. 0: generate, then train. 1: batch n+1 is generated while batch n is trained on; see
+    docs/staleness.md.
     """
     interrupt: Literal["drain", "retract", "abort"] = "drain"
-    """Effect of a weight update on responses in flight. ``drain``: the update waits for them. ``retract``: the engine
-    pauses them and continues with the new weights; each token keeps the version that sampled it. Recorded routing of
-    the tokens before the pause is discarded. ``abort``: the engine ends them, and the client requests the rest of each
-    response after the update; recorded routing of all tokens is kept.
+    """Effect of a weight update on responses in flight. ``drain``: the update waits for these responses. ``retract``:
+    the engine pauses the responses and continues with the new weights; each token keeps the version that sampled it.
+    Recorded routing of the tokens before the pause is discarded. ``abort``: the engine ends the responses, and the
+    client requests the rest of each response after the update; recorded routing of all tokens is kept.
     """
     drop_zero_variance_groups: bool = False
-    """Replace groups whose responses all have the same reward, and so the advantage 0, by groups of further prompts."""
+    """Replace groups whose responses all have equal rewards, and so the advantage 0, by groups of further prompts."""
     oversampling: float = Field(default=1.0, ge=1)
     """Groups that a generation round requests, as a multiple of the missing groups; above 1 only with
     ``drop_zero_variance_groups``.
     """
     max_generation_rounds: int = Field(default=3, gt=0)
-    """Largest number of generation rounds with ``drop_zero_variance_groups``; after them, zero-variance groups complete
-    the batch.
+    """Largest number of generation rounds with ``drop_zero_variance_groups``. After the last round, groups with equal
+    rewards complete the batch.
     """
     save: bool = False
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None
     """Train on the rollout batches saved in this folder instead of generating; no engine is started."""
     largest_gap: float | None = Field(default=None, gt=0, le=1)
-    """Largest mean |pi - mu| of a batch's first mini-batch at equal weights; above it the run stops before it trains
-    on the batch. Empty: 0.01 in float32; 0.1 in bfloat16, or if trainer or engine computes in FP8. Stale and replayed
-    batches are not checked: trainer and engine may have had different weights.
+    """Largest mean |pi - mu| of a batch's first mini-batch at equal weights. Above this number, the run stops before it
+    trains on the batch. Empty: 0.01 in float32; 0.1 in bfloat16, or if trainer or engine computes in FP8. Stale and
+    replayed batches are not checked: trainer and engine may have had different weights.
     """
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""
@@ -213,24 +214,24 @@ class AlgorithmConfig(Section):
     """Factor of the KL penalty for leaving the reference policy, the policy that training started from. The penalty is
     added to the loss of every trained token. Above 0 each batch needs one more forward pass, and the trainer keeps a
     copy of the start values of its trained parameters. Adapters need this copy only with ``lora.start_from``: without
-    it the reference is the model without adapters.
+    ``lora.start_from`` the reference is the model without adapters.
     """
     reference_estimator: table.EstimatorName = "k3"
-    """Estimator of the KL penalty at a token; docs/algorithms.md has a table of the KL that its gradient lowers.
-    ``k3`` estimates KL(pi || reference), but its gradient is that of KL(reference || pi).
+    """Estimator of the KL penalty at a token. docs/algorithms.md has a table of the KL that each estimator's gradient
+    lowers. ``k3`` estimates KL(pi || reference), but its gradient lowers KL(reference || pi).
     """
     reference_importance_weights: bool = False
-    """Multiply the KL penalty by min(pi / mu, ``ratio_cap``). The penalty is then correct also where pi differs from
-    the policy that sampled, for instance after the first of several optimiser steps on a batch.
+    """Multiply the KL penalty by min(pi / mu, ``ratio_cap``). The penalty is then correct also if pi differs from the
+    policy that sampled, for instance after the first of several optimiser steps on a batch.
     """
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
-    """Reward of a response that reached the length limit. ``as-verified``: the verifier's. ``zero-reward``: 0, or the
-    verifier's if that is less. ``drop``: the verifier's counts in the group's baseline, but the response has no
-    gradient.
+    """Reward of a response that reached the length limit. ``as-verified``: the verifier's reward. ``zero-reward``: 0,
+    or the verifier's reward if it is below 0. ``drop``: the verifier's reward counts in the group's baseline, but the
+    response has no gradient.
     """
     overlong_tokens: int = Field(default=0, ge=0)
-    """Length of the zone before ``rollout.max_response_tokens``, in tokens, in which a penalty on the reward rises
-    linearly from 0 to 1 (DAPO's soft overlong penalty). 0: none. It applies after ``truncated_responses``.
+    """Tokens before ``rollout.max_response_tokens`` over which a penalty on the reward rises linearly from 0 to 1
+    (DAPO's soft overlong penalty). 0: no penalty. It applies after ``truncated_responses``.
     """
     length_penalty: float = Field(default=0.0, ge=0)
     """Reward that a response of ``rollout.max_response_tokens`` tokens loses; a shorter response loses less, in
@@ -268,24 +269,24 @@ class ParallelConfig(Section):
     stages: 23 first and 23 last leave 24 for each other stage). Empty: the same number as the other stages.
     """
     last_stage_layers: int | None = Field(default=None, gt=0)
-    """Layers of the last pipeline stage, which also computes the output layer and the loss. Empty: the same number as
-    the other stages.
+    """Layers of the last pipeline stage. This stage also computes the output layer and the loss. Empty: the same number
+    as the other stages.
     """
     expert: int = Field(default=1, gt=0)
     """Ranks among which the experts are divided (EP)."""
     expert_tensor: int | None = Field(default=None, gt=0)
-    """Ranks that share each matrix of an expert (ETP). Empty: as ``tensor`` where expert is 1, else 1."""
+    """Ranks that share each matrix of an expert (ETP). Empty: ``tensor`` if expert is 1, else 1."""
     sequence: bool | None = None
-    """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
+    """Sequence parallelism. Empty: on if tensor > 1 and the model is a mixture of experts."""
 
     interface: str | None = None
-    """Name or address of the network interface on which ranks listen. Empty: loopback if all ranks are on one machine;
+    """Name or address of the network interface that ranks listen on. Empty: loopback if all ranks are on one machine;
     on several machines gloo and NCCL choose the interface, and rank 0 listens on MASTER_ADDR.
     """
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of a collective. A rank that waits longer ends, and reports the collective and the ranks that it
-    waited for. Collectives in which a rank waits while others generate, start, save or update weights have longer
-    limits.
+    waited for. A collective has a longer limit if its ranks wait for other ranks to generate, start, save or update
+    weights.
     """
 
     @property
@@ -303,13 +304,13 @@ class StepConfig(Section):
     """How one optimiser step is divided and computed."""
 
     micro_batch_tokens: int = Field(gt=0)
-    """Token budget of a packed micro-batch; a longer sequence has a micro-batch of its own. With context parallelism
+    """Token budget of a packed micro-batch; a longer sequence fills one micro-batch alone. With context parallelism
     each rank of a CP group holds its share of these tokens.
     """
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation. ``full``: of every layer. ``selective``: of the core attention. For mixtures of experts
-    on GPUs, where recomputing fused attention saves almost nothing, ``selective`` recomputes the experts' activation
-    function and the norms instead. ``megatron.recompute_modules`` replaces this choice.
+    on GPUs, ``selective`` recomputes the experts' activation function and the norms instead, because recomputing fused
+    attention saves almost nothing. ``megatron.recompute_modules`` replaces this choice.
     """
 
 
@@ -357,23 +358,23 @@ class EngineConfig(Section):
     servers: int | None = Field(default=None, ge=0, le=2**16)
     """Servers that the run starts, each with ``sglang.tp_size`` ranks. Empty: one, or none if ``urls`` has servers."""
     urls: list[str] = Field(default_factory=list)
-    """Servers that run already, used in addition to those that the run starts."""
+    """Addresses of servers that already run. The run uses them in addition to the servers that it starts."""
     ca_file: str | None = None
     """PEM file of the authorities that sign the certificates of ``urls`` with https. Empty: the system's."""
     passed_variables: list[str] = Field(default_factory=list)
-    """Environment variables with credentials that the run passes on to the servers that it starts, for instance of an
-    object store from which SGLang reads weights; docs/shared_hosts.md.
+    """Environment variables with credentials that the run passes on to the servers that it starts. For instance, SGLang
+    needs credentials to read weights from an object store; docs/shared_hosts.md.
     """
     host: str = "127.0.0.1"
-    """Address on which servers listen; loopback by default."""
+    """Address that servers listen on; loopback by default."""
     port: int | None = Field(default=None, gt=0, lt=65536)
     """Port of the first server; the next servers take the next ports. Empty: free ports."""
     router: bool | None = None
-    """Send generation through a router (smg) on this machine. Empty: where there are several servers."""
+    """Send generation through a router (smg) on this machine. Empty: true if there are several servers."""
     router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
         "power_of_two"
     )
-    """Rule by which the router chooses a server. ``power_of_two``: the less loaded of two random servers.
+    """The router's rule to choose a server. ``power_of_two``: the less loaded of two random servers.
     ``cache_aware``: the server whose cache has the prompt's beginning. ``round_robin``: each server in turn.
     ``consistent_hashing``: by the prompt's hash.
     """
@@ -386,16 +387,16 @@ class EngineConfig(Section):
     compile: until its first answer ``start_timeout_s`` applies.
     """
     max_restarts: int = Field(default=3, ge=0)
-    """Largest number of restarts of each server within ``restart_window_s``, each after a longer pause; after them the
-    server is given up. If no server is left, the run saves a checkpoint and ends.
+    """Largest number of restarts of each server within ``restart_window_s``. The pause before a restart grows. A server
+    that is lost once more is not restarted. If no server is left, the run saves a checkpoint and ends.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a restart of a server no longer counts."""
     device: Literal["cpu", "cuda"] | None = None
     """Device of the servers. Empty: ``cuda`` on a machine with GPUs, else ``cpu``."""
     placement: Literal["separate", "colocated"] = "separate"
-    """``separate``: servers have devices of their own. ``colocated``: trainer and servers take turns on the same
-    devices, and the side that waits keeps its memory on the host; see docs/colocation.md.
+    """``separate``: servers and trainer have different devices. ``colocated``: trainer and servers take turns on the
+    same devices, and the waiting side keeps its memory on the host; see docs/colocation.md.
     """
     parked: list[TrainerPart] | None = Field(default=None, min_length=1)
     """Parts that a colocated trainer moves to the host while servers generate; ``megatron-dppo plan`` prints which
@@ -445,13 +446,13 @@ class WeightSyncConfig(Section):
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
-    """Network bandwidth into a node, GB/s (1e9 bytes). From it the metric ``weights/bound_s`` is computed, the shortest
-    possible time of an update. Empty: only the bounds in bytes are recorded.
+    """Network bandwidth into a node, GB/s (1e9 bytes). The metric ``weights/bound_s``, the shortest possible time of an
+    update, is computed from it. Empty: only the bounds in bytes are recorded.
     """
     changes_only: bool = False
     """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
-    keeps a copy of the weights that it sends in host memory. Whole weights are sent to a new server, after a failed
-    update, and where the changes are not fewer bytes.
+    keeps, in host memory, a copy of the weights that it sends. Whole weights are sent to a new server, after a failed
+    update, and if the changes are not fewer bytes.
     """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""
@@ -459,7 +460,7 @@ class WeightSyncConfig(Section):
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
     canary_largest: float | None = Field(default=None, gt=0)
     """Largest difference of one token's log-probability, nats, that the canary accepts as rounding. Empty: 1e-3 for
-    float32 weights; 10 for bfloat16 and FP8, where rounding may send a token to another expert (docs/weight_sync.md).
+    float32 weights; 10 for bfloat16 and FP8, because rounding may send a token to another expert (docs/weight_sync.md).
     """
     canary_mean: float | None = Field(default=None, gt=0)
     """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.3 for bfloat16, 0.6 for FP8. Above 8
@@ -501,7 +502,7 @@ class CheckpointConfig(Section):
     """
     keep_responses: bool = True
     """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. When
-    ranks start again from that checkpoint, they train on the kept responses and sample only the missing ones;
+    ranks start again from this checkpoint, they train on the kept responses and sample only the missing responses;
     docs/failures.md.
     """
     on_damage: Literal["refuse", "previous"] = "refuse"
@@ -515,9 +516,9 @@ class CheckpointConfig(Section):
     model.
     """
     upload: str | None = None
-    """``OWNER/NAME`` of a repository of huggingface.co, to which rank 0 uploads the export when the run is finished,
-    as ``convert upload`` does; a new repository is private. If the upload fails, the log has the command that repeats
-    it.
+    """``OWNER/NAME`` of a repository of huggingface.co. When the run is finished, rank 0 uploads the export to it, as
+    ``convert upload`` does; a new repository is private. If the upload fails, the log has the command that repeats the
+    upload.
     """
 
 
@@ -531,9 +532,9 @@ class MemoryChecksConfig(Section):
     the checkpoint and before the next step.
     """
     engines_every: int = Field(default=10, ge=0)
-    """Hash the engines' weights before every n-th weight update, and compare the hashes with those of the version that
-    the engines serve. With ``lora.update: adapters``, hash the frozen model instead. 0: never. Colocated engines are
-    not checked: they drop their weights while the trainer works.
+    """Hash the engines' weights before every n-th weight update, and compare the hashes with the hashes of the version
+    that the engines serve. With ``lora.update: adapters``, hash the frozen model instead. 0: never. Colocated engines
+    are not checked: they drop their weights while the trainer works.
     """
     on_mismatch: Literal["stop", "restore"] = "stop"
     """Reaction to a mismatch. ``stop``: the run ends with an error that has the tensor, the rank and the step.
@@ -585,7 +586,7 @@ class PolicyConfig(Section):
     (true here; false: gradients in the weights' type)."""
     megatron_optimizer: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to megatron.core's OptimizerConfig: log_num_zeros_in_grad, options of low-precision and offloaded state
-    (docs/checkpoints.md), and others.
+    (docs/checkpoints.md), and further options.
     """
 
     @property
@@ -621,7 +622,7 @@ class PolicyConfig(Section):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the trainer must keep the weights that it started from, to compute with them."""
+        """Whether the trainer must keep the weights that it started from, because the loss compares with them."""
         return False
 
 

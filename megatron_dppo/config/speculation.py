@@ -1,7 +1,7 @@
-"""Checks of speculative decoding, which the ``sglang:`` table turns on.
+"""Checks of speculative decoding: the ``sglang:`` table turns it on.
 
-With a right verification of the drafted tokens, each token is drawn from the served model's own probabilities, and the
-server reports these. Only algorithms for which that was shown, or read in SGLang's source, are admitted.
+If SGLang verifies drafted tokens correctly, each token is drawn from the served model's own probabilities, and the
+server reports these probabilities. The checks admit an algorithm only if a test showed this, or SGLang's source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dppo.model.shape import ModelShape
 ALGORITHM = "speculative_algorithm"
 NGRAM = "NGRAM"
 DRAFT_MODELS = ("EAGLE", "EAGLE3")
-"""Algorithms with a draft that is a model of its own. Updates of weights leave it as it is."""
+"""Algorithms whose draft is a separate model. Weight updates do not change the draft."""
 NGRAM_OPTIONS = (
     "speculative_num_draft_tokens",
     "speculative_ngram_min_bfs_breadth",
@@ -27,7 +27,7 @@ NGRAM_OPTIONS = (
     "speculative_ngram_max_trie_depth",
     "speculative_ngram_capacity",
 )
-"""Fields of ServerArgs that NGRAM reads. None changes the probabilities of tokens."""
+"""Fields of ServerArgs that NGRAM reads. They do not change the probabilities of tokens."""
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 UNUSABLE: Mapping[str, str] = {
     **dict.fromkeys(
@@ -60,7 +60,7 @@ def algorithm_of(table: Mapping[str, Any]) -> str | None:
 
 
 def table_faults(table: Mapping[str, Any]) -> Iterator[str]:
-    """Report speculation in the ``sglang:`` table that would change what is sampled, or that nobody has read."""
+    """Report speculation in the ``sglang:`` table that would change the sampled distribution, or was not verified."""
     algorithm = algorithm_of(table)
     subject = f"sglang.{ALGORITHM}: got {given(table.get(ALGORITHM))}"
     if algorithm == NGRAM:
