@@ -1,4 +1,4 @@
-"""Random adapters, and Hugging Face models with PEFT's: the independent judge of the trainer's LoRA."""
+"""Random adapters, and Hugging Face models with PEFT's adapters: an independent check of the trainer's LoRA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save_random_adapters(
 
 
 class ExpertLinears(nn.Module):
-    """The experts of a layer as linears of their own, which PEFT gives an adapter each."""
+    """The experts of a layer as separate linears. PEFT gives an adapter to each linear."""
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
@@ -55,7 +55,8 @@ class ExpertLinears(nn.Module):
 
 
 def peft_model(hf_dir: str, peft_dir: str) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The model with PEFT's own adapters as ``peft_dir`` holds them, and those by the folder's names; fp32."""
+    """Return the fp32 model with the adapters of ``peft_dir`` in PEFT, and the adapters' parameters by the folder's
+    names."""
     import json
 
     from peft import LoraConfig, get_peft_model

@@ -68,9 +68,9 @@ class Tab:
         return answer["result"].get("value")
 
     async def until(self, expression: str, seconds: float = 60) -> None:
-        """Wait until it is true in the page."""
+        """Wait until ``expression`` is true in the page."""
         patience = own_patience(seconds)
-        # Until the page is there, nothing is.
+        # The expression raises an error before the page is loaded. That counts as false.
         asked = f"(() => {{ try {{ return !!({expression}) }} catch (_) {{ return false }} }})()"
         while not await self.ask(asked):
             assert not patience.is_exhausted(), f"never: {expression}; {self.errors}"

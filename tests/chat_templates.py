@@ -1,5 +1,5 @@
-"""Chat templates and tokenizers of the supported families, close in behaviour to the published ones: what roles they
-take, where they put tools and calls, what of a history they drop or trim, and where a tokenizer joins white space."""
+"""Chat templates and tokenizers of the supported families. They behave like the published templates: they take the same
+roles, put tools and calls in the same places, drop or trim the same parts of a history, and join white space alike."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _QWEN_TOOLS = """\
 _QWEN_CALL = """\
 {{- '<tool_call>\\n{"name": "' }}{{- call.function.name }}{{- '", "arguments": ' }}
             {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"""
-# Messages of tools that follow each other are one of the user.
+# Consecutive messages of tools become one message of the user.
 _QWEN_RESPONSE = """\
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
         {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"""
 _ASKING = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 
-# A turn since the last question keeps its thoughts, an earlier one loses them.
+# Turns after the last question keep their thoughts. Earlier turns lose them.
 QWEN3 = (
     "{%- set DEFAULT = '' %}"
     + _QWEN_TOOLS
@@ -76,7 +76,7 @@ QWEN3 = (
 """
     + _ASKING
 )
-# As of 2507: the prompt itself opens a thought, and a history has none of it.
+# The release of 2507: the prompt itself opens a thought. A history does not have this opening.
 QWEN3_THINKING = QWEN3.replace(_ASKING, _ASKING.replace("assistant\\n", "assistant\\n<think>\\n"))
 QWEN2 = (
     "{%- set DEFAULT = 'You are helpful.' %}"
@@ -103,8 +103,9 @@ QWEN2 = (
 """
     + _ASKING
 )
-# Tools stand in the first message of the user, a call is JSON of its own and takes the content's place, and what a tool
-# says is written as JSON, as text is iterable. Two calls at once are refused.
+# Tools are in the first message of the user. A call is JSON in place of the content. A tool's answer is written as
+# JSON, because the template writes everything iterable as JSON, and text is iterable. Two calls in one turn are
+# refused.
 LLAMA3 = """\
 {{- '<|begin|>' }}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
@@ -139,7 +140,8 @@ LLAMA3 = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|header|>assistant<|header_end|>\\n\\n' }}{%- endif %}"""
-# It has no tools, and what they say begins with a mark once in a conversation; the prompt itself opens a thought.
+# The template takes no list of tools. A mark precedes only the first answer of a tool in a conversation. The prompt
+# itself opens a thought.
 R1_DISTILL = """\
 {%- set ns = namespace(is_tool=false, is_output_first=true, system='') %}
 {%- for m in messages %}{%- if m.role == 'system' %}{%- set ns.system = m.content %}{%- endif %}{%- endfor %}
@@ -179,7 +181,7 @@ MIXTRAL = """\
     {%- endif %}
 {%- endfor %}"""
 
-# A message of another role is left out without a word.
+# A message of another role is left out without an error.
 OLMOE = """\
 {{- '<|begin|>' }}
 {%- for m in messages %}
@@ -189,7 +191,7 @@ OLMOE = """\
     {%- endif %}
     {%- if loop.last and add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 {%- endfor %}"""
-# Any role is a turn, and tools are not known.
+# A message of any role is a turn. Tools are ignored.
 QWEN15 = (
     """\
 {%- if messages[0].role != 'system' %}
@@ -202,7 +204,7 @@ QWEN15 = (
     + _ASKING
 )
 
-# A turn of Moonlight begins with a role's mark and its name, and tools are turns of the system.
+# A turn of Moonlight begins with a role's mark and the role's name. Messages of tools are turns of the system.
 MOONLIGHT = """\
 {%- for m in messages %}
     {%- if loop.first and m.role != 'system' %}
@@ -211,7 +213,7 @@ MOONLIGHT = """\
     {{- '<|header|>' + ('system' if m.role == 'tool' else m.role) + '<|header_end|>' + m.content + '<|im_end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|header|>assistant<|header_end|>' }}{%- endif %}"""
-# No mark ends a turn of GLM's: the next turn's mark does, of which the policy samples the first token.
+# No mark ends a turn of GLM. The policy ends a turn by the first token of the next turn's mark.
 GLM = """\
 {{- '<|begin|>' }}
 {%- for m in messages %}
@@ -225,7 +227,7 @@ GLM = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>\\n<think></think>\\n' }}{%- endif %}"""
-# Answers of tools that follow each other are one turn; the prompt opens a thought, which a history lacks.
+# Consecutive answers of tools are one turn. The prompt opens a thought. A history does not have this opening.
 MINIMAX = """\
 {%- set system = messages[0].content if messages[0].role == 'system' else 'You are a helpful assistant.' %}
 {{- '<|begin|><|header|>system\\n' + system + '<|im_end|>\\n' }}
@@ -244,12 +246,16 @@ MINIMAX = """\
 
 @dataclass(frozen=True)
 class PublishedTemplate:
-    """A family's, or a model's of that family.
+    """The template of a family, or of some models of the family.
 
-    ``begin``: what a turn begins with beyond the prompt before it. ``opened``: what that prompt opens a turn with and a
-    history lacks. ``call``: how the policy writes a call of a tool, of ``name`` and JSON ``arguments``; empty: the
-    template has no tools. ``ends``: role of the next turn -> the token that the policy ends its turn with, where that
-    is not the tokenizer's end of text. ``trims``: whether a history has turns of the policy without white space around.
+    Attributes:
+        begin: text that the policy samples at the start of a turn, because the generation prompt does not have it.
+        opened: text that the generation prompt has at the start of a turn, and that a history does not have.
+        call: the policy's text for a call of the tool ``name`` with JSON ``arguments``; empty: the template has no
+            tools.
+        ends: role of the next turn -> the token that the policy ends its turn with. Missing: the tokenizer's end of
+            text.
+        trims: whether a history has the policy's turns without white space around them.
     """
 
     template: str
@@ -280,7 +286,7 @@ PUBLISHED: dict[str, PublishedTemplate] = {
     "deepseek_v3, Moonlight": PublishedTemplate(MOONLIGHT),
     "glm4_moe": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
     "glm4_moe_lite": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
-    # The published templates were not at hand: this one says nothing about them.
+    # The published templates were not available. This template does not resemble them.
     "hy_v3": PublishedTemplate(CHAT_TEMPLATE),
     "gpt_oss": PublishedTemplate(CHAT_TEMPLATE),
     "minimax_m2": PublishedTemplate(MINIMAX, opened="<think>\n"),
@@ -297,7 +303,8 @@ _WORDS = {
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for kind, number in (("qwen", r"\p{N}"), ("llama3", r"\p{N}{1,3}"))
 }
-"""How the published tokenizers part a text: line ends go with the signs before them, spaces with the word after."""
+"""How the published tokenizers split a text: line ends belong to the signs before them, a space to the word after
+it."""
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|User|>", "<|Assistant|>"),
     *("<|header|>", "<|header_end|>", "<|outputs_begin|>", "<|outputs_end|>"),
@@ -316,7 +323,7 @@ def _trained(pattern: str) -> Tokenizer:
     alphabet: Sequence[str] = pre_tokenizers.ByteLevel.alphabet()
     special = list(_SPECIAL)
     if pattern == "sentencepiece":
-        # As Llama 2's and Mixtral's: a space before the text, and what is no piece in bytes.
+        # As in Llama 2 and Mixtral: a space precedes the text, and characters that are no piece become bytes.
         bpe.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         )
@@ -338,7 +345,7 @@ def _trained(pattern: str) -> Tokenizer:
         show_progress=False,
         max_token_length=12,
     )
-    # Sentencepiece's have no piece with a line end.
+    # Sentencepiece's tokenizers have no piece with a line end.
     has_lines = pattern != "sentencepiece"
     corpus = _CORPUS if has_lines else [text.replace("\n", " ") for text in _CORPUS]
     bpe.train_from_iterator(corpus, trainer)
@@ -346,7 +353,7 @@ def _trained(pattern: str) -> Tokenizer:
 
 
 def published_tokenizer(published: PublishedTemplate) -> Any:
-    """A tokenizer that parts texts as its family's does, with this template."""
+    """A tokenizer that splits texts as its family's tokenizer does, with the ``published`` template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_trained(published.pattern),
         eos_token="<|im_end|>",

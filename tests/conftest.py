@@ -2,6 +2,6 @@
 
 import os
 
-# torch and numpy read it when they are imported. Several test processes share the cores: with a thread for each core
-# in all of them, a parallel loop spins until its last thread gets a core, and costs ten times as much.
+# torch and numpy read this variable when they are imported. Several test processes share the cores. If each process had
+# a thread for each core, a parallel loop would spin until its last thread gets a core, and cost ten times as much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

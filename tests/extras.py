@@ -1,6 +1,7 @@
-"""Packages that the project's environment does not have, for the tests of what works with them: pinned in
-``tools/environment/<name>.txt``, installed once into a folder of the user's cache. They are put on the path of child
-processes, or are an environment of their own.
+"""Packages that the project's environment does not have, for tests that need them.
+
+``tools/environment/<name>.txt`` pins the packages. They are installed once, into a folder of the user's cache. Child
+processes have this folder on their path, or run in a separate environment with only these packages.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ def extra_packages(name: str) -> Path:
 
 
 def python_of(name: str) -> Path:
-    """The Python of an environment of its own with the pins of ``tools/environment/<name>.txt`` and nothing else, for
-    packages that clash with the project's."""
+    """The Python of a separate environment with only the pins of ``tools/environment/<name>.txt``.
+
+    It is for packages that clash with the project's packages.
+    """
 
     def words(folder: Path) -> list[str]:
         venv.create(folder, symlinks=True)
@@ -37,7 +40,7 @@ def python_of(name: str) -> Path:
 
 
 def _installed(name: str, words: Callable[[Path], list[str]]) -> Path:
-    """A folder with the pins of this name. ``words``: what tells pip to install into one."""
+    """A folder with the pins of this name. ``words``: pip's arguments to install into a given folder."""
     pins = ROOT / "tools" / "environment" / f"{name}.txt"
     made_from = pins.read_bytes() + sys.version.encode()
     folder = _CACHE / f"{name}-{hashlib.sha256(made_from).hexdigest()[:12]}"

@@ -1,8 +1,8 @@
-"""Waits for processes that follow what these do, not the clock alone: on a busy machine a start takes far longer.
+"""Waits for processes, with limits that do not follow the clock alone: on a busy machine a start takes far longer.
 
-A limit counts the seconds in which the processes had a processor or wanted none. Those in which one of them stood in
-the kernel's queue for a processor don't count (``/proc/<pid>/task/<tid>/schedstat``). So a process that hangs is found
-within the limit, however busy the machine is, and one that only gets a tenth of a core has ten times as long.
+A second does not count if one of the processes waited in the kernel's queue for a processor
+(``/proc/<pid>/task/<tid>/schedstat``). All other seconds count. So a process that hangs is found within the limit,
+however busy the machine is, and a process that gets only a tenth of a core has ten times as long.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from megatron_dppo.engine.process import ChildServer
 
 UNBOUNDED_S = 36_000.0
-"""For a limit of the package that goes by the clock, where a wait of these tests bounds the same."""
+"""A test sets a limit of the package to this value if the limit follows the clock, and itself waits with
+``Patience``."""
 _LOOK_EVERY_S = 0.5
 
 
 class Patience:
-    """``seconds`` for the processes whose ids ``pids`` gives whenever it is called; ask ``is_exhausted`` often."""
+    """A limit of ``seconds`` for the processes whose ids ``pids`` returns. Call ``is_exhausted`` often."""
 
     def __init__(self, seconds: float, pids: Callable[[], Iterable[int]]) -> None:
         self._seconds, self._pids = seconds, pids
@@ -38,7 +39,7 @@ class Patience:
         if (passed := now - self._looked) >= _LOOK_EVERY_S:
             queued = self._queued_by_task()
             grown = [s - self._queued.get(task, 0.0) for task, s in queued.items()]
-            # The one that waited longest: idle ones that wait for it wait for no processor.
+            # Take the thread that waited longest for a processor: idle threads may wait for this thread.
             self._spent += passed - min(passed, max(grown, default=0.0))
             self._queued, self._looked = queued, now
         return self._spent > self._seconds
@@ -73,7 +74,7 @@ def happens(
     Args:
         condition: evaluated every 10 ms.
         seconds: limit, as in Patience.
-        pids: of the processes, as in Patience; None: this process and its descendants.
+        pids: returns the ids of the processes; None: this process and its descendants.
     """
     patience = own_patience(seconds) if pids is None else Patience(seconds, pids)
     while not condition():
@@ -98,7 +99,7 @@ def run_patiently(
         seconds: limit, as in Patience.
         check: whether an exit code other than 0 raises CalledProcessError.
         text_input: sent to its standard input; None: nothing is connected to it.
-        options: further ones of ``subprocess.Popen``.
+        options: further options of ``subprocess.Popen``.
 
     Raises:
         subprocess.TimeoutExpired: the limit is used up; the command's processes are killed.
@@ -129,7 +130,7 @@ def run_patiently(
 
 
 def family_of(pid: int) -> list[int]:
-    """The process and all its descendants, as far as they run."""
+    """The ids of the process and of all its running descendants; empty if the process has ended."""
     try:
         root = psutil.Process(pid)
         return [pid, *(child.pid for child in root.children(recursive=True))]

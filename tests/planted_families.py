@@ -18,7 +18,7 @@ from megatron_dppo.model.shape import ModelShape
 
 
 def read_mixed(facts: ConfigFacts) -> ModelShape:
-    """Qwen3-MoE with the dense layers that its config.json has in transformers, which SGLang's model does not read."""
+    """Qwen3-MoE with dense layers. transformers reads them from config.json, SGLang's model does not."""
     shape = families.read_qwen3_moe(facts)
     return replace(shape, dense_layers=families.read_dense_layers(facts))
 
@@ -36,7 +36,7 @@ def mixed_family() -> Family:
 
 @contextmanager
 def planted(family: Family) -> Iterator[None]:
-    """Let ``family`` replace the one of its ``model_type`` inside this context."""
+    """Let ``family`` replace the family with its ``model_type`` inside this context."""
     with patch.dict(FAMILIES, {family.model_type: family}):
         _forget()
         yield
@@ -44,7 +44,7 @@ def planted(family: Family) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Clear what is cached by a model's shape, which names its family only."""
+    """Clear the caches by a model's shape: two tables of a family have equal shapes."""
     families.layers_are_alike.cache_clear()
     mapping.own_dtypes.cache_clear()
     mapping.file_dtypes.cache_clear()
@@ -54,7 +54,7 @@ def _forget() -> None:
 
 
 def biased_family() -> Family:
-    """Qwen3-MoE's table with a router's bias in float32, which its models in transformers do not have."""
+    """Qwen3-MoE's table with a router's bias in float32. Its models in transformers have no such bias."""
     layer = (*families.ATTENTION, *families.QK_NORM, *families.moe_router(), families.router_bias())
     return replace(FAMILIES["qwen3_moe"], layer=layer)
 

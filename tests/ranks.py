@@ -5,8 +5,8 @@
 ``torch.save`` files of tensors and plain values, read with ``weights_only``. When a rank fails, the others are killed
 and the failing rank's output is the error.
 
-Ranks are forked from a server that has imported the libraries and computed nothing: a rank costs their imports' five
-seconds of a core only where a test needs an interpreter of its own.
+Ranks are forked from a server that has imported the libraries and computed nothing. A rank imports the libraries
+itself, in five seconds of a core, only if a test needs a new interpreter (``own_interpreter``).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def run_ranks(
     own_interpreter: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Results of ``target`` ("package.module:function") by rank. Raises RankFailedError.
+    """Return the results of ``target`` ("package.module:function") by rank. Raises RankFailedError.
 
-    ``own_interpreter``: for what happens while libraries are imported, which the server did long ago.
+    ``own_interpreter``: whether each rank is a new interpreter, for tests of the imports of libraries.
     """
     import torch
 
@@ -115,20 +115,20 @@ def _wait(processes: Sequence[BaseProcess], timeout: float) -> None:
         if all(c is not None for c in codes):
             return
         if any(c not in (None, 0) for c in codes):
-            time.sleep(1.0)  # the others may be about to say why
+            time.sleep(1.0)  # other ranks may be about to print the reason
             return
         time.sleep(0.05)
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:
-    """Each rank and whatever it started."""
+    """Kill each rank and all processes in its group."""
     for process in processes:
         if process.pid is None:
             continue
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         if process.exitcode is None:
-            process.kill()  # it has no group yet
+            process.kill()  # the rank has no group yet
         process.join()
 
 

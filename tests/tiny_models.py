@@ -48,7 +48,7 @@ from transformers import (
 )
 
 ONE_PLUS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Families whose norms multiply by 1 + their weight, except those of delta nets."""
+"""Families whose norms multiply by 1 + their weight. The norms of delta nets are an exception."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -206,7 +206,7 @@ def save_tiny_model(
         "glm4_moe_lite": (
             Glm4MoeLiteConfig,
             Glm4MoeLiteForCausalLM,
-            # transformers' norms of latents have this epsilon whatever the configuration says.
+            # transformers' norms of latents have this epsilon with any configuration.
             {**sigmoid_moe, **latent, "rms_norm_eps": 1e-6},
         ),
     }
@@ -261,7 +261,7 @@ def save_tiny_model(
             "full_attention_interval": min(layers, 4),
         },
     )
-    # Keys of published files which transformers 5 does not have in a model's configuration.
+    # Keys of published files that transformers 5 does not have in a model's configuration.
     hybrid_keys: dict[str, Any] = {
         "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_type": "default"}
     }
@@ -304,7 +304,7 @@ def save_tiny_model(
             if name.endswith("e_score_correction_bias"):
                 biases[name] = buffer.copy_(0.3 * torch.randn_like(buffer)).clone()
     model = model.to(dtype)
-    # A router's bias is fp32 whatever the model's type is.
+    # A router's bias is fp32 in a model of any type.
     for name, values in biases.items():
         model.get_buffer(name).data = values
     model.config.dtype = dtype
@@ -333,8 +333,11 @@ def _with_vision_tower(**text: Any) -> Qwen3_5MoeConfig:
 
 
 def _write_as_published(folder: Path, model: PreTrainedModel) -> None:
-    """Write the weights as Qwen3.5's published folders have them, with all experts of a layer in one tensor, and a
-    layer that predicts further tokens. transformers saves a tensor for each expert, and no such layer."""
+    """Write the weights as Qwen3.5's published folders have them.
+
+    They have all experts of a layer in one tensor, and a layer that predicts further tokens. transformers would save a
+    tensor for each expert, and would not save the further layer.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     (_, hidden) = tensors["lm_head.weight"].shape
     tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, dtype=model.dtype)
@@ -343,9 +346,9 @@ def _write_as_published(folder: Path, model: PreTrainedModel) -> None:
 
 
 def save_hollow_model(folder: str | Path, **changes: object) -> Path:
-    """A qwen3_moe checkpoint in bfloat16 whose weights are a hole in its file: zeros of any size that take no disk.
+    """A qwen3_moe checkpoint in bfloat16 whose weights are a hole in the file: zeros of any size that take no disk.
 
-    ``changes``: to the config.json of a tiny model of one layer.
+    ``changes``: changed entries in the config.json of a tiny model of one layer.
     """
     from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFileWriter, TensorSpec
     from megatron_dppo.model.families import load_model_shape

@@ -1,4 +1,4 @@
-"""Trajectories for tests, and whether two are the same."""
+"""Trajectories for tests, and the comparison of two trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_dppo.engine.protocol import GenerationRequest
 def trajectory(
     prompt: Sequence[int], response: Sequence[int], *, advantage: float = 1.0, **columns: Any
 ) -> Trajectory:
-    """A response to problem 0 with ``columns``; None leaves one out.
+    """A response to problem 0 with ``columns``. A column that is None is left out.
 
     ``rollout_log_probs`` are -0.5, -1, ... unless they are given.
     """
@@ -46,5 +46,5 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 def parse_answers(
     payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
 ) -> list[Trajectory]:
-    """Those of an engine's answer that has nothing beside the JSON."""
+    """Return the trajectories of an engine's answer that is JSON alone."""
     return parse(ReceivedAnswer(payload, requests, versions, {})).trajectories

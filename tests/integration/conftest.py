@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 _FACTOR = 10
-"""Waits end by the progress of what they wait for (``tests/patience.py``): the clock's limit is the last resort."""
+"""Limits of waits follow the work of the processes (``tests/patience.py``). The clock's limit is the last resort, and
+is multiplied by this factor."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,8 @@
 """Ranks that die at a chosen point of a weight update, each a fork of one process that has imported all of it.
 
-``python -m tests.integration.dying_ranks URL MODEL WEIGHTS``: for each line of standard input, a name in POINTS or
-PARKED, a rank updates the server at URL, a server of MODEL, to the weights in the folder WEIGHTS and is killed at that
-point. A line of standard output follows its death.
+``python -m tests.integration.dying_ranks URL MODEL WEIGHTS`` reads names of points, POINTS or PARKED, in lines of
+standard input. For each line, a rank updates the server at URL, which serves MODEL, to the weights in the folder
+WEIGHTS, and is killed at that point. After the rank's death the name is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def die() -> NoReturn:
 
 
 def at(owner: Any, name: str, *, call: int = 1, is_after: bool = False) -> Callable[[Source], None]:
-    """Die in the ``call``-th call of ``owner.name``, before or after what it does."""
+    """Die in the ``call``-th call of ``owner.name``, before or after the method's own work."""
 
     def plant(source: Source) -> None:
         original, calls = getattr(owner, name), count(1)
@@ -64,7 +64,7 @@ POINTS: dict[str, Callable[[Source], None]] = {
     "committed": at(Engines, "commit", is_after=True),
 }
 PARKED = "parked"
-"""The point at which the server has released its memory, in the trainer's turn on shared devices."""
+"""The point in the trainer's turn on shared devices: the server has released its memory."""
 
 
 def main() -> None:

@@ -29,10 +29,10 @@ _PATIENT_S = 300.0
 
 
 class KeptFleet:
-    """The servers and the router of ``config``, from a thread of its own; a context manager.
+    """The servers and the router of ``config``, started by a separate thread. A context manager.
 
-    Processes die with the thread that starts them, so one thread does all of it. ``rank_variables``: of the environment
-    of ranks that a test starts; this process's has them too.
+    Processes die with the thread that starts them, so one thread does all the work. ``rank_variables``: environment
+    variables for ranks that a test starts. This process has them too.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -88,8 +88,8 @@ class KeptFleet:
                     os.environ.pop(name, None)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it holds; fails when the fleet gives up or its patience does first."""
-        # The servers' processes are children of this one.
+        """Wait until ``condition`` holds. Fails if the fleet gives up, or if the patience is exhausted first."""
+        # The servers' processes are children of this process.
         patience = Patience(_PATIENT_S, lambda: family_of(os.getpid()))
         while not condition():
             assert self._error is None, self._error
@@ -98,22 +98,22 @@ class KeptFleet:
 
     @property
     def record(self) -> RecordClient:
-        """The record of the servers, as a rank asks for it."""
+        """The client of the server registry, as a rank has it."""
         assert self._record is not None
         return self._record
 
     def server(self, name: str) -> Server | None:
-        """One server, or the router, where it is published."""
+        """Return one server, or the router; None if it is not published."""
         published = [*self.record.servers(), *filter(None, [self.record.router()])]
         return next((s for s in published if s.name == name), None)
 
     def members(self, count: int) -> list[Member]:
-        """The servers, when ``count`` are healthy."""
+        """Wait until ``count`` servers are healthy, and return them."""
         self.wait_for(lambda: len(self.record.servers()) == count)
         return [Member(s, self.record.keys(s)) for s in self.record.servers()]
 
     def wait_until_replaced(self, server: Server) -> Server:
-        """The next incarnation, when it is healthy."""
+        """Wait until the next incarnation of ``server`` is healthy, and return it."""
         self.wait_for(
             lambda: (s := self.server(server.name)) and s.incarnation > server.incarnation
         )
@@ -142,12 +142,12 @@ def stop(server: Server) -> None:
 
 
 def stop_scheduler(server: Server) -> None:
-    """SIGSTOP of what computes; the process that speaks HTTP goes on."""
+    """SIGSTOP the process that computes. The process that speaks HTTP continues."""
     _suspend(server, "scheduler")
 
 
 def stop_detokenizer(server: Server) -> None:
-    """SIGSTOP of what turns tokens into answers."""
+    """SIGSTOP the process that turns tokens into answers."""
     _suspend(server, "detokenizer")
 
 

@@ -27,11 +27,12 @@ PROMPTS, GROUP = 8, 4
 
 
 def write_material(folder: Path, family: str = "qwen3_moe", **model: Any) -> Path:
-    """A random tiny model, sums to train and to be evaluated on, and a configuration; the latter's path.
+    """Write a random tiny model, sums for training and evaluation, and a configuration. Return the configuration's
+    path.
 
-    ``model``: what differs from the family's tiny model.
+    ``model``: changes to the family's tiny model.
 
-    A response scores when it holds a digit: a random policy then sometimes earns something.
+    A response with a digit has a reward, so that a random policy sometimes has one.
     """
     save_tiny_model(folder / "model", family, seed=1, **model)
     rng = random.Random(0)
@@ -73,8 +74,8 @@ class TrainingRun:
     With ``shares_imports`` its processes are forks of this process's fork servers, so that only the first run imports
     the libraries. Then only one run may be active at a time: the forks of the fork servers count as its family.
 
-    ``package``: the folder whose ``megatron_dppo`` runs; another one than this repository shares no imports.
-    ``variables``: of its environment, beside this process's.
+    ``package``: the folder whose ``megatron_dppo`` runs. A folder other than this repository shares no imports.
+    ``variables``: environment variables of the run, in addition to this process's.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class TrainingRun:
 
     @property
     def text(self) -> str:
-        """What the run has said so far."""
+        """The run's output so far."""
         return self.output.read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
@@ -156,11 +157,11 @@ class TrainingRun:
         raise AssertionError(f"no rank {number} in\n{self.text}")
 
     def patience(self, seconds: float) -> Patience:
-        """So long for the run's own processes."""
+        """Return a limit of ``seconds`` for the run's own processes."""
         return Patience(seconds, lambda: [member.pid for member in self.family()])
 
     def wait_for(self, condition, timeout: float = 300.0) -> None:
-        """Until ``condition()``; fails with the run's output when the run ends or its patience does first."""
+        """Wait until ``condition()`` is true. Fails with the run's output if the run or the patience ends first."""
         patience = self.patience(timeout)
         while not condition():
             assert self.process.poll() is None, f"ended early:\n{self.text}"
@@ -168,7 +169,7 @@ class TrainingRun:
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
-        """Until ``step`` is recorded."""
+        """Wait until ``step`` is recorded."""
         self.wait_for(lambda: step in steps_of(self.directory))
 
     def interrupt(self) -> None:
@@ -176,7 +177,7 @@ class TrainingRun:
         self.process.send_signal(signal.SIGINT)
 
     def finish(self, code: int = 0, timeout: float = 300.0) -> None:
-        """Until the end, which must have this exit code and leave no process behind."""
+        """Wait until the run ends. It must end with this exit code, and leave no process behind."""
         family = self.family()
         patience = self.patience(timeout)
         while (found := self.process.poll()) is None:
@@ -205,5 +206,5 @@ def summary_of(directory: Path) -> dict[str, Any]:
 
 
 def environment_without(*names: str) -> dict[str, str]:
-    """This process's environment less some variables."""
+    """This process's environment without the variables ``names``."""
     return {k: v for k, v in os.environ.items() if k not in names}

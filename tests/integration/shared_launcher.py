@@ -15,12 +15,13 @@ class _SharedLauncher(ForkingLauncher):
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> StartedProcess:
-        # pytest changes the variable from test to test, and servers with other variables have another process.
+        # pytest changes this variable from test to test. Servers with different variables would not share a fork
+        # server.
         plain = {n: value for n, value in environment.items() if n != "PYTEST_CURRENT_TEST"}
         return super().start(command, environment=plain, log=log, stdin=stdin)
 
 
 @functools.cache
 def shared_runtime() -> Runtime:
-    """The runtime of servers that are started from the main thread; their process ends with this one."""
+    """The runtime of servers that are started from the main thread. Their fork server ends with this process."""
     return Runtime(_SharedLauncher(MODULE, [LIBRARIES]))

@@ -34,7 +34,7 @@ LAYOUTS = {
 def run(tmp_path_factory) -> TrainingRun:
     path = write_material(tmp_path_factory.mktemp("branches"))
     tokenizer = AutoTokenizer.from_pretrained(path.parent / "model")
-    # One that tells of tools.
+    # A template that writes tools.
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path.parent / "model")
     settings = yaml.safe_load(path.read_text())
@@ -62,7 +62,7 @@ def check_step(directory: Path, step: int) -> list[Trajectory]:
     assert record["r3/agreement_first"] == 1.0
     assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
     assert record["policy/tokens"] == sum(t.sampled for t in batch)
-    # Responses are as many as without branches, and each token has its response's advantage.
+    # Branches do not change the number of responses, and each token has its response's advantage.
     settings = load_config(directory / "config.yaml")
     assert len(batch) == settings.rollout.prompts_per_step * settings.rollout.group_size
     assert record["reward/mean"] == pytest.approx(np.mean([t.reward for t in batch]))
@@ -103,8 +103,11 @@ def test_other_layouts_train_on_the_saved_branches(run, tmp_path, layout):
 
 
 def test_a_frameworks_agent_that_drops_what_it_was_told_trains(run, tmp_path):
-    """pydantic-ai, in packages of its own, with a tool: it doubts the first answer, and leaves empty ones out of the
-    history that it sends, which then is a branch."""
+    """pydantic-ai with a tool, from separately installed packages.
+
+    The agent doubts the first answer. It leaves empty answers out of the history that it sends, so the history becomes
+    a new branch.
+    """
     path = os.pathsep.join([str(ROOT), str(extra_packages("agents"))])
     agent = f"env PYTHONPATH={path} {sys.executable} -m tests.unit.planted_agents doubtful"
     overrides = (

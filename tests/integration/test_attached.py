@@ -101,7 +101,7 @@ def started(
 
 
 async def examined(config: TrainConfig, url: str, api: str, admin: str) -> None:
-    """As EngineSession examines a newcomer."""
+    """Examine a server as EngineSession examines a new server."""
     async with EngineClient(url, api, admin) as client:
         await check_engine(ServerSections.of(config), client)
     shape = load_model_shape(config.model.hf_checkpoint)
@@ -117,7 +117,7 @@ async def examined(config: TrainConfig, url: str, api: str, admin: str) -> None:
 
 def test_the_documented_line_starts_a_server_that_fits_on_a_cpu(config, served, runner):
     runner.run(examined(config, served.url, "user", "admin"))
-    runner.run(examined(config, served.url, "user", "admin"))  # the first left nothing behind
+    runner.run(examined(config, served.url, "user", "admin"))  # the first examination left nothing
 
 
 @pytest.mark.parametrize("keys", [("wrong", "admin"), ("user", "wrong")])
@@ -136,7 +136,7 @@ def test_another_model_of_the_family_is_told_by_its_tensors(config, served, runn
 
 
 def test_one_that_cannot_connect_back_is_told(served, runner, monkeypatch, config):
-    """A connection that never comes; a real one would keep the server's scheduler waiting for it."""
+    """The connection times out in the trainer. A real one would make the server's scheduler wait."""
 
     async def nowhere(self, address, port, *rest, **options):
         raise TimeoutError
@@ -150,9 +150,9 @@ def test_one_that_cannot_connect_back_is_told(served, runner, monkeypatch, confi
 
 @pytest.mark.slow
 def test_a_server_of_qwen3_5_without_a_vision_tower_fits(tmp_path, runner):
-    """With the options that docs/fleet.md names for this family. One with the tower needs torchvision to start."""
+    """The options are docs/fleet.md's for this family. A server with the tower needs torchvision to start."""
     config = config_of(tmp_path / "run", save_tiny_model(tmp_path / "model", "qwen3_5_moe"))
-    # Beside language_model_only, keys of published files that transformers does not save.
+    # In addition to language_model_only, the keys of published files that transformers does not save.
     overrides = json.dumps(missing_engine_keys(config.model.hf_checkpoint))
     assert "language_model_only" in overrides
     on_cpu = "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule"
@@ -163,7 +163,7 @@ def test_a_server_of_qwen3_5_without_a_vision_tower_fits(tmp_path, runner):
 
 @pytest.mark.parametrize("stop_part", [stop_scheduler, stop_detokenizer])
 def test_a_stopped_part_is_told_by_the_probes_alone(served, runner, stop_part):
-    """What ``FleetMembership.blame`` asks: HTTP still answers, the scheduler or the output does not."""
+    """The probes of ``FleetMembership.blame``: HTTP still answers, but the scheduler or the detokenizer does not."""
 
     async def ask() -> tuple[bool, bool, bool]:
         async with EngineClient(served.url, "user", "admin") as client:

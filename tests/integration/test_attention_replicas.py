@@ -1,4 +1,4 @@
-"""A real SGLang server on a CPU with attention in data parallel: each replica has requests of its own."""
+"""A real SGLang server on a CPU with data-parallel attention: each replica has its own requests."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ LAYOUTS = {
     "four": (512, {"tp_size": 4, "enable_dp_lm_head": True}),
     "four-one-output": (500, {"tp_size": 4, "enable_dp_lm_head": False}),
 }
-"""The tokens of the vocabulary, and the options of two replicas of one rank or of two. All ranks divide the output
-matrix, or the ranks of each replica do. SGLang pads a vocabulary of 500 tokens."""
+"""Size of the vocabulary, and options: two replicas of one or two ranks. The output matrix is divided among all ranks,
+or among the ranks of each replica. SGLang pads a vocabulary of 500 tokens."""
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""Heads of the model, which the ranks of a replica divide."""
+"""Heads of the model. The ranks of a replica divide them."""
 
 
 @pytest.fixture(scope="module", params=[*LAYOUTS.values()], ids=[*LAYOUTS])
@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, int]) -> 
 
 
 def assert_all_serve(served: Served, folder: Path, version: int) -> None:
-    """Score and continue more prompts than there are replicas, to which requests go in turn."""
+    """Score and continue more prompts than there are replicas. Requests go to the replicas in turn."""
     engine = served.weights()
     prompts = [PROMPT[:3], PROMPT, PROMPT[::-1], [*PROMPT, *PROMPT]]
     scores = RUNNER.run(engine.score(prompts))
@@ -134,7 +134,7 @@ def test_an_interrupted_update_is_served_by_no_replica(served: Served, trained: 
 
 
 def test_every_replica_records_the_routing_of_its_requests(served: Served) -> None:
-    """Batches of several lengths run beside each other, so that a replica's rows begin at changing places."""
+    """Batches of several lengths run at the same time, so that a replica's rows begin at changing places."""
     updates = updater(served.weights(), Source(read(served.folder)))
     updates.update(21)
     updates.close()
@@ -166,7 +166,7 @@ async def _generate(served: Served, requests: list[GenerationRequest]) -> Result
 
 def test_all_replicas_flush_pause_and_park(served: Served, trained: Path) -> None:
     engine = served.weights()
-    # One request keeps one replica busy, the other is idle: its answer to a flush comes first.
+    # One request keeps one replica busy. The idle replica answers a flush first.
     version = served.version()
     running = Generation(served, 100)
     assert running.begun.wait(PATIENCE_S)
@@ -183,7 +183,7 @@ def test_all_replicas_flush_pause_and_park(served: Served, trained: Path) -> Non
     assert state.is_paused
     assert state.released == ("kv_cache", "weights")
     RUNNER.run(engine.restore())
-    # Without a canary, for which the server would answer requests before the version is committed.
+    # Use no canary: during a canary the server would answer the waiting requests before the version is committed.
     updates = updater(engine, Source(read(trained)))
     assert updates.update(31).verified
     updates.close()

@@ -34,5 +34,5 @@ def test_a_prompt_that_servers_die_of_ends_the_run_by_name(tmp_path: Path) -> No
     assert f"{data}, line {LINE}" in text
     assert "IndexError: planted: the deadly token" in text
     assert not (run.directory / "checkpoints").exists()
-    # Two losses make the prompt a suspect, a third server is asked it alone.
+    # Two losses make the prompt a suspect. A third server receives only this prompt.
     assert len(list((run.directory / "logs").glob("engine0-*.log"))) <= 4

@@ -18,8 +18,8 @@ OTHERWISE = (
     *("engine.router=true", "rollout.max_concurrent_requests=5"),
     "engine.placement=colocated",
 )
-"""Through the router, few requests at a time: other batches, in another order. And in turn with the trainer, whose
-weights and optimizer state leave and come back at each step."""
+"""The second run sends few requests at a time through the router, so that batches and their order differ. Its servers
+take turns with the trainer, whose weights and optimizer state leave the devices and return at each step."""
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,12 @@ def test_both_runs_evaluate_and_learn_alike(directories):
         for name in ("evaluation/sums/accuracy", "policy/abs_prob_gap", "optimizer/grad_norm"):
             assert one.get(name) == other.get(name)
     measured = [r["evaluation/sums/accuracy"] for r in records[0]]
-    assert len(set(measured)) == 3  # the weights move, and so do the samples
+    assert len(set(measured)) == 3  # the weights change, so the samples change
 
 
 def test_each_step_is_derived_again_bit_for_bit(directories, capfd):
-    """Without an engine, from the start model and the saved batches; of both runs, one of them colocated."""
+    """The steps of both runs (the second is colocated), from the start model and the saved batches, without an
+    engine."""
     for directory in directories:
         assert replay.main([str(directory), "--derive"]) == 0
         assert "2 of 2 steps derived again, bit for bit" in capfd.readouterr().out

@@ -1,6 +1,6 @@
 """The real SGLang server on this machine: what it answers, and what happens when it is lost.
 
-One server serves every test; the last ones kill it and start another.
+One server serves every test. The last tests kill it and start another server.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def engine(model) -> Iterator[EngineProcess]:
 
 
 def test_a_healthy_server_has_answered_with_both_samplings(engine):
-    """Training's, and evaluation's with top_p < 1, whose kernels a GPU compiles at the first request."""
+    """Training's sampling, and evaluation's with top_p < 1. A GPU compiles the kernels of each at its first request."""
     log = engine.log_path.with_suffix(".healthy").read_text()
     assert log.count("Prefill batch") == 2
     assert log.count("Decode batch") <= 2
@@ -220,7 +220,7 @@ def test_log_probs_ignore_top_p(runner, client, reference):
 
 def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client, reference):
     reasons = set()
-    for limit in (16, 1):  # most end by themselves within the one, few within the other
+    for limit in (16, 1):  # most responses end within 16 tokens, few within one
         requests = ask(32, max_new_tokens=limit)
         for key, result in generate(runner, client, requests).items():
             reasons.add(result.finish_reason)
@@ -244,7 +244,7 @@ def test_extra_stop_tokens_end_a_response(runner, client):
 
 
 def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, reference):
-    """The tokens go up to the one that completes the text; the text ends before it."""
+    """The tokens include the token that completes the stop text. The response's text ends before the stop text."""
     stop, decode = ("3", "7", "+"), tiny_tokenizer().decode  # in no special token's name
     requests = ask(24, max_new_tokens=64, stop=stop)
     ended = 0
@@ -327,7 +327,7 @@ def test_routed_experts_agree_with_transformers(runner, client, reference, model
     answer = orjson.loads(
         runner.run(client.request("POST", "/generate", request_body(requests[:1], "cached-0")))
     )
-    assert answer["meta_info"]["cached_tokens"] > 0  # prompts that the cache holds are told too
+    assert answer["meta_info"]["cached_tokens"] > 0  # cached prompts have routing too
     for request, result in zip(requests, results.values(), strict=True):
         tokens = result.token_ids.tolist()
         assert tokens[: len(request.prompt_ids)] == list(request.prompt_ids)
@@ -358,7 +358,7 @@ async def under_updates(
     calls = [asyncio.create_task(client.answer([r], f"long-{r.key}")) for r in requests]
     await until_running(client, len(requests), began)
     for version, folder in enumerate(folders, start=1):
-        # Its answer comes while the long ones are in the same batch.
+        # The answer to the short request comes while the long requests are in the same batch.
         await client.answer(short, f"short-{version}")
         await weights.interrupt()
         await weights.set_version(f"{UNVERIFIED_VERSION}{version}")
@@ -380,8 +380,8 @@ async def under_updates(
 
 
 def gap(result: Trajectory, by_version: torch.Tensor, versions: np.ndarray) -> np.ndarray:
-    """How far each returned log-probability is from that of the version that ``versions`` names for it;
-    ``by_version``: log-probabilities [versions, tokens, vocabulary]."""
+    """The distance of each returned log-probability from the log-probability by the version of its token in
+    ``versions``. ``by_version``: log-probabilities [versions, tokens, vocabulary]."""
     named = by_version[versions.astype(np.int64), np.arange(result.sampled), result.response_ids]
     return np.abs(log_mu(result) - named.numpy())
 
@@ -423,7 +423,7 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
         versions = result.columns["weight_version"]
         assert [span.weight_version for span in result.version_spans] == [0, 1, 2]
         check_versions(request, result, models)
-        # What the engine recorded of earlier tokens is of the weights that computed them again.
+        # The engine's routing of earlier tokens comes from the weights that computed these tokens again.
         usable = usable_rows(result.loss_mask, result.columns)
         begin = len(request.prompt_ids) - 1
         assert usable[begin:].tolist() == (versions == 2).tolist()
@@ -432,23 +432,23 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
 
 
 def check_versions(request: GenerationRequest, result: Trajectory, models: list) -> None:
-    """Log-probabilities and Top-3 of each token are those of the version that its span names.
+    """Each token's log-probability and Top-3 come from the version that the token's span names.
 
-    ``models``: by version.
+    ``models``: the models by version.
     """
     versions = result.columns["weight_version"]
     logits = torch.stack([reference_logits(m, request, result) for m in models])
     by_version = torch.log_softmax(logits, dim=-1)
     assert gap(result, by_version, versions).max() < 5e-6
     of_tokens = by_version[versions.astype(np.int64), np.arange(result.sampled)]
-    # By their values: of two ids that differ by rounding either is in the Top-3.
+    # Compare the values: if two tokens differ only by rounding, either may be in the Top-3.
     ids = torch.from_numpy(result.columns["topk_ids"].astype(np.int64))
     assert all(len(set(row)) == 3 for row in ids.tolist())
     for values in (of_tokens.topk(3).values, of_tokens.gather(1, ids)):
         np.testing.assert_allclose(
             result.columns["topk_log_probs"], values.numpy(), atol=5e-6, rtol=0
         )
-    # One token further to either side, and the token at the boundary tells.
+    # If the boundary is one token off, the token at the boundary shows it.
     for shift in (1, -1):
         wrong = np.roll(versions, shift)
         changed = wrong != versions
@@ -456,7 +456,7 @@ def check_versions(request: GenerationRequest, result: Trajectory, models: list)
 
 
 def router_choices(model, result: Trajectory) -> np.ndarray:
-    """What transformers' routers choose for all tokens but the last."""
+    """The choices of transformers' routers for all tokens except the last."""
     tokens = torch.from_numpy(result.token_ids.astype(np.int64))[None]
     with torch.no_grad():
         routers = model(tokens, output_router_logits=True).router_logits
@@ -468,7 +468,7 @@ def decode(token_ids, *, special: bool = True) -> str:
 
 
 async def load(weights: EngineWeights, folder: Path, version: int) -> None:
-    """As an update that drains: nothing may be in flight."""
+    """Load weights as an update that drains does: no request may be in flight."""
     assert await weights.pause_when_idle(5)
     await weights.set_version(f"{UNVERIFIED_VERSION}{version}")
     await weights.begin()
@@ -482,9 +482,12 @@ async def load(weights: EngineWeights, folder: Path, version: int) -> None:
 def test_an_aborted_response_goes_on_under_the_new_weights(
     runner, engine, client, model, reference, other
 ):
-    """Three updates in mid-response, in calls that responses share and of their own: log-probabilities, Top-K and
-    recorded routing of every token against transformers with its version's weights. Before the third the responses are
-    put back into the queue, as where the cache has no room: they lose that part's routing, and no token."""
+    """Three updates in mid-response, in calls of one response and of several.
+
+    Log-probabilities, Top-K and recorded routing of every token are compared with transformers with the weights of the
+    token's version. Before the third update the responses are put back into the queue, as if the cache had no room.
+    They lose the routing of this part, but no token.
+    """
     folder, second = other
     models, shape = [reference, second, reference, second], load_model_shape(model)
     routed = RoutedShape.of_model(shape)
@@ -504,9 +507,9 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         drawing = generate_many(fleet, requests, limits, continuation=continuation)
         running = asyncio.create_task(drawing)
         for version, weights_folder in enumerate([folder, model, folder], start=1):
-            # A call that reached a paused engine would wait in front of its scheduler, where no abort ends it.
+            # A call that reached a paused engine would wait in front of the scheduler, and no abort would end it.
             await until_running(client, len(requests), served_at)
-            # Its answer comes while the long ones are in the same batch.
+            # The answer to the short request comes while the long requests are in the same batch.
             await client.answer(short, f"short-aborting-{version}")
             if version == 3:
                 await client.control("/pause_generation", {"mode": "retract"})
@@ -637,7 +640,7 @@ def test_the_keys_are_needed_and_told_to_nobody(runner, engine, client):
 def test_the_processes_of_a_server_share_its_imports(engine):
     children = psutil.Process(engine.pid).children()
     (detokenizer,) = [c for c in children if "sglang::detokenizer" in " ".join(c.cmdline())]
-    # A process that imports SGLang itself has 400 MiB of its own.
+    # A process that imports SGLang itself has 400 MiB that it does not share.
     assert detokenizer.memory_full_info().uss < 200 << 20
 
 
@@ -661,7 +664,7 @@ def recorded_in_memory(engine: EngineProcess) -> list[Path]:
 def test_what_was_recorded_of_a_request_that_was_given_up_is_not_kept(
     runner, engine, client, model
 ):
-    """Nobody reads an answer to it; one that is read takes its recording along."""
+    """No client reads the answer to such a request. The reader of an answer removes its recording."""
     routed = RoutedShape.of_model(load_model_shape(model))
     short = ask(1, max_new_tokens=4, routed_experts=routed)
     long = [replace(long_requests(1)[0], columns={"routed_experts": routed})]
@@ -787,7 +790,7 @@ def test_a_server_that_does_not_come_up_shows_its_log(model):
 
 
 def test_a_server_dies_with_its_parent(model):
-    """The parent is SIGKILLed while the server's own children still load; nobody else ends them."""
+    """The parent is SIGKILLed while the server's own children still load. No other process ends them."""
     port = free_port("127.0.0.1")
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -832,13 +835,13 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
             killed.append(engine.pid)
             os.kill(engine.pid, signal.SIGKILL)
 
-    # Only the broken connections may tell of the loss.
+    # Only the broken connections may show the loss: the limits are unbounded.
     limits = GenerationLimits(32, request_timeout_s=UNBOUNDED_S, hang_timeout_s=UNBOUNDED_S)
     with pytest.raises(GenerationInterruptedError) as caught:
         runner.run(generate_many(client, requests, limits, on_response=kill_after_some))
     completed = caught.value.completed
     assert len(completed) >= 12
-    assert set(completed) <= set(range(24))  # none of the long ones
+    assert set(completed) <= set(range(24))  # no long request
     assert not runner.run(client.health())
     while engine.poll() is None:  # its memory is being given back
         time.sleep(0.01)

@@ -1,5 +1,5 @@
-"""Episodes of several turns in real runs: the trainer's log-probabilities are the engine's at every sampled token, its
-routing and Top-K too, in every kind of layout, with adapters, and where weight updates come in the middle of a turn."""
+"""Episodes of several turns in real runs: at every sampled token, the trainer's log-probabilities, routing and Top-K
+are the engine's. This holds in every kind of layout, with adapters, and with weight updates in the middle of a turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ADAPTERS = {"rank": 4}
 
 
 def material(folder: Path, environment: dict[str, Any], **sections: dict[str, Any]) -> Path:
-    """A configuration with one mini-batch a step, at the rollout's weights, and with nothing but steps."""
+    """A configuration with one mini-batch a step, at the rollout's weights, without evaluations and exports."""
     path = write_material(folder)
     settings = yaml.safe_load(path.read_text())
     settings["environment"] = environment
@@ -62,7 +62,8 @@ def config(tmp_path_factory) -> Path:
             "max_turns": 4,
             "max_observation_tokens": 24,
         },
-        # A random policy ends a turn about every third token; some are cut off, and earn less than others.
+        # A random policy ends a turn about every third token. Some turns are cut off, and their episodes have smaller
+        # rewards.
         rollout={"stop_token_ids": list(range(3, 180)), "max_response_tokens": 4},
     )
 
@@ -85,7 +86,8 @@ def check_step(directory: Path, step: int, advantages: Callable[..., Sequence[fl
     assert record["r3/agreement_first"] == 1.0
     assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
     assert record["policy/tokens"] == sum(t.sampled for t in batch)
-    # The loss saw each turn's own advantage: signs of masked tokens and all means are those of the saved ones.
+    # The loss saw each turn's own advantage: the recorded signs of masked tokens, and all recorded means, follow from
+    # the saved advantages.
     settings = load_config(directory / "config.yaml").algorithm
     seen = SeenStep.of(batch, settings)
     assert seen.inputs.advantages.any()
@@ -106,7 +108,8 @@ def group_of(t: Trajectory, batch: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def of_counted_turns(t: Trajectory, group: Sequence[Trajectory]) -> list[float]:
-    """A of each turn: turn i of ``Counting`` earns i tenths, and answers for what came from then on."""
+    """A of each turn: turn i of ``Counting`` has the reward i / 10, and its advantage counts the rewards from turn i
+    on."""
     left = [
         [sum(range(k, other.turns + 1)) / 10 for k in range(1, other.turns + 1)] for other in group
     ]
@@ -126,10 +129,10 @@ def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
         turns = [t.turns for t in batch]
         assert record["rollout/turns"] == sum(turns) / len(turns)
         assert sum(n == 3 for n in turns) > len(turns) / 4
-        # Of later turns all but what was said in between is there, of first ones nothing.
+        # For a later turn, the cache has all tokens except the last observation. For a first turn it has nothing.
         assert record["rollout/prefix_cached"] > 0.4
         assert record["environment/faults"] == 0
-        # A whole episode earns .1 + .2 + .3, as far as it came.
+        # A whole episode has the reward .1 + .2 + .3.
         for t in batch:
             if t.finish_reason == "stop":
                 assert (t.turns, t.reward) == (3, pytest.approx(0.6))
@@ -138,7 +141,7 @@ def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
 
 @pytest.mark.slow
 def test_a_session_of_openais_client_has_them_too(config, tmp_path):
-    """Prompts are the agent's own, of which the seals know."""
+    """The prompts are the agent's, and the seals of the batches take this into account."""
     overrides = (
         f"run.directory={tmp_path / 'run'}", "run.steps=1",
         "environment.name=agent", "environment.options.agent=tests.unit.planted_agents:talking",
@@ -146,7 +149,7 @@ def test_a_session_of_openais_client_has_them_too(config, tmp_path):
     )  # fmt: skip
     with TrainingRun(config, *overrides) as run:
         run.finish()
-    # Its agent gives a reward at the end alone, so turns have the advantage of the whole.
+    # The agent gives a reward only at the end, so every turn has the advantage of the whole episode.
     check_step(run.directory, 1, of_the_whole)
     batch = load_batch(run.directory / "rollouts", 1)
     assert sum(t.turns == 3 for t in batch) > len(batch) / 4
@@ -217,7 +220,7 @@ def test_what_a_tool_said_is_the_templates_and_what_it_earned_the_trajectorys(ah
         ]
         answers = [answer_to(text) for text in texts[:-1]]
         for (_, end), (begin, _), answer in zip(turns[:-1], turns[1:], answers, strict=True):
-            # The end of a turn is there once, by whoever wrote it.
+            # The end of a turn is there once: the policy or the template wrote it.
             after = end - (t.token_ids[end - 1] == tokenizer.eos_token_id)
             assert tokenizer.decode(t.token_ids[after:begin]) == SAID.format(answer)
             spoken["error" if answer == "error" else "number"] += 1
@@ -231,7 +234,7 @@ def test_what_a_tool_said_is_the_templates_and_what_it_earned_the_trajectorys(ah
 
 
 def answer_to(turn: Any) -> str | None:
-    """What the calculator says; None: the turn asks it nothing."""
+    """The calculator's answer to a turn; None: the turn has no call."""
     _, call, expression = turn.rpartition(CALL)
     if not call:
         return None
@@ -250,7 +253,7 @@ def test_a_tools_trajectories_have_them_too_and_the_engines_topk(ahead, batches)
 
 
 class Judged(NamedTuple):
-    """What transformers computes of a trajectory: log p [S - 1, V] and the routers' logits [S - 1, layers, experts]."""
+    """transformers' results for a trajectory: log p [S - 1, V] and the routers' logits [S - 1, layers, experts]."""
 
     log_probs: torch.Tensor
     routers: torch.Tensor
@@ -265,8 +268,8 @@ def judged(model: nn.Module, t: Trajectory) -> Judged:
 
 
 def check_own_version(t: Trajectory, judges: Sequence[nn.Module]) -> None:
-    """Each token's log-probability and Top-K are of the whole model at the version that sampled it, and each row of the
-    routing at the one that recorded it."""
+    """Each token's log-probability and Top-K come from the whole model at the version that sampled the token. Each row
+    of the routing comes from the version that recorded the row."""
     predicting = np.flatnonzero(t.loss_mask) - 1
     versions, recorded = t.column("weight_version"), recorded_by(t)
     by_version = {v: judged(judges[v], t) for v in {*versions.tolist(), *recorded.tolist()}}
@@ -284,7 +287,7 @@ def check_own_version(t: Trajectory, judges: Sequence[nn.Module]) -> None:
     for version in np.unique(recorded):
         rows = recorded == version
         ordered = by_version[version].routers[rows].sort(-1, descending=True)
-        # Where two experts are within rounding, either is right.
+        # If two experts' logits differ only by rounding, either expert is right.
         k = chosen.shape[-1]
         clear = (ordered.values[..., k - 1] - ordered.values[..., k] > 1e-5).numpy()
         expected = np.sort(ordered.indices[..., :k].numpy(), -1)
@@ -293,7 +296,7 @@ def check_own_version(t: Trajectory, judges: Sequence[nn.Module]) -> None:
 
 
 def recorded_by(t: Trajectory) -> np.ndarray:
-    """The weights that recorded each row: those that did for the next sampled token."""
+    """The version that recorded each row: the version that recorded the routing of the next sampled token."""
     versions = t.column("weight_version")
     by_token = t.columns.get("routing_version", np.full_like(versions, versions[-1]))
     return by_token[np.cumsum(t.loss_mask)[:-1]]
@@ -325,7 +328,7 @@ def test_tokens_and_routing_are_of_their_own_version_where_updates_interrupt_tur
             discarded += lost.sum()
         (record,) = [r for r in records_of(ahead.directory) if r["step"] == step]
         assert record["rollout/staleness_max"] == (0 if step == 1 else 1)
-        # Those that the trainer's weights drew, all rows of which it recorded too: of them pi is mu here too.
+        # If the trainer's weights sampled a whole response and recorded all its rows, pi is mu here too.
         newest = [t for t in batch if (t.column("weight_version") == step - 1).all()]
         assert all(gap_of(t).max() < 5e-6 for t in newest)
     assert min(interrupted, between, discarded) > 0
@@ -343,7 +346,8 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_have_them_too(ahead, batches, tools_config, tmp_path, layout):
-    """Also of the batch that was sampled ahead: steps that change nothing show it to the weights that it began with."""
+    """This holds also for the batch that was sampled ahead: steps that change nothing train on it with the weights that
+    began it."""
     overrides = (
         f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={ahead.directory}/rollouts",
         "run.steps=2", "rollout.max_staleness=0", "optimizer.lr=1e-30", "checkpoint.every=100",
@@ -358,14 +362,15 @@ def test_other_layouts_have_them_too(ahead, batches, tools_config, tmp_path, lay
 
 
 def of_version_0(t: Trajectory) -> np.ndarray:
-    """Whether each sampled token is, and all of the routing before it."""
+    """Whether version 0 sampled each token and recorded all routing before it."""
     recorded = np.maximum.accumulate(recorded_by(t))[np.flatnonzero(t.loss_mask) - 1]
     return (t.column("weight_version") == 0) & (recorded == 0)
 
 
 @pytest.mark.slow
 def test_adapters_that_the_engine_generates_with_have_them_too(config, tmp_path):
-    """The merged model samples and trains; PEFT's own says what it is, and the base is another one."""
+    """The merged model samples and trains. PEFT's model is the reference; the base alone has other
+    log-probabilities."""
     base = config.parent / "model"
     adapters = save_random_adapters(tmp_path / "adapters", base, ADAPTERS)
     overrides = (

@@ -1,4 +1,4 @@
-"""``megatron-dppo evaluate`` with a real server: its figures are those of the responses that it keeps."""
+"""``megatron-dppo evaluate`` with a real server: its figures follow from the responses that it keeps."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ FIRST = PROMPTS // 2 * GROUP
 
 
 def recorded_batch(folder: Path) -> list[Trajectory]:
-    """Random responses, whose mu is the model's pi but for noise; some were truncated."""
+    """Random responses. Their mu is the model's pi plus noise, and some of them were truncated."""
     policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     problems = load_problems(
         folder / "train.jsonl",
@@ -107,7 +107,7 @@ def test_every_token_is_what_the_loss_saw(run, tmp_path, capsys):
             start = log_probs(policy, t.prompt_ids.tolist(), t.response_ids)
             distances.append((position < FIRST, np.abs(t.column("loss_log_probs") - start).max()))
     assert max(d for first, d in distances if first) < 1e-4  # no update had happened yet
-    assert min(d for first, d in distances if not first) > 1e-3  # one had
+    assert min(d for first, d in distances if not first) > 1e-3  # one update had happened
     rows = rows_of(run, tmp_path)
     expected = [t for t in batch if t.finish_reason == "stop"]
     assert len(rows) == sum(t.sampled for t in expected)
@@ -140,7 +140,7 @@ def test_the_samples_tell_how_many_tokens_were_masked(run):
     }
     samples = list(read_samples(run))
     assert {s.set for s in samples} == {"training"}  # nothing generates, so nothing is evaluated
-    assert any(s.truncated for s in samples)  # which no micro-batch trains
+    assert any(s.truncated for s in samples)  # no micro-batch trains on truncated samples
     for sample in samples:
         assert sample.masked == blocked.get((sample.problem, sample.sample), 0)
     assert max(s.masked for s in samples) == max(blocked.values()) > 1

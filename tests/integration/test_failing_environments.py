@@ -1,5 +1,5 @@
-"""Environments that crash, hang, answer 10 MB or are slow, in real runs that generate ahead: nothing of it is a reward,
-and what is trained on is what the engine sampled."""
+"""Environments that crash, hang, answer 10 MB or are slow, in real runs that generate ahead: no fault becomes a reward,
+and the run trains on the tokens that the engine sampled."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_faults_are_counted_and_none_is_a_reward(run, config):
     batch = batches(run)
     records = [r for r in records_of(run.directory) if r["step"] in STEPS]
     assert len(batch) == 2 * 8 * 4
-    # A whole episode earns .1 + .2 + .3; one that is cut off what it came to.
+    # A whole episode has the reward .1 + .2 + .3. An episode that is cut off has the sum up to its last turn.
     assert {round(t.reward, 6) for t in batch} <= {0.1, 0.3, 0.6}
     assert all(t.reward == pytest.approx(0.6) for t in batch if t.finish_reason == "stop")
     assert max(t.turns for t in batch) == 3
     planted = len(list((config.parent / "faults").iterdir()))
     assert planted > 0
-    # Those that shared a process with one that ended began again, too.
+    # Episodes that shared a process with the episode at fault began again, too.
     assert sum(r["environment/faults"] for r in records) >= planted
     assert "its sample is replaced" in run.text
     assert sum(r["reward/replaced"] for r in records) > 0
@@ -74,7 +74,7 @@ def test_faults_are_counted_and_none_is_a_reward(run, config):
         "an answer of 10000",
     ):
         assert words in run.text
-    # The run's end names who did it, in its last lines and in its summary.
+    # The run's last lines and its summary name the environment at fault.
     faults = summary_of(run.directory)["environment_faults"]
     counted = sum(fault["count"] for fault in faults)
     assert counted == sum(r["environment/faults"] for r in records)
@@ -88,8 +88,8 @@ def test_faults_are_counted_and_none_is_a_reward(run, config):
 
 
 def test_turns_that_were_sampled_ahead_have_the_trainers_log_probabilities(run, config, tmp_path):
-    """Steps that change nothing show the second batch, too, to the weights that sampled it, as far as these were the
-    first: what took a failed response's place was drawn later."""
+    """Steps that change nothing train on the second batch, too, with the weights that sampled most of it. Replacements
+    of failed responses were sampled by later weights."""
     overrides = (
         f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={run.directory}/rollouts",
         "optimizer.lr=1e-30", "rollout.max_staleness=0",

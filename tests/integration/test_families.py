@@ -1,4 +1,4 @@
-"""Families beside the demo's: two steps of the whole loop with router replay, in both types of weights."""
+"""Families other than the demo's: two steps of the whole loop with router replay, in both types of weights."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ FAMILIES = [
 ]
 STEPS = 2
 CARRIED = ("mtp.", "model.visual.")
-"""Beginnings of the names of tensors that are copied, and neither trained nor sent."""
+"""Beginnings of the names of tensors that are only copied: not trained, and not sent."""
 EXPERT_PARALLEL = ("parallel.tensor=1", "parallel.expert=2")
 TENSOR_AND_EXPERT_PARALLEL = ("parallel.tensor=2", "parallel.expert=2")
 ROUTER_BIASES = ("e_score_correction_bias", "mlp.expert_bias")
-"""Ends of the names of constants in float32, which training does not move."""
+"""Ends of the names of constants in float32. Training does not move them."""
 FLOAT32 = (*ROUTER_BIASES, "linear_attn.norm.weight")
 """Ends of the names of tensors that are float32 in a model of any type."""
 BOUNDS = {
@@ -109,7 +109,7 @@ def test_updates_are_verified_and_the_engine_agrees(run: tuple[Path, str]) -> No
 def test_the_engines_log_probs_are_those_of_transformers(
     config: Path, run: tuple[Path, str]
 ) -> None:
-    """Of every token that the first step's responses have, under the weights that the run started with."""
+    """Check every token of the first step's responses, with the weights that the run started with."""
     directory, dtype = run
     if dtype != "float32":
         pytest.skip("rounding to bfloat16 hides small errors")
@@ -117,7 +117,7 @@ def test_the_engines_log_probs_are_those_of_transformers(
 
 
 def compare_with_transformers(model_folder: Path, directory: Path, step: int) -> None:
-    """Assert that the engine's log-probabilities of the responses of ``step`` are those of a model in float32."""
+    """Assert that the engine's log-probabilities of the responses of ``step`` equal a float32 model's."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for trajectory in load_batch(directory / "rollouts", step):
         ids = torch.from_numpy(trajectory.token_ids.astype("int64"))
@@ -150,7 +150,7 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
 
 
 def test_explain_and_the_doctor_find_nothing_wrong(run: tuple[Path, str]) -> None:
-    """Of the last step, whose weights are those of a checkpoint."""
+    """Both commands read the last step, because a checkpoint has its weights."""
     directory, _ = run
     figures = directory / "doctor.json"
     assert explain([str(directory), "--step", str(STEPS), "--rows", "0"]) == 0
@@ -195,7 +195,7 @@ def test_a_run_is_resumed_in_another_layout(tmp_path: Path, case: str) -> None:
     train(config, directory, "run.steps=2", server, *TENSOR_AND_EXPERT_PARALLEL)
     compare_with_transformers(after_one_step, directory, 2)
     summary = summary_of(directory)
-    # The first run sent versions 0 and 1, the second one 1 and 2.
+    # The first run sent versions 0 and 1, the second run sent versions 1 and 2.
     assert summary["weight_updates"] == summary["weight_updates_verified"] == 4
     assert summary["mean_abs_prob_gap"] <= BOUNDS["float32"]["gap"]
     assert summary["hf_export_max_logprob_diff"] <= BOUNDS["float32"]["export"]
@@ -219,7 +219,7 @@ def test_a_run_is_resumed_in_another_layout(tmp_path: Path, case: str) -> None:
     ],
 )
 def test_adapters_train_and_are_sent_merged(tmp_path: Path, case: str) -> None:
-    """Of all matrices: the engine agrees with the trainer, and the export is the base plus the exported adapters."""
+    """All matrices have adapters. The engine agrees with the trainer, and the export is the base plus the adapters."""
     config = write_config(tmp_path, case)
     directory = tmp_path / "run"
     lora = ("lora.rank=4", "optimizer.lr=1e-2", f"run.steps={STEPS}")

@@ -1,7 +1,7 @@
 """Two real SGLang servers behind the real router, and without it: every fault, and every prompt
 answered exactly once.
 
-One fleet serves every test, in this order; a server that a test kills is back for one of the next.
+One fleet serves every test, in this order. A server that a test kills is back for a later test.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def runner() -> Iterator[AsyncRunner]:
 
 
 class CountingClient(FleetClient):
-    """Keeps what was answered, however often."""
+    """Counts the answers to each request."""
 
     def __init__(self, fleet: KeptFleet, *, routed: bool) -> None:
         self.link = (
@@ -99,10 +99,10 @@ def ask(
     version: int = 0,
     **limits: float,
 ) -> dict[str, str]:
-    """The servers that were lost while ``count`` prompts were answered, each exactly once.
+    """Return the servers that were lost while ``count`` prompts were answered, each prompt exactly once.
 
-    ``disturb``: called with the number of finished responses as each comes. ``version``: 0
-    is what servers call the checkpoint's weights.
+    ``disturb`` is called after each response with the number of finished responses. ``version``: the
+    checkpoint's weights have version 0.
     """
     sampling = SamplingParams(TOKENS, ignore_eos=True)
     requests = [
@@ -134,7 +134,7 @@ def ask(
 
 
 def once(action: Callable[[], None], at: int) -> Callable[[int], None]:
-    """Do it when ``at`` responses are there."""
+    """Return a function for ``disturb`` that calls ``action`` once, after ``at`` responses."""
     done: list[int] = []
 
     def disturb(responses: int) -> None:
@@ -147,7 +147,7 @@ def once(action: Callable[[], None], at: int) -> Callable[[int], None]:
 
 @contextmanager
 def slowed(server: Server, share: float = 0.15) -> Iterator[None]:
-    """It runs for this share of the time."""
+    """Let ``server`` run only for this share of the time."""
     end = threading.Event()
 
     def pulse() -> None:
@@ -185,7 +185,8 @@ def test_a_slow_server_gets_less_to_do_and_is_not_lost(fleet, runner):
 
 
 def test_a_stopped_server_that_nobody_kills_holds_nothing_up(fleet, runner, monkeypatch):
-    """As one that runs elsewhere. The router doesn't tell which calls it has; they are asked again."""
+    """A server that runs elsewhere acts like this. The router doesn't tell which calls the server has: all are
+    repeated."""
     monkeypatch.setattr("megatron_dppo.fleet.client._REPLACED_SECONDS", 1.0)
     members = fleet.members(2)
     victim = members[0].server
@@ -266,7 +267,8 @@ def test_a_thousand_prompts_through_the_router_with_one_of_two_servers_killed(fl
 
 
 def update_three_times(config_json: str, exported: str) -> list[list[str]]:
-    """On a rank: who took part in updates 1, 2, in which engine0 fails, and 3 of changed weights."""
+    """On a rank: return the servers in each of three updates. engine0 fails in update 2; update 3 has changed
+    weights."""
     from megatron_dppo.loop.engine_session import EngineSession
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -340,7 +342,7 @@ class BudgetJob(GenerationJob):
 
 
 def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
-    """On a rank: what a loop of ``STEPS`` steps trains on, two batches ahead, by what updates do with responses."""
+    """On a rank: return the batches of a loop of ``STEPS`` steps, two batches ahead, by ``rollout.interrupt``."""
     from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.loop.engine_session import EngineSession
     from megatron_dppo.loop.rollout_sources import GeneratedRollouts
@@ -352,7 +354,7 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
     trainer, environment = Trainer(config), dict(os.environ)
     problems = [Problem(i, "p", "1", (3 + i, 7)) for i in range(64)]
     for mode in ("drain", "retract", "abort"):
-        # A session takes the servers' keys out of it.
+        # A session removes the servers' keys from the environment.
         os.environ.update(environment)
         settings = config.rollout.model_copy(
             update={"interrupt": mode, "max_staleness": 2, "max_concurrent_requests": 4}
@@ -385,7 +387,7 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
 
 
 def test_long_responses_are_trained_on_as_often_as_short_ones(fleet, config):
-    """Whatever an update does with them: each is there once, with all of its tokens."""
+    """With each value of ``rollout.interrupt``, every response is there once, with all of its tokens."""
     fleet.members(2)
     [found] = run_ranks(
         "tests.integration.test_fleet:train_in_each_mode", 1, config.model_dump_json()

@@ -76,7 +76,7 @@ class Bf16Source(Source):
 
 
 def rounded_experts(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """The experts of transformers' model with rounded activations, one token after the other."""
+    """The experts of transformers' model with rounded activations, token by token."""
     outputs = torch.zeros_like(hidden)
     for token in range(len(hidden)):
         for expert, weight in zip(indices[token].tolist(), weights[token], strict=True):
@@ -116,9 +116,9 @@ def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def assert_serves_fp8(served: Served, folder: Path, version: int) -> None:
-    """The engine's log-probabilities are those of ``folder``, with weights and activations in FP8.
+    """The engine's log-probabilities are close to the model's in ``folder`` with weights and activations in FP8.
 
-    In bfloat16 another activation than in fp32 may be rounded to another FP8 number, so the two don't agree closely.
+    A bfloat16 activation and its fp32 value may be rounded to different FP8 numbers, so they do not agree closely.
     """
     assert served.version() == str(version)
     prompts = canary_prompts(500)
@@ -183,7 +183,7 @@ def with_swapped_blocks(values: Tensor, stale: Tensor) -> Tensor:
 
 
 class Corrupting(EngineWeights):
-    """Puts another tensor ``name`` on the wire than it is handed, if ``name`` is set."""
+    """Sends a corrupted tensor ``name`` in place of the right tensor, if ``name`` is set."""
 
     name = ""
     corrupt: Callable[[Tensor, Tensor], Tensor]
@@ -227,7 +227,8 @@ def test_a_corrupted_update_leaves_the_engine_in_quarantine(
 
 
 class Misquantising(EngineWeights):
-    """Sends, and expects, what ``alter`` makes of the tensors of an encoded bucket and of all ``stale`` ones."""
+    """Alters each encoded bucket by ``alter(bucket, stale)``. It sends the altered tensors, and expects their
+    hashes."""
 
     alter: Callable[[Weights, Weights], None]
     stale: Weights
@@ -273,7 +274,7 @@ def with_a_stale_matrix(encoded: Weights, stale: Weights) -> None:
 def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
     served: Served, trained: Path, tmp_path: Path, alter: Any, tensor: str | None, difference: str
 ) -> None:
-    """The update is verified, because the checksums are of what was sent."""
+    """The update is verified, because the checksums cover the tensors that were sent."""
     engine = served.weights(Misquantising)
     engine.stale = dict(served.weights().encode([*read(served.folder).items()]))
     # An attribute of the object, so that it is called as a function.

@@ -38,7 +38,7 @@ AHEAD = ("rollout.max_staleness=2", "rollout.interrupt=retract")
 @pytest.fixture(scope="module")
 def disturbed(config):
     """The engine killed while it evaluates and generates for two further steps, and Ctrl-C six steps later."""
-    # Evaluations end before batches do, so updates that wait for the former interrupt the latter.
+    # Evaluations end before batches, so updates that wait for an evaluation interrupt a batch.
     lengths = ("rollout.max_response_tokens=96", "evaluation.max_response_tokens=24")
     # Few requests at a time: generation then takes longer than training, so that updates come in the middle of it.
     slow = ("rollout.max_concurrent_requests=4",)
@@ -90,7 +90,7 @@ def test_no_token_is_older_than_the_bound(disturbed):
 
 
 def test_updates_interrupt_responses_and_lose_none(disturbed):
-    """Some have tokens of several versions, each of a committed one; and every response is there once."""
+    """Some responses have tokens of several versions. Every version was committed, and every response is there once."""
     records = {r["step"]: r for r in records_of(disturbed.directory)}
     interrupted = 0
     for step, batch in batches(disturbed.directory).items():
@@ -125,7 +125,7 @@ def evaluated_at(directory: Path) -> list[int]:
 
 
 def test_evaluations_run_beside_training_and_belong_to_their_step(disturbed):
-    """The run itself refuses tokens of another version; what it waited for them is recorded with them."""
+    """The run itself refuses tokens of another version. An evaluation's record has the wait for the evaluation."""
     records = {r["step"]: r for r in records_of(disturbed.directory)}
     background = [step for step in evaluated_at(disturbed.directory) if step > 0]
     assert background
@@ -136,8 +136,8 @@ def test_evaluations_run_beside_training_and_belong_to_their_step(disturbed):
 
 
 def test_every_due_evaluation_is_there_once_whatever_came_between(disturbed, resumed):
-    """Once in each two steps, and after the last one: on time, or after the next step where a lost fleet or the stop
-    left nobody with its weights."""
+    """An evaluation is due every two steps, and after the last step. It comes on time, or one step later if a lost
+    fleet or the stop left no server with its weights."""
     last = steps_of(resumed.directory)[-1]
     evaluated = evaluated_at(resumed.directory)
     due = sorted({*range(0, last, 2), last})
@@ -145,12 +145,12 @@ def test_every_due_evaluation_is_there_once_whatever_came_between(disturbed, res
         assert len([step for step in evaluated if begin <= step < end]) == 1, (due, evaluated)
     lines = (resumed.directory / "samples.jsonl").read_text().splitlines()
     shown = [line["step"] for line in map(json.loads, lines) if line["set"] == "sums"]
-    # Four problems, two responses each, of which four are shown.
+    # Four problems have two responses each. Four of these responses are shown.
     assert shown == [step for step in evaluated for _ in range(4)]
 
 
 def test_a_resumed_run_takes_up_the_problems_that_were_prefetched(disturbed, resumed):
-    """Whole batches follow the sampler; filtered ones take their problems from it in order."""
+    """Whole batches follow the sampler. Filtered batches take their problems from the sampler in order."""
     ends_at = int(disturbed.text.rsplit("resumes after step ", 1)[1].split()[0])
     records = {r["step"]: r for r in records_of(resumed.directory)}
     stream, position = ProblemSampler(64, seed=1).next(64 * 8), 0
@@ -188,7 +188,7 @@ def test_the_run_ends_as_a_synchronous_one_does(disturbed, resumed):
 # --- killed at random moments
 
 CHANCE = random.Random(5)
-"""Of the moments; they are told in shares of what the run has just taken, so that they are anywhere on any machine."""
+"""Draws the moments of the kills as shares of the run's own times, so that on any machine they come in any phase."""
 KILLED = (
     *("rollout.max_staleness=2", "rollout.interrupt=abort", "rollout.max_concurrent_requests=4"),
     *("evaluation.max_response_tokens=16", "evaluation.every=2", "checkpoint.every=2"),
@@ -198,7 +198,7 @@ LEARNING = (
     "rollout.max_response_tokens=48",
     "reward.name=tests.unit.planted_rewards:of_every_character",
 )
-"""Every response has another reward, so that one that is trained on twice, or not, moves the weights."""
+"""Every response has a different reward, so that a response that is trained on twice, or not, changes the weights."""
 
 
 def kill_server(run: TrainingRun) -> None:
@@ -206,7 +206,7 @@ def kill_server(run: TrainingRun) -> None:
 
 
 def kill_run(run: TrainingRun) -> None:
-    """The supervisor first, so that it sees none of the others end; they may have died with it."""
+    """Kill the supervisor first, so that it sees no other process end. The others may have died with it."""
     family = run.family()
     for process in reversed(family):
         with suppress(psutil.NoSuchProcess):
@@ -226,7 +226,8 @@ def step_s(directory: Path) -> float:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Path:
-    """The folder of a run whose servers are killed twice, and it itself twice, and which ends at its third start."""
+    """The folder of a run whose servers are killed twice. The run itself is killed twice, and ends at its third
+    start."""
     config = write_material(tmp_path_factory.mktemp("killed"))
     words = (*KILLED, *LEARNING)
     with TrainingRun(config, *words, "run.steps=1000") as run:
@@ -242,7 +243,7 @@ def killed(tmp_path_factory) -> Path:
         kill_run(run)
     reached = last_step(run.directory)
     with TrainingRun(config, *words, f"run.steps={reached + 8}") as run:
-        # Records of what no checkpoint has are dropped first.
+        # Records of steps that no checkpoint has are dropped first.
         run.wait_for(lambda: "resumed from" in run.text)
         run.wait_for_step(last_step(run.directory) + 1)
         time.sleep(CHANCE.uniform(0, 1) * step_s(run.directory))
@@ -254,7 +255,7 @@ def killed(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_kills_lose_no_prompt_and_train_none_twice(killed):
-    """The batches are those that a sampler which nobody disturbs hands out, each prompt with its responses once."""
+    """The batches have the prompts of an undisturbed sampler in order, each prompt with its responses once."""
     found = batches(killed)
     assert list(found) == list(range(1, len(found) + 1))
     drawn = iter(ProblemSampler(64, seed=1).next(PROMPTS * len(found)))

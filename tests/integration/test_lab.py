@@ -1,4 +1,4 @@
-"""The arena's lab: a copy of the policy in the engine's place, and learner, trainer and rules as they are."""
+"""The arena's lab: a copy of the policy replaces the engine. Learner, trainer and rules are the real ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PROMPTS = torch.tensor([[5, 7, 9], [6, 8, 10]])
 
 
 def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, list[float]]]:
-    """Of each (mismatch, changes): metrics of three steps of training towards even ids, and the mismatch after them."""
+    """Train three steps towards even ids with each (mismatch, changes). Return the metrics, and the mismatch
+    afterwards."""
     from megatron_dppo.trainer.topology import destroy_topology
 
     task = Task(
@@ -80,30 +81,30 @@ def test_a_copy_of_the_policy_samples_with_a_mismatch_that_is_measured(tmp_path:
     assert max(first[names.GAP_ON_POLICY] + first[PROB_ERROR]) < 1e-6
     assert other[names.REWARD] != first[names.REWARD]
 
-    # A step's first mini-batch is at the weights that the copy was made from: all of it is the rounding's.
+    # A step's first mini-batch is at the weights that the copy was made from: the whole gap comes from rounding.
     assert min(rounded[names.GAP_ON_POLICY]) > 1e-4
     assert max(rounded[RATIO_ERROR]) > 1e-2
 
-    # The first batch's weights are the trainer's; from then on they are one update older.
+    # The first batch was sampled by the trainer's weights, later batches by weights that are one update older.
     assert late[names.STALENESS_MAX] == [0, 1, 1]
     assert len(late[names.GAP_ON_POLICY]) == 1
     assert late[names.GAP_ON_POLICY][0] < 1e-6
     assert len(late[names.GAP_STALE]) == 2
     assert min(late[names.GAP_STALE]) > 1e-6
 
-    # Half of the tokens have one of two experts that is not the trainer's own, unless it replays them.
+    # For half of the tokens, one of the two experts is not the trainer's choice, unless the trainer replays them.
     assert min(flipped[names.GAP_ON_POLICY]) > 1e-6
     assert 0.4 < replayed[names.ROUTING_AGREEMENT_FIRST][0] < 0.6
     assert max(replayed[names.GAP_ON_POLICY]) < 1e-7
 
-    # Decoding reads keys and values of bfloat16 again, where the trainer's one pass has them in float32: a part of what
-    # bfloat16 does.
+    # Decoding reads keys and values in bfloat16, while the trainer's single pass has them in float32. This is a part of
+    # the effect of bfloat16.
     assert min(decoded[names.GAP_ON_POLICY]) > 1e-6
     assert max(decoded[names.GAP_ON_POLICY]) < min(half[names.GAP_ON_POLICY])
 
 
 def small_arena(folder: Path) -> None:
-    """One claim with two seeds: interrupted, gone on with, and drawn from what is kept of it."""
+    """One claim with two seeds: it is interrupted, continued, and drawn from the kept results."""
     results = folder / "results.jsonl"
     checkpoint = save_tiny_model(folder / "model", "qwen3")
 
@@ -130,7 +131,7 @@ def small_arena(folder: Path) -> None:
     quick = ["--quick", "--processes", "1", "--results", str(results), "--out", str(folder / "out")]
 
     (folder / "interrupt").touch()
-    # A run that fails, or is killed, is told of and ends no other; here all that come after two.
+    # A run that fails or is killed is reported, and ends no other run. Here all runs after the second one fail.
     with redirect_stderr(io.StringIO()) as errors:
         assert run.main(quick) == 0
     assert "RuntimeError('interrupted')" in errors.getvalue()
@@ -151,7 +152,7 @@ def small_arena(folder: Path) -> None:
     assert (folder / "out" / "findings" / "even.png").is_file()
     assert "| [even](#even) | nobody | all do well | undecided |" in page
 
-    # Nothing is made again, and what is kept draws the same page.
+    # No run is repeated, and the kept results draw the same page.
     assert run.main(quick) == 0
     assert results.read_text().splitlines()[3:] == lines[2:]
     kept = folder / "kept.jsonl.gz"

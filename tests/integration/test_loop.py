@@ -1,4 +1,4 @@
-"""The real loop: Megatron-Core in two processes, the SGLang server, verified weights; and what may go wrong."""
+"""The real loop: Megatron-Core in two processes, the SGLang server, verified weights, and faults of all of them."""
 
 import json
 import shutil
@@ -42,13 +42,13 @@ def assert_every_response_counted_once(directory: Path, steps: int) -> None:
 
 
 def listening(run: TrainingRun) -> set[str]:
-    """Addresses on which the run's processes listen."""
+    """Addresses that the run's processes listen on."""
     found = [c for process in run.family() for c in process.net_connections("tcp")]
     return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
 
 
 def private_places(run: TrainingRun) -> dict[Path, int]:
-    """What the run's processes have in temporary folders and in shared memory, with its permissions."""
+    """The files of the run's processes in temporary folders and in shared memory, with their permissions."""
     pids = {process.pid for process in run.family()}
     found = [
         path
@@ -120,7 +120,7 @@ def test_trainer_engine_and_export_agree(disturbed):
 
 
 def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
-    """Trainer and server in turn on the same devices; a rank dies, then the server, whoever's turn it is.
+    """Trainer and server take turns on the same devices. A rank dies, then the server, each in any turn.
 
     There is no checkpoint, so the new ranks repeat every step, from the responses that were kept.
     """
@@ -160,14 +160,14 @@ def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
 
 
 def weights_of(directory: Path) -> dict[str, str]:
-    """The hash of the weights that each step made, by the batch that is saved of it."""
+    """The hash of each step's new weights, by the name of the step's saved batch."""
     paths = sorted((directory / "rollouts").glob(BATCH_FILES))
     seals = {path.name: SavedBatch(path.parent, int(path.stem[5:])).seal for path in paths}
     return {name: seal.weights[seal.step] for name, seal in seals.items()}
 
 
 def test_a_batch_that_stops_a_run_is_kept_for_the_doctor(config, tmp_path):
-    """The limit is too low, so nothing is wrong with it."""
+    """The limit is too low, so nothing is wrong with the batch."""
     directory, figures = tmp_path / "refused", tmp_path / "figures.json"
     with TrainingRun(config, f"run.directory={directory}", "rollout.largest_gap=1e-12") as run:
         run.finish(code=1)
@@ -209,7 +209,7 @@ def test_another_algorithm_does_not_continue_a_run(config, disturbed):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed, tmp_path):
-    """On the rollouts that the disturbed run recorded: 4 steps at once against 2, a new process, and 2 more."""
+    """Both train on the rollouts of the disturbed run: 4 steps at once, or 2 steps and 2 more in a new process."""
     common = (f"rollout.replay_from={disturbed.directory}/rollouts", "algorithm.name=pg-is")
     directories = {}
     for name, parts in {"whole": (4,), "halves": (2, 4)}.items():
@@ -226,7 +226,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed
 
 
 def refused_over_another_start_model(config, directory: Path, tmp_path: Path, *common: str) -> None:
-    """The same model at another place continues the run; with one bit of its weights flipped it doesn't."""
+    """A copy of the model in another folder continues the run. A copy with one flipped bit doesn't."""
     model = config.parent / "model"
     other = tmp_path / "model"
     shutil.copytree(model, other)

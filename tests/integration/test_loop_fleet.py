@@ -40,7 +40,7 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(config) -> Iterator[EngineProcess]:
-    """A server that the run does not start; it comes up while the run does."""
+    """A server that the run does not start. It starts at the same time as the run."""
     process = EngineProcess(
         ServerSections.of(load_config(str(config), [])),
         port=free_port("127.0.0.1"),
@@ -81,13 +81,13 @@ class FleetRun(TrainingRun):
         self.wait_for(lambda: self.serving() == set(names))
 
     def wait_until_restarted(self, name: str) -> None:
-        """A restart takes a second, so that nothing may be seen of the time without the server."""
+        """Wait for the second incarnation. A restart takes only a second, so the server's absence may not be seen."""
         self.wait_for(
             lambda: any(s.name == name and s.incarnation == 2 for s in self.record.servers())
         )
 
     def wait_for_steps(self, count: int) -> None:
-        """``count`` more steps."""
+        """Wait until ``count`` more steps are recorded."""
         self.wait_for_step(max(steps_of(self.directory), default=0) + count)
 
 
@@ -132,7 +132,7 @@ def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, mon
 
 
 def check_records(run: FleetRun) -> None:
-    """Every response is counted once, drawn from the weights of its step, by verified servers."""
+    """Every response is counted once, and was sampled by verified servers with the weights of its step."""
     steps = steps_of(run.directory)
     assert steps == list(range(len(steps)))
     for step in steps[1:]:

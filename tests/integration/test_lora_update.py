@@ -1,4 +1,4 @@
-"""Adapters on their way into the real SGLang server, alone and merged: verified, and the same every time."""
+"""Adapters are sent to the real SGLang server, alone and merged. The updates are verified."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ TOKENS = [*PROMPT, 3, 50, 77, 120, 9]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that takes both kinds of updates; its frozen model stays what it is until the merged one."""
+    """A server that takes both kinds of updates. Its frozen model is unchanged until the update with merged weights."""
     server = serve(save_tiny_model(tmp_path_factory.mktemp("base")), lora=ALONE)
     yield server
     server.process.kill()
 
 
 class Disturbed(AdapterWeights):
-    """The adapters of a trainer whose log-probabilities are ``off`` by so many nats, or whose folders are ``wrong``."""
+    """Adapters of a trainer whose log-probabilities are wrong by ``off`` nats, or whose folders are ``wrong``."""
 
     off = 0.0
 
@@ -98,7 +98,7 @@ async def held_by(url: str, base: str) -> list[str]:
 
 
 def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[str, Any]:
-    """Two expert-parallel ranks send adapters alone: two versions, two that fail, and one more."""
+    """Two expert-parallel ranks send only adapters: two versions, two updates that fail, and one more version."""
     lora = {**ALONE, "start_from": adapters}
     trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
     source, settings = Disturbed(trainer), WeightSyncConfig(strategy="disk")
@@ -166,7 +166,7 @@ def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path)
 
 
 async def under_way(fleet: FleetClient, calls: int, weights: EngineWeights) -> None:
-    """Until the server has so many, and has answered a later one: each has some tokens then, but not 300."""
+    """Wait until the server has ``calls`` calls and has answered a later call. Each call then has 1 to 299 tokens."""
     while sum(active.in_flight for active in fleet._servers) < calls:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
@@ -174,7 +174,7 @@ async def under_way(fleet: FleetClient, calls: int, weights: EngineWeights) -> N
 
 
 def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_path: Path) -> None:
-    """Each token's log-probability is that of PEFT with the adapters that its version names."""
+    """Each token's log-probability equals PEFT's with the adapters of the token's version."""
     base = str(served.folder)
     folders = [
         save_random_adapters(tmp_path / f"adapters{seed}", served.folder, ALONE, seed)
@@ -290,7 +290,7 @@ def test_a_run_with_adapters_from_the_data_to_its_exports(tmp_path: Path) -> Non
         for what in ("updates", "verified")
     )
     assert updates == verified > 0
-    # The second mini-batch of a step is computed by a policy that has left its reference.
+    # At the second mini-batch of a step, the policy differs from its reference.
     assert all(0 < r["reference/kl"] < 1 for r in trained)
     assert summary_of(run.directory)["hf_export_max_logprob_diff"] <= 1e-4
     config = json.loads((run.directory / "adapters" / "adapter_config.json").read_text())

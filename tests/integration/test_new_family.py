@@ -28,7 +28,7 @@ def even_length(response: str, answer: str) -> float:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
-    """A folder that holds the package with one function more."""
+    """A folder with a copy of the package that has one more function."""
     folder = tmp_path_factory.mktemp("package")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "megatron_dppo", folder / "megatron_dppo", ignore=ignored)
@@ -80,7 +80,8 @@ def test_it_converts_both_ways(package, config, tmp_path):
 
 @pytest.mark.slow
 def test_it_trains_and_serves(package, config):
-    """One step on two ranks: the engine agrees with the trainer, verified updates, transformers with the export."""
+    """One step on two ranks: engine and trainer agree, updates are verified, and transformers agrees with the
+    export."""
     overrides = (
         "run.steps=1", "evaluation.every=100", "data.evaluation={}", "rollout.router_replay=true",
         "parallel.expert=2", "reward.name=coin:even_length",

@@ -1,8 +1,8 @@
-"""Faults planted in a real loop of Megatron-Core's trainer and an SGLang server: the doctor names what differs, and
-what a response's stamp knows stops the run within the step.
+"""Faults planted in a real loop of Megatron-Core's trainer and an SGLang server: the doctor names the difference, and a
+fault that contradicts a response's stamp stops the run within the step.
 
-One server serves all runs, whose rank is this process: a fault is a function in the place of one of ours, or a field of
-a request, for the time of a run.
+One server serves all runs. The only rank of each run is this process. For the time of a run, a fault replaces one of
+the package's functions, or changes a field of requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COMMON = (
     *("data.evaluation.sums=null", "checkpoint.every=1", "checkpoint.export_hf=false"),
     *(f"rollout.temperature={TEMPERATURE}", "rollout.max_response_tokens=16"),
     "reward.name=tests.unit.planted_rewards:of_every_character",
-    # The canary of the first update would already refuse what a gather makes wrong.
+    # With a canary, the first update would already refuse weights that were gathered wrongly.
     "weight_sync.canary_every=0",
 )
 
@@ -66,8 +66,11 @@ REPLAY = "rollout.router_replay=true"
 
 @dataclass(frozen=True)
 class Place:
-    """A configuration whose server stands ready. ``settings``: what its runs must say of it. ``variables``: of a rank's
-    environment, by which it finds the server."""
+    """A configuration whose server is running.
+
+    ``settings``: overrides that every run on this server needs. ``variables``: environment variables with which a rank
+    finds the server.
+    """
 
     config: Path
     settings: tuple[str, ...]
@@ -76,9 +79,9 @@ class Place:
 
 @contextmanager
 def served(folder: Path, *settings: str, **sizes: int) -> Iterator[Place]:
-    """A configuration, each of whose steps has the prompts of the one before, and its server.
+    """A configuration and its server. Every step has the same prompts.
 
-    ``sizes``: of the model, where they are others.
+    ``sizes``: sizes of the model that differ from the tiny model's.
     """
     config = write_material(folder)
     if sizes:
@@ -100,8 +103,8 @@ def place(tmp_path_factory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def other_place(tmp_path_factory) -> Iterator[Place]:
-    """A server with a prefix cache, which SGLang has no deterministic one for on a CPU, and with a fault of its own:
-    whatever the temperature, it answers with log-probabilities at 1."""
+    """A server with a prefix cache: on a CPU, SGLang has no deterministic prefix cache. The server also has a fault:
+    with any temperature, it answers with log-probabilities at temperature 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
         with served(tmp_path_factory.mktemp("other")) as place:
@@ -116,7 +119,7 @@ def fp8_place(tmp_path_factory) -> Iterator[Place]:
 
 
 def with_models(package: str, **variables: str) -> AbstractContextManager[None]:
-    """The environment of servers that take the models of ``package`` in place of their own."""
+    """The environment of servers that use the models of ``package`` in place of SGLang's."""
 
     @contextmanager
     def environment() -> Iterator[None]:
@@ -152,18 +155,18 @@ def looped(place: Place, directory: Path, steps: int, *overrides: str) -> LoopEn
             return LoopEnd(directory, str(error))
         finally:
             destroy_topology()
-            # Tests that come after this file in the same process make groups of their own.
+            # Later tests in this process make their own process groups.
             if dist.is_initialized():
                 dist.destroy_process_group()
     return LoopEnd(directory, None)
 
 
 def examined(directory: Path, step: int, *options: str) -> dict[str, Any]:
-    """What the command finds in the batch of ``step``, in less than two minutes."""
+    """The command's figures about the batch of ``step``, found in less than two minutes."""
     file, start = directory / "doctor.json", time.process_time()
     assert doctor([str(directory), "--step", str(step), "--json", str(file), *options]) == 0
-    # What the doctor promises of each cause, thirty times what it takes: no test of speed. In this process's own time,
-    # which is no longer where others compute beside it.
+    # The doctor promises this limit for each cause. It is thirty times the usual time, so it does not test the speed.
+    # Processor time of this process does not grow when other processes compute.
     assert time.process_time() - start < 120
     figures: dict[str, Any] = json.loads(file.read_text())
     return figures
@@ -176,7 +179,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def in_updates(change: Callable[[Tensors, Tensors], Mapping[str, torch.Tensor]]) -> Plant:
-    """``change``: of the gathered tensors by name, beside those of the first update, into what the engine gets."""
+    """Plant ``change`` in weight updates: a function of the gathered tensors by name, and of the first update's
+    tensors.
+
+    It returns the tensors that the engine receives.
+    """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         gather, first = TrainerWeights.gather, {}
@@ -215,14 +222,16 @@ def with_norms_swapped(tensors: Tensors, _: Tensors) -> Tensors:
 
 
 def with_stale_shard(tensors: Tensors, first: Tensors) -> Tensors:
-    """The second of two ranks' experts stay those of the first update."""
+    """The experts of the second of two ranks stay as in the first update."""
     late = [f".experts.{e}." for e in range(EXPERTS // 2, EXPERTS)]
     return {n: first[n] if any(e in n for e in late) else t for n, t in tensors.items()}
 
 
 def in_requests(change: Callable[[dict[str, Any], tuple[int, int]], None]) -> Plant:
-    """``change``: of the sampling parameters that SGLang is asked for, by (problem, sample); the stamp says the right
-    ones."""
+    """Plant ``change`` in requests: a function of SGLang's sampling parameters and the key (problem, sample).
+
+    The stamp of a response has the right parameters.
+    """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         request_body = client.request_body
@@ -257,7 +266,7 @@ def in_head(**options: Any) -> Plant:
 
 
 def with_slow_positions(patch: pytest.MonkeyPatch) -> None:
-    """The trainer's rotary embedding is scaled as for a context twice as long."""
+    """The trainer's rotary embedding is scaled for a context of double length."""
     # Megatron-Core may not be imported before our trainer is.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -271,7 +280,7 @@ def with_slow_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_replay(layers: int, tokens: int) -> Plant:
-    """Recorded routing comes to the trainer's routers so many layers and tokens late."""
+    """The trainer's routers receive recorded routing ``layers`` layers and ``tokens`` tokens too late."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         load = ModelReplay.load
@@ -315,7 +324,7 @@ def both(first: Plant, second: Plant) -> Plant:
 
 @dataclass(frozen=True)
 class Fault:
-    """``findings``: how the doctor's lines begin. ``step``: the first one that shows it."""
+    """``findings``: beginnings of the doctor's lines. ``step``: the first step that shows the fault."""
 
     plant: Plant
     findings: tuple[str, ...]
@@ -415,7 +424,8 @@ def test_the_doctor_names(request, tmp_path, monkeypatch, name):
 def test_a_disk_that_is_full_for_a_sample_ends_the_run_with_a_checkpoint(
     place, tmp_path, monkeypatch
 ):
-    """No checkpoint is due. The step's samples find no room; a start with room goes on from that step."""
+    """No checkpoint is due. There is no room for the step's samples. A later start with room continues from that
+    step."""
     step_of = run.Run.step
 
     def on_a_full_disk(self: run.Run) -> None:
@@ -436,7 +446,7 @@ def test_a_disk_that_is_full_for_a_sample_ends_the_run_with_a_checkpoint(
 
 
 def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
-    """Two tokens have traded their ids since the run."""
+    """Two tokens have exchanged their ids since the run."""
     model = tmp_path / "model"
     shutil.copytree(place.config.parent / "model", model)
     end = looped(place, tmp_path / "run", 1, f"model.hf_checkpoint={model}")
@@ -451,8 +461,8 @@ def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
 
 
 def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, monkeypatch):
-    """No checkpoint is due: the weights of the step before are kept for the batch that was not trained on, and no start
-    goes on from them."""
+    """No checkpoint is due. The previous step's weights are kept for the batch that was not trained on. No later start
+    continues from them."""
     fault = FAULTS["weights one version old"]
     fault.plant(monkeypatch)
     own = ("checkpoint.every=50", "rollout.largest_gap=1e-6")
@@ -482,7 +492,7 @@ def with_swapped_blocks(tensors: Tensors) -> None:
 
 
 def in_quantiser(change: Callable[[Tensors], None]) -> Plant:
-    """Engines receive what ``change`` makes of quantised tensors, and are compared with that."""
+    """Plant ``change`` in the quantiser: engines receive, and are expected to hold, the changed tensors."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         encode = EngineWeights.encode
@@ -508,7 +518,7 @@ def in_quantiser(change: Callable[[Tensors], None]) -> Plant:
 def test_the_tensors_of_servers_are_told_from_the_gap_of_quantisation(
     fp8_place, tmp_path, monkeypatch, change, difference
 ):
-    """Any gap ends the run here; what the servers held is kept with its batch."""
+    """Any gap ends the run here. The servers' tensors are kept with the batch."""
     in_quantiser(change)(monkeypatch)
     end = looped(fp8_place, tmp_path / "run", 1)
     monkeypatch.undo()
@@ -530,7 +540,7 @@ def checkpoints_of(directory: Path) -> list[str]:
 
 
 def test_a_bit_that_flips_in_a_weight_is_neither_trained_on_nor_saved(place, tmp_path, monkeypatch):
-    """It flips while the batch of step 3 is generated; the engine has the weights of before."""
+    """The bit flips while the batch of step 3 is generated. The engine has the weights from before the flip."""
     step_of = run.Run.step
 
     def with_flip(self: run.Run) -> None:
@@ -561,7 +571,7 @@ def test_the_doctor_names_a_recording_of_other_experts_than_the_engine_used(tmp_
 
 
 def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
-    """Half of the routed tokens have lost their last expert to the next best one; the arena's engine."""
+    """In the arena's engine, half of the routed tokens have the next best expert in place of their last expert."""
     with (
         with_models(real_loop.ENGINE_MODELS, ARENA_MISMATCH="flips-r3"),
         served(tmp_path / "served", DETERMINISTIC) as place,
@@ -579,7 +589,7 @@ def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
     assert records["true"][names.GAP_ON_POLICY] < 1e-6
     assert records["false"][names.GAP_ON_POLICY] > 1e-4
     assert 0.35 < records["true"][names.ROUTING_AGREEMENT_FIRST] < 0.65
-    # Recorded rows give what the engine computed, and what the trainer does; it is the engine that goes astray.
+    # With the recorded rows, the trainer reproduces the engine's values. The engine is at fault.
     (finding,) = examined(ends["true"].directory, 1)["findings"]
     assert finding.startswith("engine: routing: experts as recorded")
 
@@ -587,7 +597,7 @@ def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
 def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
     other_place, tmp_path, monkeypatch
 ):
-    """The sampler draws at 0.5; engine and trainer agree that the temperature was 1. The weights are kept."""
+    """The sampler samples at temperature 0.5, but engine and trainer compute with 1. The weights are kept."""
     in_head(temperature=1.0)(monkeypatch)
     own = ("rollout.temperature=0.5", "rollout.max_response_tokens=64", "checkpoint.every=50")
     end = looped(other_place, tmp_path / "run", 20, *own)
@@ -595,7 +605,7 @@ def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
     assert end.error is not None
     assert "FrequencyError: sampled tokens are " in end.error
     assert "less surprising" in end.error
-    # The last mini-batch's step has no record, its batch is kept.
+    # The last step has no record, but its batch is kept.
     findings = examined(end.directory, len(steps_of(end.directory)))["findings"]
     cause = "sampling transform: temperature 1, not 0.5"
     assert [finding.split(" (")[0] for finding in findings] == [
@@ -604,13 +614,13 @@ def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
     ]
 
 
-# --- faults of data: what a stamp or a seal knows
+# --- faults of data: a stamp or a seal shows them
 
 Answers = list[Trajectory]
 
 
 def in_batches(change: Callable[[Answers], Answers]) -> Plant:
-    """``change``: of a batch's responses, on their way from the generation to the trainer."""
+    """Plant ``change`` between generation and trainer: a function of a batch's responses."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         collect = GeneratedRollouts.collect
@@ -627,14 +637,14 @@ def in_batches(change: Callable[[Answers], Answers]) -> Plant:
 
 
 def with_traded_prompts(answers: Answers) -> Answers:
-    """The responses to two problems go under each other's."""
+    """A response follows the prompt of another problem."""
     one, other = answers[0], answers[GROUP]
     first = replace(one, token_ids=np.concatenate([other.prompt_ids, one.response_ids]))
     return [first, *answers[1:]]
 
 
 def with_traded_rewards(answers: Answers) -> Answers:
-    """Two groups trade rewards and advantages, each consistent in itself."""
+    """Two groups exchange rewards and advantages. Each group is consistent in itself."""
     others = [*answers[GROUP : 2 * GROUP], *answers[:GROUP], *answers[2 * GROUP :]]
     return [
         replace(t, reward=other.reward, advantage=other.advantage)

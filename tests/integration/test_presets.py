@@ -1,9 +1,9 @@
 """Every preset in the real loop: one engine run records a batch with TopK(mu) of the whole
 vocabulary, and each preset then trains on that batch through ``rollout.replay_from``.
 
-The replays differ in nothing but the algorithm. At the first mini-batch pi = mu, so they take the
-same step; at the second one all that weigh by pi / mu still hold the same weights, so that their
-masks can be compared token by token.
+The replays differ only in the algorithm. At the first mini-batch pi = mu, so all presets take the
+same step. At the second mini-batch, all presets that weigh by pi / mu still have equal weights, so
+their masks can be compared token by token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
 UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro", "score-centering", "troll")
 BUILT = [build_algorithm(name) for name in PRESETS]
 CARRIED = {a.name: "whole" if a.needs_full_distribution else f"top {a.topk}" for a in BUILT}
-"""What of TopK(mu) the batch has that a preset is replayed on."""
+"""The part of TopK(mu) that a preset's batch has."""
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def sharpen(file: Path) -> None:
 
 
 def likely_answers(model: Path, prompts: list[str]) -> list[tuple[str, str]]:
-    """Each prompt with the number that the model most likely says before it ends: so that some
-    responses score and groups have an advantage.
+    """Each prompt with the number that the model most likely samples before the end, so that some
+    responses have a reward and groups have an advantage.
     """
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), load_tokenizer(model)
     numbers = torch.arange(VOCABULARY - NUMBERS, VOCABULARY)
@@ -119,7 +119,7 @@ def recorded(tmp_path_factory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def batches(recorded) -> dict[str, str]:
-    """Folders with the first recorded batch, its advantages planted: half of each group rises."""
+    """Folders with the first recorded batch. Half of each group has a positive advantage."""
     directory = Path(recorded["run"]["directory"])
     batch = [
         t.without(*LOSS_COLUMNS).scored(t.reward, 0.5 if i % 2 else -0.5)
@@ -188,7 +188,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def replayed(recorded, batches) -> dict[str, Any]:
-    """``worker``'s result, which both ranks agree on but for the weights' shards."""
+    """``worker``'s result on rank 0. The ranks' results differ only in the shards of the weights."""
     target = "tests.integration.test_presets:worker"
     return run_ranks(target, 2, recorded, batches, timeout=600)[0]
 
@@ -200,7 +200,7 @@ def second(replayed) -> dict[str, dict[str, float]]:
 
 
 def test_topk_of_the_engine_reaches_the_loss(recorded):
-    """``dppo-topk-tv`` from the engine to the update, TopK(mu) here being the whole vocabulary."""
+    """``dppo-topk-tv`` from the engine to the update. TopK(mu) is the whole vocabulary here."""
     directory = Path(recorded["run"]["directory"])
     steps = records_of(directory)[1:]
     assert [r["step"] for r in steps] == [1, 2]
@@ -214,7 +214,7 @@ def test_topk_of_the_engine_reaches_the_loss(recorded):
 
 
 def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded):
-    """So that its first K columns are what it would have answered for K."""
+    """Therefore the first K columns equal the engine's answer for K."""
     for trajectory in load_batch(Path(recorded["run"]["directory"]) / "rollouts", 2):
         ids, log_probs = trajectory.columns["topk_ids"], trajectory.columns["topk_log_probs"]
         assert ids.shape == (trajectory.sampled, VOCABULARY)
@@ -298,7 +298,7 @@ def test_masks_on_recomputed_log_probs_agree_where_engine_and_trainer_do(second)
 
 @pytest.mark.parametrize("name", SAME_RATIO)
 def test_disagreements_with_ppo_add_up(name, second):
-    """What this mask blocks, and Clip-Higher's own, less what each blocks alone, is the overlap."""
+    """Tokens that both this mask and Clip-Higher block: each mask's blocked tokens without its own."""
     found, clip = second[name], second["grpo-clip-higher"]
     assert found[BLOCKED] - found[OWN_ONLY] == clip[BLOCKED] - found[PPO_ONLY]
     assert (clip[PPO_ONLY], clip[OWN_ONLY]) == (0, 0)

@@ -21,7 +21,7 @@ def shaped(response: str, answer: str, source: str) -> float:
 
 
 def recipe(folder: Path, **sections) -> Path:
-    """A mixture of experts of a size that no recipe has, with data and a reward of its own."""
+    """A recipe with its own data and reward, for a mixture of experts of a size that no recipe has."""
     (folder / "rehearsed_reward.py").write_text(REWARD)
     rows = [
         {"question": f"Add {i} and {i}.", "solution": f"{2 * i}", "extra_info": {"source": "own"}}

@@ -1,4 +1,4 @@
-"""Rewards of real servers: a tiny reward model and a tiny judge behind SGLang, asked through the verifier's workers."""
+"""Rewards of real servers: the verifier's workers call a tiny reward model and a tiny judge behind SGLang."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ KEY, VARIABLE = "5c0ffee5-rewards", "MEGATRON_DPPO_TEST_REWARD_KEY"
 
 
 class RewardServer(EngineProcess):
-    """A server of a model that no trainer knows, and that is not asked to generate before it counts as healthy: a
-    classifier can't."""
+    """A server of a model without a trainer. It need not generate to count as healthy: a classifier can't generate."""
 
     def serve(self, folder: Path) -> None:
         """Start with this model instead of the configured one."""
@@ -85,7 +84,7 @@ def key() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a head of one label, as Skywork-Reward-Llama-3.1-8B is one."""
+    """A random Llama with a head of one label, like Skywork-Reward-Llama-3.1-8B."""
     folder = tmp_path_factory.mktemp("rewards") / "model"
     torch.manual_seed(1)
     config = LlamaConfig(
@@ -145,13 +144,13 @@ def test_a_reward_models_scores_are_transformers_own(classifier, reward_model):
         values = [score.value for score in verifier.score(inputs)]
         again = [score.value for score in verifier.score(inputs[::-1])]
     assert values == pytest.approx([expected(reward_model, given) for given in inputs], abs=1e-4)
-    # A random head: no range, both signs or not, but different ones.
+    # A random head gives different values, in no certain range and of no certain sign.
     assert len(set(values)) == 4
     assert again == values[::-1]
 
 
 def test_a_run_trains_on_a_reward_models_scores(classifier, reward_model, tmp_path):
-    """Every reward of a run, whatever its policy said, is transformers' score of the conversation."""
+    """Every reward of a run is transformers' score of the conversation."""
     path = write_material(tmp_path)
     settings = yaml.safe_load(path.read_text())
     settings["reward"] = {
@@ -175,7 +174,7 @@ def test_a_run_trains_on_a_reward_models_scores(classifier, reward_model, tmp_pa
             sum(t.reward for t in batch) / len(batch)
         )
         for t in batch[::4]:
-            # The token that ended it is no part of a response's text.
+            # The token that ended a response is not a part of its text.
             said = t.response_ids[:-1] if t.finish_reason == "stop" else t.response_ids
             turns = [
                 {"role": "user", "content": problems[t.problem_id]["prompt"]},
@@ -238,7 +237,7 @@ def judge(url: str, **options: Any) -> Verifier:
 
 
 def test_a_judge_of_nonsense_gives_no_reward_or_the_one_that_is_configured(talker, monkeypatch):
-    """A random model's words have no score; any of its characters are one by another pattern."""
+    """A random model's text has no score. With another pattern, any character is a score."""
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.01)
     request = {"max_tokens": 12}
     with judge(talker.url, request=request) as verifier:
@@ -250,7 +249,7 @@ def test_a_judge_of_nonsense_gives_no_reward_or_the_one_that_is_configured(talke
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """A judge that gives the number of digits in the response; of the first question, after a failure."""
+    """A judge whose score is the number of digits in the response. The first question fails once."""
 
     questions: list[str] = []  # noqa: RUF012
     lock = threading.Lock()
@@ -289,5 +288,5 @@ def test_a_judges_last_score_counts_once_for_the_same_question(monkeypatch):
     assert [s.value for s in scores[:3]] == [0.5, 0.1, 0.0]
     assert "the judge gave no score" in (scores[3].unavailable or "")
     assert len(Scripted.questions) == asked
-    # What a response says is no placeholder.
+    # The text of a response is not read as a placeholder.
     assert any("{answer} 1" in question for question in Scripted.questions)

@@ -1,4 +1,4 @@
-"""``megatron-dppo rollout``: batches of a real server without a trainer, which a run without servers trains on."""
+"""``megatron-dppo rollout``: a real server without a trainer makes batches. A run without servers trains on them."""
 
 from __future__ import annotations
 

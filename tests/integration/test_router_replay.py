@@ -1,6 +1,6 @@
-"""R3 against the real engine in bfloat16: rounding makes the trainer's routers choose other experts
-than the engine's, and replay takes that part of |pi - mu| away. Measured by the doctor's parts, on
-a batch that has every cause of a gap.
+"""R3 against the real engine in bfloat16: because of rounding, the trainer's routers choose other
+experts than the engine's, and replay removes this part of |pi - mu|. The doctor measures the parts
+on a batch that has every cause of a gap.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ PROMPTS, GROUP, TOKENS = 24, 4, 48
 
 
 def generate(folder: Path, config: TrainConfig) -> None:
-    """The batch of step 1 with the engine's routing, and once more as that of step 2: sampled by version 0, trained as
-    version 1."""
+    """Save a batch with the engine's routing as the batch of step 1, and again as the batch of step 2.
+
+    Version 0 sampled both. Step 2 trains on it with version 1.
+    """
     engine = engine_of(config, free_port())
     try:
         engine.start()
@@ -65,7 +67,7 @@ def generate(folder: Path, config: TrainConfig) -> None:
 
 
 def train_on(model: Path, later: Path) -> None:
-    """``model`` with every weight moved by some percent of it, as some steps might."""
+    """Save ``model`` with every weight changed by some percent, as some steps of training might change it."""
     shutil.copytree(model, later)
     generator = torch.Generator().manual_seed(1)
     weights = load_file(model / "model.safetensors")
@@ -76,7 +78,7 @@ def train_on(model: Path, later: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run's folder as steps of a run on sampled prompts leave it behind, and ``later``, weights of version 1."""
+    """A run's folder, as steps on sampled prompts leave it. Its folder ``later`` has the weights of version 1."""
     run = tmp_path_factory.mktemp("r3") / "run"
     run.mkdir()
     model = save_tiny_model(
@@ -157,7 +159,7 @@ def test_a_run_in_two_replicas_replays_the_saved_recordings(run, tmp_path):
 
 @pytest.mark.slow
 def test_the_routing_of_an_expert_parallel_server_is_replayed(tmp_path: Path) -> None:
-    """Whole experts on each of two ranks: recorded choices are the model's numbers of experts, not the ranks'."""
+    """Each of two ranks has whole experts. Recorded choices number the model's experts, not a rank's."""
     config = write_material(tmp_path)
     run = TrainingRun(
         config,

@@ -1,4 +1,4 @@
-"""What a program that an agent runs sees of a run's keys, in a real run with servers, a router and ranks."""
+"""A program that an agent runs can see no keys of the run, in a real run with servers, a router and ranks."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_an_agents_command_gets_no_key_of_the_run_but_what_is_passed(run):
 
 
 def test_no_process_of_the_run_shows_a_key_in_its_environment_or_command_line(run):
-    """Read as whoever runs the tests: where that is root, nothing but the missing keys stands before it."""
+    """The agent reads as the user of the tests. root may read everything, so only the keys' absence protects them."""
     holder = LeaseFiles(run.directory).holder()
     assert holder is not None
     hidden = [*(value for name, value in KEYS.items() if name != PASSED), holder.nonce]
     for found in found_by_agents(run):
         shown = "\n".join(found["processes"].values())
-        # It saw the run: ranks, a server and the router.
+        # The agent saw the run's processes: ranks, a server and the router.
         if os.geteuid() == 0:
             for program in ("megatron_dppo.train", "launch_server", "smg::router"):
                 assert program in shown

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180
 VOCABULARY = 500
 PROMPT = [5, 6, 7, 9, 5, 6]
 TEMPERATURE = 0.25
-"""So low that a random model repeats itself, and drafts are accepted."""
+"""A temperature so low that a random model repeats itself and drafts are accepted."""
 SAMPLES, PER_CALL, TOKENS = 1600, 40, 4
 LEAST_SAMPLES = 200
 LEAST_P = 1e-6
@@ -57,7 +57,7 @@ def load(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model for which the token 0, with which SGLang fills trees of drafts, often follows the likeliest token."""
+    """A model in which token 0 often follows the likeliest token. SGLang fills trees of drafts with token 0."""
     folder = save_tiny_model(tmp_path_factory.mktemp("served"), vocab_size=VOCABULARY)
     model = load(folder)
     first = int(probabilities(model, ()).argmax())
@@ -106,7 +106,7 @@ def test_tokens_are_drawn_with_the_models_probabilities(served: Served, folder: 
         pooled_expected = np.append(expected[is_frequent], expected[~is_frequent].sum())
         assert stats.chisquare(pooled_counts, pooled_expected).pvalue > LEAST_P
         tested.append(prefix)
-    # The first token comes from the prompt's pass, which has no drafts.
+    # The first token comes from the prompt's pass, without drafts.
     assert max(map(len, tested)) > 0
 
 

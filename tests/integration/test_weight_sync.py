@@ -1,4 +1,4 @@
-"""Verified weight updates into the real SGLang server on a CPU, and every way to spoil one."""
+"""Verified weight updates into the real SGLang server on a CPU, and every way to spoil an update."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another checkpoint of the same shape: what the trainer holds after a step."""
+    """Another checkpoint of the same shape: the trainer's weights after a step."""
     return save_tiny_model(tmp_path_factory.mktemp("trained"), seed=1)
 
 
@@ -98,7 +98,7 @@ def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
 
 
 def nudged(weights: Weights) -> Weights:
-    """The weights after a small step: one element of every tensor is another one."""
+    """The weights after a small step: one element of every tensor has changed."""
     new: Weights = {}
     for name, tensor in weights.items():
         new[name] = tensor.clone()
@@ -162,7 +162,7 @@ def flip_one_bit(new: Weights, old: Weights) -> Weights:
 
 
 class Corrupting(EngineWeights):
-    """Puts ``on_the_way`` on the wire instead of what it is handed."""
+    """Sends the tensors ``on_the_way`` in place of the right tensors."""
 
     on_the_way: Weights
 
@@ -207,7 +207,7 @@ def test_a_corruption_on_the_way_is_caught_and_named(
     assert all(name in str(failure.value) for name in tensors)
     assert updates.committed_version is None
     assert served.version() == "unverified-11"
-    # Quarantined: no one gets an answer from these weights.
+    # The engine is quarantined: no client gets an answer from these weights.
     with pytest.raises((TimeoutError, urllib.error.URLError)):
         served.post("/generate", {"input_ids": PROMPT}, timeout=2)
     spoiled.on_the_way = new
@@ -229,7 +229,7 @@ def test_a_trainer_that_never_sends_an_expert_is_refused(served: Served, trained
 
 
 class Unhashable(EngineWeights):
-    """Its checksums can't be foreseen from the second bucket on."""
+    """The trainer can't compute the expected checksums from the second bucket on."""
 
     def expected(self) -> ExpectedChecksums:
         expected, add, count = super().expected(), ExpectedChecksums.add, itertools.count()
@@ -265,7 +265,7 @@ def swap_every_gate_and_up(new: Weights) -> Weights:
 
 
 def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) -> None:
-    """Gate and up swapped by the conversion: the engine holds exactly what the trainer sent."""
+    """The conversion swaps gate and up projections. The engine has exactly the weights that the trainer sent."""
     wrong = Source(swap_every_gate_and_up(read(trained)), model=trained)
     updates = updater(served.weights(), wrong)
     with pytest.raises(
@@ -277,7 +277,7 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
     assert served.version() == "unverified-30"
     with pytest.raises((TimeoutError, urllib.error.URLError)):
         served.post("/generate", {"input_ids": PROMPT}, timeout=2)
-    # Without the canary all would pass.
+    # Without the canary the update passes.
     assert updater(engine, Source(wrong.weights)).update(30).verified
     right = updater(engine, Source(read(trained), model=trained))
     report = right.update(31)
@@ -307,7 +307,7 @@ def test_weights_that_changed_since_the_last_update_are_noticed_before_the_next(
 
 
 class Spoiled(EngineWeights):
-    """Has one bit of the folder flipped before the engine reads it."""
+    """Flips one bit of the folder before the engine reads it."""
 
     async def load_folder(self, folder: str) -> None:
         (file,) = Path(folder).glob("*.safetensors")
@@ -351,7 +351,7 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
     assert running.begun.wait(60)
     RUNNER.run(
         served.weights().pause()
-    )  # it can't end before it is asked for, on however busy a machine
+    )  # the paused request can't end before the update, even on a busy machine
     assert running.is_alive()
     with pytest.raises(WeightUpdateRefusedError, match="kept the engine busy"):
         hurried.update(41)
@@ -451,7 +451,7 @@ def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
     assert running.begun.wait(60)
     while running.info["completion_tokens"] < 20:
         time.sleep(0.01)
-    # What the server would not survive is not sent.
+    # A call that would kill the server is not sent.
     with pytest.raises(MemoryOrderError):
         engines.each(lambda engine: engine.restore(["weights"]))
     with pytest.raises(EngineFaultError, match="can't release memory: requests are running"):
@@ -482,7 +482,7 @@ def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
 
 
 def test_a_paused_engine_leaves_the_processor_to_others(served: Served) -> None:
-    """SGLang's own paused scheduler spins."""
+    """SGLang's own scheduler uses a core while it is paused."""
     engine = served.weights()
     children = psutil.Process(served.process.pid).children(recursive=True)
     (scheduler,) = [child for child in children if "scheduler" in child.name()]
@@ -513,7 +513,7 @@ def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path)
 
 
 def expert_parallel(url: str, trained: str, served: str) -> list[dict[str, Any]]:
-    """A trainer of two expert-parallel ranks: an update with one bit flipped, then a right one."""
+    """A trainer of two expert-parallel ranks: an update with one flipped bit, then a right update."""
     trainer = Trainer(policy_config(trained, world_size=2, expert=2))
     weights = read(Path(trained))
     outcomes = []
@@ -554,7 +554,7 @@ def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -
     assert failed["engines"] == [served.process.url]
     assert "layers.0.self_attn.qkv_proj.weight on engine rank 0" in failed["error"]
     size = sum(t.nbytes for t in read(trained).values())
-    # Each rank sends its experts, and rank 0 the rest: nothing is exchanged between them.
+    # Each rank sends its experts, and rank 0 also all other weights: the ranks exchange nothing.
     changed = done.pop("changed")
     assert done == {"verified": True, "bytes": [size] * 3, "committed": 60}
     # Nothing has changed: each rank sends one item of its bucket.
@@ -564,7 +564,7 @@ def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -
 
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
-    """TP=2, a vocabulary and experts that the engine pads, tied embeddings that it doesn't tie; EP=2: whole experts."""
+    """TP=2: the engine pads vocabulary and experts, and does not tie tied embeddings. EP=2: whole experts."""
     folder = save_tiny_model(tmp_path / "start", vocab_size=500, tied=True)
     trained = save_tiny_model(tmp_path / "trained", vocab_size=500, tied=True, seed=1)
     weights = read(trained)
@@ -584,7 +584,8 @@ def test_two_engine_ranks(tmp_path: Path, ep_size: int) -> None:
 
 
 def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) -> None:
-    """The other stays quarantined until an update without the dead one; then its successor joins.
+    """The living engine stays quarantined until an update without the dead engine. Then the dead engine's successor
+    joins.
 
     Updates send changes: whole weights after the failure, and to the new pair of servers.
     """
@@ -612,7 +613,7 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         updates.attach([served.process.url])
         assert updates.update(71).sent_fraction == 1.0
         assert_serves(served, served.folder, 71)
-        # The engine has left the group of the failed update, whose connections it would keep.
+        # The engine has left the group of the failed update. Otherwise it would keep the group's connections.
         assert len(set(served.weights().groups) - earlier_groups) == 1
         second.process.kill()
 

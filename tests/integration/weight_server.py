@@ -1,4 +1,4 @@
-"""A real SGLang server on a CPU for the weight-update tests, a source of weights, log-probs of both."""
+"""A real SGLang server on a CPU for the tests of weight updates, a source of weights, and log-probabilities of both."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def serve(
 
 
 class Source:
-    """Weights in buckets; ``between`` runs before the third one.
+    """Weights in buckets. ``between`` runs before the third bucket.
 
-    ``model``: a folder whose model, by transformers, gives the trainer's log-probabilities.
+    ``model``: a folder. Its model in transformers computes the trainer's log-probabilities.
     """
 
     rank = 0
@@ -186,7 +186,7 @@ def updater(
     timeout_s: float = TIMEOUT_S,
     **config: Any,
 ) -> WeightUpdater:
-    """Attached to the engine, or to several; with a canary where the source has a model."""
+    """Return an updater of one engine or several. It has a canary if the source has a model."""
     engines = [engine] if isinstance(engine, EngineWeights) else list(engine)
     by_url = {engine.url: engine for engine in engines}
     canary = {"canary_every": int(source.model is not None)}
@@ -219,7 +219,7 @@ def adapter_log_probs(served: Served, adapter: str, tokens: list[int]) -> list[f
 
 
 def engine_log_probs(served: Served) -> tuple[list[int], list[float], str]:
-    """Prompt and greedy continuation, the log-prob of every token but the first, weight version."""
+    """Return the prompt with its greedy continuation, the log-prob of every token except the first, and the version."""
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling}
     answer = served.post("/generate", {**body, "return_logprob": True, "logprob_start_len": 0})
@@ -238,9 +238,9 @@ def assert_serves(served: Served, folder: Path, version: int) -> None:
 
 
 class Generation(threading.Thread):
-    """One streamed request; ``begun`` is set at its first token, ``info`` holds its meta_info.
+    """One streamed request. ``begun`` is set at its first token, ``info`` has its meta_info.
 
-    ``more``: of the request's body.
+    ``more``: further fields of the request's body.
     """
 
     def __init__(self, served: Served, tokens: int, **more: Any) -> None:

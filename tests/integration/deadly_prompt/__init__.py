@@ -1,6 +1,7 @@
-"""A fault of an engine, as SGLang loads it where SGLANG_EXTERNAL_MODEL_PACKAGE names this package."""
+"""A fault of an engine. SGLang loads it if SGLANG_EXTERNAL_MODEL_PACKAGE names this package."""
 
-# SGLang goes on with its own models where it can't import one of these; what fails here ends the server.
+# If SGLang can't import a module of this package, it continues with its own model. If this import fails, the server
+# ends.
 from tests.integration.deadly_prompt import models
 
 __all__ = ["models"]

@@ -1,4 +1,4 @@
-"""SGLang's mixture of experts, which raises where SGLANG_DEADLY_ID stands four times in a row in a prompt."""
+"""SGLang's mixture of experts. It raises if a prompt has the token SGLANG_DEADLY_ID four times in a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's mixture of experts, whose recording has the expert after each one that was used."""
+"""SGLang's mixture of experts with a wrong recording: each recorded expert is the one after the expert used."""
 
 from __future__ import annotations
 
