@@ -66,10 +66,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 """Entry of adapter_config.json -> the values that plain LoRA adapters may have. An error names the first."""
 _INITIAL = "init_lora_weights"
 _BASE_KEPT = (True, False, None, "true", "gaussian", "eva", "orthogonal", "mica")
-"""Values of ``init_lora_weights`` with which PEFT does not change the base."""
+"""With these values of ``init_lora_weights``, PEFT does not change the base."""
 _REVERSIBLE = ("pissa", "olora")
-"""Values of ``init_lora_weights`` with which PEFT subtracts the initial B A from the base, where this B A can be
-computed from the base's weights. With further values, PEFT changes the base in other ways."""
+"""With these values of ``init_lora_weights``, PEFT subtracts the initial B A from the base. This B A can be computed
+from the base's weights. With values in neither tuple, PEFT changes the base in other ways."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ def peft_names(name: str, shape: ModelShape) -> list[str]:
 class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
-    Raises CheckpointError if it is not in PEFT's format, has other adapters than plain LoRA, or does not fit
-    ``adapters`` and ``shape``. The message lists all differences. With ``reversible``, the adapters may also belong to
-    a base from which PEFT subtracted their initial B A, if ``residual`` can compute that base.
+    Raises CheckpointError if the folder is not in PEFT's format, has adapters that are not plain LoRA, or does not fit
+    ``adapters`` and ``shape``. The message lists all differences. With ``reversible``, PEFT may have subtracted the
+    adapters' initial B A from their base, if ``residual`` can compute the changed base.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ def _config_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[st
 
 
 def _base_changing_initialization(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the initialisation by which PEFT changed the base; None if it did not change the base."""
+    """Return the name of the initialisation, if PEFT changes the base for it; else None."""
     value = config.get(_INITIAL)
     name = value.lower() if isinstance(value, str) else value
     return None if name in _BASE_KEPT else str(name)
@@ -412,8 +412,9 @@ def merge_adapters(
 def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str | Path) -> Adapters:
     """Write the adapters of a training run's checkpoint (a ``step_...`` folder) in PEFT's format.
 
-    ``hf_dir`` is their base. Raises MismatchError if its SHA-256 is not the one that the checkpoint recorded, and
-    CheckpointError if the checkpoint has no adapters, or trained routers, for which the format has no place.
+    ``hf_dir`` is the base of the adapters. Raises MismatchError if its SHA-256 differs from the SHA-256 that the
+    checkpoint recorded. Raises CheckpointError if the checkpoint has no adapters, or has trained routers: PEFT's format
+    has no place for routers.
     """
     shape = load_model_shape(hf_dir)
     model = _recorded_model(Path(checkpoint))

@@ -1,4 +1,4 @@
-"""SHA-256 of tensors and files, and conversion.json, which has the hash of every tensor and of itself."""
+"""SHA-256 of tensors and files, and conversion.json with the hash of every tensor and of its own content."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TensorHashes(Closing):
         return self._hashes[name].hexdigest()
 
     def digests(self) -> dict[str, str]:
-        """Hex digests, in the order in which the tensors arrived."""
+        """Hex digests by tensor, in the order of arrival."""
         self._wait()
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
@@ -164,9 +164,9 @@ def load_certificate(folder: str | Path) -> Certificate:
 
 
 def source_certificate(hf_dir: str | Path) -> Certificate | None:
-    """Read the certificate of a Hugging Face folder from which tensors are taken; None if it has none.
+    """Read the certificate of the Hugging Face folder ``hf_dir``, the source of a conversion; None if it has none.
 
-    Raises as ``load_certificate``, and CheckpointError if the certificate is of another form.
+    Raises as ``load_certificate``, and CheckpointError if the certificate's form is not ``huggingface``.
     """
     if not (Path(hf_dir) / FILE).exists():
         return None
@@ -212,7 +212,7 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
 
 
 def other_dtypes(dtypes: Mapping[str, torch.dtype], dtype: str) -> dict[str, str]:
-    """The types of the tensors that have another type than ``dtype``, for a certificate."""
+    """Return, for a certificate, the dtypes of the tensors whose dtype is not ``dtype``."""
     names = {tensor: str(value).removeprefix("torch.") for tensor, value in dtypes.items()}
     return {tensor: name for tensor, name in names.items() if name != dtype}
 
@@ -223,7 +223,7 @@ def side_files(folder: str | Path) -> list[Path]:
     for path in sorted(Path(folder).iterdir()):
         has_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         is_hidden = path.name.startswith(".")
-        # The certificate, which lists the hashes of these files, cannot list its own.
+        # The certificate lists the hashes of these files. It cannot list its own hash.
         is_certificate = path.name == FILE
         if path.is_file() and not (has_weights or is_hidden or is_certificate):
             paths.append(path)

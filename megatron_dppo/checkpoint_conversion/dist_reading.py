@@ -95,7 +95,7 @@ def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
     first_row = (start + row_elements - 1) // row_elements
     end_row = stop // row_elements
     if first_row > end_row:
-        # All elements are in the row ``end_row``, which is not complete.
+        # All elements are in one row, ``end_row``, and do not fill it.
         row_start = end_row * row_elements
         yield from _in_row(dims, end_row, start - row_start, stop - row_start)
         return
@@ -166,7 +166,7 @@ class _Span(io.RawIOBase):
 
 
 READ_BYTES = 8 << 20
-"""Bytes of one read where elements cannot be read straight into the result: they are columns of a stored box, or the
+"""Bytes of one read into a temporary block. A block is needed if the elements are columns of a stored box, or if the
 result is strided or on another device."""
 
 
@@ -197,14 +197,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in self._MODULES:
             record = super().find_class(module, name)
-            # Allow the module's own classes, but not those that it imports.
+            # Allow the classes that the module defines, but not the classes that it imports.
             if isinstance(record, type) and record.__module__ == module:
                 return record
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
 def _enum_member(kind: object, name: object) -> Enum:
-    """Stand in for ``getattr``, which pickles of Python 3.11.0 to 3.11.3 call for a member of an enum."""
+    """Replace ``getattr`` in a pickle: pickles of Python 3.11.0 to 3.11.3 call it for a member of an enum."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[str(name)]
     raise pickle.UnpicklingError(f"{kind!r} has no member {name!r} that a checkpoint may name")
@@ -212,10 +212,10 @@ def _enum_member(kind: object, name: object) -> Enum:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its shape, dtype, and the boxes in which it is stored.
+    """A tensor of a checkpoint: its shape, its dtype, and the boxes that store it.
 
-    ``by_lead`` has the boxes by their offsets on the first ``lead`` axes, on which each box has size 1. ``count`` is
-    the number of boxes.
+    Each box has size 1 on the first ``lead`` axes. ``by_lead`` has the boxes by their offsets on these axes. ``count``
+    is the number of boxes.
     """
 
     dims: Dims
@@ -354,8 +354,8 @@ class StoredBlocks(Closing):
     ) -> None:
         """Copy ``part`` of the ``stored`` box into ``out``.
 
-        A row is an index of the first axis on which ``part`` has several elements. The rows of ``part`` follow each
-        other in the file, each as wide as the stored box.
+        The rows of ``part`` are its slices along its first axis with several elements. In the file, they follow each
+        other, and each is as wide as the stored box.
         """
         fd, start = self._first_element(key, stored.offsets, tensor.dtype, stored.elements)
         axis = next((i for i, size in enumerate(part.sizes) if size > 1), len(part.sizes) - 1)

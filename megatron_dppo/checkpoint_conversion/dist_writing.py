@@ -1,8 +1,8 @@
 """Writing ``torch_dist`` checkpoints without Megatron: a rank's file of a training run, or a whole converted model.
 
-The files are those of torch.distributed.checkpoint: tensors in the form of ``torch.save``, one after another, and a
-pickled index. This module does not use torch's own writer, which plans with all ranks before it writes, and whose files
-must be read again to be hashed.
+The files have the format of torch.distributed.checkpoint: tensors in the form of ``torch.save``, one after another, and
+a pickled index. This module does not use torch's own writer, because it plans with all ranks before it writes, and its
+files must be read again to be hashed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class NewFile:
         try:
             self._file.close()
         except OSError as close_error:
-            # On a full disk, writing the buffer fails too. Keep the first error, which has the reason.
+            # On a full disk, writing the buffer fails too. Keep the first error: it has the reason.
             self.error = self.error or close_error
 
 
@@ -200,11 +200,11 @@ def write_torch_dist(
     dtypes: Mapping[str, torch.dtype],
     read: ReadRows,
 ) -> None:
-    """Write a model that every layout can load into ``folder``, an existing empty folder.
+    """Write a model into ``folder``, an existing empty folder. Every layout can load the result.
 
-    ``dtypes`` has the type of each Hugging Face tensor; all tensors of one Megatron parameter have one type. The
-    function needs memory for one chunk, which is a layer's matrix or a block of rows. Besides the weights it writes the
-    empty extra states that Transformer Engine's modules expect when they load.
+    ``dtypes`` has the dtype of each Hugging Face tensor; all tensors of one Megatron parameter have one dtype. The
+    function needs memory for one chunk: a layer's matrix or a block of rows. It also writes the empty extra states that
+    Transformer Engine's modules expect when they load.
     """
     with NewFile(folder / CONVERTED_FILE) as file:
         blocks = BlockFile(file)

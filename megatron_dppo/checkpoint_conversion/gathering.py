@@ -62,10 +62,10 @@ def gather(
     Args:
         plan: The buckets.
         rank: This rank.
-        values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients),
-            all of one dtype, except tensors with a type of their own.
-        buffers: Memory for the buckets' tensors, which are end to end in one flat buffer. A bucket's tensors stay valid
-            until the second bucket after it. None: a new buffer for each bucket.
+        values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients).
+            All have one dtype, except the tensors that have a fixed dtype.
+        buffers: Memory for the buckets' tensors. One flat buffer holds the tensors of a bucket end to end. They stay
+            valid until the second bucket after it. None: a new buffer for each bucket.
     """
     first_value = next(iter(values.values()))
     for bucket in plan:
@@ -110,8 +110,8 @@ def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
 
 
 def _empty(bucket: Bucket, like: Tensor) -> Tensor:
-    """A tensor without elements, on the device of ``like``. Its dtype is that of the bucket, or of ``like`` if the
-    bucket has none."""
+    """Return a tensor without elements, on the device of ``like``. It has the dtype of the bucket; if the bucket has no
+    dtype, it has the dtype of ``like``."""
     dtype = like.dtype if bucket.dtype is None else getattr(torch, bucket.dtype)
     return like.new_empty(0, dtype=dtype)
 

@@ -136,9 +136,10 @@ def copy_side_files(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy ``side_files``, but not Megatron's tracker: the function that writes a Megatron checkpoint writes its own.
+    """Copy ``side_files``, but not Megatron's tracker: a function that writes a Megatron checkpoint also writes the
+    tracker.
 
-    config.json is copied byte for byte if its dtype is ``dtype`` and neither it nor the caller has a quantization.
+    config.json is copied byte for byte if its dtype is ``dtype``, it has no quantization, and ``quantization`` is None.
     Otherwise it is written again with ``dtype`` and ``quantization``.
     """
     for path in side_files(source):
@@ -161,7 +162,7 @@ def copy_side_files(
 _BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of buffers that follow from config.json; transformers and SGLang do not read them either."""
 _PACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-"""Names of the tensors [experts, rows, columns] in which transformers 5 packs all experts of a layer."""
+"""Names of packed tensors [experts, rows, columns]: transformers 5 packs all experts of a layer into them."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """Endings of the names of the two tensors that a quantised checkpoint has in place of a matrix."""
 
@@ -273,7 +274,7 @@ class SafetensorsReader(Closing):
         return tensor_store.read_slice(self, name, dim, start, length)
 
     def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError if names, shapes or dtypes differ from those of a model of ``shape``."""
+        """Raise CheckpointError if names, shapes or dtypes differ from the tensors of a model of ``shape``."""
         tensor_store.check_store(self, shape, str(self.folder))
 
     def close(self) -> None:
@@ -292,15 +293,15 @@ def _transformers_templates(name: str) -> list[str]:
 
 
 def _family_templates(name: str, family_tensors: Sequence[PackedExperts]) -> tuple[list[str], bool]:
-    """Return the name templates of an expert's matrices in a packed tensor of the model family, and whether it has them
-    transposed; no template for another tensor."""
+    """Return the name templates of an expert's matrices in the packed tensor ``name`` of the model family, and whether
+    the matrices are transposed in it. If ``name`` is no packed tensor, return no template."""
     for packed in family_tensors:
         pattern = re.escape(packed.name).replace(r"\{layer\}", r"(\d+)")
         match = re.fullmatch(f"{pattern}({MXFP4_BLOCKS}|{MXFP4_SCALES})?", name)
         if match is not None:
             ending = match[2] or ""
             matrices = [matrix.replace("{layer}", match[1]) + ending for matrix in packed.matrices]
-            # MXFP4 has blocks of elements of a row, so its rows are those of the matrix.
+            # A block of MXFP4 has elements of one row, so an MXFP4 tensor is never transposed.
             return matrices, packed.is_transposed and not ending
     return [], False
 
@@ -308,10 +309,10 @@ def _family_templates(name: str, family_tensors: Sequence[PackedExperts]) -> tup
 def _parts_of(
     packed: tensor_store.Entry, templates: Sequence[str], *, is_transposed: bool
 ) -> dict[str, tensor_store.Entry]:
-    """Return where each matrix of each expert is in a packed tensor.
+    """Return the position of each matrix of each expert in a packed tensor.
 
-    Experts follow each other, and within an expert its matrices do (gate_proj, then up_proj), each as whole rows, or
-    as whole columns.
+    Experts follow each other. An expert's matrices follow each other (gate_proj, then up_proj). Each matrix has whole
+    rows of the packed tensor, or with ``is_transposed`` whole columns.
     """
     experts, rows, *widths = packed.shape
     dims = (rows // len(templates), *widths)
@@ -335,7 +336,7 @@ class ShardedWriter:
 
     Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor gets its own shard.
     The folder is staged next to ``out_dir`` and renamed if the ``with`` block ends without an error. ``out_dir`` must
-    not exist, or be empty. Raises CheckpointError if the number of rows written of a tensor is not its own.
+    not exist, or be empty. Raises CheckpointError if more or fewer rows of a tensor were written than it has.
     """
 
     def __init__(
@@ -466,8 +467,8 @@ def plan_files(
 ) -> dict[str, dict[str, tensor_store.TensorSpec]]:
     """Divide ``tensors`` among weight files: file name -> the tensors of the file.
 
-    A file has at most ``max_shard_bytes``, and files follow the order of ``tensors``. A larger tensor gets a file of
-    its own. All parts of a packed tensor are in one file, at the position of their first part.
+    A file has at most ``max_shard_bytes``, and files follow the order of ``tensors``. A larger tensor gets one file
+    alone. All parts of a packed tensor are in one file, at the position of their first part.
     """
     shards: list[dict[str, tensor_store.TensorSpec]] = [{}]
     filled = 0
@@ -494,9 +495,10 @@ def complete_folder(
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Write everything but the weights: an index if there are several weight files, and copies of the files in
-    ``side_files_from``, with ``quantization`` in config.json where matrices are quantised.
+    ``side_files_from``.
 
-    ``files``: the result of ``plan_files``.
+    ``files``: the result of ``plan_files``. ``quantization``: an entry for the copy of config.json; None: the weights
+    are not quantised.
     """
     specs: dict[str, tensor_store.TensorSpec] = {}
     file_of: dict[str, str] = {}
@@ -509,8 +511,8 @@ def complete_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if side_files_from is not None:
-        # config.json has one dtype: the one with most bytes among the tensors that are not quantised. A few tensors may
-        # have another dtype.
+        # config.json has one dtype, but a few tensors may have another dtype. Write the dtype with most bytes among the
+        # tensors that are not quantised.
         bytes_of_dtype = Counter[torch.dtype]()
         for name, spec in specs.items():
             if quantization is None or not (is_quantized(name) or name.endswith(SCALE_SUFFIX)):

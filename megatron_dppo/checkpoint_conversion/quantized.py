@@ -1,11 +1,11 @@
-"""Reading weights of 8 and of 4 bits with their scales as fp32, and writing those of 8 bits.
+"""Reading 8-bit and 4-bit weights with their scales as fp32, and writing 8-bit weights.
 
 A matrix of type F8_E4M3 (``quantization_config: {quant_method: fp8}``) has a tensor ``..._scale_inv``: a factor for
 each block of ``weight_block_size`` (rows, columns), or one factor for the whole matrix.
 
-In place of a matrix of MXFP4 (``quant_method: mxfp4``), [rows, columns], a checkpoint has two tensors of bytes:
-``..._blocks`` [rows, columns / 32, 16], of which each byte has two elements, the first in its low bits, and
-``..._scales`` [rows, columns / 32], the exponents of the blocks' factors.
+A checkpoint has two tensors of bytes in place of an MXFP4 matrix [rows, columns] (``quant_method: mxfp4``). In
+``..._blocks`` [rows, columns / 32, 16], each byte has two elements; the low bits have the first element. ``..._scales``
+[rows, columns / 32] has the exponents of the blocks' factors.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from megatron_dppo.system.files import Closing
 class DequantizedReader(Closing):
     """The tensors of a folder with 8-bit weights. ``specs`` has the stored types; 8-bit rows are returned as fp32.
 
-    ``block``: config.json's ``weight_block_size``; None if it has none. Raises CheckpointError if an 8-bit tensor is no
-    matrix, has no scales, or has scales whose shape does not fit its blocks.
+    ``block``: config.json's ``weight_block_size``; None if the key is missing. Raises CheckpointError if an 8-bit
+    tensor is no matrix, has no scales, or has scales whose shape does not fit its blocks.
     """
 
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
@@ -91,7 +91,8 @@ class DequantizedReader(Closing):
         scale_end = math.ceil((start + count) / height)
         scale_count = scale_end - scale_start
         scales = self._reader.read_rows(name + SCALE_SUFFIX, scale_start, scale_count).float()
-        # Repeat the scales of each block for its rows, keep the rows that were read, and repeat them for its columns.
+        # Repeat each block's scale for all its rows, keep the scales of the rows that were read, then repeat each scale
+        # for all columns of its block.
         row_scales = scales.reshape(scale_count, -1).repeat_interleave(height, 0)
         row_scales = row_scales[start - scale_start * height :][:count]
         element_scales = row_scales.repeat_interleave(width, 1)[:, : rows.shape[1]]
@@ -102,7 +103,7 @@ class DequantizedReader(Closing):
 
 
 _MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""The values of E2M1 by their lower three bits; the fourth is the sign."""
+"""The values of E2M1 by their lower three bits; the fourth bit is the sign."""
 _MXFP4_BIAS = 127
 _MXFP4_BLOCK = 32
 

@@ -1,4 +1,4 @@
-"""Conversion of whole checkpoints block by block, with memory for a few blocks, whatever the model.
+"""Conversion of whole checkpoints block by block, with memory for a few blocks at any model size.
 
 Every Hugging Face tensor is read once and written once, in row blocks of BLOCK_BYTES, while a second thread hashes it.
 Outputs are staged and renamed, so an interrupted conversion leaves nothing that loads, and a rerun starts clean.
@@ -44,11 +44,11 @@ def hf_to_megatron(
     dtype: str | None = None,
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout, with a certificate.
+    """Write ``hf_dir`` as a Megatron-Core distributed checkpoint with a certificate. Every layout can load it.
 
-    Megatron-LM's ``--load`` accepts ``out_dir``, whose tracker names the folder ``release``. ``dtype`` is the type of
-    the result; None: the stored type, which must be one type for all tensors. Raises ModelError for invalid input, and
-    then leaves no files.
+    Megatron-LM's ``--load`` accepts ``out_dir``: the tracker in it names the folder ``release``. ``dtype`` is the dtype
+    of the result. None: the stored dtype, and all stored tensors must have one dtype. Raises ModelError for invalid
+    input, and then leaves no files.
     """
     shape = load_model_shape(hf_dir, quantized=True)
     certificate = source_certificate(hf_dir)
@@ -82,13 +82,14 @@ def write_megatron(
 ) -> Certificate:
     """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that they fit ``shape``.
 
-    ``recorded``: the certificate of ``source``, with which the hash of every tensor is compared; None without one.
+    ``recorded``: the certificate of ``source``. The hash of every tensor is compared with it. None: no comparison.
     """
     source_dtype, target = _dtypes(source, shape, dtype)
     dtypes = _target_dtypes(source, shape, target)
     stored = TensorHashes()
     written = TensorHashes()
-    # A certified source records hashes of its stored bytes. If these are cast, both forms have to be hashed.
+    # The source's certificate has hashes of the stored bytes, the new certificate of the written bytes. With a cast
+    # they differ, so hash both.
     hashes_both = recorded is not None and target != source_dtype
 
     def read(name: str, start: int, count: int) -> torch.Tensor:
@@ -119,7 +120,7 @@ def write_megatron(
         if recorded is not None:
             for name, digest in stored_digests.items():
                 recorded.check_tensor(name, digest, Path(side_files_from))
-        # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's.
+        # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's order.
         ordered = {name: digests[name] for name in (*hf_tensors(shape), *carried)}
         certificate = Certificate(
             "torch_dist", shape, target, source_dtype, ordered, dtypes=other_dtypes(dtypes, target)
@@ -283,7 +284,7 @@ def _finite_cast(
 
 
 def _require_recorded(source: TorchDistCheckpoint, digests: dict[str, str]) -> None:
-    # A training run's checkpoint has no certificate. It has a manifest, which is compared when the run resumes.
+    # A training run's checkpoint has no certificate. It has a manifest, and the run compares it when it resumes.
     if source.certificate is not None:
         for name, digest in digests.items():
             source.certificate.check_tensor(name, digest, source.folder)
@@ -306,6 +307,6 @@ def _first_difference(
 
 
 def _as_integers(rows: torch.Tensor) -> torch.Tensor:
-    """View the bytes as integers, which are equal only if all bytes are."""
-    # Compared as floats, NaN differs from itself, and -0 equals 0.
+    """View elements as integers, so that two elements are equal only if all their bytes are equal."""
+    # As floats, a NaN would differ from itself, and -0 would equal 0.
     return rows.view({2: torch.int16, 4: torch.int32}[rows.dtype.itemsize])

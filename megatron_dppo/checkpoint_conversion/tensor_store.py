@@ -32,7 +32,7 @@ CODES = {
 }
 """Types that can be written -> their code in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {"U8": torch.uint8}
-"""Codes that can be read -> their type. ``quantized.py`` reads weights of 8 and of 4 bits, which need their scales."""
+"""Codes that can be read -> their type. 8-bit and 4-bit weights need their scales; ``quantized.py`` reads both."""
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -128,7 +128,8 @@ class SafetensorsFile:
         except CheckpointError:
             os.close(self._fd)
             raise
-        # Rows of a matrix are read in runs, and those of a transposed one are read by reading all of it.
+        # (name, matrix) of the transposed matrix that was read last. Its rows are not contiguous in the file, so the
+        # file is read once for the whole matrix, and the following calls for its rows use this copy.
         self._transposed: tuple[str, torch.Tensor] | None = None
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
@@ -142,7 +143,7 @@ class SafetensorsFile:
         return out
 
     def _read_transposed(self, name: str, entry: Entry) -> torch.Tensor:
-        """Read a transposed matrix as a whole, or return it if it is the last one that was read."""
+        """Read a transposed matrix as a whole. If it was also the last one that was read, return the kept copy."""
         if self._transposed is None or self._transposed[0] != name:
             columns = torch.empty(entry.shape[::-1], dtype=entry.dtype)
             read_all(
@@ -206,9 +207,9 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
 
 
 class SafetensorsFileWriter:
-    """A new file with known tensors, which are written in any order. Bytes that are not written are zero.
+    """A new file with known tensors. They can be written in any order. Bytes that are not written are zero.
 
-    Tensors with the same ``packed_in`` are the parts of one tensor in the file, in their order in ``tensors``.
+    Tensors with equal ``packed_in`` are the parts of one tensor in the file, in their order in ``tensors``.
     """
 
     def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:
@@ -369,13 +370,14 @@ def row_blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
 
 
 def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: str) -> None:
-    """Raise CheckpointError if names or shapes of ``specs`` differ from those of ``shape``. The message lists them.
+    """Raise CheckpointError if names or shapes of ``specs`` differ from the tensors of ``shape``. The message lists the
+    differences.
 
-    Tensors that the family carries along may be missing, and have any shape.
+    Tensors that the family carries along may be missing, and may have any shape.
     """
     model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
-    # A tied model may also store its output layer, which is not in ``model_tensors``; ``check_tied_copy`` compares it.
+    # A tied model may also store its output layer. ``model_tensors`` does not have it; ``check_tied_copy`` compares it.
     names = set(specs)
     if shape.tied_embeddings:
         names.discard(output)
@@ -402,8 +404,7 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
 def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes.
 
-    A tensor that may have a type of its own in files (``mapping.file_dtypes``) may have that type or the type of all
-    other tensors.
+    The tensors of ``mapping.file_dtypes`` may have the dtype in it, or the dtype of all other tensors.
     """
     check_tensors(store.specs, shape, location)
     dtypes = dtypes_of(store, shape)
@@ -442,7 +443,8 @@ def require_finite(rows: torch.Tensor, name: str, start: int, location: str) -> 
     """
     if not rows.numel():
         return
-    # Check the minimum and the maximum, which are NaN if an element is. Checking each element takes ten times as long.
+    # Check only the minimum and the maximum: both are NaN if an element is NaN. Checking each element takes ten times
+    # as long.
     minimum, maximum = torch.aminmax(rows)
     if math.isfinite(minimum.item()) and math.isfinite(maximum.item()):
         return

@@ -1,8 +1,9 @@
 """Reading Megatron-Core's distributed checkpoints (``torch_dist``) by rows and without Megatron.
 
 They are torch.distributed.checkpoint folders with the tensors of the whole model: layers are stacked along a first
-axis, experts along a second. So every layout can load a folder, and parameters in this module are those of a
-single-rank layout. ``open_checkpoint`` opens such folders, and Hugging Face folders, as Hugging Face tensors.
+axis, experts along a second axis. So every layout can load a folder. Parameters in this module have the names and
+shapes of a single-rank layout. ``open_checkpoint`` opens ``torch_dist`` folders and Hugging Face folders, both as
+Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
 CARRIED = "carried"
-"""Folder of the tensors that the model's family carries along, in the folder of the checkpoint's other files."""
+"""Subfolder of the checkpoint with the tensors that the model's family carries along."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 """Prefixes of the names of the model's tensors. Other tensors are the optimizer's."""
@@ -59,8 +60,8 @@ class StackedParameter:
 
 
 def stacked_parameters(name: str) -> list[StackedParameter]:
-    """The possible positions of a single-rank parameter: stacked over layers (Megatron-Core's default), or in a tensor
-    for each layer."""
+    """Return the possible positions of a single-rank parameter: stacked over layers (Megatron-Core's default), or in a
+    tensor for each layer."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return [StackedParameter(name, ())]
@@ -78,8 +79,8 @@ def stacked_parameters(name: str) -> list[StackedParameter]:
 
 
 def written_parameter(shape: ModelShape, name: str) -> StackedParameter:
-    """The position at which a single-rank parameter is written, which is Megatron-Core's: stacked over layers if all
-    layers have the same parameters, else in a tensor for each layer."""
+    """Return the position at which Megatron-Core and this package write a single-rank parameter: stacked over layers if
+    all layers have the same parameters, else in a tensor for each layer."""
     candidates = stacked_parameters(name)
     if layers_are_alike(shape):
         return candidates[0]
@@ -194,7 +195,7 @@ class TorchDistCheckpoint(Closing):
     """A ``torch_dist`` folder with a model of ``shape``. Raises CheckpointError if it has another model.
 
     A converted folder has a ``certificate``, and the tensors that the family carries along. A checkpoint of a training
-    run has neither; its carried tensors are read from ``carried_from``, a Hugging Face folder, if that has weights.
+    run has neither. Its carried tensors are read from the Hugging Face folder ``carried_from``, if it has weights.
     """
 
     def __init__(
@@ -234,8 +235,8 @@ class TorchDistCheckpoint(Closing):
 
     def _check(self) -> torch.dtype:
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
-        the dtype. The vocabulary may be padded. Tensors of ``mapping.file_dtypes`` may have any dtype, which is kept in
-        ``_own_dtypes``."""
+        the dtype. The vocabulary may be padded. Tensors of ``mapping.file_dtypes`` may have any dtype; ``_own_dtypes``
+        records it."""
         dtypes = set()
         own_names = file_dtypes(self.shape).keys()
         self._own_dtypes: dict[str, torch.dtype] = {}
@@ -348,8 +349,8 @@ def assemble_rows(
 
 
 def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:
-    """``(local row, Hugging Face row, rows)`` of the part of a piece in rows ``start .. start + count`` of its Hugging
-    Face tensor, or None if there is no such part.
+    """Return ``(local row, Hugging Face row, rows)`` of a piece's rows among the rows ``start .. start + count`` of its
+    Hugging Face tensor; None if the piece has no rows there.
 
     A piece along dim 1 is a block of columns with all rows. It is as wide as the local parameter, so that its rows are
     contiguous there.
@@ -461,7 +462,7 @@ def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[st
 
 
 def combined_digest(digests: Iterable[dict[str, str]]) -> str:
-    """SHA-256 (hex) of the sorted lines ``name digest`` of all ``digests``, which are results of ``tensor_digests``."""
+    """Return the SHA-256 (hex) of the sorted lines ``name digest`` of ``digests``, results of ``tensor_digests``."""
     lines: list[str] = []
     for part_digests in digests:
         lines += [f"{name} {digest}\n" for name, digest in part_digests.items()]

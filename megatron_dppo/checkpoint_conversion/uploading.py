@@ -49,7 +49,7 @@ _NAMED_FILES = 5
 def export_files(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of the model's files in ``folder``, and the names of all other files and folders there.
 
-    The model's files are those with a usual name, and those that its certificate lists.
+    A file is the model's if it has a usual name, or if the model's certificate lists it.
     """
     certified: set[str] = set()
     if (folder / CERTIFICATE).is_file():
@@ -113,7 +113,7 @@ def upload(
             allow_patterns=[glob.escape(name) for name in sent_names],
             commit_message=f"Export of {folder.resolve().parent.name}",
         )
-    # hf_xet, which sends large files, raises RuntimeError.
+    # hf_xet sends large files, and raises RuntimeError.
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{folder} is not sent to {repository}: {text}") from error
