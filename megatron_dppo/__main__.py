@@ -17,10 +17,14 @@ from megatron_dppo import EXAMPLES, __version__
 from megatron_dppo.system import plugins
 
 REFUSED = 2
+"""Exit code of a wrong command line: that of ``megatron_dppo.logging``, whose import would delay ``--help``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Run the command that ``arguments`` (default: the command line) begin with on the rest of them; its exit code."""
+    """Run the command that the first of ``arguments`` names with the other ones; return its exit code.
+
+    Default of ``arguments``: the command line.
+    """
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not sys.flags.safe_path:
         # Import the user's rewards and environments from the current folder, like ``python -m``.
@@ -28,25 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     if not command_line or command_line[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if command_line else REFUSED
-    if command_line[0] in ("-V", "--version"):
+    name, *command_arguments = command_line
+    if name in ("-V", "--version"):
         print(f"megatron-dppo {__version__}")
         return 0
     commands = plugins.find_plugins(plugins.COMMANDS)
-    if command_line[0] not in commands:
-        print(f"error: {_unknown_command(command_line[0], commands)}", file=sys.stderr)
+    if name not in commands:
+        print(f"error: {_unknown_command(name, commands)}", file=sys.stderr)
         return REFUSED
-    module = importlib.import_module(commands[command_line[0]].module)
-    code: int | None = module.main(command_line[1:])
+    module = importlib.import_module(commands[name].module)
+    code: int | None = module.main(command_arguments)
     return code
 
 
 def _unknown_command(word: str, commands: Mapping[str, EntryPoint]) -> str:
     similar_commands = difflib.get_close_matches(word, commands, n=1)
-    suggestion = (
-        f"did you mean {similar_commands[0]!r}?"
-        if similar_commands
-        else f"expected one of {', '.join(commands)}"
-    )
+    suggestion = f"expected one of {', '.join(commands)}"
+    if similar_commands:
+        suggestion = f"did you mean {similar_commands[0]!r}?"
     return f"megatron-dppo: no command {word!r}; {suggestion}"
 
 

@@ -17,7 +17,8 @@ from megatron_dppo.model.quantization import BLOCK, SCALE_SUFFIX, is_quantized, 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 """448, the largest value of e4m3."""
-_CHECKED_ROWS = 64 * BLOCK
+_CHECKSUM_ROWS = 64 * BLOCK
+"""Rows that ``block_checksums`` handles at a time, because its products take as much memory as the values."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _SMALLEST_ACTIVATION = 1e-10
 """SGLang's lower bound of the largest magnitude in a block of activations, so that no scale is 0."""
@@ -85,8 +86,7 @@ def block_checksums(values: Tensor) -> Tensor:
     factors = torch.randint(-(2**62), 2**62, (BLOCK, 1, BLOCK // 8), generator=generator)
     factors = (2 * factors + 1).to(values.device)
     sums: list[Tensor] = []
-    # A few rows of blocks at a time: the products are as large as the values.
-    for part in values.view(torch.uint8).split(_CHECKED_ROWS):
+    for part in values.view(torch.uint8).split(_CHECKSUM_ROWS):
         n, k = part.shape
         rows, columns = scale_dims((n, k))
         padding = (0, columns * BLOCK - k, 0, rows * BLOCK - n)

@@ -27,7 +27,10 @@ RUN_CONFIG = "config.yaml"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 on success, 2 on an error that the user can correct (its text goes to stderr)."""
+    """Run one command; return 0 on success, 2 on an error that the user can correct, 130 after Ctrl-C.
+
+    The text of the error goes to standard error.
+    """
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -46,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     def command(
         name: str, run: Callable[[argparse.Namespace], int], text: str, **folders: str
     ) -> argparse.ArgumentParser:
-        """``folders``: options that must name one, with their help."""
+        """Add the command ``name``, which calls ``run``. ``folders``: required options for folders, with their help."""
         added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
         added.set_defaults(run=run)
         for option, help_text in folders.items():
@@ -74,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         conversion.add_argument(
             "--dtype",
             choices=dtypes,
-            help="cast all to; default: as stored, where that is one",
+            help="type of all tensors; default: the stored type, if all tensors have one",
         )
     text = "Hugging Face -> Hugging Face with block-FP8 weights, as servers with engine.quantization=fp8 hold them"
     command("hf-to-fp8", _hf_to_fp8, text, hf="the unquantised folder", out=new_folder_help)
@@ -110,10 +113,10 @@ def parser() -> argparse.ArgumentParser:
         "--repo",
         required=True,
         metavar="OWNER/NAME",
-        help="made where it is missing",
+        help="created if it is missing",
     )
-    upload.add_argument("--public", action="store_true", help="of a repository that is made")
-    upload.add_argument("--revision", help="a branch that is there (main)")
+    upload.add_argument("--public", action="store_true", help="create the repository as public")
+    upload.add_argument("--revision", help="an existing branch (main)")
     return top
 
 
@@ -132,7 +135,7 @@ def _plan_arguments(command: argparse.ArgumentParser) -> None:
     }
     for option, (default, help_text) in sizes.items():
         command.add_argument(f"--{option}", type=int, default=default, help=help_text)
-    help_text = "of the weights that travel; default: config.json's"
+    help_text = "type of the weights; default: that of config.json"
     command.add_argument("--dtype", choices=sorted(ITEM_BYTES), help=help_text)
 
 
@@ -178,15 +181,17 @@ def _megatron_to_hf(arguments: argparse.Namespace) -> int:
 
 
 def _start_model(checkpoint: Path) -> Path:
-    """The folder of the start model of the run that saved ``checkpoint``, by the run's config.yaml.
+    """Return the folder of the start model of the run that saved ``checkpoint``, by the run's config.yaml.
 
     Raises CheckpointError where the checkpoint is in no run's folder, or the start model is not there.
     """
+    # RUN/checkpoints/STEP
     config = checkpoint.absolute().parent.parent / RUN_CONFIG
     way_out = "name a folder with the model's config.json and tokenizer by --hf-config"
     try:
         text = config.read_text(encoding="utf-8")
-        if (fault := hash_fault(text)) is not None:
+        fault = hash_fault(text)
+        if fault is not None:
             raise CheckpointError(f"{config}: altered: {fault}; {way_out}")
         start = Path(yaml.safe_load(text)["model"]["hf_checkpoint"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
@@ -266,10 +271,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _stored_bytes(folder: Path, config: Path | None = None) -> int:
-    """Return the bytes of a checkpoint's weights, for a torch_dist folder computed from the model's config.json."""
+    """Return the number of bytes of a checkpoint's weights."""
     files = list(folder.glob("*.safetensors"))
     if files:
         return sum(path.stat().st_size for path in files)
+    # A torch_dist folder: compute the number from the model's config.json.
     shape = load_model_shape(config or folder, quantized=True)
     return ITEM_BYTES[shape.dtype] * parameters(shape)
 

@@ -82,7 +82,8 @@ class SetResult:
 
     def to_json(self, pass_reward: float) -> dict[str, object]:
         size = len(self.rewards[0])
-        tries = [2**i for i in range(size.bit_length()) if 2**i <= size]
+        # 1, 2, 4, ... up to the number of responses.
+        tries = [2**i for i in range(size.bit_length())]
         return {
             "problems": len(self.rewards),
             "responses_per_problem": size,
@@ -96,7 +97,7 @@ class SetResult:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate all checkpoints; the process's exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Evaluate all checkpoints; return the exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     try:
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _faults(config: TrainConfig, checkpoints: Sequence[str]) -> Iterator[str]:
-    """Yield the reasons against an evaluation."""
+    """Yield the reasons why the checkpoints can't be evaluated."""
     if not config.data.evaluation_files:
         yield "data.evaluation: names no held-out set, expected at least one"
     for folder in checkpoints:
@@ -154,7 +155,7 @@ def _evaluate(
             folder = out / "logs" / f"{number}"
             evaluated = _Checkpoint(config, checkpoint, folder, data, scorer, samples, keep)
             results[checkpoint] = evaluated.results()
-            _write(out / REPORT, results, pass_reward)
+            _write_report(out / REPORT, results, pass_reward)
     print("\n".join(aligned(_rows(results, pass_reward))))
     print(f"every number is in {out / REPORT}, every response in {out / SAMPLES_FILE}")
     return 0
@@ -184,9 +185,8 @@ class _Checkpoint:
             if episodes is not None:
                 stack.callback(episodes.pool.close)
             fleet = stack.enter_context(own_fleet(config, self.logs))
-            template = generation_job(
-                config, self.data, load_model_shape(self.checkpoint), 0, episodes
-            )
+            shape = load_model_shape(self.checkpoint)
+            template = generation_job(config, self.data, shape, topk=0, episodes=episodes)
             results: dict[str, SetResult] = {}
             for name, problems in self.data.held_out.items():
                 results[name] = self._result(fleet, name, template, problems)
@@ -213,14 +213,19 @@ class _Checkpoint:
             problem = problems[number // size]
             self.keep(self.checkpoint, self.samples.of_response(name, problem, trajectory))
         rewards = [t.reward for t in responses]
+        rewards_by_problem = [
+            rewards[start : start + size] for start in range(0, len(rewards), size)
+        ]
         return SetResult(
-            [rewards[start : start + size] for start in range(0, len(rewards), size)],
+            rewards_by_problem,
             sum(t.truncated for t in responses),
             statistics.fmean(t.sampled for t in responses),
         )
 
 
-def _write(path: Path, results: Mapping[str, Mapping[str, SetResult]], pass_reward: float) -> None:
+def _write_report(
+    path: Path, results: Mapping[str, Mapping[str, SetResult]], pass_reward: float
+) -> None:
     report: dict[str, dict[str, object]] = {}
     for checkpoint, sets in results.items():
         report[checkpoint] = {name: result.to_json(pass_reward) for name, result in sets.items()}
@@ -238,7 +243,8 @@ def _rows(
             size = len(result.rewards[0])
             error = result.standard_error
             average = f"avg@{size} {result.average:.3f}"
-            average += "" if error is None else f" ± {error:.3f}"
+            if error is not None:
+                average += f" ± {error:.3f}"
             passed = f"pass@{size} {result.pass_at(size, pass_reward):.3f}"
             responses = len(result.rewards) * size
             truncated = f"{result.truncated / responses:.1%}"
@@ -269,14 +275,14 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="of the results (default: run.directory/evaluation)",
+        help="folder for the results (default: run.directory/evaluation)",
     )
     parser.add_argument(
         "--pass-reward",
         type=float,
         default=PASS_REWARD,
         metavar="REWARD",
-        help=f"least reward of a response that counts as passed in pass@k (default: {PASS_REWARD})",
+        help=f"smallest reward of a response that counts as passed in pass@k (default: {PASS_REWARD})",
     )
     return parser
 

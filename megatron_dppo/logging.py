@@ -48,17 +48,16 @@ class FatalError(SystemExit):
 def shared_console() -> Console:
     """Return the process's only console, on the terminal that the supervisor passed on, else on standard output.
 
-    The console of other ranks than 0 prints nothing.
+    Only the consoles of rank 0 and of the supervisor print: ``configure_logging`` silences those of the other ranks.
     """
     global _console  # noqa: PLW0603  one terminal, so one console in a process
     if _console is None:
         # Remove the variable, so that child processes do not inherit it.
         terminal = os.environ.pop(TERMINAL_VARIABLE, None)
-        _console = (
-            Console(file=_standard_output(), highlight=False, markup=False)
-            if terminal is None
-            else TerminalConsole(int(terminal))
-        )
+        if terminal is None:
+            _console = Console(file=_standard_output(), highlight=False, markup=False)
+        else:
+            _console = TerminalConsole(int(terminal))
     return _console
 
 
@@ -90,12 +89,13 @@ class TerminalConsole(Console):
             markup=False,
         )
 
-    @property  # type: ignore[misc]  # rich's own may be set, this one follows the terminal
+    @property  # type: ignore[misc]  # rich's property has a setter; this one always asks the terminal
     def size(self) -> ConsoleDimensions:
         """Columns and rows of the descriptor: rich itself reads those of the standard descriptors."""
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
-        except OSError:  # no terminal, or none any more
+        except OSError:
+            # The descriptor is no terminal, or the terminal was closed.
             return super().size
         return ConsoleDimensions(columns or 80, rows or 25)
 
@@ -103,7 +103,8 @@ class TerminalConsole(Console):
         """Print like rich, and copy text to standard output."""
         super().print(*objects, **options)
         # Copy no tables and bars: they are drawn in the terminal's width.
-        if not self.quiet and all(isinstance(renderable, str | Text) for renderable in objects):
+        has_only_text = all(isinstance(renderable, str | Text) for renderable in objects)
+        if has_only_text and not self.quiet:
             self._copy.print(*objects, **options)
 
 
@@ -132,7 +133,7 @@ class _Terminal(io.TextIOBase):
 
 
 class _StandardOutput(io.TextIOBase):
-    """The current ``sys.stdout``, without its errors; see _Terminal."""
+    """A text file on the current ``sys.stdout`` that drops text which cannot be written; see _Terminal."""
 
     def fileno(self) -> int:
         return sys.stdout.fileno()
@@ -143,7 +144,8 @@ class _StandardOutput(io.TextIOBase):
     def write(self, text: str) -> int:
         try:
             descriptor = sys.stdout.fileno()
-        except (OSError, ValueError):  # no file: a test's
+        except (OSError, ValueError):
+            # A test may have replaced sys.stdout by an object without a descriptor.
             return sys.stdout.write(text)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -171,8 +173,9 @@ class ConsoleHandler(logging.Handler):
         return record.levelno >= logging.WARNING and record.name != "py.warnings"
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = Text(self.format(record), style=_STYLES.get(min(record.levelno, logging.ERROR), ""))
-        self.console.print(text, soft_wrap=True)
+        # CRITICAL has the style of ERROR.
+        style = _STYLES.get(min(record.levelno, logging.ERROR), "")
+        self.console.print(Text(self.format(record), style=style), soft_wrap=True)
 
 
 class LogFile(logging.FileHandler):
@@ -200,31 +203,32 @@ class LogFile(logging.FileHandler):
 def configure_logging(directory: str | Path | None, rank: int | None = 0) -> None:
     """Send this process's records to its log file, and those of rank 0 and the supervisor to the terminal too.
 
-    Records of this package are written from INFO on, those of others from WARNING on, and uncaught exceptions go to the
-    file. A second call replaces the handlers of the first one.
+    Records of this package are written from INFO on, records of other packages from WARNING on. Uncaught exceptions go
+    to the file. A second call replaces the handlers of the first one.
 
     Args:
         directory: the run's folder. The file is ``logs/rank<N>.log``, or ``logs/supervisor.log`` for rank None; a
             resumed run appends to it. None: the terminal only.
         rank: global rank; None in the supervisor.
     """
-    global _failure_mark  # noqa: PLW0603  one process, one mark
+    global _failure_mark  # noqa: PLW0603  a process is one rank, so it has one mark
     process = "supervisor" if rank is None else f"rank{rank}"
     console = shared_console()
     console.quiet = rank not in {None, 0}
 
     root = logging.getLogger()
-    # Keep the handlers of tests and libraries.
-    for handler in [h for h in root.handlers if getattr(h, "from_megatron_dppo", False)]:
-        root.removeHandler(handler)
-        handler.close()
+    for handler in list(root.handlers):
+        # Keep the handlers of tests and libraries.
+        if getattr(handler, "from_megatron_dppo", False):
+            root.removeHandler(handler)
+            handler.close()
     handlers: list[logging.Handler] = []
     if not console.quiet:
-        on_console = ConsoleHandler(console)
-        on_console.setFormatter(
+        console_handler = ConsoleHandler(console)
+        console_handler.setFormatter(
             logging.Formatter(_CONSOLE_FORMAT.format(process=process), datefmt="%H:%M:%S")
         )
-        handlers.append(on_console)
+        handlers.append(console_handler)
     if directory is not None:
         path = Path(directory) / "logs" / f"{process}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,11 +236,11 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
         if rank is not None:
             _failure_mark = failure_mark(path)
         failure_mark(path).unlink(missing_ok=True)
-        in_file = LogFile(path)
-        in_file.setFormatter(
+        log_file = LogFile(path)
+        log_file.setFormatter(
             logging.Formatter(_FORMAT.format(process=process), datefmt="%Y-%m-%d %H:%M:%S")
         )
-        handlers.append(in_file)
+        handlers.append(log_file)
     for handler in handlers:
         handler.from_megatron_dppo = True  # type: ignore[attr-defined]
         root.addHandler(handler)
@@ -258,7 +262,7 @@ def note_failure() -> None:
     have no effect.
     """
     if _failure_mark is not None:
-        # Mode "x" keeps the first time: more may fail while the process ends.
+        # Mode "x" keeps the time of the first failure: it may cause further failures while the process ends.
         with contextlib.suppress(OSError), open(_failure_mark, "x") as file:
             file.write(f"{time.time()}\n")
 
@@ -270,15 +274,15 @@ def forget_failure() -> None:
 
 
 def _log_uncaught(
-    kind: type[BaseException],
+    error_type: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
     """Write the traceback to the log file, then to standard error as Python does."""
-    if not issubclass(kind, KeyboardInterrupt):
+    if not issubclass(error_type, KeyboardInterrupt):
         note_failure()
-        _to_files("uncaught exception", exc_info=(kind, error, trace))
-    sys.__excepthook__(kind, error, trace)
+        _to_files("uncaught exception", exc_info=(error_type, error, trace))
+    sys.__excepthook__(error_type, error, trace)
 
 
 def _to_files(

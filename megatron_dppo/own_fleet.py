@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_WEIGHT_VERSION = 0
+"""Version of the checkpoint's weights, which the servers keep."""
+
 
 class GenerationError(RunError):
     """The servers return no responses; the message says why."""
@@ -110,7 +113,7 @@ class OwnFleet:
         self._runner = AsyncRunner()
         self._parser = AnswerParser()
         self._client = FleetClient(_report_lost, parser=self._parser)
-        self._runner.run(self._client.serve(members, 0))
+        self._runner.run(self._client.serve(members, _WEIGHT_VERSION))
 
     def generate(
         self,
@@ -125,7 +128,7 @@ class OwnFleet:
         """
         from megatron_dppo.fleet.generation import Generation, GenerationEnd
 
-        generation = Generation(job, description, on_response, 0, dict(done))
+        generation = Generation(job, description, on_response, done=dict(done))
         generation.resume(self._runner, self._client, self._limits, _never, self._slots)
         end, reason = generation.wait(_never)
         if end is not GenerationEnd.DONE:
@@ -166,7 +169,9 @@ class OwnFleet:
             done = self.generate(job, description, on_response, done)
             scores = [pending_scores[key].result() for key in keys]
             missing_keys = [
-                k for k, s in zip(keys, scores, strict=True) if s.unavailable is not None
+                key
+                for key, score in zip(keys, scores, strict=True)
+                if score.unavailable is not None
             ]
             if not missing_keys:
                 break
@@ -174,6 +179,7 @@ class OwnFleet:
             for key in missing_keys:
                 del done[key]
         else:
+            # The last round left rewards missing too.
             reason = next(s.unavailable for s in scores if s.unavailable is not None)
             raise RewardUnavailableError(f"{description}: {len(missing_keys)} responses: {reason}")
         return reward_responses(job, job.trajectories(done), scores, algorithm, credit)

@@ -2,11 +2,11 @@
 
 ``megatron-dppo rollout CONFIG.yaml [key.path=value ...] [--checkpoint FOLDER] [--out FOLDER]``.
 
-SGLang servers load the checkpoint themselves and generate the batches of ``run.steps`` steps, as a run of the same
-configuration draws, samples and scores them, from weights that stay as they are. ``OUT/rollouts`` has a file for each
-batch, with its seal: ``rollout.replay_from: OUT/rollouts`` trains on them, and
-``megatron-dppo explain OUT --policy FOLDER`` shows their tokens. A further call with the same configuration goes on
-after the last batch that was saved.
+SGLang servers load the checkpoint themselves and generate the batches of ``run.steps`` steps. The problems are drawn,
+and the responses sampled and scored, as in a run of this configuration, but the weights do not change. ``OUT/rollouts``
+has a file for each batch, with its seal (``data/seal.py``). ``rollout.replay_from: OUT/rollouts`` trains on the
+batches, and ``megatron-dppo explain OUT --policy FOLDER`` shows their tokens. A further call with the same
+configuration continues after the last saved batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, overrides)
         check_config(config, options.config)
         out = Path(options.out or config.run.directory)
-        if faults := list(_faults(config, out)):
+        faults = list(_faults(config, out))
+        if faults:
             raise ConfigError(faults, options.config)
         return _generate(config, out)
     except (ConfigError, RunError) as error:
@@ -63,21 +64,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _faults(config: TrainConfig, out: Path) -> Iterator[str]:
-    """Yield the reasons against a generation into the folder ``out``."""
+    """Yield the reasons why batches can't be generated into the folder ``out``."""
     if config.rollout.replay_from is not None:
         yield f"rollout.replay_from: got {config.rollout.replay_from!r}, expected null: batches are generated"
     for fault in missing_weights(config.model.hf_checkpoint):
         yield f"model.hf_checkpoint: {fault}"
-    if reason := unwritable(out):
+    reason = unwritable(out)
+    if reason:
         yield f"--out: {reason}"
         return
-    earlier = out / CONFIG_FILE
-    if earlier.is_file() and earlier.read_text(encoding="utf-8") != _kept_config(config):
-        yield f"--out: {out} has batches of another configuration ({earlier}), expected a folder of this one"
+    path = out / CONFIG_FILE
+    if path.is_file() and path.read_text(encoding="utf-8") != _config_text(config):
+        yield f"--out: {out} has batches of another configuration ({path}), expected a folder of this one"
 
 
-def _kept_config(config: TrainConfig) -> str:
-    """The configuration in the folder of the batches. The number of steps may grow."""
+def _config_text(config: TrainConfig) -> str:
+    """Return the text of config.yaml in the folder of the batches.
+
+    The text has one step whatever ``run.steps`` is, because a later call may generate more batches into the folder.
+    """
     run = config.run.model_copy(update={"steps": 1})
     return resolved_yaml(config.model_copy(update={"run": run}))
 
@@ -94,7 +99,7 @@ def _generate(config: TrainConfig, out: Path) -> int:
     configure_logging(out, None)
     data = RunData(config)
     data.settle(data.bad_answers())
-    write_atomically(out / CONFIG_FILE, _kept_config(config))
+    write_atomically(out / CONFIG_FILE, _config_text(config))
     shape = load_model_shape(config.model.hf_checkpoint)
     settings = config.algorithm
     algorithm = build_algorithm(settings.name, settings.options, settings.settings)
@@ -147,10 +152,10 @@ class _Batches:
         return range(len(lines) + 1, self._config.run.steps + 1)
 
     def save(self, step: int) -> str:
-        """Generate, score and save the batch of ``step``; a line about it."""
+        """Generate, score and save the batch of ``step``; return a line about it."""
         from megatron_dppo.data.batch_file import save_batch
 
-        began = time.monotonic()
+        start_time = time.monotonic()
         batch, figures = self._generated(step)
         save_batch(self._out / ROLLOUTS_FOLDER, step, batch, self._seal(step, batch))
         row: dict[str, Any] = {"step": step, **figures, "sampler": self._sampler.state_dict()}
@@ -159,19 +164,21 @@ class _Batches:
         mean_reward = sum(t.reward for t in batch) / len(batch)
         return (
             f"batch {step} of {self._config.run.steps}: {len(batch)} responses, mean reward {mean_reward:.3f}, "
-            f"{time.monotonic() - began:.0f} s"
+            f"{time.monotonic() - start_time:.0f} s"
         )
 
     def _generated(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
-        """Generate groups until the batch is complete; its responses, and figures of all groups."""
+        """Generate groups until the batch is complete; return its responses, and figures of all generated groups."""
         from megatron_dppo.loop.group_quota import GroupQuota
         from megatron_dppo.loop.rollout_figures import GroupRow, generated_figures
 
-        config, size = self._config, self._job.group_size
+        config = self._config
+        size = self._job.group_size
         quota = GroupQuota.of(config.rollout)
         groups: list[list[Trajectory]] = []
         rows: list[GroupRow] = []
         rounds = 0
+        # ``flat``: the group's responses have equal rewards.
         while count := quota.ask([row.flat for row in rows], rounds):
             positions = range(len(groups), len(groups) + count)
             problems = [self._data.train.problems[i] for i in self._sampler.next(count)]
@@ -192,7 +199,10 @@ class _Batches:
         return batch, generated_figures(rows)
 
     def _seal(self, step: int, batch: Sequence[Trajectory]) -> Any:
-        """The seal of a batch. Its weights are named by the checkpoint's files: no trainer has hashed them."""
+        """Return the seal of a batch.
+
+        Names and sizes of the checkpoint's files stand for the hash of the weights, which only a trainer computes.
+        """
         from megatron_dppo.data.seal import Seal, row_digest, text_digest
         from megatron_dppo.loop.inputs import model_files
 
@@ -214,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-dppo rollout",
         description="Generate, score and save rollout batches: SGLang servers, no trainer.",
         epilog=(
-            "The batches are those of run.steps steps, as rollout:, data:, reward: and environment: say. "
+            "The sections rollout, data, reward and environment describe the batches; run.steps is their number. "
             "Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."
         ),
     )
@@ -229,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="of the batches (default: run.directory)",
+        help="folder for the batches (default: run.directory)",
     )
     return parser
 

@@ -2,8 +2,8 @@
 
 ``megatron-dppo supervised CONFIG.yaml [key.path=value ...]``.
 
-Maximum likelihood on prompt-response pairs by the same trainer as the RL run, as a warm start: the
-result is a Hugging Face folder, ``<run.directory>/hf``. Short runs: nothing is checkpointed between.
+The trainer of RL runs maximises the likelihood of the responses. The result is a Hugging Face folder,
+``<run.directory>/hf``, from which an RL run can start. The program is for short runs: it saves no checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_dppo.launch.local import run_local
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import configure_logging, fatal
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.metrics.records import EXPORT_FOLDER
 from megatron_dppo.model.errors import CheckpointError
@@ -88,29 +88,29 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
         form=form,
         embedding_rows=embedding_rows(config.model.hf_checkpoint),
     )
-    if warning := data_files(config.data.train).warning:
+    warning = data_files(config.data.train).warning
+    if warning:
         log.warning("%s", warning)
     with patience("others start"):
         trainer = Trainer(config)
     fence.join()
     sampler = ProblemSampler(len(pairs), config.run.seed)
-    first_loss = last_loss = 0.0
+    losses: list[float] = []
     with progress("supervised warm start", config.run.steps) as bar:
         for step in range(config.run.steps):
             step_pairs = [pairs[i] for i in sampler.next(config.training.sequences_per_step)]
-            last_loss = _step(trainer, config, step_pairs)
-            first_loss = last_loss if step == 0 else first_loss
-            bar.update(completed=step + 1, note=f"{last_loss:.3f} nats a token")
+            losses.append(_step(trainer, config, step_pairs))
+            bar.update(completed=step + 1, note=f"{losses[-1]:.3f} nats a token")
     fence.check_together()
     with patience("others export"):
         trainer.export_hf(out)
     log.info(
-        "supervised: %.3f -> %.3f nats a token in %d steps", first_loss, last_loss, config.run.steps
+        "supervised: %.3f -> %.3f nats a token in %d steps", losses[0], losses[-1], len(losses)
     )
 
 
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
-    """One optimiser step; returns the mean negative log-likelihood, nats per token."""
+    """Make one optimiser step; return the mean negative log-likelihood in nats per token."""
     from megatron_dppo.data.balancing import plan_mini_batch
     from megatron_dppo.data.packing import pack, padded_length
 
@@ -125,19 +125,18 @@ def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> floa
         config.training.micro_batch_tokens,
         trainer.micro_batch_multiple,
     )
-    rows_by_batch = plan[trainer.topology.dp_rank]
-    batches = [
-        pack(
-            [samples[i] for i in rows],
-            indices=rows,
+    batches = []
+    for indices in plan[trainer.topology.dp_rank]:
+        batch = pack(
+            [samples[i] for i in indices],
+            indices=indices,
             pad_multiple=trainer.pad_multiple,
             sequence_multiple=multiple,
         )
-        for rows in rows_by_batch
-    ]
+        batches.append(batch)
     tokens = sum(s.sampled for s in samples)
     values = trainer.train_mini_batch(batches, _loss, float(tokens)).metrics.values()
-    return values[names.LOSS] / tokens
+    return values[metric_names.LOSS] / tokens
 
 
 def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
@@ -158,16 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for warning in untried_options(config):
                 print(f"warning: {warning}")
             return 0
-        # Options that are forwarded to Megatron-Core are checked by a child process, with the library.
+        # If options are forwarded to Megatron-Core, a child process checks the configuration, with the library.
         if "RANK" in os.environ or not config.forwards_to_megatron:
             check_supervised_config(config, options.config)
         if "RANK" not in os.environ:
             exit_by_code()
-            command = [options.config, *options.overrides]
-            refused = 0
             if config.forwards_to_megatron:
-                refused = check_in_child(MODULE, command)
-            return refused or run_local(
+                check_code = check_in_child(MODULE, [options.config, *options.overrides])
+                if check_code:
+                    return check_code
+            return run_local(
                 config.run, config.parallel, resolved_yaml(config), None, MODULE, this_machine()
             )
     except RunError as error:

@@ -2,9 +2,9 @@
 
 ``megatron-dppo train CONFIG.yaml [key.path=value ...]``.
 
-Everything that can be refused is refused first, within seconds, by a child process that may import the libraries.
-Then this process is either the supervisor of a run on this machine, which starts the SGLang servers and the trainer's
-ranks, or, where RANK is in the environment (torchrun, Slurm, our own supervisor), one of those ranks.
+If RANK is in the environment (torchrun, Slurm, our own supervisor), this process is a rank of the trainer. Otherwise it
+is the supervisor of a run, which starts the SGLang servers and the ranks. Before that, a child process, which may
+import the libraries, checks the configuration within seconds.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from megatron_dppo.system.secret_variables import hide_secrets
 MODULE = "megatron_dppo.train"
 ANSWERS = "--answers"
 _NOT_HERE = "on this machine it can't be started: "
-_PLACED = ("parallel", "engine", "model", "megatron", "sglang", "training", "lora")
+_MACHINE_SECTIONS = ("parallel", "engine", "model", "megatron", "sglang", "training", "lora")
 """Sections that a machine's processes and memory depend on."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a full or read-only file system."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ:
             check_config(config, options.config)
             _check_world(config.parallel.world_size, options.config)
-            _check_environment(config.weight_sync.strategy, config.megatron)
+            _prepare_environment(config.weight_sync.strategy, config.megatron)
     except ConfigError as error:
         fatal(str(error))
     if "RANK" not in os.environ:
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name_rank(rank)
     # Configure the log before libraries are imported, so that it has their messages.
     configure_logging(config.run.directory, rank)
-    # Have a rank that is aborted print its stacks.
+    # A rank that is aborted prints its stacks.
     faulthandler.enable()
     from megatron_dppo.loop import run_rank
 
@@ -117,14 +118,16 @@ def _check(options: argparse.Namespace) -> int:
     print(layout)
     for warning in untried_options(config):
         print(f"warning: {warning}")
-    # In a run, rank 0 logs these changes.
-    if options.answers is None and (changes := _changes(config)) is not None:
-        print(changes)
-    start_facts = check_start(config, this_machine())
-    print(start_facts.summary)
+    if options.answers is None:
+        # In a run, rank 0 logs these changes.
+        changes = _changes(config)
+        if changes is not None:
+            print(changes)
+    start_check = check_start(config, this_machine())
+    print(start_check.summary)
     folder = config.model.hf_checkpoint
     weight_faults = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
-    for fault in [*weight_faults, *start_facts.faults]:
+    for fault in [*weight_faults, *start_check.faults]:
         print(_NOT_HERE + fault)
     return 0
 
@@ -153,13 +156,14 @@ def _stage_faults(
 def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[str]:
     """Return the faults that later checks find in a configuration with faulty values."""
     _, faults = _stage_faults(remainder.config, options, remainder.faulty_keys)
-    if not remainder.has_faulty(_PLACED):
+    if not remainder.has_faulty(_MACHINE_SECTIONS):
         faults += _machine_faults(remainder.config)
     return [fault for fault in faults if remainder.is_certain(fault)]
 
 
 def _machine_faults(config: TrainConfig) -> list[str]:
-    """Return what this machine lacks; nothing where a server has no size, which the checks of the machine read."""
+    """Return what this machine lacks."""
+    # The checks of the machine read the sizes of the servers, which are invalid here.
     if not has_server_sizes(config.sglang):
         return []
     return [_NOT_HERE + fault for fault in check_start(config, this_machine()).faults]
@@ -180,7 +184,7 @@ def _check_world(size: int, source: str) -> None:
         raise ConfigError([fault], source)
 
 
-def _check_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
+def _prepare_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
     """Set a rank's variables of torch and Transformer Engine.
 
     Raises ConfigError if the environment, for example that of a container's image, excludes them.
@@ -202,11 +206,11 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     exit_by_code()
     machine = this_machine()
     faults = []
-    # The child process names sizes that are no numbers.
+    # If a size of the servers is no number, the child process reports it.
     if options.hosts is None and has_server_sizes(config.sglang):
         faults = list(check_start(config, machine).faults)
     if faults:
-        # One error also says what needs no library to be seen.
+        # Report in the same error what can be found without the libraries.
         try:
             check_config(config, options.config)
         except ConfigError as error:
@@ -220,20 +224,24 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
         return 0
     try:
         with checked_answers_file() as path:
-            refused = check_in_child(MODULE, [options.config, *options.overrides, ANSWERS, path])
+            arguments = [options.config, *options.overrides, ANSWERS, path]
+            check_code = check_in_child(MODULE, arguments)
+            if check_code:
+                return check_code
             if options.hosts is not None:
-                return refused or _run_on_hosts(config, options.hosts)
+                return _run_on_hosts(config, options.hosts)
             sections = ServerSections.of(config).where_generated
-            return refused or run_local(
+            return run_local(
                 config.run, config.parallel, resolved_yaml(config), sections, MODULE, machine
             )
     except RunError as error:
         fatal(str(error))
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _UNWRITABLE:
             raise
         fatal(f"{error.filename or config.run.directory}: {error.strerror}")
-    except KeyboardInterrupt:  # before the supervisor took the signal over
+    except KeyboardInterrupt:
+        # Ctrl-C came before the supervisor began to handle the signal.
         return INTERRUPTED
 
 
@@ -266,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOSTS.yaml",
         help="run on several hosts, through ssh or another remote shell; docs/hosts.md",
     )
-    # Only the child process that checks a start has this option: it writes its findings on answers to the file.
+    # Only the child process that checks a start gets this option: it writes its findings on answers to the file.
     parser.add_argument(ANSWERS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--print-config",

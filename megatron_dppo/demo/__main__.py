@@ -2,9 +2,9 @@
 
 ``make demo`` prepares model and data, trains with DPPO and compares the results with targets::
 
-megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
+    megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
 
-An interrupted demo resumes. The folder of a finished one is renamed, and a new one starts.
+An interrupted demo resumes. The folder of a finished demo is renamed, and a new demo starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from megatron_dppo.demo.material import (
 )
 from megatron_dppo.environments import check_environment
 from megatron_dppo.launch.arguments import add_overrides
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import BATCH_FILES, ROLLOUTS_FOLDER, read_records, series
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
@@ -52,15 +51,15 @@ SECONDS = "seconds, set-up excluded"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit code of the training, or 1 if a result misses its target."""
+    """Run the demo; return the exit code of the training, or 1 if a result misses its target."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
     hide_secrets()
     for override in options.overrides:
         flag = FLAGS.get(override.partition("=")[0])
         if flag:
-            parser.error(f"{override}: give {flag} instead, which the material depends on too")
-    started = time.monotonic()
+            parser.error(f"{override}: give {flag} instead, because the material depends on it too")
+    start_time = time.monotonic()
     task = TASKS[options.task]
     recipe = RECIPES / task.recipe
     gpus = this_machine().gpus
@@ -81,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = Path(options.directory)
     set_aside(directory, options.seed, options.overrides, recipe)
     command = [
-        *(sys.executable, "-m", "megatron_dppo.train", str(recipe)),
+        sys.executable,
+        "-m",
+        "megatron_dppo.train",
+        str(recipe),
         f"run.directory={directory}",
         f"run.seed={options.seed}",
         f"model.hf_checkpoint={material.warm_checkpoint}",
@@ -89,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"data.evaluation.held_out={material.held_out}",
         *overrides,
     ]
-    CONSOLE.print(f"[demo] {' '.join(['python', *command[1:]])}", soft_wrap=True, markup=False)
+    shown_command = " ".join(["python", *command[1:]])
+    CONSOLE.print(f"[demo] {shown_command}", soft_wrap=True, markup=False)
     code = run_to_the_end(command)
     if code:
         return code
@@ -97,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = yaml.safe_load((directory / "config.yaml").read_text())["model"]["dtype"]
     results = judge(summary, load_config(recipe, ()).run.steps, dtype, task.gain)
     target = f"{task.longest_s} or less on two quiet cores"
-    seconds = VerdictRow(SECONDS, f"{time.monotonic() - started:.0f}", target)
+    seconds = VerdictRow(SECONDS, f"{time.monotonic() - start_time:.0f}", target)
     show([*results, seconds], summary, directory)
     CONSOLE.print(verdict(results), soft_wrap=True, markup=False)
     CONSOLE.print("\n".join(next_commands(directory)), soft_wrap=True, markup=False)
@@ -110,7 +113,7 @@ def set_aside(
     overrides: Sequence[str],
     recipe: Path = RECIPES / "config.yaml",
 ) -> None:
-    """Rename the folder of a demo that is finished or of another seed, algorithm or task; delete nothing."""
+    """Rename the folder of a demo that is finished, or that has another seed, algorithm or task."""
     config = directory / "config.yaml"
     if not config.exists():
         return
@@ -121,19 +124,20 @@ def set_aside(
         new_config.algorithm.name,
         new_config.environment.name,
     )
-    finished = (directory / "summary.json").exists()
-    if is_same_demo and not finished:
+    is_finished = (directory / "summary.json").exists()
+    if is_same_demo and not is_finished:
         return
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     renamed = unused_path(directory.with_name(stamp))
     directory.rename(renamed)
-    kind = "run of another seed, algorithm or task"
-    if finished:
-        kind = "finished run"
-    CONSOLE.print(f"[demo] the {kind} in {directory} is now {renamed}", markup=False)
+    old_run = "run of another seed, algorithm or task"
+    if is_finished:
+        old_run = "finished run"
+    CONSOLE.print(f"[demo] the {old_run} in {directory} is now {renamed}", markup=False)
 
 
 def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
+    """Return the seed, the algorithm and the environment, which the task determines."""
     environment = config.get("environment", {}).get("name")
     return config["run"]["seed"], config["algorithm"]["name"], environment
 
@@ -145,7 +149,7 @@ def judge(
     gain: float = 0.25,
 ) -> list[VerdictRow]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
-    gap_bound = BY_METRIC[names.GAP_ON_POLICY].upper(dtype)
+    gap_bound = BY_METRIC[metric_names.GAP_ON_POLICY].upper(dtype)
     export_bound = EXPORT_BOUNDS[dtype]
     gap = summary["mean_abs_prob_gap"]
     difference = summary["hf_export_max_logprob_diff"]
@@ -154,18 +158,23 @@ def judge(
     start = summary["eval_accuracy_start"]
     end = summary["eval_accuracy_end"]
     steps = summary["steps"]
-    measured = start is not None and end is not None
-    gained = None
-    if measured and steps >= recipe_steps:
-        gained = end - start >= gain
+    is_measured = start is not None and end is not None
+    has_learned = None
+    if is_measured and steps >= recipe_steps:
+        has_learned = end - start >= gain
+    # The engine gets the weights before the first step and after each step.
+    are_all_verified = verified == updates and updates >= steps + 1
     return [
         VerdictRow(
-            "held-out accuracy", _arrow(summary, "eval_accuracy"), f"up by {gain} or more", gained
+            "held-out accuracy",
+            _change(summary, "eval_accuracy"),
+            f"up by {gain} or more",
+            has_learned,
         ),
-        VerdictRow("training reward", _arrow(summary, "train_reward"), "rises"),
+        VerdictRow("training reward", _change(summary, "train_reward"), "rises"),
         VerdictRow(
             "|pi - mu| at equal weights",
-            _small(gap),
+            _scientific(gap),
             f"{gap_bound:.0e} or less",
             _at_most(gap, gap_bound),
         ),
@@ -173,11 +182,11 @@ def judge(
             "weight updates verified",
             f"{verified} of {updates}",
             f"all; {steps + 1} or more",
-            verified == updates >= steps + 1,
+            are_all_verified,
         ),
         VerdictRow(
             "export against trainer, nats",
-            _small(difference),
+            _scientific(difference),
             f"{export_bound:.0e} or less",
             _at_most(difference, export_bound),
         ),
@@ -186,34 +195,37 @@ def judge(
 
 def verdict(results: Sequence[VerdictRow]) -> str:
     """Return a line that tells whether the policy learned and every target is met."""
-    gained = results[0]
-    missed = [result for result in results if result.holds is False]
-    learned = f"{gained.label} {gained.measured}, expected {gained.expected}"
+    missed = [_comparison(result) for result in results if result.holds is False]
     if missed:
-        faults = "; ".join(f"{r.label} {r.measured}, expected {r.expected}" for r in missed)
-        return f"FAILED: {faults}"
-    if gained.holds is None:
-        return f"not judged, as its evaluations or steps are not all there: {learned}"
-    return f"learned: {learned}"
+        return f"FAILED: {'; '.join(missed)}"
+    accuracy = results[0]
+    if accuracy.holds is None:
+        return f"not judged, as its evaluations or steps are not all there: {_comparison(accuracy)}"
+    return f"learned: {_comparison(accuracy)}"
+
+
+def _comparison(result: VerdictRow) -> str:
+    return f"{result.label} {result.measured}, expected {result.expected}"
 
 
 def show(results: Sequence[VerdictRow], summary: Mapping[str, Any], directory: Path) -> None:
     """Print the results as a table, and the paths of the run's files."""
-    steps, turns = series(read_records(directory), names.TURNS)
+    steps, turns = series(read_records(directory), metric_names.TURNS)
     has_turns = max(turns, default=1.0) > 1
-    spoken = "1"
+    turns_text = "1"
     if has_turns:
-        spoken = f"{turns[0]:.2f} -> {turns[-1]:.2f}"
+        turns_text = f"{turns[0]:.2f} -> {turns[-1]:.2f}"
     rows = [
         *results,
-        VerdictRow("turns of an episode", spoken, ""),
+        VerdictRow("turns of an episode", turns_text, ""),
         VerdictRow("layout", summary["layout"], ""),
     ]
     title = f"{summary['algorithm']}, {summary['steps']} steps"
     CONSOLE.print(verdict_table(title, rows))
     if has_turns:
         show_conversations(directory, steps[0], steps[-1])
-    for label, name in {"figures": "report.png", "model": "hf", "events": "tensorboard"}.items():
+    results_of_run = {"figures": "report.png", "model": "hf", "events": "tensorboard"}
+    for label, name in results_of_run.items():
         CONSOLE.print(f"{label}: {directory / name}", soft_wrap=True)
 
 
@@ -232,18 +244,22 @@ def next_commands(directory: Path) -> list[str]:
     if list((directory / ROLLOUTS_FOLDER).glob(BATCH_FILES)):
         commands |= {
             f"explain {directory}": "which tokens of the last batch the mask blocks, and why",
-            f"doctor {directory}": "whether engine and trainer agree about it, and if not, why",
+            f"doctor {directory}": "whether engine and trainer agree about that batch, and if not, why",
             f"replay {directory} --algorithm grpo-clip-higher": "what another rule would have blocked",
         }
     width = max(map(len, commands))
-    return ["next:", *(f"  {program} {c:{width}}  {shows}" for c, shows in commands.items())]
+    lines = ["next:"]
+    for command, purpose in commands.items():
+        lines.append(f"  {program} {command:{width}}  {purpose}")
+    return lines
 
 
 def show_conversations(directory: Path, *steps: int) -> None:
     """Print two whole training samples of each step."""
+    training_samples = [sample for sample in read_samples(directory) if sample.set == TRAINING]
     for step in steps:
-        of_step = (s for s in read_samples(directory) if (s.set, s.step) == (TRAINING, step))
-        for sample in islice(of_step, 2):
+        samples_of_step = [sample for sample in training_samples if sample.step == step]
+        for sample in samples_of_step[:2]:
             CONSOLE.print("\n".join(console_lines(sample)), markup=False)
 
 
@@ -251,7 +267,8 @@ def _at_most(value: float | None, bound: float) -> bool:
     return value is not None and value <= bound
 
 
-def _arrow(summary: Mapping[str, Any], key: str) -> str:
+def _change(summary: Mapping[str, Any], key: str) -> str:
+    """Return the values of ``key`` at the start and at the end of the run, as text."""
     start = summary[f"{key}_start"]
     end = summary[f"{key}_end"]
     return f"{_digits(start)} -> {_digits(end)}"
@@ -263,7 +280,7 @@ def _digits(value: float | None) -> str:
     return f"{value:.3f}"
 
 
-def _small(value: float | None) -> str:
+def _scientific(value: float | None) -> str:
     if value is None:
         return "not measured"
     return f"{value:.1e}"
@@ -274,9 +291,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-dppo demo",
         description="Train a tiny mixture of experts by DPPO on this machine, on its GPUs if it has any.",
     )
-    parser.add_argument("--task", choices=TASKS, default="sums", help="what it learns (sums)")
-    parser.add_argument("--seed", type=int, default=1, help="of model, data order and sampling")
-    parser.add_argument("--directory", default="runs/demo", help="where the run goes")
+    parser.add_argument(
+        "--task", choices=TASKS, default="sums", help="what the model learns (sums)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of model, data order and sampling (1)"
+    )
+    parser.add_argument("--directory", default="runs/demo", help="folder of the run (runs/demo)")
     add_overrides(parser)
     return parser
 

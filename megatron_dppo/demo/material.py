@@ -1,6 +1,6 @@
 """Material of the demo: data, a random model, and the supervised warm start that RL begins from.
 
-python -m megatron_dppo.demo.material [--task sums] [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
+    python -m megatron_dppo.demo.material [--task sums] [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
 
 The program makes ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint), ``warm/`` (the policy that RL
 starts from, a Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, the problems of a task. The
@@ -9,11 +9,11 @@ problems of ``sums`` are sums and differences of four small numbers, e.g. ``3+5-
 ``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both. ``warm_start.jsonl``:
 ``{"prompt", "response"}`` for supervised learning, on expressions of the training split only.
 
-The warm start imitates the mixed styles of a base model's training text: 40% of its responses are worked out, ``8 6 =
-10`` (the running totals, then the answer); the others are estimates, ``= 12``, which are wrong by up to five. A model
-that imitates both is correct less than half of the time; reinforcement learning can learn from the reward that working
-out is better. The problems of the tasks ``calculator`` and ``python`` are products with a number added or subtracted;
-few of their warm start conversations use the tool to the end (``tool_pairs``).
+The warm start imitates the mixed styles of a base model's training text. 40% of its responses are worked out: ``8 6 =
+10`` has the running totals, then the answer. The other responses are estimates, ``= 12``, which are wrong by up to
+five. A model that imitates both is correct less than half of the time, and reinforcement learning can learn from the
+reward that working out is better. The problems of the tasks ``calculator`` and ``python`` are products with a number
+added or subtracted. Few of their warm start conversations use the tool until the answer is found (``tool_pairs``).
 
 Overrides apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its sources,
 seed or overrides have changed.
@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
@@ -56,11 +57,13 @@ if TYPE_CHECKING:
 Pair = Mapping[str, Any]
 """A pair for supervised learning: ``prompt`` (text or chat messages) and ``response``."""
 TERMS = 4
+"""Number of terms of a sum."""
 LARGEST_TERM = 5
 HELD_OUT = 200
+"""Number of held-out problems."""
 WARM_START_PAIRS = 40_000
 WORKED_OUT_SHARE = 0.4
-"""Share of the warm start's responses that are worked out; the others are estimates."""
+"""Share of the warm start's responses to sums that are worked out; the other responses are estimates."""
 ESTIMATE_RANGE = 5
 """Estimates are uniform within this distance of the answer, and not negative."""
 
@@ -76,7 +79,9 @@ def expressions() -> Iterator[str]:
     terms = [str(i) for i in range(1, LARGEST_TERM + 1)]
     for signs in itertools.product("+-", repeat=TERMS - 1):
         for first_term, *later_terms in itertools.product(terms, repeat=TERMS):
-            text = first_term + "".join(s + t for s, t in zip(signs, later_terms, strict=True))
+            text = first_term
+            for sign, term in zip(signs, later_terms, strict=True):
+                text += sign + term
             if min(running_totals(text)) >= 0:
                 yield text
 
@@ -96,8 +101,9 @@ def estimate(expression: str, rng: random.Random) -> str:
 
 
 TOOL_SHARES = {"estimate": 0.6, "half way": 0.25, "to the end": 0.15}
-"""Shares of the warm start's conversations that answer at once, after the first call, and after the second."""
+"""Share of the warm start's conversations that answer at once, after the first tool call, or after the second."""
 LARGEST_NUMBER = 99
+"""Largest number of the tokenizer for products."""
 
 
 def products() -> Iterator[str]:
@@ -109,23 +115,27 @@ def products() -> Iterator[str]:
 
 
 def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]:
-    """Yield the turns of a conversation about ``7*8-5``, each a pair. ``call``: format of a tool call, ``{}`` for its
-    text.
+    """Yield the turns of a conversation about a product such as ``7*8-5``, each as a pair.
 
-    A conversation to the end calls the tool for ``7*8``, then for ``56-5``, and answers ``= 51``. Half way it answers
-    ``= 56``, which is wrong; an estimate, ``= 47``, is seldom right.
+    In the style "to the end", a conversation calls the tool for ``7*8``, then for ``56-5``, and answers ``= 51``. In
+    the style "half way", it answers ``= 56`` after the first call, which is wrong. An estimate, ``= 47``, is seldom
+    right.
+    ``call``: format of a tool call, with ``{}`` for the expression.
     """
-    style = rng.choices(list(TOOL_SHARES), list(TOOL_SHARES.values()))[0]
+    style = rng.choices(list(TOOL_SHARES), weights=list(TOOL_SHARES.values()))[0]
     messages = [{"role": "user", "content": expression}]
     if style == "estimate":
         yield {"prompt": messages, "response": estimate(expression, rng)}
         return
-    product = expression[:3]
+    # Factors have one digit.
+    product, remainder = expression[:3], expression[3:]
     value = calculate(product)
-    questions = [product] if style == "half way" else [product, f"{value}{expression[3:]}"]
-    for question in questions:
-        turn = call.format(question)
-        value = calculate(question)
+    calculations = [product]
+    if style == "to the end":
+        calculations.append(f"{value}{remainder}")
+    for calculation in calculations:
+        turn = call.format(calculation)
+        value = calculate(calculation)
         yield {"prompt": list(messages), "response": turn}
         messages += [
             {"role": "assistant", "content": turn},
@@ -136,18 +146,18 @@ def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]
 
 def sum_pairs(expression: str, rng: random.Random) -> Iterator[Pair]:
     """Yield a response to a sum, worked out or estimated."""
-    worked = rng.random() < WORKED_OUT_SHARE
-    response = worked_out(expression) if worked else estimate(expression, rng)
+    is_worked_out = rng.random() < WORKED_OUT_SHARE
+    response = worked_out(expression) if is_worked_out else estimate(expression, rng)
     yield {"prompt": expression, "response": response}
 
 
 def make_data(folder: Path, seed: int, task: str = "sums") -> dict[str, int]:
-    """Write the three files; returns name -> number of lines."""
+    """Write the three files of data; return name -> number of lines."""
     rng = random.Random(seed)
-    everything = list(TASKS[task].expressions())
-    rng.shuffle(everything)
-    held_out = everything[:HELD_OUT]
-    train = everything[HELD_OUT:]
+    problems = list(TASKS[task].expressions())
+    rng.shuffle(problems)
+    held_out = problems[:HELD_OUT]
+    train = problems[HELD_OUT:]
     return {
         "held_out": _write(folder / "held_out.jsonl", map(_exercise, held_out)),
         "train": _write(folder / "train.jsonl", map(_exercise, train)),
@@ -162,10 +172,16 @@ def _exercise(expression: str) -> dict[str, str]:
 def _pairs(
     train: list[str],
     rng: random.Random,
-    pairs: Callable[[str, random.Random], Iterable[Pair]],
+    pairs_of: Callable[[str, random.Random], Iterable[Pair]],
 ) -> Iterator[Pair]:
-    conversations = (pairs(rng.choice(train), rng) for _ in itertools.count())
-    return itertools.islice(itertools.chain.from_iterable(conversations), WARM_START_PAIRS)
+    """Yield WARM_START_PAIRS pairs of random problems."""
+    count = 0
+    while True:
+        for pair in pairs_of(rng.choice(train), rng):
+            if count == WARM_START_PAIRS:
+                return
+            yield pair
+            count += 1
 
 
 def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
@@ -177,7 +193,10 @@ def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
 
 SPECIAL = ["<pad>", "<user>", "<assistant>", "<end>", "<unknown>"]
 NUMBERS = 28
-"""Numbers 0 to 27: totals reach 20, estimates 25; 36 words in all are divisible by TP 4."""
+"""The tokenizer for sums has the numbers 0 to 27, because totals reach 20 and estimates 25.
+
+It then has 36 words, and 36 is divisible by a tensor-parallel size of 4.
+"""
 WORDS = [*SPECIAL, *"+-=", *(str(i) for i in range(NUMBERS))]
 TOOL_WORDS = [*SPECIAL, *"+-*=?(){}", "print", "error", *map(str, range(LARGEST_NUMBER + 1))]
 CHAT_TEMPLATE = (
@@ -200,7 +219,7 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "initializer_range": 0.05,
 }
-"""Two layers and the larger initial weights learn the task in fewer steps."""
+"""With two layers, and with larger initial weights than usual, the model learns the task in fewer steps."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +228,12 @@ class DemoTask:
 
     Attributes:
         recipe: a file of examples/tiny_moe.
-        gain: least expected gain of held-out accuracy.
-        longest_s: seconds with the warm start that two quiet cores should need at most.
-        expressions: all problems.
-        pairs: pairs of the warm start for one of them.
+        expressions: yields all problems.
+        pairs: yields pairs of the warm start for a problem.
         words: words of the tokenizer.
+        gain: smallest expected gain of held-out accuracy.
+        longest_s: most seconds that the demo, with the warm start, should take on two quiet cores.
+        root: folder of the material of all seeds.
     """
 
     recipe: str
@@ -227,14 +247,30 @@ class DemoTask:
 
 TASKS = {
     "sums": DemoTask(
-        "config.yaml", expressions, sum_pairs, WORDS, 0.25, 600, Path("runs/tiny_moe/material")
+        recipe="config.yaml",
+        expressions=expressions,
+        pairs=sum_pairs,
+        words=WORDS,
+        gain=0.25,
+        longest_s=600,
+        root=Path("runs/tiny_moe/material"),
     ),
     "calculator": DemoTask(
-        *("calculator.yaml", products, partial(tool_pairs, "? {}"), TOOL_WORDS, 0.4, 900),
+        recipe="calculator.yaml",
+        expressions=products,
+        pairs=partial(tool_pairs, "? {}"),
+        words=TOOL_WORDS,
+        gain=0.4,
+        longest_s=900,
         root=Path("runs/tiny_moe/calculator"),
     ),
     "python": DemoTask(
-        *("python.yaml", products, partial(tool_pairs, "{{ print({}) }}"), TOOL_WORDS, 0.4, 900),
+        recipe="python.yaml",
+        expressions=products,
+        pairs=partial(tool_pairs, "{{ print({}) }}"),
+        words=TOOL_WORDS,
+        gain=0.4,
+        longest_s=900,
         root=Path("runs/tiny_moe/python"),
     ),
 }
@@ -265,7 +301,7 @@ def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: Path, seed: int, words: Sequence[str] = WORDS) -> int:
-    """Write the checkpoint into ``folder``; returns the number of parameters."""
+    """Write the checkpoint of a random model into ``folder``; return the number of parameters."""
     # Import here, so that a demo with existing material needs no torch.
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -367,7 +403,10 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     print("material: supervised warm start", flush=True)
     run = folder / "warm_start"
     command = [
-        *(sys.executable, "-m", SUPERVISED, str(WARM_START)),
+        sys.executable,
+        "-m",
+        SUPERVISED,
+        str(WARM_START),
         f"run.directory={run}",
         f"run.seed={seed}",
         f"model.hf_checkpoint={folder / 'random'}",
@@ -392,7 +431,7 @@ def run_to_the_end(
     started: Callable[[subprocess.Popen[bytes]], None] | None = None,
     inherited: Sequence[int] = (),
 ) -> int:
-    """Run ``command`` and return its exit code; signals that end the parent do not cut it short.
+    """Run ``command`` and return its exit code. Signals to this process let the command end by itself.
 
     Args:
         command: program and arguments.
@@ -401,20 +440,24 @@ def run_to_the_end(
         started: called with the process once it runs.
         inherited: descriptors that it inherits, under the same numbers.
 
-    A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then kill the
-    child after 0.25 s; here the parent ignores it and waits until the child has saved its state and ended. SIGTERM,
-    which only the parent receives, is passed on.
+    A terminal sends Ctrl-C, and SIGHUP when it closes, to this process and the command. ``subprocess.run`` would then
+    kill the command after 0.25 s. This function ignores both signals and waits until the command has saved its state
+    and ended. SIGTERM, which only this process receives, is passed on to the command.
     """
     plain, secrets = split_environment(os.environ if env is None else env)
-    # before signals are ignored: a child inherits that
+    # Start the command before this process ignores signals: a child process inherits ignored signals.
     process = subprocess.Popen(
         command, env=plain, stdin=subprocess.PIPE, stderr=errors, pass_fds=tuple(inherited)
     )
     feed(process, secrets)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.terminate()
+
     handlers: dict[int, Any] = {
         signal.SIGINT: signal.SIG_IGN,
         signal.SIGHUP: signal.SIG_IGN,
-        signal.SIGTERM: lambda *_: process.terminate(),
+        signal.SIGTERM: pass_on,
     }
     previous_handlers = {
         number: signal.signal(number, handler) for number, handler in handlers.items()
@@ -441,28 +484,37 @@ def main() -> None:
 EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 1.0}
 """Largest accepted difference of one token's log-probability, nats; bfloat16's is a guess until it is measured."""
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
-_SHARED = ("sglang.base_gpu_id=0", "sglang.mem_fraction_static=0.3", "weight_sync.strategy=tensor")
+_SHARED_GPU = (
+    "sglang.base_gpu_id=0",
+    "sglang.mem_fraction_static=0.3",
+    "weight_sync.strategy=tensor",
+)
 
 
 def trainer_overrides(gpus: int) -> tuple[str, ...]:
-    """Return overrides for the warm start and the run: two ranks, as in the recipe, where there are three GPUs or none.
+    """Return overrides for the warm start and the run.
 
-    Not yet run on a GPU. Transformer Engine and SGLang's CUDA server work in bfloat16.
+    The recipe's two ranks remain without GPUs, and with three or more GPUs, of which the server takes one. Transformer
+    Engine and SGLang's CUDA server work in bfloat16. Not yet run on a GPU.
     """
-    if not gpus:
+    if gpus == 0:
         return ()
-    return ("model.dtype=bfloat16", *(() if gpus > 2 else _ONE_RANK))
+    if gpus > 2:
+        return ("model.dtype=bfloat16",)
+    return ("model.dtype=bfloat16", *_ONE_RANK)
 
 
 def engine_overrides(gpus: int) -> tuple[str, ...]:
     """Return overrides for the run's server.
 
-    With one GPU the server shares it, with weights by CUDA IPC, because NCCL uses a GPU only once. SGLang's Triton
-    attention takes heads of 32.
+    If there is one GPU, the server shares it with the rank and receives weights by CUDA IPC, because NCCL does not
+    connect two processes on one GPU. SGLang's Triton attention accepts heads of 32.
     """
-    if not gpus:
+    if gpus == 0:
         return ()
-    return ("sglang.attention_backend=triton", *(_SHARED if gpus == 1 else ()))
+    if gpus == 1:
+        return ("sglang.attention_backend=triton", *_SHARED_GPU)
+    return ("sglang.attention_backend=triton",)
 
 
 if __name__ == "__main__":

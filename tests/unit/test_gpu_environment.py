@@ -67,7 +67,7 @@ def test_a_rank_on_a_gpu_allocates_expandable_segments_unless_told_otherwise(
         machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
         monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
         monkeypatch.setattr(train.os, "environ", environment)
-        train._check_environment(strategy, {})
+        train._prepare_environment(strategy, {})
         assert environment == (found if gpus else given)
 
 
@@ -77,4 +77,4 @@ def test_a_rank_refuses_what_its_container_set(monkeypatch):
         machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
         monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
         with pytest.raises(ConfigError) if refused else nullcontext():
-            train._check_environment("tensor", {})
+            train._prepare_environment("tensor", {})
