@@ -1,8 +1,8 @@
 """Balancing: the division of sequences among data-parallel ranks and micro-batches.
 
-Memory bounds a micro-batch's tokens. Time is balanced by cost, which grows faster than the number of tokens
-(``forward_flops`` in ``model/shape.py``). Every function depends on its arguments alone, so ranks that know the same
-lengths agree without communication.
+Memory limits the tokens of a micro-batch. Groups with equal costs take equal time; the cost of a sequence grows faster
+than its number of tokens (``forward_flops`` in ``model/shape.py``). Every function depends on its arguments alone, so
+ranks that know the same lengths agree without communication.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
     The result is deterministic, and indices ascend within a group. Some groups are empty if there are fewer sequences
     than ranks.
     """
-    # Each index begins as a partial partition of its own: `ranks` pairs (sum, indices), the heaviest first. Merge the
-    # two partitions with the widest spread, each heavy group with a light one, until one partition remains. The heap
-    # has (-spread, smallest index, partition), so the smallest index breaks ties.
+    # At first each index is one partial partition: `ranks` pairs (sum, indices), the heaviest first. Merge the two
+    # partitions with the widest spread, each heavy group with a light group, until one partition remains. The heap has
+    # (-spread, smallest index, partition), so the smallest index breaks ties.
     heap: list[tuple[float, int, list[_Part]]] = []
     for index, cost in enumerate(costs):
         empty_parts: list[_Part] = [(0, [])] * (ranks - 1)
@@ -58,11 +58,11 @@ def _heaviest_first(part: _Part) -> tuple[float, list[int]]:
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
     """Divide the indices of ``lengths`` into groups of at most ``token_budget`` tokens by first-fit-decreasing.
 
-    A sequence longer than the budget gets a group of its own. The result is deterministic: equal lengths keep their
+    A sequence longer than the budget is alone in its group. The result is deterministic: equal lengths keep their
     order.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    # Free tokens of each group, in the order in which the groups were created.
+    # Free tokens of each group, in the order of ``groups``.
     free = np.zeros(len(sizes), dtype=np.int64)
     groups: Groups = []
     for index in np.argsort(-sizes, kind="stable").tolist():
@@ -135,8 +135,9 @@ def _spread(
 ) -> Groups:
     """Divide sequences into exactly ``count`` groups, the heaviest first.
 
-    Three divisions are tried in this order: groups of nearly equal cost, if none exceeds the budget; each sequence in
-    the cheapest group with room; and ``groups``, the fewest within the budget, of which some are split.
+    The function tries three divisions. First: groups of nearly equal cost, if no group exceeds the budget. Second: each
+    sequence in the cheapest group with room. Third: ``groups``, the fewest groups within the budget, with some of them
+    split.
     """
     even_groups = partition_by_cost(costs, count)
     divided_groups: Groups | None = even_groups

@@ -127,7 +127,7 @@ def _call_with_text(call: Any) -> Any:
 
 
 _PROBE = "zqPROBEzq"
-"""A text that no template writes by itself."""
+"""A text that no template contains."""
 _USER: Message = {"role": "user", "content": "3+5"}
 _SYSTEM: Message = {"role": "system", "content": "4"}
 
@@ -136,7 +136,7 @@ def has_date(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
 ) -> bool:
     """Whether the template writes the current date into prompts."""
-    # Templates get the date from the function strftime_now, which is replaced here.
+    # Templates get the date from the function strftime_now. ``_probe_date`` replaces it.
     probe_arguments = {"strftime_now": _probe_date, **(arguments or {})}
     for messages in ([_USER], [_SYSTEM, _USER]):
         try:
@@ -156,7 +156,7 @@ def lacks_generation_prompt(
 ) -> bool:
     """Whether prompts end without the text that the template writes before a message of the assistant.
 
-    Some templates, such as Mixtral's, write nothing there, and their prompts lack nothing.
+    Some templates, for instance Mixtral's, write no text before an answer, so their prompts lack nothing.
     """
     answer = {"role": "assistant", "content": _PROBE}
     try:

@@ -26,7 +26,7 @@ Check = Callable[[np.ndarray, Mapping[str, np.ndarray], str], None]
 
 @cache
 def _name(dtype: np.dtype) -> str:
-    # Cached: numpy builds the name at each access, which takes longer than all other checks of an array.
+    # Cache the name: numpy builds it at each access, and this takes longer than all other checks of an array.
     return dtype.name
 
 
@@ -36,11 +36,13 @@ class Rows(Enum):
     SAMPLED = "sampled"
     """Each token that the policy sampled; row i belongs to the i-th sampled token."""
     INPUT = "input"
-    """Each token but the last, which is never fed back to a model."""
+    """Each token but the last: the last token is never the input of a model."""
 
 
 class ReadBy(Enum):
-    """The pipeline stages that read a column, in the replica that trains on a trajectory. Only these receive it."""
+    """The pipeline stages that read a column, in the replica that trains on a trajectory. Other stages do not receive
+    the column.
+    """
 
     FIRST = "the first stage, which embeds the tokens"
     LAST = "the last stage, which computes the loss"
@@ -73,17 +75,17 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of a per-token column, whose arrays are [rows, *trailing].
+    """The declaration of a per-token column. Its arrays are [rows, *trailing].
 
     Attributes:
         name: Name of the column.
-        dtypes: Names of the allowed types; values that are no array get the first one.
+        dtypes: Names of the allowed types; values that are no array get the first type.
         rows: The tokens that have a row.
-        trailing: Names of the sizes of the axes after the rows, which are equal in a batch.
+        trailing: Names of the sizes of the axes after the rows. The sizes are equal in all trajectories of a batch.
         fill: The value of rows without a value in a pack.
-        complete: Whether a column must be in all trajectories of a batch or in none. If False, some may lack it.
+        complete: Whether all trajectories of a batch must have the column, or no trajectory. False: some may lack it.
         packed: Whether micro-batches have the column.
-        usable: Computes which rows are valid. None: all rows are.
+        usable: Computes which rows are valid. None: all rows are valid.
         check: Validates values from a file or the engine (``Trajectory.check``).
         read_by: The pipeline stages that receive the column.
     """
@@ -111,9 +113,9 @@ class Column:
         return len(loss_mask) - 1
 
     def positions(self, loss_mask: np.ndarray) -> np.ndarray:
-        """The position in the trajectory at which a pack places each row: int64 [rows].
+        """Return for each row the position in the trajectory where a pack places it: int64 [rows].
 
-        The row of a sampled token is placed at the token before it, which predicts it.
+        The row of a sampled token is placed at the token before, because the model predicts the sampled token there.
         """
         if self.rows is Rows.SAMPLED:
             return np.flatnonzero(loss_mask) - 1
@@ -200,7 +202,7 @@ def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> N
 
 
 def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
-    """Check Top-K log-probabilities [R, K] as ``check_log_probs`` does, except those at negative ids, which are fill.
+    """Check Top-K log-probabilities [R, K] as ``check_log_probs`` does, except the fill, which has negative ids.
 
     Raises ValueError also if a token has an id twice, because its probability would count twice.
     """
@@ -323,8 +325,8 @@ ADVANTAGES = declare(
 """The advantage of each token's turn, if turns have separate advantages (``environment.credit: turn``)."""
 
 STEP_BOUND = declare(Column("step_bound", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST))
-"""The number that an algorithm computed from all tokens of the optimiser step (``algorithms/step_rules.py``); the same
-for each token."""
+"""The number that an algorithm computed from all tokens of the optimiser step (``algorithms/step_rules.py``). It is
+equal for all tokens."""
 
 TOPK_IDS = declare(
     Column(

@@ -4,10 +4,10 @@ A tokenizer reads the characters <|im_end|> as the token that ends a turn, even 
 into a message. The text of messages is therefore encoded in these steps:
 
 1. ``hold`` replaces the control tokens in a message by marks of letters and digits.
-2. The template renders the messages, and writes control tokens of its own.
-3. ``encode`` takes a copy of the tokenizer in which each control token has a secret name, and replaces the template's
+2. The template renders the messages, and also writes control tokens.
+3. ``encode`` makes a copy of the tokenizer with a secret name for each control token, and replaces the template's
    control tokens by these names.
-4. ``encode`` replaces the marks by the characters of their tokens, which the copy reads as ordinary text.
+4. ``encode`` replaces the marks by the characters of their tokens. The copy reads these characters as ordinary text.
 
 All other rules of the tokenizer apply to the whole text.
 """
@@ -32,8 +32,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class ControlTokens:
     """Encodes renderings of a chat template, so that the text of messages is not read as control tokens.
 
-    Two sets make up the control tokens. ``special``: the tokenizer's special tokens. ``further``: its other added
-    tokens that the chat template writes, such as ``</tool_response>``.
+    There are two sets of control tokens. ``special``: the tokenizer's special tokens. ``further``: added tokens of the
+    tokenizer that are not special but are in the chat template, such as ``</tool_response>``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -123,7 +123,7 @@ class ControlTokens:
 
 
 class _RenamedTokenizer:
-    """A copy of a tokenizer in which the added tokens ``names`` have secret names. It returns the original's ids.
+    """A copy of a tokenizer with secret names for the added tokens ``names``. It returns the original's ids.
 
     Args:
         state: The original's tokenizer.json.
@@ -143,7 +143,7 @@ class _RenamedTokenizer:
         for token in settings["added_tokens"]:
             token["content"] = self._new_name(token["content"])
         model = settings["model"]
-        # Some models look up whole words in their vocabulary, which may also list added tokens.
+        # The vocabulary may also list added tokens, and some models look up whole words in it.
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._new_name(word): i for word, i in model["vocab"].items()}
         else:
@@ -166,7 +166,7 @@ class _RenamedTokenizer:
         return _replaced(self._pattern, self._secret_names, text)
 
     def encode_renamed(self, text: str) -> list[int]:
-        """Encode a text in which control tokens have their secret names."""
+        """Encode a text whose control tokens have their secret names."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [self._original_id.get(i, i) for i in ids]
 

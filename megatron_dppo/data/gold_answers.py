@@ -12,7 +12,7 @@ BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")
 _MARK = "####"
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escaped character, such as ``\\{``, which is no brace."""
+"""A brace, or an escaped character. The escaped ``\\{`` does not count as a brace."""
 _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 

@@ -77,8 +77,8 @@ class PackedBatch:
     def rows(self, index: Tensor) -> PackedBatch:
         """A copy with only the rows ``index``, int64 [t], of its tensors [T, ...].
 
-        ``cu_seqlens`` and ``sequence_index`` still describe the whole pack. The batch must have no column of the input,
-        because such a column may have other rows.
+        ``cu_seqlens`` and ``sequence_index`` still describe the whole pack. The batch must have no column of the input:
+        the rows of a column of the input may be the rows of other tokens.
         """
         columns = {n: x[index] for n, x in self.columns.items()}
         valid = {n: x[index] for n, x in self.valid.items()}
@@ -138,13 +138,13 @@ def pack(
         indices: Positions of the trajectories in the batch; None: 0, 1, ...
         trains: Whether each trajectory has a gradient; None: all have. A trajectory without one keeps its tokens and
             the columns of its input; its loss mask is False, and columns of its sampled tokens have the fill.
-        pad_multiple: T becomes a multiple of this number, which must be a multiple of ``sequence_multiple``.
+        pad_multiple: T becomes a multiple of this number. It must be a multiple of ``sequence_multiple``.
         sequence_multiple: The length of every sequence becomes a multiple of this number.
-        forms: Forms of the whole batch (``forms_of``). Only ``pack([])`` reads them, for a rank that must take part
-            in a micro-batch for which it has no trajectory: the result has ``pad_multiple`` tokens of padding, trains
-            nothing, and has the same columns as the packs of other ranks.
-        input_rows: Selects the rows of columns of the input, for ranks that share a micro-batch's tokens and replay
-            the routing of their own tokens alone; None: all rows.
+        forms: Forms of the whole batch (``forms_of``). Only ``pack([])`` reads them, for a rank that has no trajectory
+            but must take part in a micro-batch: the result has ``pad_multiple`` tokens of padding, trains nothing, and
+            has the same columns as the packs of other ranks.
+        input_rows: Selects the rows of columns of the input, if ranks share a micro-batch's tokens and each rank
+            replays only the routing of its tokens; None: all rows.
 
     Raises:
         ValueError: An error of ``forms_of``; ``pad_multiple`` is below 1 or no multiple of ``sequence_multiple``; or a

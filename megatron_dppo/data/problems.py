@@ -43,16 +43,16 @@ from megatron_dppo.model.families import language_model_values
 
 log = logging.getLogger(__name__)
 PIECE = 2**18
-"""Largest number of characters in one call of a tokenizer, which needs 400 bytes of memory or more per character."""
+"""Largest number of characters in one call of a tokenizer: a call needs 400 bytes of memory or more per character."""
 Tools = Sequence[Mapping[str, Any]]
 """Definitions of the functions that one prompt offers as tools."""
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt and of its response, which ends with the end-of-sequence token."""
+"""Token ids of a prompt, and of its response with the end-of-sequence token at the end."""
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """The form in which problems become prompts.
+    """The form of prompts that are made from problems.
 
     Attributes:
         apply_chat_template: Whether the tokenizer's chat template renders a prompt that is text, as one user message.
@@ -129,7 +129,7 @@ class ProblemSet:
 
     Attributes:
         problems: Problems with prompts within the length limit.
-        dropped: Number of problems with longer prompts, which are left out.
+        dropped: Number of problems that were left out because their prompts are longer.
         sha256: Hash of the file's bytes, or of all files' hashes in their order. A resumed run compares it.
         records: Number of records in the files, including the records that were left out.
         bad_answers: Number of problems left out because no response could match their answer.
@@ -208,15 +208,15 @@ def load_problems(
     """Read and tokenise problems. Each record has a prompt and an answer.
 
     ``records.PROMPT_KEYS``, ``ANSWER_KEYS`` and ``METADATA_KEYS`` are the keys of prompt, answer and metadata.
-    ``problem_id`` counts all problems from 0, file after file, including dropped ones: in a single file it is the line
-    minus 1. In JSON Lines a byte-order mark and blank lines at the end are ignored.
+    ``problem_id`` counts all problems from 0, file after file, including dropped problems: in a single file it is the
+    line's number minus 1. In JSON Lines a byte-order mark and blank lines at the end are ignored.
 
     Args:
         path: Path of the file, the folder or the glob; see config/data_files.py.
         tokenizer: Tokenizer for the prompts.
         max_prompt_tokens: Problems with longer prompts are dropped.
         form: The form of the prompts.
-        keys_of: Keys of prompt and answer, instead of the usual ones.
+        keys_of: Keys of prompt and answer, instead of the usual keys.
         embedding_rows: Rows of the model's embedding; None: do not check tokens against it.
 
     Raises:
@@ -307,9 +307,9 @@ def load_pairs(
 
 
 def embedding_rows(folder: str | Path) -> int | None:
-    """Number of rows of the embedding of the model in ``folder``; None if its config.json does not have the number.
+    """Return the number of embedding rows of the model in ``folder``; None if its config.json does not have the number.
 
-    A server crashes at tokens for which the embedding has no row, so prompts with such tokens are refused.
+    A server crashes at a token without a row in the embedding, so prompts with tokens beyond the rows are refused.
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -339,7 +339,7 @@ def _refuse_tokens_beyond(
 ) -> None:
     """Raise DataError if prompts have tokens beyond an embedding with ``rows`` rows; None: do not check.
 
-    The message has the first such prompt and the number of them.
+    The message has the first of these prompts and their number.
     """
     if rows is None or not has_tokens_beyond(tokenizer, rows):
         return
@@ -374,7 +374,10 @@ def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
 
 
 def _messages_beyond_text(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
-    """The messages of ``whole_prompt``, which ``PromptForm.of`` made of ``prompt``; empty if both are one text."""
+    """The messages of ``whole_prompt``; empty if it is a text that equals ``prompt``.
+
+    ``whole_prompt`` is the result of ``PromptForm.of`` for ``prompt``.
+    """
     if isinstance(whole_prompt, str) and whole_prompt == prompt:
         return ()
     return _messages(whole_prompt)
@@ -444,7 +447,8 @@ def tokenise(
 ) -> list[tuple[int, ...]]:
     """Tokenise every prompt in ``form``.
 
-    The chat template writes special tokens, such as that of the beginning. To plain text the tokenizer adds them.
+    The chat template writes special tokens, for instance the token at the beginning. For plain text the tokenizer adds
+    them.
     """
     texts = rendered(tokenizer, prompts, form, locations, tools)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)

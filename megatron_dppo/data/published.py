@@ -82,11 +82,11 @@ class PublishedSet:
 
     Attributes:
         title: Description of the set.
-        schemas: The schemas with which its files were published, in order of preference.
+        schemas: The schemas of its published files, in order of preference.
         hub: Name on the Hugging Face hub.
         file: The file in the hub's repository, for a download by hand.
-        configs: Configurations of the hub's repository, or folders of a copy of the repository, to read. If it has none
-            of them, or the tuple is empty, all are read.
+        configs: Configurations of the hub's repository, or folders of a copy of the repository, to read. If the
+            repository has none of these, or the tuple is empty, all configurations are read.
         split: The split to read if the repository has several. None: all splits.
         year: Year of a competition. Rows of other years are left out.
         english: Whether to leave out problems with Chinese, Japanese or Korean characters.
@@ -188,7 +188,7 @@ def schema_of(published: PublishedSet, columns: Sequence[str], where: object) ->
 
 
 def columns_read(schema: Schema, columns: Sequence[str]) -> list[str]:
-    """The columns to read: those of ``schema``, and those of ``columns`` that may have a year."""
+    """The columns to read: the columns of ``schema``, and among ``columns`` the columns that may have a year."""
     return sorted({*schema.columns, *(name for name in _YEAR_COLUMNS if name in columns)})
 
 
@@ -351,7 +351,7 @@ def _how_to_get(published: PublishedSet) -> str:
 
 
 def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[PublishedFile]:
-    """Read a repository of the hub with the library ``datasets``, which caches its downloads."""
+    """Read a repository of the hub with the library ``datasets``. The library caches its downloads."""
     try:
         import datasets
     except ImportError as error:
@@ -399,7 +399,7 @@ class Preparation:
         rows: Number of rows read.
         left_out: Reason -> number of rows that were left out for it.
         faults: Descriptions of the first unusable rows.
-        instructed: Problems from which a publisher's instructions were removed.
+        instructed: Problems that had a publisher's instructions; the instructions were removed.
     """
 
     published: PublishedSet
@@ -427,7 +427,7 @@ class Preparation:
             self.left_out[reason] += 1
 
     def finish(self) -> None:
-        """Remove problems with different answers, because all but one of these answers are wrong."""
+        """Remove problems with several different answers: at most one answer of a problem is right."""
         for key in self._conflicting_keys:
             del self.answers[self._problem_of[key]]
             self.left_out[CONFLICTING] += 1
@@ -455,7 +455,7 @@ class Preparation:
         published = self.published
         text = prompt_text(value_at(record, schema.prompt))
         published_answer = answer_text(value_at(record, schema.answer))
-        # First compare rows as they were published, which is fast: DAPO-Math-17k has each row a hundred times.
+        # First compare rows as they were published, because this is fast: DAPO-Math-17k has each row a hundred times.
         if (text, published_answer) in self._seen_rows:
             return DUPLICATES
         self._seen_rows.add((text, published_answer))

@@ -119,7 +119,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Yield the records of a file one after the other, with at least ``columns``.
+    """Yield the records of a file one by one. A record has at least the values of ``columns``.
 
     The file may also be a JSON document: a list of objects, or one object, as MATH was first published.
     """
@@ -145,7 +145,7 @@ def unit_of(path: Path) -> str:
 
 
 def _delimiter(path: Path) -> str | None:
-    """The column separator of a CSV file, which may be ``.csv.gz``; None for other files."""
+    """The column separator of a CSV or TSV file, also of a ``.csv.gz``; None for other files."""
     name = path.name.lower().removesuffix(".gz")
     return _DELIMITERS.get(Path(name).suffix)
 
@@ -308,8 +308,9 @@ def _faults_named(path: Path) -> Iterator[None]:
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with the content as text."""
 Keys = tuple[tuple[str, ...], ...]
-"""Rows of column names. All names of a row mean the same, in upper or lower case. The first row of which a record has a
-column with a value is used. If the record has several columns of this row, their values must be equal."""
+"""Rows of column names, in upper or lower case. The names of a row have one meaning. A record's value comes from the
+first row that has a column with a value in the record. If the record has several columns of this row, their values must
+be equal."""
 PROMPT_KEYS: Keys = (
     ("prompt",),
     ("problem", "question", "query", "instruction"),
@@ -328,7 +329,7 @@ EVERY_COLUMN = "*"
 """A key of metadata that stands for all columns of a record."""
 _CONVERSATIONS = ("messages", "conversations", "prompt")
 TOOLS_KEY = "tools"
-"""Definitions of functions, which the chat template writes into the prompt."""
+"""Column of definitions of functions. The chat template writes them into the prompt."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARK = re.compile(r"<\|?(?:image|video|audio)", re.IGNORECASE)
 UNREAD_KEYS = (
@@ -422,9 +423,10 @@ def metadata_of(
     location: str,
     key: str | None = None,
 ) -> Mapping[str, Any]:
-    """Read the object under ``key``; None: under one of ``METADATA_KEYS``, and empty if none of them has an object.
+    """Read the object under ``key``. If ``key`` is None, read the first object under ``METADATA_KEYS``, or return an
+    empty mapping if there is none.
 
-    The key ``*`` stands for all columns. Raises DataError if there is no object under ``key``, or it has values that
+    The key ``*`` stands for all columns. Raises DataError if there is no object under ``key``, or if it has values that
     JSON cannot represent.
     """
     if key == EVERY_COLUMN:
@@ -465,7 +467,7 @@ def _as_json(value: Any, location: str) -> Any:
 
 
 def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], ...]:
-    """Read the definitions of functions under ``tools``: a list of objects, or such a list as JSON text.
+    """Read the definitions of functions under ``tools``: a list of objects, or the JSON text of a list of objects.
 
     Returns an empty tuple for a record without tools. Raises DataError for another value.
     """
@@ -486,9 +488,9 @@ def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], 
 
 
 def refuse_media(record: Mapping[str, Any], prompt: Prompt, location: str) -> None:
-    """Raise DataError if a record has images, videos or sound, which the model would not receive.
+    """Raise DataError if a record has images, videos or sound: the model would not receive them.
 
-    Text under ``image`` may have another meaning, so it counts only if the prompt has a mark such as ``<image>``.
+    Text under ``image`` may have another meaning, so it counts only if the prompt has a mark, for instance ``<image>``.
     """
     for name, value in record.items():
         if name.lower() not in MEDIA_KEYS or _is_empty(value):
@@ -541,7 +543,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """A copy without keys of value None, which columnar files add to every object of a column."""
+    """A copy without the keys whose value is None: columnar files add these keys to every object of a column."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -550,7 +552,7 @@ def _without_none(value: Any) -> Any:
 
 
 def text_of(prompt: Prompt) -> str:
-    """The prompt's text, or that of its last message."""
+    """The prompt's text, or the text of its last message."""
     if isinstance(prompt, str):
         return prompt
     return str(prompt[-1]["content"])

@@ -145,8 +145,9 @@ class WeightedSampler:
     """Returns positions in the joined problems of several files, with a weight for each file.
 
     Each draw takes the file that is furthest behind its share of the draws. So after n draws, each file has had its
-    share of them, up to a difference of one or two draws. Each file has epochs of its own, in which every problem comes
-    once, in a seeded order. The state has the position in each file, so a resumed sampler continues exactly.
+    share of the n draws, up to a difference of one or two draws. Each file has separate epochs. An epoch has every
+    problem of the file once, in a seeded order. The state has the position in each file, so a resumed sampler continues
+    exactly.
 
     Args:
         counts: Number of problems of each file.
@@ -204,10 +205,10 @@ class WeightedSampler:
 
 
 class ReturningSampler:
-    """Returns first the positions that an interrupted run had drawn but not trained on, then those of ``sampler``.
+    """Returns first the positions that an interrupted run had drawn but not trained on, then positions of ``sampler``.
 
-    A run draws ahead, so the position of ``sampler`` alone does not tell which problems remain to be trained on. The
-    state therefore has the positions that were drawn ahead under ``returned``.
+    A run draws ahead, so the state of ``sampler`` does not tell which problems were drawn but not trained on. The state
+    of this class also has these positions, under ``returned``.
     """
 
     def __init__(self, sampler: ProblemSampler | WeightedSampler) -> None:

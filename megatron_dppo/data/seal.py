@@ -57,7 +57,7 @@ def row_digest(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """The settings with which every batch of a run is made.
+    """The settings of a run that are equal for all its batches.
 
     Attributes:
         sampling: The result of ``SamplingParams.as_json``, without a seed.
@@ -65,8 +65,8 @@ class Origin:
         group_size: Number of responses to a prompt.
         problems: The training set, by problem id.
         credit: ``environment.credit``.
-        generation_tokens: Number of tokens of the generation prompt, with which a prompt ends. An environment may
-            insert a first observation before them. None without an environment.
+        generation_tokens: Number of tokens of the generation prompt, the end of a prompt. An environment may insert a
+            first observation before these tokens. None without an environment.
         makes_prompts: Whether an environment makes the prompts instead of the data set.
         advantage: ``algorithm.advantage``.
     """
@@ -119,7 +119,7 @@ class Seal:
     stamps: Sequence[Stamp] = ()
 
     def trained(self, digest: str) -> Self:
-        """A copy after training on the batch, which made weights with this hash."""
+        """A copy that also has ``digest``, the hash of the weights after training on the batch."""
         return replace(self, weights={**self.weights, self.step: digest})
 
     def to_text(self) -> str:

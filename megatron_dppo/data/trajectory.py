@@ -4,9 +4,9 @@ A trajectory is never changed in place: its arrays are read-only, and every chan
 N = sampled tokens.
 
 An episode that continued from an edited history has several branches: token sequences that do not attend to each other.
-One trajectory, which counts as one response of its group, has the branches end to end, and packing makes each branch a
-sequence of its own. Tokens that a branch repeats from another branch count as its prompt, so the loss mask is True
-exactly once for every sampled token.
+One trajectory has all branches of the episode end to end, and counts as one response of its group. Packing makes each
+branch a separate sequence. Tokens that a branch repeats from another branch count as its prompt, so the loss mask is
+True exactly once for every sampled token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
     """A data row, tokenised.
 
     Attributes:
-        problem_id: Position in the data (from 0), which identifies the problem in trajectories and checkpoints.
+        problem_id: Position in the data (from 0). It identifies the problem in trajectories and checkpoints.
         prompt: Text of the problem.
         answer: The answer; empty if it has none.
         prompt_ids: Token ids of the whole prompt.
@@ -188,8 +188,8 @@ class Trajectory:
     def of_branches(cls, branches: Sequence[Self]) -> Self:
         """Join ``branches`` end to end.
 
-        A column that a branch lacks is left out. The numbers of prompt and cached tokens are added up; all other
-        attributes come from the first branch.
+        A column that a branch lacks is left out. The numbers of prompt tokens, cached tokens and verify steps are added
+        up; all other attributes come from the first branch.
         """
         if len(branches) == 1:
             return branches[0]
@@ -203,8 +203,8 @@ class Trajectory:
             arrays = []
             for part in parts:
                 arrays.append(part.columns[name])
-                # The last token of a branch has no row in columns of the input, but the joined column needs one. Repeat
-                # the row before it as a filler, which ``branches`` removes again.
+                # The last token of a branch has no row in columns of the input, but the joined column needs a row.
+                # Repeat the row before as a filler. ``branches`` removes this filler again.
                 if has_input_rows and part is not parts[-1]:
                     arrays.append(part.columns[name][-1:])
             columns[name] = np.concatenate(arrays)
@@ -224,7 +224,7 @@ class Trajectory:
     def _with_routing_version(self) -> Self:
         """A copy with an explicit column ``routing_version``, if the trajectory has recorded routing.
 
-        Without the column, the last version of the joined trajectory would count, which may belong to another branch.
+        Without the column, the last version of the joined trajectory would count, and it may belong to another branch.
         """
         if "routed_experts" not in self.columns or "routing_version" in self.columns:
             return self
@@ -235,7 +235,7 @@ class Trajectory:
         return f"response {self.sample_index} to problem {self.problem_id}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only view of a mapping cannot be pickled. Unpickling calls the constructor, which validates again.
+        # A read-only view of a mapping cannot be pickled. Unpickling calls the constructor, so it validates again.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["columns"] = dict(self.columns)
         return type(self), tuple(values.values())
@@ -363,7 +363,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response hit the length limit instead of ending by itself."""
+        """Whether the response was cut at the length limit."""
         return self.finish_reason == "length"
 
     @property
@@ -535,12 +535,12 @@ class Outline(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Whether the response hit the length limit instead of ending by itself."""
+        """Whether the response was cut at the length limit."""
         return self.finish_reason == "length"
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
-        """Build an outline from its JSON, a list in which the tuples are lists too."""
+        """Build an outline from its JSON. JSON has lists where the outline has tuples."""
         *plain_values, branch_lengths, interruptions, spans = row
         version_spans = tuple(VersionSpan(*span) for span in spans)
         return cls._make(
@@ -549,7 +549,7 @@ class Outline(NamedTuple):
 
 
 TrajectoryFacts = Outline | Trajectory
-"""Both have the properties from which a batch's plan and figures are computed."""
+"""An outline or a trajectory. Both have the properties that a batch's plan and figures are computed from."""
 
 
 def sampled_versions(trajectories: Iterable[TrajectoryFacts]) -> set[int]:
