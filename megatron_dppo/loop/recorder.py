@@ -29,7 +29,7 @@ _MAX_REASONS = 20
 """Largest number of reasons in a step's row of environment faults; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 _UNWRITTEN = "unwritten"
-"""Key of ``Recorder.mark`` for the lines that could not be written, e.g. to a full disk, by the name of their file."""
+"""Key in the result of ``Recorder.mark``: file name -> the lines that could not be written, e.g. to a full disk."""
 COUNTS = (metric_names.WEIGHT_UPDATES, metric_names.WEIGHT_UPDATES_VERIFIED)
 """Metrics that are added up if a row receives values twice. Later values of all other metrics replace earlier ones."""
 
@@ -51,7 +51,7 @@ class Recorder(Closing):
         info: the run's description in report and summary.
         evaluates: whether the run has held-out sets and an engine to evaluate them.
         rank: global rank.
-        first_step: the last step that the files already hold; 0 for a new run.
+        first_step: the step from which the run goes on: the last one in the files, or 0 for a new run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
         mark: what ``mark`` returned for the checkpoint that the run resumes from; records that differ from it cause a
@@ -176,8 +176,8 @@ class Recorder(Closing):
     def lacks_evaluation(self, since: int) -> bool:
         """Return whether the last record lacks an evaluation that this start of the run should add.
 
-        That is so if the last record is that of the step that the run resumes from, and no record of step ``since`` or
-        later has an evaluation: the earlier start was stopped before the evaluation due after step ``since``.
+        The earlier start was stopped before the evaluation that is due after step ``since`` if two things hold: the
+        last record is of the step from which the run resumes, and no record from ``since`` on has an evaluation.
         """
         if self._writer is None or not self._evaluates:
             return False
@@ -211,9 +211,8 @@ class Recorder(Closing):
     def mark(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
 
-        The stored step is the last one whose record is complete: if the last record lacks its evaluation, which a later
-        start may add, the stored step is the one before it. After a failed write, the mark also holds the lines that
-        the files lack.
+        Usually that is the last record's step. If the last record lacks its evaluation, a later start may add it, so
+        the stored step is the step before. After a failed write, the mark also holds the lines that the files lack.
         """
         unwritten: dict[str, Any] = {}
         if self._unwritten:
@@ -277,7 +276,7 @@ class Recorder(Closing):
         every = self._run.show_sample_every
         training_samples = [sample for sample in samples if sample.set == TRAINING]
         if training_samples and every and training_samples[0].step % every == 0:
-            # Print another kind of sample each time: a right one, then a wrong one, ...
+            # Print another of the step's samples each time: they are of different kinds, e.g. right and wrong.
             times_printed = training_samples[0].step // every
             index = times_printed % len(training_samples)
             self._console.note(console_lines(training_samples[index]))
@@ -347,10 +346,11 @@ class Recorder(Closing):
         faults = summary.environment_faults
         if faults:
             most_frequent = faults[0]
-            total = sum(fault.count for fault in faults)
+            environment = most_frequent.environment
+            total = sum(fault.count for fault in faults if fault.environment == environment)
             log.warning(
                 "the environment %s failed %d times, most often (%d times): %s; all reasons are in %s",
-                most_frequent.environment,
+                environment,
                 total,
                 most_frequent.count,
                 most_frequent.reason,

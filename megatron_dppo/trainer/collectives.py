@@ -117,9 +117,9 @@ def on_every_rank(
     """Return ``action()``, and raise ``error`` on every rank if it failed on one. Collective.
 
     ``action`` itself must not be collective. The message names the first rank that failed, and the class of its
-    exception unless this is ``error`` or an OSError. Each rank logs its own failure if the message is about another
-    one, and an exception that is none of ``error``, OSError and RunError with its traceback. ``group``: a group of all
-    ranks, in their order (None: the default one).
+    exception unless this is ``error`` or an OSError. A rank that failed, but is not the named one, logs its own
+    failure. An exception of any class but ``error``, OSError and RunError is always logged, with its traceback.
+    ``group``: a group of all ranks, in their order (None: the default one).
     """
     own_error: Exception | None = None
     text = None
@@ -138,8 +138,12 @@ def on_every_rank(
     first_error = first_failure(text, group)
     if first_error is None:
         return result
-    if text is not None and (text != first_error or not is_foreseen):
-        log.error("%s", text, exc_info=None if is_foreseen else own_error)
+    has_failed = own_error is not None
+    is_named = text == first_error
+    if has_failed and not is_foreseen:
+        log.error("%s", text, exc_info=own_error)
+    elif has_failed and not is_named:
+        log.error("%s", text)
     raise error(first_error) from own_error
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.trainer import lora_modules
 
-# Number of merged parameters in the cache: a bucket reads queries, keys and values from the same parameter.
 _CACHE_SIZE = 4
+"""Number of merged parameters that are kept. A bucket reads tensors of one parameter, such as queries, keys and values,
+one after the other, and the parameter must not be merged again for each of them."""
 
 
 class MergedWeights(Mapping[ParameterKey, Tensor]):
@@ -56,7 +57,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
 def _base_names(
     adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Tensor]
 ) -> list[tuple[int | None, str]]:
-    """Return (local expert, name) of the weights to which the adapter belongs; the expert is None in other linears."""
+    """Return (local expert, name) of the adapter's weights; the expert is None if the linear is of no expert."""
     linear = adapter.linear
     if not linear.of_experts:
         return [(None, f"{linear.path}.weight")]
