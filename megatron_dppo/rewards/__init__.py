@@ -33,9 +33,9 @@ _MAX_SHOWN = 80
 class RewardUnavailableError(RunError):
     """A reward could not be computed, and the response is not the cause: a service is down or answers nonsense.
 
-    A reward raises this error, or any OSError (such as a broken connection or TimeoutError). The reward is then called
-    again. After the last attempt, another response is generated in place of the response without a reward. If this
-    does not help either, the run ends with this error.
+    A reward raises this error, or any OSError (for instance a broken connection or TimeoutError). The reward is then
+    called again. After the last attempt, another response is generated in place of the response without a reward. If
+    this does not help either, the run ends with this error.
     """
 
 
@@ -73,9 +73,9 @@ class RewardForm(NamedTuple):
 
     Attributes:
         reads: Names of the parameters for the reward's input: fields of RewardInput; ``record``, a whole RewardInput;
-            or ``records``, a list of RewardInputs, for which the reward returns a list.
-        is_async: Whether the reward is a coroutine function, which waits for a service.
-        columns: Names of all other parameters, which are columns of the problem's metadata.
+            or ``records``, a list of RewardInputs; the reward then returns a list.
+        is_async: Whether the reward is a coroutine function: it waits for a service.
+        columns: Names of all other parameters. They are columns of the problem's metadata.
     """
 
     reads: tuple[str, ...]
@@ -205,10 +205,10 @@ class Reward:
         gold_target: Path, like ``target``, of the function that checks a gold answer before the run: it scores an
             answer 1 if responses can match it, and ignores the response. None: ``target`` is called with the answer as
             the response, and any score counts as a match.
-        answer_target: Path, like ``target``, of the function that extracts the part of a response that is compared with
-            the answer, to show it to people. It imports no library. None: there is no such function.
-        reads_solutions: Whether gold answers may be worked solutions, of which the reward gets the final answer. A
-            user's own reward gets the answer unchanged.
+        answer_target: Path, like ``target``, of a function for messages: it extracts the part of a response that the
+            reward compares with the answer. It imports no library. None: the reward has no function for this.
+        reads_solutions: Whether gold answers may be worked solutions. The reward then gets the final answer of the
+            solution. A user's own reward gets the answer unchanged.
     """
 
     target: str
@@ -218,7 +218,7 @@ class Reward:
     reads_solutions: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """Import the function. Raises ValueError if there is no such module or function."""
+        """Import the function. Raises ValueError if the module or the function does not exist."""
         return _import_function(self.target)
 
     def bind(self, options: Mapping[str, Any]) -> BoundReward:
@@ -238,9 +238,9 @@ class Reward:
         return self.gold_target in (None, self.target)
 
     def final(self, answer: str) -> str:
-        """The part of a problem's answer with which responses are compared.
+        """The part of a problem's answer that responses are compared with.
 
-        It is the final answer of a worked solution if the reward reads solutions; else the whole answer.
+        If the reward reads solutions, it is the final answer of the worked solution; else the whole answer.
         """
         if self.reads_solutions:
             return gold_answer(answer)

@@ -93,7 +93,8 @@ def _answer_errors(
             input_key: Hashable = answer if reads_answers_alone else problem_key
             input_keys[problem_key] = input_key
             record = RewardInput.of(problem, answer)
-            # A separate gold function gets the final answer here; for the reward itself the verifier does the same.
+            # Reduce the answer to its final answer for a separate gold function. If the reward checks itself, the
+            # verifier does this.
             if not reward.checks_itself:
                 record = reward.with_final_answer(record)
             inputs.setdefault(input_key, record)
@@ -118,7 +119,7 @@ def _answer_errors(
 
 
 def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
-    """Raise DataError if there are bad answers. The message has file and line of the first ones."""
+    """Raise DataError if there are bad answers. The message has file and line of the first bad answers."""
     faults: list[str] = []
     for path, errors in bad.items():
         for problem_id, error in errors:
@@ -134,7 +135,7 @@ def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
 
 
 def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
-    """``problems`` of the file ``path`` without those with a bad answer. Raises DataError if none remains."""
+    """``problems`` of the file ``path`` without the problems with a bad answer. Raises DataError if none remains."""
     dropped_ids = {problem_id for problem_id, _ in bad[path]}
     remaining = tuple(p for p in problems.problems if p.problem_id not in dropped_ids)
     if not remaining:

@@ -1,5 +1,5 @@
-"""Parts of an answer by which two answers are compared: nouns, units, bases, choices such as ``(B) 12``, words and
-negations. Imports none of the rewards' libraries.
+"""Parts of an answer that are compared between two answers: nouns, units, bases, choices such as ``(B) 12``, words and
+negations. This module does not import the rewards' libraries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _UNIT = re.compile(
 
 
 def unit_of(text: str) -> tuple[str, str] | None:
-    """The unit after a number and its power, such as ``("cm", "2")``; None for no unit, or an unknown one."""
+    """The unit after a number, and the unit's power: ``("cm", "2")``. None for no unit, or an unknown unit."""
     matches_at_end = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
     if not matches_at_end:
         return None

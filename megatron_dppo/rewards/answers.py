@@ -1,4 +1,4 @@
-r"""The final answer of a response. Imports none of the rewards' libraries."""
+r"""The final answer of a response. This module does not import the rewards' libraries."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _SPACE = re.compile(r"[^\S\n ]")
 
 
 def in_ascii_punctuation(text: str) -> str:
-    """Convert full-width characters to ASCII and all kinds of spaces to plain ones, and remove invisible characters."""
+    """Convert full-width characters to ASCII and all spaces to plain spaces, and remove invisible characters."""
     return _SPACE.sub(" ", text.translate(_ASCII_PUNCTUATION))
 
 
@@ -117,7 +117,7 @@ _PositionedAnswer = tuple[int, str]
 
 
 def _boxed_answers(text: str) -> list[_PositionedAnswer]:
-    """End position and content of each box. Boxes in a row count as one, which ends with the last of them."""
+    """End position and content of each box. Boxes in a row count as one box, which ends at the end of the last box."""
     answers: list[_PositionedAnswer] = []
     previous_end = 0
     for match in BOX.finditer(text):
@@ -164,7 +164,7 @@ def _marked_answers(text: str) -> list[_PositionedAnswer]:
 def _stated_answer(text: str) -> list[_PositionedAnswer]:
     """X of the last statement of the form ``answer is X``, as the only entry.
 
-    The list is empty if there is no such statement, or all of them are negated.
+    The list is empty if there is no statement of this form, or if all statements are negated.
     """
     matches = list(_STATED.finditer(text))
     for match in reversed(matches[-_MAX_STATEMENTS:]):

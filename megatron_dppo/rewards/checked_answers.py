@@ -1,4 +1,4 @@
-"""The result of the check of gold answers, and the file in which the starting process passes it to the ranks."""
+"""The result of the check of gold answers, and its file: the starting process writes the file for the ranks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def hand_over(path: Path, scored: Mapping[str, str], bad: BadAnswers) -> None:
 
 
 def handed_over(scored: Mapping[str, str]) -> BadAnswers | None:
-    """Read the result that ``hand_over`` wrote in this start for equal ``scored``; None if there is no such result."""
+    """Read the result that ``hand_over`` wrote in this start for equal ``scored``; None if there is no result."""
     try:
         content = json.loads(Path(os.environ[VARIABLE]).read_text(encoding="utf-8"))
-    # There is no file if a launcher such as torchrun started this rank, or if the rank runs on another machine.
+    # There is no file if another launcher, for instance torchrun, started this rank, or if the rank runs on another
+    # machine.
     except (KeyError, OSError, ValueError):
         return None
     if content["scored"] == dict(scored):

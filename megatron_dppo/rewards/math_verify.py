@@ -19,11 +19,11 @@ _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _VERDICTS = {"yes", "no", "true", "false", "none"}
 _ROUNDING = 6
-"""Decimals are compared by this many digits after the point; numbers below ``_SMALL``, by this many digits from their
-first one that is not 0."""
+"""Number of compared digits of a decimal number: the digits after the point. For numbers below ``_SMALL``, the digits
+from the first digit on that is not 0."""
 _SMALL = 1e-3
 _STATEMENT_TOLERANCE = 0.01
-"""Relative difference of an equation's sides beyond which the equation is wrong. Smaller ones may be rounding."""
+"""An equation is wrong if its sides have a larger relative difference. A smaller difference may be rounding."""
 
 
 def math_verify(response: str, answer: str) -> float:

@@ -1,5 +1,5 @@
 """Conversion of an answer to the notation that math-verify parses: other digits, thousands, mixed numbers, repeating
-decimals, currencies. Imports none of the rewards' libraries.
+decimals, currencies. This module does not import the rewards' libraries.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class JsonEndpoint:
             return f"no answer from {self._url}: {str(error) or type(error).__name__}"
 
     def excerpt(self, answer: Any) -> str:
-        """The beginning of a server's answer, for a message, without the key, which a server may echo."""
+        """The beginning of a server's answer, for a message. A server may echo the key, so the key is replaced."""
         return self.without_key(_text_of(answer))[:_MAX_SHOWN]
 
     def without_key(self, text: str) -> str:
@@ -193,7 +193,7 @@ class _Cache(OrderedDict[Hashable, Any]):
                 raise
             for key, value in values.items():
                 futures[key].set_result(value)
-        # The shield keeps the future for other callers if this one is cancelled.
+        # The shield keeps the future for other callers if this caller is cancelled.
         return [await asyncio.shield(futures[key]) for key in keys]
 
 
@@ -201,8 +201,8 @@ async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]
     """List the servers that do not answer now, as ``KEY.url: no answer from URL ...``.
 
     Args:
-        services: Key of an options table in the configuration -> its options, of which ``url`` is read. Invalid URLs
-            are skipped, because the check of the options reports them.
+        services: Key of an options table in the configuration -> its options. Only the option ``url`` is read. Invalid
+            URLs are skipped, because the check of the options reports them.
     """
     endpoints: dict[str, JsonEndpoint] = {}
     for key, options in services.items():
@@ -260,8 +260,8 @@ class RewardModel:
         return await self._cache.values_of(keys, compute)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
-        # If a policy writes the characters <|im_end|>, its turn must not end there: the text after them would look like
-        # another turn, which could praise the response.
+        # If a policy writes the characters <|im_end|>, its turn must not end there. Otherwise the text after them would
+        # look like another turn, and this turn could praise the response.
         content = self._control_tokens.hold(record.response, self._control_tokens.special)
         turns = [*record.messages, {"role": "assistant", "content": content}]
         # Render to text and encode it without adding special tokens: the template has written them already.
@@ -318,7 +318,7 @@ class Judge:
     """A language model that judges a response and writes a score.
 
     Args:
-        url: The part of the URL before ``/chat/completions``, such as ``http://127.0.0.1:30010/v1``.
+        url: The part of the URL before ``/chat/completions``, for instance ``http://127.0.0.1:30010/v1``.
         model: Name of the model at this endpoint.
         template: The question, with the placeholders ``{prompt}``, ``{response}`` and ``{answer}``.
         system_prompt: System message before the question; None: none.

@@ -1,7 +1,8 @@
 """The tasks of reasoning-gym: problems from its generators, and the reward that its own checks compute.
 
-A problem's metadata has the task, its configuration and the generator's own metadata, which the task's check needs:
-many tasks accept any valid answer, not only the generated one. Needs the extra ``reasoning-gym``.
+A problem's metadata has the task, its configuration and the generator's own metadata. The task's check needs all three,
+because many tasks accept any valid answer, not only the generated answer. This module needs the extra
+``reasoning-gym``.
 """
 
 from __future__ import annotations

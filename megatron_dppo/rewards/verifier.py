@@ -1,8 +1,8 @@
 """Scores of responses, computed in worker processes with a hard time limit for each call.
 
-A process cannot interrupt its own endless check: math-verify's own limit needs the main thread, and neither a regular
-expression nor an integer power checks for interrupts while it runs. So checks run in a worker process, which the
-verifier kills at the time limit.
+A process cannot interrupt its own endless check: math-verify's own limit needs the main thread, and regular expressions
+and integer powers do not check for interrupts while they run. So checks run in a worker process, and the verifier kills
+this process at the time limit.
 
 The worker (``system/workers.py``) receives the reward's name, options and time limit. Once the worker is ready, it
 answers with the reward's form (RewardForm). Then each call is a list of RewardInputs, and the answer a list with a
@@ -10,13 +10,13 @@ Score for each. A Score has one of three contents: a value; a refusal, if the re
 number; or the reason why the reward is unavailable (RewardUnavailableError, OSError, and known errors of HTTP clients).
 Any other exception of the reward ends the worker with a traceback.
 
-The worker answers in JSON, because the verifier must not unpickle anything from a process in which the code of a
-response may run. The worker imports the reward and nothing heavier.
+The worker answers in JSON: the code of a response may run in the worker, so the verifier must not unpickle anything
+from it. The worker imports the reward and nothing heavier.
 
-Checks run in a child of the worker's first process, which is called the guard. Processes that a check starts are ended
-after the check, even in another session or with another parent. Processes that the reward's module started at its
-import live as long as the worker. The guard ends all of them when the child dies, or when the verifier has closed the
-connection.
+The worker's first process is called the guard. Checks run in a child of the guard. Processes that a check starts are
+ended after the check, even in another session or with another parent. Processes that the reward's module started at its
+import live as long as the worker. The guard ends all these processes when the child dies, or when the verifier has
+closed the connection.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Verifier:
     def _score_next(self) -> None:
         """Score the next response, or as many as the reward takes at once, with an idle worker.
 
-        It runs in one of the threads, of which there are as many as workers.
+        The method runs in one of the verifier's threads. There are as many threads as workers.
         """
         use = _WorkerUse(self._pool)
         batch: list[tuple[RewardInput, Future[Score]]] = []
@@ -279,7 +279,7 @@ class Verifier:
             use.end()
 
     def _fill(self, batch: list[tuple[RewardInput, Future[Score]]], size: int) -> None:
-        """Move waiting responses to ``batch`` until it has ``size`` of them or none is waiting."""
+        """Move waiting responses to ``batch`` until it has ``size`` responses or no response is waiting."""
         with self._lock:
             while self._waiting and len(batch) < size:
                 record, future = self._waiting.popleft()
@@ -297,7 +297,7 @@ class Verifier:
         # A timeout or crash of a batch is in all of its scores.
         has_failed = scores[0].timed_out or scores[0].crashed
         if form.takes_many and len(inputs) > 1 and has_failed:
-            # One input of the batch is the cause: score each input in a call of its own.
+            # One input of the batch is the cause: score each input in a separate call.
             scores = []
             for record in inputs:
                 scores += use.scores([record])
@@ -353,7 +353,7 @@ class _WorkerUse:
 
 
 def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
-    """Raise VerifierError, which begins with ``prefix``, if a reward refused a response.
+    """Raise VerifierError if a reward refused a response. ``prefix``: the beginning of the message.
 
     A refusal is an error in the program or in the data.
     """
@@ -373,7 +373,7 @@ def _shorten(text: str) -> str:
 
 
 class RewardWorker(RestrictedWorker):
-    """One worker process of a reward, with one call at a time. The arguments are those of Verifier.
+    """One worker process of a reward, with one call at a time. ``Verifier`` describes the other arguments.
 
     ``variable_names`` are the environment variables with credentials that the process gets.
     """
@@ -448,8 +448,8 @@ class RewardWorker(RestrictedWorker):
         return score
 
     def _crash(self, lost: WorkerLostError, inputs: Sequence[RewardInput]) -> Score:
-        """The score of a call in which a signal ended the process. Raises VerifierError if the process exited."""
-        # A negative code is that of a signal.
+        """The score of a call during which a signal ended the process. Raises VerifierError if the process exited."""
+        # A negative code is the number of a signal.
         if lost.code >= 0:
             raise self._error(lost, inputs)
         # The worker's own alarm ends it if the verifier was too slow to kill it.
@@ -459,7 +459,7 @@ class RewardWorker(RestrictedWorker):
     def _error(self, lost: WorkerLostError, inputs: Sequence[RewardInput] = ()) -> VerifierError:
         """The error of a process that has exited, with the process's output.
 
-        ``inputs``: the inputs of the call in which it exited; empty if it exited at its start.
+        ``inputs``: the inputs of the call during which the process exited; empty if it exited at its start.
         """
         hint = withheld_hint(lost.output, "passed_variables of this reward")
         call = ""
@@ -486,7 +486,7 @@ def _scores_of_call(content: bytes, count: int) -> list[Score]:
 def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]:
     """Call a synchronous reward in the worker process.
 
-    Raises the reward's exceptions, except those that ``_failure`` converts to scores.
+    ``_failure`` converts some exceptions of the reward to scores. All other exceptions are raised.
     """
     try:
         returned = reward(inputs)
@@ -565,7 +565,7 @@ def _failure(error: Exception | SystemExit) -> Score:
         return Score.without_value(reason or type(error).__name__)
     if not isinstance(error, ValueError):
         raise error
-    # Add the line of a user's reward, whose message may not tell the cause.
+    # Add the line of a user's reward, because the exception's message may not tell the cause.
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_own_reward = Path(frame.filename).parent == Path(__file__).parent
     if is_own_reward:
@@ -574,7 +574,7 @@ def _failure(error: Exception | SystemExit) -> Score:
 
 
 GRACE_S = 5.0
-"""Seconds after the verifier's limit at which the worker ends itself, in case the verifier is gone."""
+"""The worker ends itself this many seconds after the verifier's limit, in case the verifier is gone."""
 
 
 def serve(
@@ -602,7 +602,7 @@ def serve(
             except (EOFError, ConnectionResetError):
                 return
             inputs = pickle.loads(call.content)
-            # The default action of SIGALRM ends the process, whatever the reward does.
+            # The default action of SIGALRM ends the process. The reward's code cannot delay it.
             signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
             if reward.form.is_async:
                 scores = runner.run(scores_in_time(reward, inputs, timeout_s))
@@ -628,9 +628,9 @@ def main() -> None:
 
 
 def users_traceback(error: Exception) -> str:
-    """The traceback from the first frame on that is neither in this package nor in the standard library's asyncio.
+    """The traceback without its first frames in this package or in the standard library's asyncio.
 
-    If there is no such frame, the whole traceback.
+    If all frames are there, the whole traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     skipped_folders = (str(_PACKAGE), str(Path(asyncio.__file__).parent))

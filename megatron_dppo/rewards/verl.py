@@ -14,9 +14,9 @@ from megatron_dppo.system.imports import ImportTargetError, import_target
 class ComputeScore:
     """Calls verl's function with the columns of verl's data files.
 
-    ``data_source`` and ``extra_info`` are columns of the problem's record, for which the file needs
-    ``metadata_key: "*"``. If the function returns a dictionary, its ``score`` is the reward, and its other numbers are
-    components of the reward.
+    ``data_source`` and ``extra_info`` are columns of the problem's record; the file needs ``metadata_key: "*"`` for
+    them. If the function returns a dictionary, its ``score`` is the reward, and its other numbers are components of the
+    reward.
 
     Args:
         function: ``package.module:function`` with verl's four parameters.
