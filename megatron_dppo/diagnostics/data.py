@@ -1,7 +1,7 @@
-"""Prepare and inspect problems, check a reward on them.
+"""Prepare, generate and inspect problems, and check a reward on worked solutions.
 
 ``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data generate TASK --out
-FILE``, ``megatron-dppo data inspect FILE`` and ``megatron-dppo data check-rewards FILE``; docs/data.md tells more."""
+FILE``, ``megatron-dppo data inspect FILE`` and ``megatron-dppo data check-rewards FILE``; see docs/data.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_dppo.system.files import unwritable, write_atomically
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the words of the command line say; the exit code: 1 where a reward fails its check, 2 refused."""
+    """Run the command; returns 0, or 1 if a reward fails its check. Exits with 2 if the input cannot be used."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -43,7 +43,8 @@ def _generate(options: argparse.Namespace) -> int:
     except ImportError as error:
         fatal(str(error))
     out = Path(options.out)
-    if reason := unwritable(out.parent):
+    reason = unwritable(out.parent)
+    if reason:
         fatal(f"{out}: {reason}")
     task_names = reasoning_gym.tasks() if options.tasks == ["all"] else options.tasks
     if options.config and len(task_names) > 1:
@@ -65,7 +66,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _setting(option: str, word: str) -> tuple[str, Any]:
-    """Split ``name=value``, and parse the value as JSON; other values stay text. Raises ValueError without ``=``."""
+    """Split ``name=value``; a value in JSON is parsed, any other one stays text. Raises ValueError without ``=``."""
     name, equals, value = word.partition("=")
     if not equals:
         raise ValueError(f"{option}: got {word!r}, expected NAME=VALUE")
@@ -119,6 +120,8 @@ def _require_reward(name: str) -> None:
 
 
 def _at_least(minimum: float, kind: type) -> Callable[[str], float]:
+    """Return a parser of an option's value: a number of the type ``kind`` that is at least ``minimum``."""
+
     def parse(text: str) -> float:
         value: float = kind(text)
         if not value >= minimum:
@@ -159,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "--count",
         type=_at_least(1, int),
         default=1000,
-        help="of each task; default %(default)s",
+        help="problems of each task; default %(default)s",
     )
     generating.add_argument("--seed", type=int, default=1, help="default %(default)s")
     generating.add_argument(
@@ -186,9 +189,11 @@ def _parser() -> argparse.ArgumentParser:
         "--similarity",
         type=float,
         default=0.6,
-        help="of near-duplicates, 0 to 1",
+        help="least similarity of near-duplicates, 0 to 1",
     )
-    inspecting.add_argument("--reward", default="math_verify", help="that checks the answers")
+    inspecting.add_argument(
+        "--reward", default="math_verify", help="reward that checks the answers"
+    )
     inspecting.add_argument("--prompt-key", help="as data.train's prompt_key")
     inspecting.add_argument("--answer-key", help="as data.train's answer_key")
     inspecting.add_argument("--system-prompt", help="as data.system_prompt")

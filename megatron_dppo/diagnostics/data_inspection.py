@@ -1,7 +1,8 @@
-"""Describe a data set before a run (``megatron-dppo data inspect``): its problems as a run would use them, as text."""
+"""Describe a data set in text, with its problems as a run would use them (``megatron-dppo data inspect``)."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.answer_check import bad_answers
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
+# Bars of a histogram, and characters of the longest one.
 _BARS, _WIDTH = 10, 40
 _SHOWN_CHARACTERS = 4000
 # Number of characters at the beginning of a prompt that are compared with other problems.
@@ -51,15 +53,16 @@ class Inspection:
 
 
 def inspect(inspection: Inspection) -> Iterator[str]:
-    """Yield the lines of the report. Raises DataError where a file is no set of problems."""
+    """Yield the lines of the report. Raises DataError if a file is no set of problems."""
     records = problems.read_problems(inspection.path, inspection.keys)
     prompts = records.prompts
     locations = records.locations
     texts = [problems.text_of(prompt) for prompt in prompts]
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
-    if warning := data_files(inspection.path).warning:
-        yield warning
+    file_warning = data_files(inspection.path).warning
+    if file_warning:
+        yield file_warning
     yield from _unread(records)
     yield from _lengths(inspection, records)
     if inspection.tokenizer is not None:
@@ -81,23 +84,20 @@ def inspect(inspection: Inspection) -> Iterator[str]:
 def _unread(records: problems.ProblemRecords) -> Iterator[str]:
     """Report columns that look like content but are not in the prompts."""
     if records.unread:
-        column_texts = ", ".join(
-            f"{name!r} ({count:,})" for name, count in sorted(records.unread.items())
-        )
+        column_texts = [f"{name!r} ({count:,})" for name, count in sorted(records.unread.items())]
         yield (
             f"columns that look like content and are no part of the prompts (records with a value there): "
-            f"{column_texts}; "
-            "where the model needs them, write them into the prompt (docs/data.md)"
+            f"{', '.join(column_texts)}; if the model needs them, write them into the prompt (docs/data.md)"
         )
 
 
 def histogram(lengths: Sequence[int]) -> Iterator[str]:
     """Yield a bar of text for each of ten ranges of equal width, from 0 to the largest length."""
-    width = max(1, -(-(max(lengths) + 1) // _BARS))
+    width = math.ceil((max(lengths) + 1) / _BARS)
     counts = np.bincount(np.asarray(lengths) // width, minlength=1)
     digits = len(f"{width * len(counts):,}")
     for i, count in enumerate(counts.tolist()):
-        bar = "#" * -(-count * _WIDTH // int(counts.max()))
+        bar = "#" * math.ceil(count * _WIDTH / int(counts.max()))
         low = f"{i * width:,}"
         high = f"{(i + 1) * width - 1:,}"
         yield f"  {low:>{digits}} to {high:>{digits}}  {bar:<{_WIDTH}} {count:,}"
@@ -127,17 +127,17 @@ def _special_tokens(
     prompts: list[problems.Prompt],
     locations: list[str],
 ) -> Iterator[str]:
-    """Yield a finding for each special token in the text of problems: such a token begins or ends a turn."""
+    """Yield a finding for each special token in the text of problems: special tokens begin or end a turn."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
-    lines_by_token: defaultdict[str, list[int]] = defaultdict(list)
+    positions_by_token: defaultdict[str, list[int]] = defaultdict(list)
     for position, prompt in enumerate(prompts):
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         text = "\0".join(str(message["content"]) for message in messages)
         for token in special:
             if token in text:
-                lines_by_token[token].append(position)
-    for token, positions in sorted(lines_by_token.items()):
+                positions_by_token[token].append(position)
+    for token, positions in sorted(positions_by_token.items()):
         yield (
             f"special token {token} in the text of {len(positions):,} of {len(prompts):,} problems, the first in "
             f"{locations[positions[0]]}: the model reads it as the end or the beginning of a turn"
@@ -177,29 +177,30 @@ def _answers(
     answers = records.answers
     unanswered = records.unanswered
     rows = zip(texts, answers, records.metadata, strict=True)
-    answered_rows: list[Problem] = []
+    all_problems: list[Problem] = []
     for position, (text, answer, metadata) in enumerate(rows):
-        answered_rows.append(Problem(position, text, answer, (), (), metadata))
-    answered_set = problems.ProblemSet(
-        tuple(answered_rows),
-        0,
-        "",
-        len(texts),
+        # The check of answers reads no prompt ids.
+        all_problems.append(Problem(position, text, answer, (), (), metadata))
+    problem_set = problems.ProblemSet(
+        tuple(all_problems),
+        dropped=0,
+        sha256="",
+        records=len(texts),
         parts=records.parts,
         unanswered=tuple(unanswered.items()),
     )
-    bad = bad_answers({inspection.path: answered_set}, inspection.reward)[inspection.path]
-    final = find_reward(inspection.reward.name).final
+    bad = bad_answers({inspection.path: problem_set}, inspection.reward)[inspection.path]
+    final_answer = find_reward(inspection.reward.name).final
     different_answers: set[str] = set()
     for position, answer in enumerate(answers):
         if position not in unanswered:
-            different_answers.add(final(answer))
+            different_answers.add(final_answer(answer))
     yield (
         f"answers: {len(different_answers):,} different; {len(bad):,} of {len(answers):,} do not verify against "
         f"themselves with {inspection.reward.name}"
     )
     for row, reason in bad[:_SHOWN_FAULTS]:
-        yield f"  {answered_set.place(row)}: {reason}"
+        yield f"  {problem_set.place(row)}: {reason}"
 
 
 def _alike(
@@ -208,16 +209,16 @@ def _alike(
     locations: list[str],
     other: str,
 ) -> Iterator[str]:
-    compared_with = problems.read_problems(other)
-    prompts = compared_with.prompts
-    other_locations = compared_with.locations
-    other_texts = [problems.text_of(prompt)[:_COMPARED] for prompt in prompts]
-    compared = [text[:_COMPARED] for text in texts]
-    pairs = near_duplicates(compared, other_texts, inspection.similarity)
-    hit = len({pair.evaluation for pair in pairs})
+    """Yield the pairs of near-duplicates in the inspected set and in the file ``other``."""
+    other_problems = problems.read_problems(other)
+    other_locations = other_problems.locations
+    other_starts = [problems.text_of(prompt)[:_COMPARED] for prompt in other_problems.prompts]
+    starts = [text[:_COMPARED] for text in texts]
+    pairs = near_duplicates(starts, other_starts, inspection.similarity)
+    found_count = len({pair.evaluation for pair in pairs})
     yield (
-        f"near-duplicates (similarity {inspection.similarity:g} or more): {hit:,} of the {len(prompts):,} "
-        f"problems of {other}, in {len(pairs):,} pairs"
+        f"near-duplicates (similarity {inspection.similarity:g} or more): {found_count:,} of the "
+        f"{len(other_starts):,} problems of {other}, in {len(pairs):,} pairs"
     )
     for pair in pairs[:_SHOWN_PAIRS]:
         start = " ".join(texts[pair.training].split())[:60]
@@ -227,7 +228,7 @@ def _alike(
 
 
 def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
-    """Yield the first, the middle and the last prompt in the model's form; long ones are cut in the middle."""
+    """Yield the first, the middle and the last prompt in the model's form; the middle of a long prompt is left out."""
     prompts = records.prompts
     locations = records.locations
     for i in sorted({0, len(prompts) // 2, len(prompts) - 1})[:_SHOWN_PROMPTS]:

@@ -1,7 +1,8 @@
 """Find problems of a training set that are also in an evaluation set, perhaps with other words or another layout.
 
-Texts are compared as sets of three consecutive words or numbers, without LaTeX's layout and punctuation. The overlap is
-computed exactly, from an index of the evaluation set, which is small; sketches such as MinHash are not needed.
+Texts are compared as sets of shingles: runs of three consecutive words or numbers, without LaTeX's layout commands and
+without punctuation. The overlap is computed exactly, from an index of the evaluation set, which is small; sketches such
+as MinHash are not needed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ _LAYOUT = re.compile(
     r"(?![a-zA-Z])|\[asy\].*?\[/asy\]",
     re.DOTALL,
 )
+"""LaTeX's commands of layout, and drawings in Asymptote."""
 
 
 _WORD = re.compile(r"[a-z]+|\d+|[^\W\d_]")
+"""A word of the letters a to z, a number, or one other letter, such as a Chinese character."""
 
 
 class NearDuplicate(NamedTuple):
-    """Positions of two similar problems. ``similarity``: shared shingles / shingles of either text (Jaccard)."""
+    """Positions of two similar problems.
+
+    ``similarity``: their shared shingles / the shingles that at least one of them has (Jaccard index).
+    """
 
     similarity: float
     training: int
@@ -47,25 +53,26 @@ def near_duplicates(
     evaluation: Sequence[str],
     at_least: float,
 ) -> list[NearDuplicate]:
-    """Return every pair with a similarity of ``at_least``, the most similar first.
+    """Return every pair with a similarity of ``at_least`` or more, the most similar first.
 
     17,000 training problems and 30 evaluation problems take one or two seconds.
     """
     sizes = []
     index: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for position, text in enumerate(evaluation):
-        of_text = shingles(text)
-        sizes.append(len(of_text))
-        for shingle in of_text:
+        evaluation_shingles = shingles(text)
+        sizes.append(len(evaluation_shingles))
+        for shingle in evaluation_shingles:
             index[shingle].append(position)
     pairs = []
     for row, text in enumerate(training):
-        of_text = shingles(text)
+        training_shingles = shingles(text)
         shared_counts = Counter[int]()
-        for shingle in of_text:
+        for shingle in training_shingles:
             shared_counts.update(index.get(shingle, ()))
         for position, count in shared_counts.items():
-            similarity = count / (len(of_text) + sizes[position] - count)
+            union_size = len(training_shingles) + sizes[position] - count
+            similarity = count / union_size
             if similarity >= at_least:
                 pairs.append(NearDuplicate(similarity, row, position))
     return sorted(pairs, key=lambda pair: (-pair.similarity, pair.training, pair.evaluation))

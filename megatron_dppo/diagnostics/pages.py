@@ -17,7 +17,7 @@ from megatron_dppo.metrics.samples import printable
 class SummaryTable:
     """A table of strings; the first column names the row.
 
-    ``note``: meaning of the columns. Only ``shown_title`` is shown of a table without rows.
+    ``note``: meaning of the columns. Of a table without rows, only ``shown_title`` is shown.
     """
 
     title: str
@@ -48,7 +48,10 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class ResponseText:
-    """A prompt and its response on a page. ``about`` names it; ``outcome`` is shown with its advantage."""
+    """A prompt and its response on a page.
+
+    ``about`` names the response; ``outcome``, its reward and end in words, is shown beside its advantage.
+    """
 
     about: str
     prompt: str
@@ -58,7 +61,7 @@ class ResponseText:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with line ends marked, and unprintable characters as escapes."""
+    """Return ``text`` with a mark at each line end, and with unprintable characters as escapes."""
     return printable(text).replace("\n", "\u23ce\n")
 
 
@@ -84,5 +87,5 @@ def _environment() -> Environment:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Return the page of a template, all ``values`` escaped: one file, no external resources, fit for a phone."""
+    """Return the page of a template with the escaped ``values``. The page is one file and needs no other resource."""
     return _environment().get_template(template).render(**values)

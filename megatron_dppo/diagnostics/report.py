@@ -1,18 +1,18 @@
 """Draw a run, or compare several.
 
-``report.png`` has the figures of one run, or a comparison of several, on one page: panels of metrics over steps.
+``report.png`` shows one run, or a comparison of several, on one page: panels of metrics over steps.
 
-With one run, colours stand for quantities; with several, colours stand for runs and line styles for
-quantities. The colours are those of Okabe and Ito, made for colour-blind readers.
+With one run, colours stand for quantities. With several runs, colours stand for runs and line styles for quantities.
+The colours are those of Okabe and Ito, made for colour-blind readers.
 
 megatron-dppo report runs/demo            # writes runs/demo/report.png
-megatron-dppo report runs/a runs/b --output ab.png   # one line a run
+megatron-dppo report runs/a runs/b --output ab.png   # one line for each run
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -55,7 +55,7 @@ SMALL = 8.5
 FEW_POINTS = 30
 """Largest number of steps at which every step has a dot and lines are not smoothed."""
 LEGEND_WIDTH = 72
-"""Characters of a legend that fit over a panel in one row; a line's sample counts as six."""
+"""Number of characters of a legend that fit over a panel in one row; the line beside a name counts as six."""
 WHOLE = 1.01
 """Upper end of an axis of shares, above 1 so that a line at 1 is visible in its full width."""
 PERCENT = (0, 100 * WHOLE)
@@ -83,11 +83,11 @@ STROKES: dict[Stroke, tuple[str, LineStyle]] = {
     "third": (PINK, "-."),
     "bound": (GREEN, "-"),
 }
-"""Colour and style of a panel's lines, where colours stand for quantities."""
+"""Colour and style of a panel's lines, if colours stand for quantities."""
 
 
 def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
-    """The metrics that ``panel`` draws on its left or its right axis."""
+    """Return the metrics that ``panel`` draws on its left or its right axis."""
     rows: list[Metric] = []
     for row in METRICS.values():
         if row.line is not None and (row.line.panel, row.line.right) == (panel, right):
@@ -96,7 +96,7 @@ def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
-    """Mean of each value and of up to ``reach`` neighbours on each side."""
+    """Return for each value the mean of the value and of up to ``reach`` neighbours on each side."""
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
@@ -109,19 +109,23 @@ def _plot(
     style: LineStyle,
     is_only_run: bool,
 ) -> None:
-    """Draw a line with a dot for each step; of many steps the mean of five, without dots, and with one run also the
-    unsmoothed values, thin and pale.
+    """Draw a line with a dot for each step.
+
+    The line of more than ``FEW_POINTS`` steps is the mean of five steps, without dots. If there is only one run, the
+    unsmoothed values are then drawn too, thin and pale.
     """
-    few = len(steps) <= FEW_POINTS
-    if is_only_run and not few:
-        axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
+    line_values, marker = values, "o"
+    if len(steps) > FEW_POINTS:
+        line_values, marker = centred_mean(values, 2), ""
+        if is_only_run:
+            axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
     axes.plot(
         steps,
-        values if few else centred_mean(values, 2),
+        line_values,
         style,
         color=colour,
         linewidth=1.8,
-        marker="o" if few else "",
+        marker=marker,
         markersize=6 if len(steps) == 1 else 3,
     )
 
@@ -133,11 +137,12 @@ def plot_metrics(
     *,
     log: bool = False,
 ) -> list[Line2D]:
-    """Draw the metrics' lines of every run; returns legend handles of the recorded ones."""
+    """Draw the metrics' lines of every run; returns legend handles of the metrics that any run recorded."""
     handles = []
     for metric in metrics:
         assert metric.line is not None
-        line, has_data = metric.line, False
+        line = metric.line
+        has_data = False
         own_colour, style = STROKES[line.stroke]
         for index, run in enumerate(runs):
             points = [
@@ -154,13 +159,14 @@ def plot_metrics(
             if len(runs) > 1:
                 colour = RUN_COLOURS[index]
             if line.stroke == "bound":
-                # The bound is wide, pale and below: the line above it may have equal values.
+                # Draw the bound wide, pale and below the other lines, which may have equal values.
                 axes.plot(steps, values, color=colour, zorder=1, **BOUND)
             else:
                 _plot(axes, steps, values, colour, style, len(runs) == 1)
         if has_data:
             handle = _handle(line.legend, runs, own_colour, style)
-            handle.set(**BOUND if line.stroke == "bound" else {})
+            if line.stroke == "bound":
+                handle.set(**BOUND)
             handles.append(handle)
     return handles
 
@@ -179,9 +185,13 @@ def plot_on_the_right(axes: Axes, runs: list[RunRecords], panel: str, unit: str)
 
 
 def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
-    """Whether any run has any of the metrics."""
-    recorded = {name for run in runs for name in metrics if series(run.records, name)[0]}
-    return bool(recorded)
+    """Return whether any run has any of the metrics."""
+    for run in runs:
+        for name in metrics:
+            steps, _ = series(run.records, name)
+            if steps:
+                return True
+    return False
 
 
 def _handle(
@@ -191,7 +201,7 @@ def _handle(
     style: LineStyle,
     marker: str = "",
 ) -> Line2D:
-    """A legend entry; grey if colours stand for runs."""
+    """Return a legend entry; it is grey if colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
     return Line2D([], [], color=shade, linestyle=style, marker=marker, linewidth=1.8, label=name)
 
@@ -229,7 +239,7 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
 
 
 def _by_rows(handles: list, rows: int) -> list:
-    """``handles`` in the order that reads row by row in a legend, which is filled column by column."""
+    """Return ``handles`` in an order that reads row by row in a legend, which matplotlib fills column by column."""
     columns = ceil(len(handles) / rows)
     lines = [handles[i : i + columns] for i in range(0, len(handles), columns)]
     return [handle for handle in chain(*zip_longest(*lines)) if handle is not None]
@@ -249,7 +259,10 @@ def mark_empty(axes: Axes, handles: list, reason: str = "not recorded") -> None:
 
 
 def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: str) -> list:
-    """Shade the normal range of ``metric``, keeping the axis limits; returns the legend handle."""
+    """Shade the normal range of ``metric``; returns the legend handle, or none if the range is below the axis.
+
+    The limits of the axis stay.
+    """
     upper = max(BY_METRIC[metric].upper(run.dtype) for run in runs) * scale
     name = f"expected: at most {upper:g}{unit}"
     bottom, top = axes.get_ylim()
@@ -276,9 +289,8 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
     if is_measured:
         handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
     elif handles:
-        _remark(
-            axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs"
-        )
+        which_runs = "this run" if len(runs) == 1 else "these runs"
+        _remark(axes, f"no evaluation in {which_runs}")
     least_value, largest_value = axes.dataLim.intervaly
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom if least_value < 0 else 0.0, top if largest_value > 1 else WHOLE)
@@ -287,7 +299,7 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw mean |pi - mu| at equal weights and over the step, each with its expected value as a thin line.
+    """Draw mean |pi - mu| at equal weights and over the step, each with its upper bound as a dotted line.
 
     The right axis has the agreement of routing.
     """
@@ -325,15 +337,24 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     if handles:
         axes.set_ylim(0, min(max(axes.get_ylim()[1], 0.1), PERCENT[1]))
         handles += _band(axes, runs, names.MASKED_POSITIVE, 100, "%")
-    flat = [series(run.records, names.ZERO_VARIANCE_GROUPS)[1] for run in runs]
-    without_advantage = all(flat) and all(set(shares) == {1.0} for shares in flat)
-    reason = "no token to mask:\nthe responses of each group earned the same"
-    mark_empty(axes, handles, *([reason] if without_advantage else []))
+    if _has_no_advantage(runs):
+        mark_empty(axes, handles, "no token to mask:\nthe responses of each group earned the same")
+    else:
+        mark_empty(axes, handles)
     finish(axes, "Masked tokens by sign of advantage", "% of tokens", handles)
 
 
+def _has_no_advantage(runs: list[RunRecords]) -> bool:
+    """Return whether the rewards in every group of every step of every run were equal."""
+    for run in runs:
+        _, shares = series(run.records, names.ZERO_VARIANCE_GROUPS)
+        if set(shares) != {1.0}:
+            return False
+    return True
+
+
 def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the policy's mean entropy (it should fall slowly)."""
+    """Draw the policy's mean entropy, which should fall slowly, and the share of different responses in a group."""
     handles = plot_metrics(axes, runs, in_panel("entropy"))
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
@@ -344,19 +365,15 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where it is known for every run, else in
-    TFLOP/s.
-    """
-    is_known = all(is_recorded([run], names.MFU) for run in runs)
-    unit = "TFLOP/s"
-    if is_known:
-        unit = "% of the GPU's bf16 peak"
-    panel = "mfu" if is_known else "tflops"
+    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak if every run recorded it, else in TFLOP/s."""
+    panel, unit = "tflops", "TFLOP/s"
+    if all(is_recorded([run], names.MFU) for run in runs):
+        panel, unit = "mfu", "% of the GPU's bf16 peak"
     _draw_from_zero(axes, runs, panel, "Model arithmetic in training", unit)
 
 
 def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the largest memory of a rank; right axis: the ranks' idle share."""
+    """Draw the largest memory of a rank, and on the right axis the ranks' idle share."""
     _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", "% of FLOPs")
 
 
@@ -430,21 +447,21 @@ MOST_PHASES = 5
 
 
 def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
-    """Each run's phase -> seconds, reduced to the ``MOST_PHASES`` longest over all runs and ``rest``."""
+    """Return each run's phase -> seconds, reduced to the ``MOST_PHASES`` longest phases of all runs and ``rest``."""
     totals: dict[str, float] = {}
     for table in tables:
         for phase, seconds in table.items():
             totals[phase] = totals.get(phase, 0.0) + sum(seconds)
     ranked = sorted(totals, key=totals.__getitem__, reverse=True)
     longest_phases = ranked[:MOST_PHASES]
-    short = ranked[MOST_PHASES:]
+    short_phases = ranked[MOST_PHASES:]
     folded = []
     for table in tables:
         length = max((len(seconds) for seconds in table.values()), default=0)
         nothing = [0.0] * length
         row = {phase: table.get(phase, nothing) for phase in longest_phases}
-        if short:
-            short_rows = [table[phase] for phase in short if phase in table]
+        if short_phases:
+            short_rows = [table[phase] for phase in short_phases if phase in table]
             row[REST] = [sum(column) for column in zip(*short_rows, strict=True)] or nothing
         folded.append(row)
     return folded
@@ -484,6 +501,7 @@ def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
         title = "Time per step"
     finish(axes, title, "seconds", handles, handle_length=1.0)
     if len(trained) > 1:
+        # The first run is at the top, with space for its label above its bar.
         axes.set(xlabel="seconds", ylabel="", yticks=[], ylim=(len(runs) - 0.5, -0.7))
 
 
@@ -495,6 +513,7 @@ def _draw_steps(
 ) -> None:
     steps = [step_of(record) for record in run.records]
     bottom = [0.0] * len(steps)
+    # White edges would hide narrow bars.
     edge = 0.4 if len(steps) <= 60 else 0.0
     for phase, seconds in table.items():
         colour = colours[phase]
@@ -549,6 +568,8 @@ DRAFT_PANELS = (
 """Panels of speculative decoding, drawn if any run has recorded the tokens of its verifications."""
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Panels of weight updates, drawn if any run has recorded their seconds."""
+ROW_HEIGHT = 11 / 3
+"""Inches of a row of two panels."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -564,16 +585,16 @@ STYLE: dict[Any, Any] = {
 def write_report(directory: str | Path) -> Path:
     """Draw the run in ``directory`` into its ``report.png``; returns that path.
 
-    One record is enough; a panel without data says "not recorded". Raises RecordsError if there is
-    no metrics file or no record in it.
+    One record is enough; a panel without data says "not recorded". Raises RecordsError if there is no metrics file or
+    no record in it.
     """
     return write_comparison([directory], Path(directory) / REPORT_FILE)
 
 
 def write_comparison(directories: Sequence[str | Path], output: str | Path) -> Path:
-    """Draw several runs, at most ``len(RUN_COLOURS)``, into the PNG file ``output``, and return that.
+    """Draw several runs, at most ``len(RUN_COLOURS)``, into the PNG file ``output``; returns its path.
 
-    Raises RecordsError where a run has no metrics file or no record, ValueError for more runs than colours.
+    Raises RecordsError if a run has no metrics file or no record, and ValueError for more runs than colours.
     """
     if len(directories) > len(RUN_COLOURS):
         raise ValueError(
@@ -596,41 +617,54 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
 
 
 def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> list[str]:
-    """Label of each run: the parts of RunInfo that differ; folder names if that is ambiguous."""
+    """Return the label of each run: the parts of RunInfo that differ, or folder names if these labels are ambiguous."""
     folders = [Path(directory).resolve().name for directory in directories]
     parts = [info.parts for info in infos if info is not None]
     if len(parts) < len(infos):
         return folders
     differing_columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
-    labels = list(map(", ".join, zip(*differing_columns, strict=True))) or [""] * len(parts)
+    labels: list[str] = []
+    for run in range(len(parts)):
+        labels.append(", ".join(column[run] for column in differing_columns))
     if len(set(labels)) == len(labels):
         return labels
     return folders
 
 
 def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
-    """The parts of RunInfo that all runs share; of one run without configuration its folder."""
+    """Return the parts of RunInfo that all runs share. The title of one run without a configuration is its folder."""
     parts = [info.parts for info in infos if info is not None]
     if len(infos) == 1:
-        return " | ".join(parts[0] if parts else (Path(directories[0]).resolve().name,))
+        if not parts:
+            return Path(directories[0]).resolve().name
+        return " | ".join(parts[0])
     if len(parts) < len(infos):
         return f"{len(infos)} runs"
     common_parts = [column[0] for column in zip(*parts, strict=True) if len(set(column)) == 1]
     return " | ".join([*common_parts, f"{len(infos)} runs"])
 
 
-def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """Draw the page: six panels, and more for the machine's use, generation ahead, turns, drafts and weight updates.
+def _panels(runs: list[RunRecords]) -> list[Callable[[Axes, list[RunRecords]], None]]:
+    """Return the functions that draw the page's panels: six, and more for what the runs recorded."""
+    panels: list[Callable[[Axes, list[RunRecords]], None]] = list(PANELS)
+    if is_recorded(runs, *USE_METRICS):
+        panels += USE_PANELS
+    if _largest(runs, names.STALENESS_MAX) > 0:
+        panels += AHEAD_PANELS
+    if _largest(runs, names.TURNS) > 1:
+        panels += TURN_PANELS
+    if is_recorded(runs, names.ACCEPTED_LENGTH):
+        panels += DRAFT_PANELS
+    if is_recorded(runs, names.UPDATE_SECONDS):
+        panels += UPDATE_PANELS
+    return panels
 
-    With several runs, their names are below.
-    """
-    drawn_panels = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
-    drawn_panels += AHEAD_PANELS if _largest(runs, names.STALENESS_MAX) > 0 else ()
-    drawn_panels += TURN_PANELS if _largest(runs, names.TURNS) > 1 else ()
-    drawn_panels += DRAFT_PANELS if is_recorded(runs, names.ACCEPTED_LENGTH) else ()
-    drawn_panels += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
-    rows = -(-len(drawn_panels) // 2)
-    figure = Figure(figsize=(10.5, 22 * rows / len(PANELS)), dpi=130)
+
+def _draw(runs: list[RunRecords], title: str) -> Figure:
+    """Draw the page; with several runs, their names are at the bottom."""
+    drawn_panels = _panels(runs)
+    rows = ceil(len(drawn_panels) / 2)
+    figure = Figure(figsize=(10.5, ROW_HEIGHT * rows), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     steps: list[int] = []
@@ -645,7 +679,9 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
         if axes.get_xlabel() == STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)
     if any(len(run.records) > FEW_POINTS for run in runs):
-        remark = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
+        remark = "bold: mean of 5 steps"
+        if len(runs) == 1:
+            remark += ", thin: each step"
         figure.supxlabel(remark, fontsize=SMALL, color="#666666", x=0.99, ha="right")
     if len(runs) > 1:
         handles: list[Line2D] = []
@@ -661,11 +697,16 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
 
 
 def _largest(runs: list[RunRecords], metric: str) -> float:
-    return max((max(series(run.records, metric)[1], default=0.0) for run in runs), default=0.0)
+    """Return the largest value of ``metric`` in all runs; 0 if no run has it."""
+    largest_value = 0.0
+    for run in runs:
+        _, values = series(run.records, metric)
+        largest_value = max([largest_value, *values])
+    return largest_value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; exits with status 2 and a message if a run cannot be drawn."""
+    """Run the command; exits with status 2 and a message if a run cannot be drawn."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo report",
         description="Draw a run, or compare several.",
@@ -677,10 +718,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="PNG file (one run: DIR/report.png; several: comparison.png)",
     )
     options = parser.parse_args(arguments)
-    single = len(options.directories) == 1
-    default = Path(options.directories[0]) / REPORT_FILE if single else Path("comparison.png")
+    output = options.output
+    if output is None:
+        output = Path("comparison.png")
+        if len(options.directories) == 1:
+            output = Path(options.directories[0]) / REPORT_FILE
     try:
-        print(write_comparison(options.directories, options.output or default))
+        print(write_comparison(options.directories, output))
     except (ValueError, OSError) as error:
         fatal(str(error))
 

@@ -1,4 +1,4 @@
-"""A reward function, compared with worked solutions."""
+"""Check a reward function on worked solutions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from megatron_dppo.rewards.verifier import Score, Verifier
 
 
 class RewardCheck(NamedTuple):
-    """A worked solution against an answer: the line's own, which must score 1, or a wrong one, 0."""
+    """A worked solution, and the answer against which it is scored.
+
+    ``expected`` is the right score: 1 if the answer is that of the solution's line, 0 if it is a wrong one.
+    """
 
     line: int
     solution: str
@@ -31,8 +34,8 @@ def check_rewards(
 ) -> int:
     """Check every line, with at most ``timeout_s`` seconds for each; return 1 if a check failed, else 0.
 
-    ``passed_variables``: as in RewardTerm. Raises DataError, which names the line, for an unusable file, and
-    VerifierError where the reward's worker fails.
+    ``passed_variables``: as in RewardTerm. Raises DataError, which names the line, if the file cannot be used, and
+    VerifierError if the reward's worker fails.
     """
     checks = read_checks(path)
     with (
@@ -45,9 +48,12 @@ def check_rewards(
 
 
 def read_checks(path: Path) -> list[RewardCheck]:
-    """Read a check from every line with a solution and an answer. Raises DataError naming the line."""
+    """Return a check of each solution in the file against its answer, then one against a wrong answer.
+
+    Raises DataError that names the line.
+    """
     records, locations, _ = read_records(path)
-    solved = []
+    right_checks: list[RewardCheck] = []
     for number, (record, location) in enumerate(zip(records, locations, strict=True), start=1):
         if "answer" not in record:
             raise DataError(
@@ -55,26 +61,26 @@ def read_checks(path: Path) -> list[RewardCheck]:
                 f"found {keys(record)}"
             )
         if isinstance(record.get("solution"), str):
-            solved.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
-    if not solved:
+            right_checks.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
+    if not right_checks:
         raise DataError(
             f"{path}: no line has a 'solution', expected a worked solution as text there, whose answer is the line's "
             f"'answer'; the first line has {keys(records[0])}"
         )
-    answers = [check.answer for check in solved]
-    unsolved: list[RewardCheck] = []
-    for check in solved:
+    answers = [check.answer for check in right_checks]
+    wrong_checks: list[RewardCheck] = []
+    for check in right_checks:
         wrong_answer = _wrong_answer(check.answer, answers)
         if wrong_answer is not None:
-            unsolved.append(check._replace(answer=wrong_answer, expected=0.0))
-    return solved + unsolved
+            wrong_checks.append(check._replace(answer=wrong_answer, expected=0.0))
+    return right_checks + wrong_checks
 
 
-def _wrong_answer(answer: str, other_answers: list[str]) -> str | None:
-    """The answer plus one if it is an integer, else another line's; None if all are the same."""
+def _wrong_answer(answer: str, answers: list[str]) -> str | None:
+    """Return a wrong answer: an integer plus one, else a different one of ``answers``; None if all are equal."""
     if answer.lstrip("+-").isdecimal():
         return str(int(answer) + 1)
-    return next((other for other in other_answers if other != answer), None)
+    return next((other for other in answers if other != answer), None)
 
 
 def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
@@ -107,7 +113,7 @@ def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
 
 
 def _cause_of_no_score(score: Score) -> str | None:
-    """Why the reward did not score a solution; None where it did."""
+    """Return why the reward did not score a solution; None if it did."""
     if score.timed_out:
         return "timed out"
     if score.crashed:

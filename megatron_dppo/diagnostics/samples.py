@@ -1,7 +1,7 @@
-"""Read what the model said, with reward and reason.
+"""Show responses of the model, with reward and reason.
 
 A run keeps a few responses of every training step and of every evaluation in ``samples.jsonl``. Without ``--step`` the
-newest are shown.
+newest samples are shown.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ KINDS: dict[str, tuple[str, Callable[[Sample], bool]]] = {
         lambda sample: bool(sample.masked),
     ),
 }
-"""Option -> its help, and the samples that it chooses."""
+"""Option -> the kind of its samples in words, and a function that returns whether a sample is of this kind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; exits with status 2 and a message where there is nothing to show."""
+    """Run the command; exits with status 2 and a message if there is nothing to show."""
     options = _parser().parse_args(arguments)
     try:
         samples = matching(options)
@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fatal(str(error))
     title = f"Samples of {options.run}"
     if options.html:
-        page = options.run / "samples.html" if options.html is True else Path(options.html)
+        # ``--html`` without a file is True.
+        page = options.run / "samples.html"
+        if options.html is not True:
+            page = Path(options.html)
         write_atomically(page, html(title, samples))
         print(f"{page}: {len(samples)} samples")
     else:
@@ -98,13 +101,13 @@ def html(title: str, samples: Sequence[Sample]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo samples", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="of this step; 0: before training")
-    parser.add_argument("--set", help="'training', or the name of a held-out set")
+    parser.add_argument("--step", type=int, help="only this step; 0: before training")
+    parser.add_argument("--set", help="only 'training', or this held-out set")
     earned = parser.add_mutually_exclusive_group()
     for kind, (meaning, _) in KINDS.items():
         group = earned if kind in ("right", "wrong") else parser
-        group.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
-    parser.add_argument("--limit", type=int, default=10, help="at most so many (10); 0: all")
+        group.add_argument(f"--{kind}", action="store_true", help=f"only samples {meaning}")
+    parser.add_argument("--limit", type=int, default=10, help="samples at most (10); 0: all")
     parser.add_argument(
         "--html",
         nargs="?",

@@ -2,8 +2,8 @@
 
 ``megatron-dppo watch RUN`` serves one page on this machine's loopback interface, during the run and afterwards.
 
-The program only reads the run's folder, which need not exist yet. It takes no path from a request, and every route is
-under a key that is new in every start, so other users of this machine don't know it. It loads no torch.
+The program only reads the run's folder, which need not exist yet. It takes no path from a request. Every address begins
+with a key, which is new in every start, so that other users of this machine don't know it. The program loads no torch.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from megatron_dppo.system.lease import LEASE_FILE
 HOST = "127.0.0.1"
 PORT = 8350
 MOST_POINTS = 800
-"""Most points of a curve; longer curves keep the smallest and the largest value of each stretch."""
+"""Largest number of points of a curve; longer curves keep the smallest and the largest value of each stretch."""
 MOST_SAMPLES = 18
 MOST_SHOWN_STEPS = 40
-"""Steps whose phases are shown, and whose masked tokens are counted together."""
+"""Number of the last steps whose phases are shown, and whose masked tokens are counted together."""
 _MOST_TOKENS = 20
 _MOST_LINES = 30
 _MOST_FAULTS = 10
 Json = dict[str, Any]
+# Metric by its name in metrics.jsonl.
 _ROWS = {row.recorded_as or name: row for name, row in METRICS.items()}
 _MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
@@ -69,19 +70,21 @@ def thinned(
     points = list(zip(steps, values, strict=True))
     if len(points) > max_points:
         inner_points = points[1:-1]
-        count = (max_points - 2) // 2
-        cuts = [len(inner_points) * i // count for i in range(count + 1)]
+        # A stretch keeps at most two points.
+        stretches = (max_points - 2) // 2
+        cuts = [len(inner_points) * i // stretches for i in range(stretches + 1)]
         kept_points = [points[0]]
         for start, end in pairwise(cuts):
-            if part := inner_points[start:end]:
-                extremes = {min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}
+            stretch = inner_points[start:end]
+            if stretch:
+                extremes = {min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}
                 kept_points += sorted(extremes)
         points = [*kept_points, points[-1]]
     return [[step for step, _ in points], [value for _, value in points]]
 
 
 _STATE_S = 5.0
-"""Longest age in seconds of the state of the run's processes where no file of the run has changed."""
+"""Seconds after which ``RunView.version`` determines the state of the run's processes again."""
 
 
 class RunView:
@@ -89,7 +92,9 @@ class RunView:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        # Stamp of the metrics file, and its rows.
         self._read: tuple[object, list[Record]] = (None, [])
+        # Time at which the state of the processes was determined, and the state.
         self._seen = (-math.inf, "")
 
     def version(self) -> str:
@@ -108,7 +113,7 @@ class RunView:
         )
         current_time = time.monotonic()
         if current_time - self._seen[0] > _STATE_S:
-            # The state may need a call of Slurm.
+            # Not at every request: determining the state may need a call of Slurm.
             self._seen = (current_time, self._state())
         stamps = [*(_stamp(self.directory / name) for name in names), self._seen[1]]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
@@ -149,7 +154,7 @@ class RunView:
         }
 
     def curves(self, query: Json) -> Json:
-        """Return name -> steps and values of the requested metrics."""
+        """Return the curves of the requested metrics: name -> steps and values."""
         recorded = self.records()
         return {name: thinned(*series(recorded, name)) for name in query.get("name", [])}
 
@@ -220,7 +225,10 @@ class RunView:
         }
 
     def _masked(self) -> list[list[Any]]:
-        """Return text, id, and counts of blocked raises and reductions of the tokens most masked in the last steps."""
+        """Return the tokens that the mask blocked most often in the last steps, most often first.
+
+        Each has its text, its id, and how often the mask blocked a rise and a fall of its probability.
+        """
         path = self.directory / records.MASKED_TOKENS_FILE
         if _stamp(path) is None:
             return []
@@ -251,8 +259,10 @@ class RunView:
         states = status.get("servers", {})
         rows = [[s.name, s.url, states.get(s.name, "not yet seen")] for s in record.servers()]
         router = record.router()
-        rows += [[router.name, router.url, ""]] if router else []
-        if (start := record.ranks_start or 1) > 1:
+        if router:
+            rows.append([router.name, router.url, ""])
+        start = record.ranks_start or 1
+        if start > 1:
             rows.append(["ranks", "", f"start {start}: a rank died {start - 1} times"])
         return {"version": status.get("version"), "servers": rows}
 
@@ -268,7 +278,7 @@ class RunView:
         return bounds
 
     def _unusual(self, recorded: Sequence[Record]) -> list[list[Any]]:
-        """The newest finding about each metric outside its normal range: step, finding, what to check."""
+        """Return the newest finding about each metric that left its normal range: step, finding, and what to check."""
         info = self._info()
         check = NormalityCheck(info.dtype if info else "float32")
         newest: dict[str, list[Any]] = {}
@@ -281,6 +291,7 @@ class RunView:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return modification time and size of a file, which change when a run writes it; None without the file."""
     try:
         status = path.stat()
     except OSError:
@@ -289,6 +300,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _names(recorded: Sequence[Record]) -> list[str]:
+    """Return the names of all metrics, in alphabetical order, but times last."""
     metrics: set[str] = set()
     for record in recorded:
         metrics |= record.keys()
@@ -319,7 +331,7 @@ class WatchServer(HttpServer):
             "curves": self._view.curves,
             "samples": self._view.samples,
         }
-        application = web.Application(client_max_size=0)
+        application = web.Application()
         application.router.add_get("/{key}/{route}", self._answer)
         application.router.add_get("/{key}/", self._answer)
         super().__init__(application, HOST, port)
@@ -354,13 +366,13 @@ class WatchServer(HttpServer):
             if route == "state" and query.get("version", [""])[0] == self._view.version():
                 return {"unchanged": True}
             return self._routes[route](query)
-        # A file may be damaged, hold other content than a run's, or be moved by a new start at this moment.
+        # A file may be damaged, have other content than a run's, or be moved by a new start at this moment.
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until Ctrl-C; exits with status 2 and a message where the port is taken."""
+    """Serve until Ctrl-C; exits with status 2 and a message if the port is taken."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo watch",
         description="A page of a run in the browser, live.",
@@ -376,8 +388,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = WatchServer(options.run, options.port)
     except (OSError, OverflowError) as error:
-        # The text of the exception repeats the address.
-        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
+        reason = str(error)
+        if isinstance(error, OSError):
+            # The exception's own text would repeat the address.
+            reason = os.strerror(error.errno or 0)
         fatal(f"--port {options.port}: {reason}; --port 0 takes a free one")
     with server, contextlib.suppress(KeyboardInterrupt):
         print(f"watching {options.run}: {server.page} (Ctrl-C ends it)", flush=True)
