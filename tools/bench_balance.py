@@ -1,5 +1,5 @@
-"""How long ranks wait for each other on long-tailed batches, where micro-batches share tokens and where
-they share FLOPs: ``python tools/bench_balance.py [--json docs/evidence/benchmarks/balance.json]``.
+"""How long ranks wait for each other on long-tailed batches, if micro-batches have equal tokens or equal
+FLOPs: ``python tools/bench_balance.py [--json docs/evidence/benchmarks/balance.json]``.
 
 Simulated: the plan is the trainer's own, a micro-batch takes the FLOPs of its sequences, and the k-th
 micro-batches of all ranks run together.
@@ -29,7 +29,7 @@ def long_tailed(rng: np.random.Generator, responses: int) -> list[int]:
 
 
 def often_truncated(rng: np.random.Generator, responses: int) -> list[int]:
-    """Two of five are truncated, the others log-normal around 4,000 tokens."""
+    """Two of five responses are truncated. The lengths of the rest are log-normal around 4,000 tokens."""
     drawn = np.where(rng.random(responses) < 0.4, LIMIT, np.exp(rng.normal(8.3, 0.8, responses)))
     return (np.minimum(drawn, LIMIT).astype(int) + PROMPT).tolist()
 

@@ -3,9 +3,10 @@
 
 Trains random weights of the scale of a language model's by Adam, with float32 master weights and
 bfloat16 weights as a trainer has them. The gradients are noise around a mean of ``--signal``
-standard deviations. Prints the share of elements that one step changes in bfloat16 and the bytes of
-the changes over those of all weights, at the first step (where master and bfloat16 weights are
-equal) and over the last steps, and the seconds that the comparison takes on a CPU.
+standard deviations. Prints the share of elements that one step changes in bfloat16, and the bytes of
+the changes over the bytes of all weights. Both are printed for the first step, at which master and
+bfloat16 weights are equal, and for the last steps. The last column has the seconds of the
+comparison on a CPU.
 
     python tools/bench_changes.py [--elements 2000000] [--steps 200] [--signal 0.1]
 """

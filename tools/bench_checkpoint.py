@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Benchmark of a checkpoint: seconds that training stands still, bytes, memory; against Megatron-Core's torch_dist.
 
-Every mode saves the same state (bfloat16 weights, Adam in fp32) in processes of its own, several times; the first save
-also allocates. With --before, another checkout of this project is measured in the same round.
+Every mode saves the same state (bfloat16 weights, Adam in fp32) several times, in separate processes. The first save
+also allocates memory. With --before, another checkout of this project is measured in the same round.
 
     python tools/bench_checkpoint.py --folder /tmp/bench_checkpoint --ranks 4 --expert 2 --gb 2
 """
@@ -37,13 +37,16 @@ MODES = ("background", "foreground", "megatron background", "megatron foreground
 
 
 class RanksEndedError(RuntimeError):
-    """A rank ended before it had measured; the message says where its output is."""
+    """A rank ended before it had measured; the message names the file of its output."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one mode. ``timings``: of each save, the slowest rank's; ``memory``: bytes of all processes above the start,
-    at most; ``written``: bytes of a checkpoint's files."""
+    """The figures of one mode.
+
+    ``timings``: seconds of each save on the slowest rank. ``memory``: largest memory of all processes above the memory
+    at the start, in bytes. ``written``: bytes of a checkpoint's files.
+    """
 
     mode: str
     timings: list[dict[str, float]]
@@ -51,12 +54,12 @@ class Measured:
     written: int
 
     def later(self, key: str) -> float:
-        """The median of all saves but the first."""
+        """The median of all saves except the first."""
         return statistics.median(timing[key] for timing in self.timings[1:])
 
 
 def make_material(folder: Path, gigabytes: float) -> None:
-    """A random Qwen3-MoE of as many layers as make ``gigabytes`` of checkpoint."""
+    """Write a random Qwen3-MoE with so many layers that a checkpoint has ``gigabytes``."""
     import torch
     from transformers import Qwen3MoeConfig
 
@@ -120,7 +123,7 @@ def measure(mode: str, asked: dict[str, Any], before: Path | None) -> Measured:
 
 
 def start(asked: dict[str, Any], before: Path | None) -> list[subprocess.Popen]:
-    """The ranks, of this checkout or of the one in ``before``."""
+    """Start the ranks with the code of this checkout, or of the checkout in ``before``."""
     port = str(free_port())
     processes = []
     for rank in range(asked["ranks"]):
@@ -145,12 +148,12 @@ def wait_for(ranks: list[subprocess.Popen], files: list[Path]) -> None:
 
 
 def memory_of(ranks: list[subprocess.Popen]) -> int:
-    """Bytes of memory of the ranks and their children; pages that several share are counted once."""
+    """Bytes of memory of the ranks and their children. A page that several processes share is counted once."""
     return sum(pss(pid) for rank in ranks for pid in (rank.pid, *descendants(rank.pid)))
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of the children, and theirs."""
+    """Process ids of all descendants."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
@@ -160,7 +163,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """A process's share of what it has in memory; 0 where it has ended."""
+    """A process's proportional share of its memory in bytes (Pss); 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

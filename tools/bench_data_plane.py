@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step's data costs on its way from the engine to the ranks, with synthetic responses of full size.
+"""The cost of a step's data between the engine and the ranks, with synthetic responses of full size.
 
     python tools/bench_data_plane.py --responses 64 --json after.json --beside before.json
 
@@ -50,13 +50,13 @@ def parse() -> argparse.Namespace:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's, with the tools to be imported and one thread each."""
+    """This process's environment, with the tools on Python's path and one thread for each process."""
     path = f"{TOOLS}{os.pathsep}{TOOLS.parent}"
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
 def run(size: Size) -> dict[str, float]:
-    """Start the processes, wait for them, and make figures of what they measured."""
+    """Start the processes, wait for them, and return figures of their measurements."""
     module, argument = [sys.executable, "-m"], json.dumps(asdict(size))
     with tempfile.TemporaryDirectory() as folder:
         engine = subprocess.Popen(

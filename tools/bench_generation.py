@@ -4,10 +4,10 @@
 Both request the same number of responses to prompts of the same lengths, each `--response-tokens` long (end of
 sequence ignored), with log-probabilities, the same sampling and the same concurrency. They take turns; the order
 alternates between rounds, and the server's cache is flushed before each turn. The peer is
-`python -m sglang.benchmark.serving --backend sglang`, once without streaming (as this client) and once with its
-default, streaming. Its start-up is not counted: its time is the duration that it reports and the CPU time of that
-span. CPU times are of the client's and the server's processes; on a shared machine they are more reliable than wall
-times.
+`python -m sglang.benchmark.serving --backend sglang`, once without streaming (as this client) and once with streaming,
+its default. The peer's start-up is not counted: its wall time is the duration that it reports, and its CPU time the CPU
+time in this duration. CPU times cover the client's and the server's processes. On a shared machine they are more
+reliable than wall times.
 
     python tools/bench_generation.py HF_CHECKPOINT [--rounds 5] [--prompts 256] [--concurrency 64]
 """
@@ -72,8 +72,8 @@ class Work:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Sampling, the same for all clients. Complete: the server would take missing values from the
-        model's folder.
+        """Sampling parameters of all clients. All values are set: otherwise the server would take
+        missing values from the model's folder.
         """
         return SamplingParams(self.response_tokens, ignore_eos=True)
 
@@ -82,7 +82,7 @@ class Work:
 class Turn:
     """Wall seconds of one turn, and CPU seconds of the client and of the server's processes.
 
-    The server's CPU time includes the start of a peer process, while it only idles.
+    The server's CPU time includes the start of a peer process. Meanwhile the server only idles.
     """
 
     seconds: float
@@ -105,7 +105,7 @@ def prompts(work: Work, seed: int) -> list[tuple[int, ...]]:
 
 
 def ours(work: Work, url: str, seed: int) -> Turn:
-    """One turn of this project's ``generate_many``, which checks every answer, with a new client."""
+    """One turn of this project's ``generate_many`` with a new client. It checks every answer."""
     requests = [
         GenerationRequest(i, ids, work.sampling, {"topk": work.topk} if work.topk else {})
         for i, ids in enumerate(prompts(work, seed))
@@ -221,7 +221,7 @@ CONTENDERS: dict[str, Callable[[Work, str, int], Turn]] = {
 
 
 def bench(work: Work, rounds: int, dtype: str) -> dict[str, list[Turn]]:
-    """All turns of every contender, by round; an extra first round warms up and is not counted."""
+    """All turns of every contender, by round. An extra first round warms up the server, and is not counted."""
     turns: dict[str, list[Turn]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as scratch:
         server = start_server(work, dtype, Path(scratch))
@@ -269,7 +269,7 @@ def ratios(turns: Sequence[Turn], reference: Sequence[Turn], what: str) -> list[
 
 
 def show(work: Work, turns: dict[str, list[Turn]]) -> None:
-    """Print medians, and the ratio of this client to each other one with its range over rounds."""
+    """Print medians, and the ratio of this client to each other client with its range over rounds."""
     table = Table("", *turns)
     seconds = {name: statistics.median(t.seconds for t in turns[name]) for name in turns}
     table.add_row("tokens/s", *(f"{work.tokens / s:.0f}" for s in seconds.values()))

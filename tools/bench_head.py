@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
-"""Benchmark of the output layer with the policy's statistics, forward and backward: this project's head without logits
-beside the path through whole logits, and beside two published ways to do without them.
+"""Benchmark of the output layer with the policy's statistics, forward and backward. This project's head without logits
+is compared with the path through whole logits, and with two published ways that avoid whole logits.
 
     python tools/bench_head.py --tokens 1024 --hidden 256 --vocabulary 151936 --tp 2
 
-Counted: peak memory of tensors beyond hidden states, weight and its fp32 gradient, in units of whole logits; matrix
-products, in units of one over all tokens; all-reduces and their bytes. Seconds: the median over rounds in which all
-ways run one after the other, and its ratio to the path through logits with the same row kernels: plain torch, in which
-ways are compared and not kernels, then the fastest that this machine has.
+Counts: peak memory of tensors in addition to hidden states, weight and the weight's fp32 gradient, in units of whole
+logits; matrix products, in units of one product over all tokens; all-reduces and their bytes. Seconds: the median over
+rounds, and its ratio to the path through logits with the same row kernels. Each round runs all ways in turn, first with
+row kernels in plain torch, so that the ways are compared and not the kernels, then with the machine's fastest kernels.
 
-    logits        all logits in one product, policy_stats over them, its gradient in their place
+    logits        all logits in one product, policy_stats over them, their gradient in place of them
     head          vocab_parallel.head, in chunks of --chunks tokens
     vocabulary    splits of the vocabulary, as verl's linear_cross_entropy is described: running maxima and sums, three
                   reductions; backward computes each split's logits again and adds to the hidden states' gradient
-    in forward    chunks of tokens whose gradients are made in the forward pass, as Liger's fused losses are described:
-                  no logits twice, but the loss's gradient by token must be known, and ranks reduce in every chunk
+    in forward    chunks of tokens whose gradients are computed in the forward pass, as Liger's fused losses are
+                  described: no logits are computed twice, but the loss's gradient by token must be known, and ranks
+                  reduce in every chunk
 
-Under tensor parallelism the caller sums the hidden states' gradients over ranks, in every way alike.
+Under tensor parallelism the caller sums the hidden states' gradients over ranks, for every way.
 """
 
 from __future__ import annotations
@@ -45,13 +46,24 @@ from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
 
 SPLITS = 16
-"""Of a rank's columns, in ``vocabulary``: 9,504 of 152,064."""
+"""Number of splits of a rank's columns in ``vocabulary``: a split has 9,504 of 152,064 columns."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``hidden`` [T, H], ``weight`` [C, H], ``main`` [C, H] fp32, ids [T], dL/d log pi [T] of which some are 0;
-    ``vocabulary``: true columns of all ranks; ``chunk``: tokens; ``backend``: of the row kernels."""
+    """The inputs of a way.
+
+    Attributes:
+        hidden: hidden states [T, H].
+        weight: this rank's columns of the output matrix, [C, H].
+        main: fp32 gradient of the weight, [C, H].
+        ids: token ids [T].
+        gradient: dL/d log pi [T]; 0 for tokens without a loss.
+        counted: which tokens need statistics, [T].
+        vocabulary: number of columns of all ranks without padding.
+        chunk: tokens of a chunk.
+        backend: backend of the row kernels.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -66,11 +78,12 @@ class Problem:
 
 
 Way = Callable[[Problem], tuple[Tensor, Tensor]]
-"""To log pi [T] of the counted tokens, 0 elsewhere, and dL/dhidden [T, H]; dL/dweight is added to ``main``."""
+"""Function of a problem. It returns log pi [T] (0 for tokens that are not counted) and dL/dhidden [T, H], and adds
+dL/dweight to ``main``."""
 
 
 def with_logits(problem: Problem) -> tuple[Tensor, Tensor]:
-    """All logits at once; their gradient is written over them."""
+    """All logits at once. Their gradient overwrites them."""
     hidden, weight = problem.hidden.detach().requires_grad_(), problem.weight
     logits = (hidden.detach() @ weight.T).requires_grad_()
     stats = policy_stats(
@@ -84,7 +97,7 @@ def with_logits(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def head(problem: Problem) -> tuple[Tensor, Tensor]:
-    """This project's."""
+    """This project's head."""
     hidden = problem.hidden.detach().requires_grad_()
     stats = head_stats(
         [HeadFactor(hidden, problem.weight.detach().requires_grad_(), problem.main)],
@@ -98,7 +111,7 @@ def head(problem: Problem) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def by_vocabulary(problem: Problem) -> tuple[Tensor, Tensor]:
-    """A split of the columns at a time."""
+    """One split of the columns at a time."""
     hidden, weight = problem.hidden, problem.weight
     owned = _owned(problem, len(weight))
     splits = _splits(problem, len(weight))
@@ -130,7 +143,7 @@ def by_vocabulary(problem: Problem) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def in_forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """A chunk of tokens at a time, with its gradients."""
+    """One chunk of tokens at a time, with its gradients."""
     hidden, weight = problem.hidden, problem.weight
     owned = _owned(problem, len(weight))
     columns = sum(split.stop - split.start for split in _splits(problem, len(weight)))
@@ -162,7 +175,7 @@ def _accumulate(main: Tensor, d: Tensor, hidden: Tensor) -> None:
 
 
 def _splits(problem: Problem, columns: int) -> list[slice]:
-    """Of this rank's true columns."""
+    """Return the splits of this rank's columns without padding."""
     rank = 0 if problem.group is None else dist.get_rank(problem.group)
     real = min(max(problem.vocabulary - rank * columns, 0), columns)
     step = -(-columns // SPLITS)
@@ -170,7 +183,7 @@ def _splits(problem: Problem, columns: int) -> list[slice]:
 
 
 def _owned(problem: Problem, columns: int) -> Tensor:
-    """The ids' columns in this rank's shard, -1 where another's."""
+    """Return the column of each id in this rank's shard; -1 if another rank has the column."""
     rank = 0 if problem.group is None else dist.get_rank(problem.group)
     local = problem.ids - rank * columns
     return torch.where((local >= 0) & (local < columns), local, -1)
@@ -195,7 +208,7 @@ PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.addmm_
 
 
 class Counted(LiveTensors):
-    """And FLOPs of matrix products, all-reduces of floating numbers, and their bytes."""
+    """Counts live tensors, FLOPs of matrix products, all-reduces of floating numbers, and the all-reduces' bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +225,7 @@ class Counted(LiveTensors):
 
 
 def measure(rank: int, port: int, folder: str, options: argparse.Namespace) -> None:
-    """One rank: counts of every way, then seconds by round."""
+    """Run one rank: count every way, then measure seconds by round."""
     torch.set_num_threads(options.threads)
     group = None
     if options.tp > 1:
@@ -252,7 +265,7 @@ def measure(rank: int, port: int, folder: str, options: argparse.Namespace) -> N
 
 
 def case_names(options: argparse.Namespace) -> list[tuple[str, int, str | None]]:
-    """(way, chunk, backend of the row kernels): plain torch all, then the compiled kernels."""
+    """Return (way, chunk, backend of the row kernels): all ways in plain torch, then two ways with compiled kernels."""
     chunks = options.chunks
     eager = [("logits", 0, "eager"), *(("head", c, "eager") for c in chunks)]
     eager += [("vocabulary", 0, "eager"), *(("in forward", c, "eager") for c in chunks)]
@@ -262,7 +275,7 @@ def case_names(options: argparse.Namespace) -> list[tuple[str, int, str | None]]
 def make_problem(
     options: argparse.Namespace, rank: int, chunk: int, backend: str | None, group: Any
 ) -> Problem:
-    """The same on all ranks but for the rank's part of the weight."""
+    """Make the problem. Only the part of the weight differs between ranks."""
     g = torch.Generator().manual_seed(1)
     dtype = getattr(torch, options.dtype)
     columns = -(-options.vocabulary // options.tp)
@@ -280,7 +293,7 @@ def make_problem(
 
 
 def table_of(rows: list[dict[str, Any]], options: argparse.Namespace) -> Table:
-    """Ratios are to the first row of the same kernels."""
+    """Make the table. A ratio's reference is the first row with the same kernels."""
     columns = -(-options.vocabulary // options.tp)
     logits = options.tokens * columns * getattr(torch, options.dtype).itemsize
     product = 2 * options.tokens * columns * options.hidden

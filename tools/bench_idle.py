@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Benchmark of who waits: the same run synchronous, ahead of the trainer, interrupted by updates, and colocated.
+"""Benchmark of waiting trainers and servers: one run synchronous, ahead, interrupted by updates, and colocated.
 
-Each round runs all modes one after the other (every second round backwards) and compares seconds per step, and the
-shares of the time in which trainers waited and servers had nothing to generate. Evaluations don't count, and neither do
-the first steps and the last one, in which nothing is ahead yet or any more. Run directories are kept, for
+Each round runs all modes in turn (every second round backwards). It compares seconds per step, the share of time that
+trainers waited, and the share of time that servers had nothing to generate. Evaluations are not counted. The first
+steps and the last step are not counted either, because no batch is ahead in them. Run directories are kept for
 `megatron-dppo report`.
 
     python tools/bench_idle.py examples/tiny_moe/config.yaml --rounds 3 --tail run.steps=20
@@ -32,7 +32,7 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, mean_accuracy, read_records
 
 ALONE = ("parallel.world_size=1", "parallel.expert=1")
-"""A trainer process and a server, a core each."""
+"""A trainer process and a server. Each has a core."""
 MODES: dict[str, tuple[str, ...]] = {
     "synchronous": ALONE,
     "one ahead": (*ALONE, "rollout.max_staleness=1"),
@@ -40,7 +40,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "two ahead, interrupted": (*ALONE, "rollout.max_staleness=2", "rollout.interrupt=retract"),
     "colocated": ("parallel.world_size=2", "parallel.expert=2", "engine.placement=colocated"),
 }
-"""Overrides of each; the first is what the others are compared with."""
+"""Mode -> overrides. The first mode is the reference of all ratios."""
 TAIL = (
     "model.hf_checkpoint=runs/tiny_moe/material/seed-1/random",
     "rollout.max_response_tokens=192",
@@ -50,7 +50,8 @@ TAIL = (
     "optimizer.lr=1e-9",
     "reward.name=tools.bench_idle:parity",
 )
-"""A model that stays as it is, and a reward that differs within a group: else all gradients are 0."""
+"""A learning rate that leaves the model as it is, and a reward that differs within a group: otherwise all gradients are
+0."""
 NOT_COUNTED = frozenset({"start", "evaluate", "export"})
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -123,7 +124,7 @@ def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Me
 
 
 def show(rounds: Sequence[dict[str, Measured]]) -> dict[str, list[float]]:
-    """Print one row for each run; returns by mode the ratio of each round: a synchronous step over one of its."""
+    """Print one row for each run. Return each mode's ratios by round: seconds of a synchronous step over the mode's."""
     table = Table(
         *("round", "mode", "step s", "wait s", "train s", "sync s", "switch s", "stale"),
         *("interrupted", "trainers wait", "servers idle", "ratio"),

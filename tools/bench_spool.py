@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Processor time in which a rank keeps the scored responses of a step, at the sizes of the demo's recipe.
+"""Processor time of a rank to keep the scored responses of a step, at the sizes of the demo's recipe.
 
     python tools/bench_spool.py [--responses 256] [--tokens 16]
 

@@ -5,8 +5,8 @@ Starts a CPU server for the checkpoint, then alternates: a whole weight update w
 plain broadcast of one flat tensor of the same size to a process that copies it, and an update
 without verification. The weights are in Megatron's layout (one rank), as in a trainer. Prints
 medians by phase, the cost of the checksums, s/GB, and the metrics that a run records of an update.
-With ``--lora-rank``: updates of a trainer with adapters, merged (by the strategy) and adapters alone,
-in turn, all verified; no canary.
+With ``--lora-rank`` the trainer has adapters. Updates of merged weights (by the strategy) and updates
+of adapters alone alternate. All are verified, without a canary.
 
     python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
         [--bucket-mib 64] [--network-gb-per-s 50] [--lora-rank 32 [--lora-modules all-linear]]
@@ -97,7 +97,7 @@ class Weights:
         return 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks: of one."""
+        """The values of all ranks. There is one rank."""
         return [value]
 
     def score(
@@ -108,7 +108,7 @@ class Weights:
 
 
 def run_config(folder: Path, dtype: str, lora: dict[str, Any]) -> TrainConfig:
-    """A run that serves ``folder`` on a CPU, and trains adapters of it where ``lora`` says which."""
+    """A run that serves ``folder`` on a CPU. If ``lora`` is not empty, it trains adapters of the model."""
     return TrainConfig.model_validate(
         {
             "run": {"directory": str(folder), "steps": 1},
@@ -186,7 +186,7 @@ def hash_seconds_per_gb(engine: EngineWeights, source: Weights) -> float:
 def report(
     verified: list[UpdateReport], fast: list[UpdateReport], plain: list[float], hashing: float
 ) -> None:
-    """Print medians without the first update and broadcast, which open connections."""
+    """Print medians. The first update and the first broadcast open connections, so they are not counted."""
     reference = statistics.median(plain[1:])
     low, _, high = statistics.quantiles(plain[1:])
     print(f"weights sent       {verified[-1].bytes / 1e6:10.2f} MB")
@@ -260,7 +260,7 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
 def bench_adapters(
     folder: Path, rounds: int, lora: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Alternate merged updates and updates of adapters alone of one server; print medians of both."""
+    """Update one server with merged weights and with adapters alone, in turn; print medians of both."""
     config = run_config(folder, load_model_shape(folder).dtype, {**lora, "update": "adapters"})
     trainer = Trainer(config)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
@@ -288,7 +288,7 @@ def bench_adapters(
 
 
 def report_kind(name: str, updates: list[UpdateReport]) -> None:
-    """Print bytes and times of one kind of update: the first, and the median of the others."""
+    """Print bytes and times of one kind of update: of the first update, and the median of all later updates."""
     first, *others = updates
     total, stall = (
         statistics.median(getattr(u, what) for u in others) for what in ("update_s", "stall_s")

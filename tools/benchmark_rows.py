@@ -1,10 +1,10 @@
-"""What a benchmark measured, in the one form that ``tools/scale_report.py`` reads.
+"""The results of a benchmark, in the form that ``tools/scale_report.py`` reads.
 
     from benchmark_rows import Quantity, write_rows
     write_rows(words.json, "data plane", [Quantity("seconds after the last response", 6.1, "s", "two processes")])
 
-A file: ``{"benchmark", "command", "machine", "rows": [{"quantity", "value", "unit", "how"}, ...]}``. Those under
-``docs/evidence/benchmarks/`` are the published ones.
+A file: ``{"benchmark", "command", "machine", "rows": [{"quantity", "value", "unit", "how"}, ...]}``. The published
+files are in ``docs/evidence/benchmarks/``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Quantity:
     """One measured number.
 
     Attributes:
-        quantity: its name for people, with what it is for: "host memory a node, after".
+        quantity: its name for readers, with its purpose: "host memory a node, after".
         value: in ``unit``: GB, GiB, s, s/GB, tokens/s, share, ...
         how: how it was measured, in a line: sizes, processes, and what was scaled by what.
     """
@@ -40,7 +40,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All that one run of a benchmark measured; ``machine``: where."""
+    """All results of one run of a benchmark, on ``machine``."""
 
     benchmark: str
     command: str
@@ -49,7 +49,7 @@ class Benchmark:
 
 
 def write_rows(path: Path, benchmark: str, rows: Sequence[Quantity]) -> None:
-    """Write ``rows`` with this process's command line and machine. Folders are made where they lack."""
+    """Write ``rows`` with this process's command line and machine. Missing folders are created."""
     command = " ".join(["python", *map(shlex.quote, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])])
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_rows(path: Path, benchmark: str, rows: Sequence[Quantity]) -> None:
 
 
 def read_rows(folder: Path = PUBLISHED) -> list[Benchmark]:
-    """Every benchmark in ``folder``, by file name; none where it is not there. Raises ValueError for another form."""
+    """Every benchmark in ``folder``, by file name; none without the folder. Raises ValueError for another form."""
     return [_benchmark(path) for path in sorted(folder.glob("*.json"))]
 
 

@@ -30,7 +30,7 @@ that the program is started in.
 
 
 def reference() -> str:
-    """Every section and key of both kinds of run: what it takes, its default, its meaning."""
+    """Return every section and key of both kinds of run: type, default and meaning."""
     parts = ["## `megatron-dppo train`\n", *_sections(TrainConfig)]
     parts += ["## `megatron-dppo supervised`\n", _summary(SupervisedConfig)]
     annotations = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
@@ -48,7 +48,7 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None) -> Iterator[str]:
-    """A heading and a table for each section; those that are as in ``annotations`` are only named."""
+    """Yield a heading and a table for each section. A section that equals its type in ``annotations`` is only named."""
     shared = [
         name for name, field in schema.model_fields.items() if _is_in(annotations, name, field)
     ]
@@ -106,7 +106,7 @@ def _table(section: type[BaseModel]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """The default as YAML; empty where the key must be given."""
+    """The default as YAML; "required" if the key has none."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Turns a folder of the form ``sharded``, which versions before 0.2 converted to, into Megatron-Core's ``torch_dist``.
+"""Convert a folder of the form ``sharded``, which versions before 0.2 wrote, to Megatron-Core's ``torch_dist``.
 
     python tools/convert_sharded_checkpoint.py OLD_FOLDER NEW_FOLDER
 
-The old form: ``rank-<global rank>.safetensors``, with the parameters of which that rank of ``conversion.json``'s layout
-is the primary holder, under the names of ``GPTModel.named_parameters()`` (``model<chunk>.`` in front where a stage has
-several model chunks). Every tensor is compared with its recorded SHA-256 before it is written.
+The old form has a file ``rank-<global rank>.safetensors`` for each rank of ``conversion.json``'s layout. A file has the
+parameters that the rank provides as primary holder. The names are those of ``GPTModel.named_parameters()``, with
+``model<chunk>.`` in front if a stage has several model chunks. Every tensor is compared with its recorded SHA-256
+before it is written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatron_dppo.system.files import Closing
 
 
 class ShardedFolder(Closing):
-    """An old folder as Hugging Face tensors. Raises CheckpointError where a rank's file is damaged."""
+    """An old folder as Hugging Face tensors. Raises CheckpointError if a rank's file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,10 +92,10 @@ class ShardedFolder(Closing):
 
 
 class CheckedRows(CheckedReader):
-    """The same rows, of tensors whose hash is the recorded one."""
+    """The rows of a ShardedFolder, checked: each tensor's hash must be the recorded hash."""
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Rows ``start .. start + count``. Raises MismatchError where the tensor was altered."""
+        """Rows ``start .. start + count``. Raises MismatchError if the tensor was altered."""
         return self.read(name, 0, start, count)
 
 
@@ -106,7 +107,7 @@ def convert(old: Path, new: Path) -> Certificate:
 
 
 def main() -> int:
-    """0 on success, 2 on an error that is the user's to mend."""
+    """Convert, and return the exit code: 0, or 2 for an error that the user can mend."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,5 @@
-"""Draw docs/overview.png, one training step along its data, and docs/processes.png, who runs what and talks to whom.
+"""Draw docs/overview.png, one training step along its data, and docs/processes.png, the processes and their
+connections.
 
 python tools/draw_overview.py [docs]
 """
@@ -22,7 +23,7 @@ ENGINE, LOOP, TRAINER, SYNC, CONTROL = "#d9e8f6", "#e9f3e1", "#fbe9d7", "#efe3f4
 
 @dataclass(frozen=True)
 class Box:
-    """``x``, ``y``: of its centre. ``title``, then what it does, then where that lives."""
+    """A box with its centre ``x``, ``y``. Its text: ``title``, then ``action``, then the place of its ``code``."""
 
     x: float
     y: float
@@ -55,7 +56,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From border to border; ``tail`` and ``head`` as in ``Box.edge``, ``label`` at ``at`` beside the middle."""
+    """An arrow between the borders of two boxes. ``tail`` and ``head``: as in ``Box.edge``. ``shift``: the label's
+    distance from the arrow's middle."""
 
     start: str
     end: str

@@ -1,4 +1,4 @@
-"""Draw one metric of several runs over their steps, one colour for the runs of a kind.
+"""Draw one metric of several runs over their steps. Runs of one kind have one colour.
 
 python tools/draw_runs.py docs/lora.png --metric evaluation/held_out/accuracy \
     "full training=runs/full-1,runs/full-2" "lora.rank=8=runs/lora-1,runs/lora-2"

@@ -1,1 +1,1 @@
-"""Modules of ``tools/bench_checkpoint.py``: what each rank runs."""
+"""Modules of ``tools/bench_checkpoint.py``: the program of each rank."""

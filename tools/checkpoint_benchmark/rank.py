@@ -1,6 +1,6 @@
-"""One rank of the benchmark: builds a trainer with a filled optimizer, saves it several times, tells the seconds.
+"""One rank of the benchmark: builds a trainer with a filled optimizer, saves it several times, and writes the seconds.
 
-Run by tools/bench_checkpoint.py, which also measures the memory of all its processes.
+tools/bench_checkpoint.py starts this program, and measures the memory of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Megatron's writer starts a process that imports this module again: what is large is imported where it is used.
+# Megatron's writer starts a process that imports this module again, so functions import large libraries lazily.
 if TYPE_CHECKING:
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -40,7 +40,7 @@ def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -
     trainer = Trainer(config)
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
-            group["step"] = 1  # Megatron's own state dict asks for it
+            group["step"] = 1  # Megatron's own state dict needs it
             for p in group["params"]:
                 state = part.optimizer.state[p]
                 state.update({n: torch.rand_like(p.data) for n in ("exp_avg", "exp_avg_sq")})
@@ -64,7 +64,7 @@ def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: b
 
 
 def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
-    """Megatron-Core's ``torch_dist``, each replica writing a share; state in its parallel ``dp_reshardable`` form."""
+    """Megatron-Core's ``torch_dist``: each replica writes a share, and the state has the form ``dp_reshardable``."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -103,7 +103,7 @@ def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background
 
 
 def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
-    """Seconds of ``save``, during which the trainer stands still, and of all until the files are there."""
+    """Seconds of ``save`` (the trainer stands still meanwhile), and seconds until the files are there."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -118,7 +118,7 @@ def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Arguments as JSON: what bench_checkpoint.py asks of a mode."""
+    """Run one mode with the arguments of bench_checkpoint.py, as JSON."""
     import torch
     import torch.distributed as dist
 
@@ -137,7 +137,7 @@ def main() -> None:
     timings = save(trainer, Path(asked["folder"], "saved"), asked["saves"], background=background)
     Path(asked["folder"], f"timings{rank}.json").write_text(json.dumps(timings))
     dist.barrier()
-    os._exit(0)  # Megatron's helper processes would be waited for
+    os._exit(0)  # a normal exit would wait for Megatron's helper processes
 
 
 if __name__ == "__main__":

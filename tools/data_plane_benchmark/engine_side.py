@@ -18,7 +18,7 @@ from megatron_dppo.engine.recordings import RecordingStore, recordings_folders
 
 
 def base64_of(array: Any) -> str:
-    """As SGLang's detokenizer writes a tensor."""
+    """Encode an array as SGLang's detokenizer encodes a tensor."""
     return base64.b64encode(array.tobytes()).decode()
 
 
@@ -34,7 +34,7 @@ class EngineSide:
         self.bytes = 0
 
     def answer(self, index: int) -> bytes:
-        """The body of one answer, encoded anew as for every request."""
+        """The body of one answer. It is encoded for every request, as in a server."""
         began = time.process_time()
         response = self._pool[index % POOL]
         meta = {
@@ -51,7 +51,7 @@ class EngineSide:
         return body
 
     def _routing(self, response: Response) -> str:
-        """As the server's changes leave it to SGLang."""
+        """Store the routing, and return the notice that our changes to the server put into the answer."""
         notice = self._store.put(response.routed)
         self.bytes += notice.size
         return base64.b64encode(notice.encode()).decode()
@@ -66,13 +66,13 @@ class EngineSide:
         return web.Response()
 
     async def figures(self, request: web.Request) -> web.Response:
-        """GET /figures: what the answers cost."""
+        """GET /figures: processor seconds, tokens and bytes of all answers."""
         told = {"seconds": self.seconds, "tokens": self.tokens, "bytes": self.bytes}
         return web.json_response(told)
 
 
 async def serve(size: Size, folders: list[Path]) -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
     side = EngineSide(size, RecordingStore(folders))
     app = web.Application()
     app.router.add_post("/generate", side.generate)

@@ -23,7 +23,7 @@ def memory_bytes(*names: str) -> int:
 
 @dataclass
 class Meter:
-    """By phase: ``wall`` and ``cpu`` seconds (all threads), ``peak`` private bytes over the start."""
+    """Figures by phase: ``wall`` and ``cpu`` seconds (all threads), ``peak`` private bytes above the phase's start."""
 
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Meter:
 
 
 class ReceivedBytes:
-    """Counts what collectives and receives bring to this rank; ``total`` so far."""
+    """Counts the bytes that this rank receives by collectives and receives. ``total``: bytes so far."""
 
     def __init__(self) -> None:
         self.total = 0

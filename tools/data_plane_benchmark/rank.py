@@ -1,4 +1,4 @@
-"""A trainer rank of the benchmark: generates where it leads a replica, exchanges, and has what it needs."""
+"""A trainer rank of the benchmark: it generates if it leads a replica, then ranks exchange the responses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IN_FLIGHT = 8
 
 
 def warm(parser: AnswerParser) -> None:
-    """Have it import what it needs."""
+    """Let the parser import its libraries."""
     with contextlib.suppress(EngineAnswerError):
         asyncio.run(parser.parse(ReceivedAnswer(b"", [], None, {})))
 
@@ -50,7 +50,7 @@ def child_seconds() -> float:
 
 
 def generate(size: Size, url: str, positions: list[int], parser: AnswerParser) -> list[Trajectory]:
-    """Responses of the groups at ``positions``, checked."""
+    """Return the checked responses of the groups at ``positions``."""
     indices = [p * size.group + sample for p in positions for sample in range(size.group)]
     with AsyncRunner() as runner:
         client = EngineClient(url)
@@ -62,7 +62,7 @@ def generate(size: Size, url: str, positions: list[int], parser: AnswerParser) -
 
 
 def score(size: Size, own: list[Trajectory]) -> list[Trajectory]:
-    """With rewards and advantages."""
+    """Return ``own`` with rewards and advantages."""
     with Verifier("exact_integer", 10, 1) as verifier:
         scores = verifier.score([RewardInput(t.text, "42") for t in own])
     config = size.config()
@@ -73,7 +73,7 @@ def score(size: Size, own: list[Trajectory]) -> list[Trajectory]:
 def pack_first(
     size: Size, delivery: Delivery, plans: Sequence[MiniBatchPlan], layout: BatchLayout
 ) -> None:
-    """What an optimiser step holds beside the columns."""
+    """Pack the first mini-batch: an optimiser step holds the packs in addition to the columns."""
     algorithm = size.config().algorithm
     pack_mini_batch(delivery.trajectories, plans[0], layout, algorithm, delivery.forms)
 

@@ -18,7 +18,7 @@ ranks share is not private. Columns a node: as if every rank had its own."""
 
 
 def figures(engine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By name, from what the engine's side and the ranks measured."""
+    """Return figures by name, from the measurements of the engine's side and of the ranks."""
     generated = sum(r["generated"] for r in ranks)
     trained = sum(r["trained"] for r in ranks)
     inside = sum(r["generate"]["cpu"] for r in ranks if r["leader"])

@@ -1,4 +1,4 @@
-"""What is asked and answered in the benchmark: requests of a made-up batch, responses of full size."""
+"""Requests and answers of the benchmark: requests of a made-up batch, responses of full size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_dppo.model.layout import Layout
 PROMPT_TOKENS = 200
 VOCABULARY = 151_936
 POOL = 4
-"""Responses of which the engine's side has the arrays; it answers with them in turn."""
+"""Number of responses whose arrays the engine's side has. It answers with them in turn."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A batch and its model, as it stands on the command line."""
+    """The sizes of a batch and of its model, by the command line's options."""
 
     responses: int
     tokens: int
@@ -38,12 +38,12 @@ class Size:
 
     @property
     def routed(self) -> RoutedShape:
-        """What the engine records of routing."""
+        """The shape of the engine's recorded routing."""
         layers = tuple(range(self.layers))
         return RoutedShape(self.layers, layers, self.experts_per_token, self.experts)
 
     def length(self, index: int) -> int:
-        """Tokens of the response ``index``: the longest, and shorter ones by a sixteenth each."""
+        """Tokens of the response ``index``: the longest, or shorter by one, two or three sixteenths."""
         return self.tokens - (index % POOL) * self.tokens // 16
 
     def request(self, index: int) -> GenerationRequest:
@@ -58,7 +58,7 @@ class Size:
         )
 
     def config(self) -> s.TrainConfig:
-        """A run with such batches, in up to eight optimiser steps."""
+        """A run with batches of this size, in up to eight optimiser steps."""
         groups = self.responses // self.group
         return s.TrainConfig(
             run=s.RunConfig(directory="unused", steps=1),
@@ -90,7 +90,7 @@ class Response:
 
     @classmethod
     def draw(cls, size: Size, index: int) -> Response:
-        """Random, of the length that ``index`` has."""
+        """Make a random response of the length of ``index``."""
         rng, tokens = np.random.default_rng(index), size.length(index)
         topk_ids = rng.integers(0, VOCABULARY // size.topk, (tokens, size.topk), dtype=np.int32)
         rows = PROMPT_TOKENS + tokens - 1
