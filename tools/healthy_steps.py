@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""What the doctor finds in healthy steps, where every finding is a false alarm.
+"""The doctor's findings in healthy steps: every finding is a false alarm.
 
     python tools/healthy_steps.py --lab [--steps 64] [--only moe]
     python tools/healthy_steps.py RUN [RUN ...]
 
-``--lab``: steps of the arena's lab, whose engine is a copy of the policy by transformers. RUN: every batch that a run
-of ``rollout.save=true`` and ``checkpoint.every=1`` left, with its prompts.
+``--lab``: steps of the arena's lab. Its engine is a copy of the policy in transformers. RUN: every saved batch of a run
+with ``rollout.save=true`` and ``checkpoint.every=1``, and the run's prompts.
 
-Prints for each setting the largest gaps of all sides as a share of what is healthy, the largest log-likelihood ratio
-of another sampler and of more equal responses than chance has (a finding from 20 on), log10 of the frequency canary's
-evidence of tokens at equal weights (a run stops at 6), and the findings; exits 1 where there is one. Gap, frequency
-canary and, of a RUN, the seal are the run's own checks: their error would end it.
+Prints for each setting:
+
+- the largest gap of each side, as a share of the healthy bound;
+- the largest log-likelihood ratio of another sampler, and of more equal responses than chance gives (a finding at 20);
+- log10 of the frequency canary's evidence from tokens at equal weights (a run stops at 6);
+- the findings. The exit code is 1 if there are any.
+
+The gap, the frequency canary and, for a RUN, the seal are also the run's own checks: their error would end the run.
 """
 
 from __future__ import annotations
@@ -50,12 +54,12 @@ from megatron_dppo.metrics.progress import progress  # noqa: E402
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps  # noqa: E402
 
 RESPONSES = 64
-"""Of a batch, as the command examines them by default."""
+"""Number of responses that the command examines of a batch by default."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Healthy steps of the lab: what differs between engine and trainer is said by the configuration."""
+    """Healthy steps of the lab: the configuration accounts for every difference between engine and trainer."""
 
     task: str
     mismatch: Mismatch = MISMATCHES["none"]
@@ -89,7 +93,8 @@ LAB = (
     *("rollout.save=true", "rollout.largest_gap=null", "optimizer.lr=2e-4"),
     *("rollout.prompts_per_step=8", "training.prompts_per_mini_batch=4"),
 )
-"""Four groups of eight are the doctor's side of the trainer; the gap's bound is a run's own."""
+"""Overrides of the lab's runs. The doctor's trainer side takes four groups of eight. The lab has no bound of the gap: a
+run has its own bound."""
 
 
 class LiveWeights(KnownWeights):
@@ -114,7 +119,7 @@ class LiveWeights(KnownWeights):
 
 @dataclass
 class Seen:
-    """The largest figures of a setting's steps, gaps as shares of what would be a finding; and the findings."""
+    """The largest figures of a setting's steps, and the findings. A gap is a share of the bound for a finding."""
 
     steps: int = 0
     tokens: int = 0
@@ -138,7 +143,7 @@ class Seen:
 
 
 def lab_steps(name: str, steps: int) -> Seen:
-    """``steps`` of a setting, each examined."""
+    """Examine ``steps`` steps of a setting."""
     from megatron_dppo.trainer.topology import destroy_topology
 
     torch.set_num_threads(1)
@@ -160,7 +165,7 @@ def lab_steps(name: str, steps: int) -> Seen:
 
 
 def run_steps(run: Path) -> Seen:
-    """Every saved batch of a run."""
+    """Examine every saved batch of a run."""
     config, seen = load_config(run / "config.yaml"), Seen()
     folder = run / ROLLOUTS_FOLDER
     options = argparse.Namespace(run=run, weights=[])
@@ -181,7 +186,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Seen]]:
     for run in options.runs:
         yield run.name, run_steps(run)
     chosen = [n for n in SETTINGS if options.lab and options.only in n]
-    # Threads of a setting's process groups go on, some of them spinning, until their process ends.
+    # Threads of a setting's process groups continue, and some use a core, until their process ends.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         yield from zip(chosen, pool.map(lab_steps, chosen, repeat(options.steps)), strict=True)

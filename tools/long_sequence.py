@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""One optimiser step of the real trainer on one long sequence, with the output layer in chunks and with all logits at
-once, each in a process of its own under the same limit of memory.
+"""One optimiser step of the real trainer on one long sequence, with the output layer in chunks, and with all logits at
+once. Each way runs in a separate process with the same limit of memory.
 
     python tools/long_sequence.py --tokens 32768 --vocabulary 151936 --limit-gib 8
 
-The model is a random Qwen3 of one layer, hidden 64; the second half of the sequence trains. Prints seconds, the
-gradient's norm, and the most memory that the process had; or how it died.
+The model is a random Qwen3 of one layer, hidden 64. Only the second half of the sequence is trained on. Prints seconds,
+the gradient's norm, and the process's peak memory; or how the process died.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = {
 
 
 def step(checkpoint: Path, tokens: int, chunk: int, limit: int) -> dict[str, float]:
-    """In this process: seconds, norm, peak bytes."""
+    """Do the step in this process. Return seconds, the gradient's norm and peak bytes."""
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
 
@@ -72,7 +72,7 @@ def step(checkpoint: Path, tokens: int, chunk: int, limit: int) -> dict[str, flo
 
 
 def main() -> None:
-    """A child for each size of chunks."""
+    """Run a child process for each size of chunks, and print its figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

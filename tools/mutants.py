@@ -1,9 +1,10 @@
-"""Change one operator or number of the numerical core at a time, run its tests, and print what no
-test notices: ``make mutants`` (or ``python tools/mutants.py [PATH ...]``).
+"""Change one operator or number of the numerical core at a time, run its tests, and print the changes
+that no test notices: ``make mutants`` (or ``python tools/mutants.py [PATH ...]``).
 
-Cosmic Ray makes the mutants, in memory: no file is changed. A changed function is swapped in a fork
-of a process that has the tests collected; where what changes runs when its module is loaded, a fork
-of a process that has the libraries loads all anew. tests/mutants.md explains the known survivors.
+Cosmic Ray makes the mutants in memory: no file is changed. A changed function is swapped in a fork of
+a process that has collected the tests. If the changed code runs when its module is loaded, a fork of
+a process with only the libraries loads the package anew. tests/mutants.md explains the known
+survivors.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from mutation.swapping import Planted  # noqa: E402
 from mutation.targets import TARGETS  # noqa: E402
 
 FOREIGN = ("torch", "numpy", "hypothesis", "pydantic")
-"""What every process needs, so that it is loaded once."""
+"""Libraries that every process needs. They are loaded once, before the forks."""
 ANEW = ("tests", "examples", "mutation", "__main__", "megatron", "sglang")
-"""Packages that a process loads anew with a mutant, beside megatron_dppo: the last two look at what
-megatron_dppo sets up before.
+"""Packages that a process loads anew with a mutant, in addition to megatron_dppo. The last two depend
+on settings that megatron_dppo makes before they are loaded.
 """
 
 
 def load_libraries() -> None:
-    """Load what all need; property tests draw the same examples in every process, and Triton runs in
-    its interpreter, where a mutant of the process at work is found.
+    """Load the libraries that all processes need.
+
+    Property tests draw equal examples in every process. Triton runs in its interpreter, because a
+    compiled kernel would not have the mutant of its process.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     for name in FOREIGN:
@@ -47,7 +50,7 @@ def load_libraries() -> None:
     from hypothesis import Phase, settings
 
     torch.set_num_threads(1)
-    with contextlib.suppress(AssertionError):  # what it loads where it fails
+    with contextlib.suppress(AssertionError):  # a failure loads further modules
         torch.testing.assert_close(torch.zeros(1), torch.ones(1))
     phases = (Phase.explicit, Phase.generate)  # no time for small examples
     settings.register_profile(
@@ -57,7 +60,7 @@ def load_libraries() -> None:
 
 
 def load_anew(found: Found, tell: Tell, processes: int) -> None:
-    """Try the mutants that a session left: each loads the whole module from its source."""
+    """Try the mutants that a session left. Each loads the whole module from the mutant's source."""
     for name in found.loaded:
         if name.split(".")[0] not in ANEW:
             with contextlib.suppress(ImportError):
@@ -77,7 +80,7 @@ def load_anew(found: Found, tell: Tell, processes: int) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the survivors and each module's share killed; 1 where not every mutant is killed."""
+    """Print the survivors and each module's share of killed mutants. Return 1 unless all are killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", help="modules, e.g. algorithms/rules.py; default: all")
     parser.add_argument("--processes", type=int, default=2)

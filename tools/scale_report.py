@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step takes at the recipes' sizes: computed, simulated or measured, and which.
+"""The cost of a step at the recipes' sizes. The report says which figures are computed, simulated or measured.
 
 python tools/scale_report.py             # print it
 python tools/scale_report.py --write     # put it into docs/evidence/scale.md

@@ -1,16 +1,16 @@
-"""Serve environments of GEM, verifiers or OpenEnv to ``environment.name: over-http``. A file of its own, for the Python
-environment of their libraries, where this project is not:
+"""Serve environments of GEM, verifiers or OpenEnv to ``environment.name: over-http``. This file imports nothing of the
+project, so it runs in the Python environment of their libraries:
 
     python serve_environment.py gem game:GuessTheNumber-v0-easy --port 30020
     python serve_environment.py verifiers my-environment --options '{"max_turns": 4}'
     python serve_environment.py openenv my_package:MyEnvironment --action my_package:MyAction --field message
 
-The protocol is that of ``megatron_dppo/environments/over_http.py``. An episode's seed, or row of verifiers' data, is
-``metadata.seed`` of the problem, or its ``problem_id``: all responses of a group begin alike. Text alone: whoever
-wants tool calls in a form of its own is told what the policy wrote.
+``megatron_dppo/environments/over_http.py`` describes the protocol. An episode's seed, or row of verifiers' data, is the
+problem's ``metadata.seed``, or its ``problem_id`` without one, so all responses of a group begin alike. Turns are plain
+text: an environment that parses tool calls receives the policy's text.
 
-It listens on loopback; elsewhere (``--host``) it wants a key, the value of SERVE_ENVIRONMENT_KEY. Episodes that nobody
-asked for in an hour are closed.
+The server listens on loopback. On another address (``--host``) it needs a key, the value of SERVE_ENVIRONMENT_KEY.
+Episodes without a request for an hour are closed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seed_of(problem: dict[str, Any]) -> int:
 
 
 def attribute(name: str) -> Any:
-    """Of ``package.module:name``."""
+    """Return the object with the name ``package.module:name``."""
     module, _, attribute_name = name.partition(":")
     return getattr(importlib.import_module(module), attribute_name)
 
@@ -76,9 +76,12 @@ class Gem:
 
 
 class OpenEnv:
-    """An episode of an ``Environment`` of openenv-core, in this process. ``options.action``: its class of actions, of
-    which ``options.field`` is the policy's text; that of an observation is what it is told, or all of it as JSON. An
-    environment whose ``reset`` takes no seed gets none."""
+    """An episode of an ``Environment`` of openenv-core, in this process.
+
+    ``options.action``: the class of its actions. The field ``options.field`` of an action is the policy's text. The
+    policy receives this field of an observation, or the whole observation as JSON if there is no such field. A
+    ``reset`` that takes no seed is called without one.
+    """
 
     _make: Any
     _action: Any
@@ -117,8 +120,8 @@ class OpenEnv:
 
 
 class Verifiers:
-    """An episode of ``verifiers.load_environment(name)`` (classic environments, 0.1): its own rollout runs, and the
-    policy stands in for the client that it asks."""
+    """An episode of ``verifiers.load_environment(name)`` (classic environments, 0.1). Its own rollout runs, and the
+    policy replaces the client that the rollout calls."""
 
     _loop: asyncio.AbstractEventLoop
     _environment: Any
@@ -169,7 +172,7 @@ class Verifiers:
         return await self._next()
 
     async def _next(self) -> Any:
-        """The messages that a turn is asked of, or the state of the rollout that ended. Raises what it raised."""
+        """Return the messages before the next turn, or the state of the ended rollout. Raises the rollout's error."""
         assert self._rollout is not None
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,14 +206,14 @@ KINDS: dict[str, type[Any]] = {"gem": Gem, "openenv": OpenEnv, "verifiers": Veri
 
 
 class Episode:
-    """One environment, that answers one request at a time."""
+    """One environment. It answers one request at a time."""
 
     def __init__(self, environment: Any) -> None:
         self.environment, self.lock, self.asked_at = environment, threading.Lock(), time.monotonic()
 
 
 class Episodes:
-    """All that are open, by name."""
+    """All open episodes, by name."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -224,7 +227,7 @@ class Episodes:
         self._open[name] = episode
         try:
             observation = episode.environment.reset(body["problem"])
-        # Nobody has its name to close it by.
+        # No client has the episode's name, so close the episode here.
         except BaseException:
             self.close({"episode": name})
             raise
@@ -270,7 +273,7 @@ def handler(episodes: Episodes, key: str) -> type[BaseHTTPRequestHandler]:
                 return 404, {"error": f"{self.path}: expected one of {', '.join(routes)}"}
             try:
                 return 200, routes[self.path](json.loads(content))
-            # Whatever the environment raises is told to whoever asked.
+            # The client receives any error of the environment.
             except Exception as error:
                 return 500, {"error": f"{type(error).__name__}: {error}"}
 
@@ -297,7 +300,7 @@ def main() -> None:
         parser.error("--action: expected the class of the environment's actions")
     if options.host not in ("127.0.0.1", "localhost", "::1") and not key:
         parser.error(f"--host {options.host}: expected a key in {KEY_VARIABLE}")
-    # By the main thread, which alone may install handlers of signals, as verifiers does.
+    # Load in the main thread: verifiers installs handlers of signals, and only the main thread may do that.
     KINDS[options.kind].load(options)
     server = ThreadingHTTPServer(
         (options.host, options.port), handler(Episodes(KINDS[options.kind]), key)

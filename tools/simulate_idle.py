@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Who waits, simulated response by response: what the planner's closed formulas leave out.
+"""Idle shares of trainers and servers, simulated response by response: the planner's closed formulas leave this out.
 
     python tools/simulate_idle.py examples/recipes/qwen3_30b_a3b_r3.yaml --gpu h100 --nodes 8
 
-The planner takes a step's generation for so many tokens at one rate, and a tail. Here every response has a length of
-its own (log-normal, of the plan's mean, cut off at the limit), every server its running sequences, and a batch begins
-and ends as in a run: `rollout.max_staleness` opens the gate, an update drains or interrupts, a colocated trainer stops
-the servers. The seconds of a decode step, of training, of an update and of a switch are the plan's, or `--train` and
-`--update`, measured ones. Prints for each schedule a step's seconds and idle shares, by plan and by simulation.
+The planner computes a step's generation as a number of tokens at one rate, plus a tail. Here every response has its own
+length (log-normal with the plan's mean, cut off at the limit), every server has its running sequences, and a batch
+begins and ends as in a run: `rollout.max_staleness` allows it to begin, an update drains or interrupts, a colocated
+trainer stops the servers. The plan has the seconds of a decode step, of training, of an update and of a switch.
+`--train` and `--update` replace them by measured seconds. Prints for each schedule a step's seconds and idle shares, by
+plan and by simulation.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ WARM_UP = 3
 
 @dataclass
 class Server:
-    """Sequences that decode together, ``slots`` at most, in ``step_s`` seconds a token of ``n`` sequences.
+    """At most ``slots`` sequences that decode together. A step of n sequences takes ``step_s(n)`` seconds.
 
-    ``clock``: tokens that each of them has had since the start; a sequence ends when the clock is where it was at its
-    beginning plus its length. ``decoded``: tokens of all.
+    ``clock``: number of steps since the start. A sequence ends when the clock has grown by the sequence's length since
+    its beginning. ``decoded``: tokens of all sequences.
     """
 
     slots: int
@@ -72,7 +73,7 @@ class Server:
 
     @property
     def first_end_s(self) -> float:
-        """Seconds until the next sequence ends; infinite where none runs."""
+        """Seconds until the next sequence ends; infinite if none runs."""
         if not self.running:
             return math.inf
         return (self.running[0][0] - self.clock) * self.step_s(len(self.running))
@@ -84,14 +85,15 @@ class Server:
             self.decoded += tokens * len(self.running)
 
     def ended(self) -> Iterator[int]:
-        """The batches of those that have ended by now."""
+        """Remove the sequences that have ended, and yield the batch of each."""
         while self.running and self.running[0][0] <= self.clock * (1 + 1e-12) + 1e-9:
             yield heapq.heappop(self.running)[1]
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of a step beside decoding. ``resume``: of prefilling again what an update interrupted."""
+    """Seconds of a step without decoding. ``resume``: seconds to prefill interrupted sequences again after an
+    update."""
 
     train: float
     update: float
@@ -101,7 +103,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Of a step in the mean. ``trainers``, ``servers``: idle shares; a server that isn't full idles in part."""
+    """Mean figures of a step. ``trainers``, ``servers``: idle shares. A server that isn't full counts as idle in
+    part."""
 
     seconds: float
     trainers: float
@@ -109,7 +112,7 @@ class Simulated:
 
 
 class Simulation:
-    """A run of ``schedule`` whose batches are drawn by ``draw``: a list of lengths, tokens."""
+    """A run of ``schedule``. ``draw`` draws a batch: a list of lengths in tokens."""
 
     def __init__(
         self,
@@ -186,7 +189,7 @@ class Simulation:
 
 
 def location(mean: float, longest: float, spread: float) -> float:
-    """mu of a log-normal X with sigma ``spread`` for which E[min(X, longest)] = ``mean``, below ``longest``.
+    """mu of a log-normal X with sigma ``spread``, so that E[min(X, longest)] = ``mean``. ``mean`` is below ``longest``.
 
     E[min(X, L)] = exp(mu + s^2 / 2) Phi((ln L - mu - s^2) / s) + L (1 - Phi((ln L - mu) / s)).
     """
@@ -206,7 +209,7 @@ def location(mean: float, longest: float, spread: float) -> float:
 def simulate(
     facts: RunFacts, cluster: Cluster, phases: Phases, steps: int, spread: float, seed: int
 ) -> Simulated:
-    """The run of ``facts``, under its schedule."""
+    """Simulate the run of ``facts`` under its schedule."""
     rollout, engine = facts.rollout, facts.engine
     slots = max(1, int(server_slots(facts, cluster)))
     context = rollout.mean_prompt + rollout.mean_response / 2
@@ -223,7 +226,7 @@ def simulate(
 
 
 def phases_of(plan: RunPlan, cluster: Cluster, train: float | None, update: float | None) -> Phases:
-    """The plan's, or the given ones."""
+    """The plan's phases. ``train`` and ``update`` replace the plan's seconds if they are not None."""
     seconds, facts = plan.seconds, plan.facts
     assert seconds is not None, "the plan has no seconds"
     running = facts.rollout.responses / max(1, facts.engine.servers)

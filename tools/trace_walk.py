@@ -5,7 +5,8 @@
 The run is ``megatron-dppo train`` on a random tiny model. Every process of the run records the functions of the package
 that it enters (``tools/trace/sitecustomize.py``). A walk is what rank 0 and the processes it calls enter while a
 function of rank 0 is active in the last step. A file is in the first walk that enters it. The files of ``system/``,
-``config/`` and ``logging.py``, which any part of the package calls, and the stand-ins for GPUs are left out.
+``config/`` and ``logging.py`` are left out, because any part of the package calls them. The stand-ins for GPUs are left
+out too.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Entry:
     """A line of a process's record.
 
     Args:
-        seconds: Time on the system's monotonic clock, which all processes share.
+        seconds: Time on the system's monotonic clock. All processes share this clock.
         process: Kind of the process.
         event: ``call`` or ``return``.
         function: File of the package and qualified name.
@@ -127,7 +128,7 @@ def read_entries(folder: Path) -> list[Entry]:
 
 
 def kind_of(header: str) -> str:
-    """The kind of process whose header this is: ``# RANK COMMAND LINE``."""
+    """The kind of the process with this header, ``# RANK COMMAND LINE``."""
     _, rank, command = header.split(" ", 2)
     if "megatron_dppo.train" in command and rank:
         return f"rank {rank}"
@@ -171,7 +172,7 @@ def _subjects(walk: Walk, entries: Iterable[Entry]) -> Iterator[str]:
 
 
 def trace_run(folder: Path) -> list[Entry]:
-    """Run two steps with every process traced. Raises RuntimeError where the run fails."""
+    """Run two steps with every process traced. Raises RuntimeError if the run fails."""
     config = write_material(folder)
     record = folder / "trace"
     record.mkdir()

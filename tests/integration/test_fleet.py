@@ -245,7 +245,7 @@ def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
     asked_of_a_server = {
         "/get_model_info",
         "/get_server_info",
-    }  # of the first one, which may have gone
+    }  # the router asks its first server, which may be gone
     assert set(OPEN_PATHS) - asked_of_a_server <= set(found) <= set(OPEN_PATHS)
     keys = fleet.record.keys(fleet.members(2)[0].server)
     assert not [path for path, said in found.items() if keys.api in said or keys.admin in said]

@@ -2,9 +2,9 @@
 """Kills of random processes of a live run, and a check that the run lost nothing and counted nothing twice.
 
 The run trains a tiny model on sums with two servers behind a router, responses one step old at most, and ranks,
-workers of rewards and parsers of answers. Each process of the table KINDS is as likely to be killed (SIGKILL) as any
-other. Where the supervisor ends, the same command starts the run again. After the time, a last start ends the run, and
-each step is derived again from its saved batch:
+workers of rewards and parsers of answers. Processes of all kinds in the table KINDS are equally likely to be killed
+(SIGKILL). If the supervisor ends, the same command starts the run again. When the time is over, a last start ends the
+run, and each step is derived again from its saved batch:
 
 - records of steps, samples and batches are there once and in order;
 - each batch has the problems that an undisturbed sampler draws, with all of their responses once;
@@ -44,7 +44,7 @@ from tests.tiny_models import save_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, GROUP, PROBLEMS, SEED = 4, 8, 64, 1
 CALM_STEPS = 4
-"""Steps before the first kill, whose median is the time of a calm step."""
+"""Steps before the first kill. Their median is the time of a calm step."""
 END_LIMIT_S = 1800.0
 _LOOK_S = 0.2
 _ENDLESS = 10**6
@@ -95,7 +95,8 @@ def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CH
             "interrupt": "retract",
             "save": True,
         },
-        # Every response has another reward, so that one that is trained on twice, or not, moves the weights.
+        # Every response has a different reward, so that a response that is trained on twice, or not, changes the
+        # weights.
         "reward": {"name": "tests.unit.planted_rewards:of_every_character"},
         "algorithm": {"name": "pg-is", "truncated_responses": "as-verified"},
         "parallel": {"world_size": 2, "tensor": 2},
@@ -124,7 +125,7 @@ class Tally:
 
     Attributes:
         kills: number of kills.
-        lost_s: seconds from a kill to the next kill or the next new step, less those of a calm step.
+        lost_s: seconds from a kill to the next kill or the next new step, minus the seconds of a calm step.
         starts: starts of the command.
     """
 
@@ -134,7 +135,7 @@ class Tally:
 
 
 class LiveRun:
-    """The run that is disturbed: its command, its processes and its progress."""
+    """The disturbed run: its command, its processes and its progress."""
 
     def __init__(self, config: Path, directory: Path) -> None:
         self._config = config
@@ -185,7 +186,7 @@ class LiveRun:
         return max(0, records.last_step(self.directory))
 
     def kill(self) -> None:
-        """Kill what is left of the run."""
+        """Kill all remaining processes of the run."""
         for processes in self.processes().values():
             for process in processes:
                 process.kill()
@@ -212,7 +213,7 @@ class Chaos:
         self.outlived: list[psutil.Process] = []
 
     def measure_calm(self) -> None:
-        """Start the run and measure its first steps, which are not disturbed."""
+        """Start the run, and measure its first steps without a kill."""
         self._start()
         ends = []
         for step in range(1, CALM_STEPS + 1):
@@ -253,7 +254,7 @@ class Chaos:
         """Kill a random process; return its kind, or None while the run has no ranks."""
         candidates = []
         living = self._run.processes()
-        # A start without ranks has little but the supervisor, whose kills alone would keep the run from advancing.
+        # A start without ranks has hardly more than the supervisor. If it were killed then, the run would not advance.
         if not living["rank"]:
             return None
         for kind, processes in living.items():
@@ -269,7 +270,7 @@ class Chaos:
         self.tally.kills[kind] += 1
         print(f"step {self.newest_step}: killed a {kind}", flush=True)
         if kind == SUPERVISOR:
-            # The kernel ends the rest with the supervisor.
+            # The kernel ends all other processes with the supervisor.
             _, alive = psutil.wait_procs(family, timeout=30)
             self.outlived += alive
         return kind
@@ -287,7 +288,7 @@ class Chaos:
 
 
 def faults_of(directory: Path, config: Path) -> Iterator[str]:
-    """Yield each way in which the finished run in ``directory`` differs from an undisturbed one."""
+    """Yield each difference between the finished run in ``directory`` and an undisturbed run."""
     steps = [records.step_of(row) for row in records.read_records(directory)]
     last_step = steps[-1]
     if steps != list(range(last_step + 1)):
@@ -312,7 +313,7 @@ def faults_of(directory: Path, config: Path) -> Iterator[str]:
 
 
 def empty_folder(path: Path) -> Path:
-    """Make a new folder in the place of one that may be there; return its absolute path."""
+    """Make an empty folder, in place of an earlier folder if there is one. Return its absolute path."""
     folder = path.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -320,7 +321,7 @@ def empty_folder(path: Path) -> Path:
 
 
 def code_of(faults: Sequence[str]) -> int:
-    """Print each of ``faults``; return the exit code of a check that found them."""
+    """Print ``faults``, and return the exit code of the check: 1 if there are faults."""
     for fault in faults:
         print(f"fault: {fault}")
     return 1 if faults else 0

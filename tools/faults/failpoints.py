@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""A failure at each named point of a run, and a check of what the run left behind.
+"""A failure at each named point of a run, and a check of the files and processes that the run leaves.
 
-A run of twelve steps replays saved batches, so that each of its starts computes the same. A calm run shows which points
+A run of twelve steps replays saved batches, so that each start computes the same values. A calm run shows which points
 it reaches and what it leaves. A case is a point, a kind of failure and an occurrence: the first or the third time that
-a start reaches the point. Cases form chains: in one run directory the first start fails at the first case, the next
-start goes on from what that left and fails at the second case, until a start ends the run. What the run has left then
-must be what the calm run left: records and samples once and in order, whole checkpoints, the same hashes of weights,
-batches and export, no process, no temporary file. A start that fails by an OSError must end with exit code 2 and one
-line, or go on. Where a chain left something else, each of its cases is run alone. Delays end no start, so a start has
-many of them.
+a start reaches the point. Cases form chains in one run directory: the first start fails at the first case, the next
+start continues and fails at the second case, until a start ends the run. The chain must then have left the same as the
+calm run: records and samples once and in order, whole checkpoints, equal hashes of weights, batches and export, no
+process, no temporary file. A start that fails by an OSError must end with exit code 2 and one line, or continue. If a
+chain has left something else, each of its cases is run alone. A delay ends no start, so one start has many delays.
 
     python -m tools.faults.failpoints --folder /tmp/failpoints [--points 'checkpoint/*'] [--kinds kill,torn]
     python -m tools.faults.failpoints --folder /tmp/failpoints --list
 
-Each start is a fork of this process, which has imported the libraries and computed nothing.
+Each start is a fork of this process. This process has imported the libraries and computed nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# A run draws its report at its end: the forks inherit the import of matplotlib.
+# A run draws its report at its end. Import matplotlib here, so that the forks inherit the import.
 import megatron_dppo.diagnostics.report
 import megatron_dppo.metrics.trackers  # noqa: F401
 from megatron_dppo.config import load_config, resolved_yaml
@@ -60,7 +59,7 @@ OCCURRENCES = (1, 3)
 LONGEST_CHAIN = 30
 DELAYS_OF_A_START = 24
 MOST_STARTS = 4
-"""Most starts without a failure after the last failure of a chain."""
+"""Largest number of starts without a failure after the last failure of a chain."""
 START_LIMIT_S = 600.0
 LEFT_PROCESS_S = 10.0
 KILLED = -signal.SIGKILL
@@ -69,7 +68,7 @@ _TIMES = ("time/", "checkpoint/write_s", "speed/", "weights/")
 
 
 class LeftProcessError(RuntimeError):
-    """A process of a start is still there after its end."""
+    """A process of a start still runs after the start's end."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,10 @@ class Case:
 
 @dataclass
 class Result:
-    """The exit code of the start that failed, and each difference from the calm run; without one the case passed."""
+    """The exit code of the start that failed, and its ``faults``: the differences from the calm run.
+
+    A case without faults passed.
+    """
 
     case: Case
     code: int
@@ -96,7 +98,7 @@ class Result:
 
 @dataclass
 class Chain:
-    """Cases that followed each other in one run directory, and the differences of what they left together.
+    """Consecutive cases in one run directory, and the differences of the finished run from the calm run.
 
     ``has_ended``: whether a start has ended the run.
     """
@@ -115,7 +117,7 @@ class Chain:
         return self.directory.with_suffix(".note")
 
     def text_since(self, offset: int) -> str:
-        """What the starts have printed behind ``offset`` bytes."""
+        """The output of the starts after the first ``offset`` bytes."""
         return self.output.read_bytes()[offset:].decode(errors="replace")
 
     def printed_bytes(self) -> int:
@@ -126,9 +128,9 @@ class Chain:
 
 
 def start(config: Path, directory: Path, failure: str | None) -> int:
-    """Run the configuration once in a process of its own; its exit code, negative for a signal.
+    """Run the configuration once in a separate process. Return its exit code, negative for a signal.
 
-    Raises LeftProcessError where a process of this start is still there afterwards.
+    Raises LeftProcessError if a process of this start still runs afterwards.
     """
     output = directory.with_suffix(".out")
     child = os.fork()
@@ -211,7 +213,7 @@ def _processes_of(session: int) -> list[int]:
 
 
 def _in_child(action: Callable[[], None]) -> None:
-    """Compute in a forked process: threads of a library must not exist in this one."""
+    """Do ``action`` in a forked process: this process must not have threads of a library."""
     child = os.fork()
     if child == 0:
         os._exit(_code_of(action))
@@ -223,7 +225,7 @@ def _in_child(action: Callable[[], None]) -> None:
 
 
 def history(directory: Path) -> dict[str, Any]:
-    """Return everything of a finished run that must not depend on failures, with damage as text."""
+    """Return everything of a finished run that must not depend on failures. Damage is returned as text."""
     rows = records.read_records(directory)
     found: dict[str, Any] = {
         "steps": [records.step_of(row) for row in rows],
@@ -256,7 +258,7 @@ def leftovers(directory: Path) -> list[str]:
     found = []
     for path in directory.rglob("*"):
         if path.relative_to(directory).parts[0].startswith("earlier-"):
-            # A start without a checkpoint begins anew, and sets aside what it finds.
+            # A start without a checkpoint begins anew, and sets aside the files that it finds.
             continue
         name = path.name
         is_temporary = name.startswith(".") and (name.endswith(".partial") or "-" in name)
@@ -279,7 +281,7 @@ def _stable(row: records.Record) -> dict[str, Any]:
 
 
 def fail_in_chain(config: Path, chain: Chain, cases: Sequence[Case]) -> bool:
-    """Start the run of the chain with a failure at ``cases``, one or several delays; return whether it was reached."""
+    """Start the chain's run with a failure at ``cases``: one case, or several delays. Return whether it was reached."""
     printed_bytes = chain.printed_bytes()
     chain.note.unlink(missing_ok=True)
     plans = [f"{case.plan},{chain.note}" for case in cases]
@@ -304,7 +306,7 @@ def fail_in_chain(config: Path, chain: Chain, cases: Sequence[Case]) -> bool:
 
 
 def finish_chain(config: Path, chain: Chain, calm: dict[str, Any]) -> None:
-    """Start the run without a failure until it has ended, and compare what it left with the ``calm`` run."""
+    """Start the run without a failure until it has ended, and compare it with the ``calm`` run."""
     try:
         for _ in range(MOST_STARTS):
             if not chain.has_ended:
@@ -321,7 +323,7 @@ def finish_chain(config: Path, chain: Chain, calm: dict[str, Any]) -> None:
 
 
 def _end_faults(case: Case, code: int, text: str) -> list[str]:
-    """Return what is wrong with the end of a start that failed as ``case`` says, and printed ``text``."""
+    """Return the faults in the end of a start that failed at ``case`` and printed ``text``."""
     expected: tuple[int, ...] = (0,)
     if case.kind in ("kill", "torn"):
         expected = (KILLED,)
@@ -339,7 +341,7 @@ def _occurrence_of(case: Case) -> int:
 
 
 class Runner:
-    """Runs cases in chains below ``folder``, and each case of a chain with a difference alone.
+    """Runs cases in chains below ``folder``. If a chain differs from the calm run, each of its cases is run alone.
 
     No chain begins after ``limit_s`` seconds.
     """
@@ -355,12 +357,12 @@ class Runner:
         self.results: list[Result] = []
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Run all cases, or those for which there is time, and collect their results."""
+        """Run the cases until the time is over, and collect their results."""
         delays = [case for case in cases if case.kind == "delay"]
         for first in range(0, len(delays), DELAYS_OF_A_START):
             if time.monotonic() < self._ends_at:
                 self._run_delays(delays[first : first + DELAYS_OF_A_START])
-        # First occurrences first: a start that fails at the third time gets steps further.
+        # Run first occurrences first: a start that fails at the third occurrence gets some steps further.
         failing = [case for case in cases if case.kind != "delay"]
         waiting = deque(sorted(failing, key=_occurrence_of))
         while waiting and time.monotonic() < self._ends_at:
@@ -372,7 +374,7 @@ class Runner:
         self._finish(chain)
 
     def _run_chain(self, waiting: deque[Case]) -> None:
-        """Run a chain of the next ``waiting`` cases; those that a start did not reach wait for the next chain."""
+        """Run a chain of the next ``waiting`` cases. A case that a start did not reach waits for the next chain."""
         chain = self._new_chain()
         is_first = True
         while waiting and not chain.has_ended and len(chain.results) < LONGEST_CHAIN:
@@ -431,7 +433,7 @@ def reached_points(config: Path, folder: Path) -> tuple[Counter[str], dict[str, 
 
 
 def merged_points(reached: Counter[str]) -> tuple[Counter[str], set[str]]:
-    """Return how often each point was reached, and the points where something was written that can be torn."""
+    """Return how often each point was reached, and the points with a write that can be torn."""
     points = Counter[str]()
     torn_points = set()
     for name, count in reached.items():
@@ -447,7 +449,7 @@ def cases_of(
 ) -> list[Case]:
     """Return a case for each matching point that is reached often enough.
 
-    Where nothing is written, a torn write is the same as a kill.
+    At a point without a write there is no case of a torn write: it would equal a kill.
     """
     points, torn_points = merged_points(reached)
     cases = []
@@ -456,7 +458,7 @@ def cases_of(
             if kind == "torn" and point not in torn_points:
                 continue
             for occurrence in occurrences:
-                # The lease is renewed by time, so its later occurrences may not come.
+                # The lease is renewed by the clock, so later occurrences of its points may not come.
                 if occurrence <= points[point] and (occurrence == 1 or ".beat" not in point):
                     cases.append(Case(point, kind, occurrence))
     return cases

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Random bits flipped in the files that a run reads: each flip must be caught by a clear error, or be harmless.
 
-A small run is made and finished; its files are then read as a start of a run, or a command, reads them. A flip is
+A small run is made and finished. Then its files are read as a start of a run, or a command, reads them. A flip is
 
     caught     a RunError, or the warning that a record was altered
-    harmless   what was read is the same
-    accepted   something else was read, without an error
-    unclear    another exception than a RunError
+    harmless   equal values were read
+    accepted   other values were read, without an error
+    unclear    an exception other than a RunError
 
     python -m tools.faults.flips --folder /tmp/flips [--flips 1000] [--seed 1]
 """
@@ -45,7 +45,7 @@ OUTCOMES = ("caught", "harmless", "accepted", "unclear")
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind, and the function that reads them: equal results mean that the same was read."""
+    """Files of one kind, and the function that reads them. Equal results mean that equal values were read."""
 
     name: str
     files: Sequence[Path]
@@ -81,13 +81,13 @@ def kinds_of(folder: Path) -> list[Kind]:
     def read_rows() -> str:
         present = records.read_records(run)
         if records.sha256_until(present, STEPS) != records.sha256_until(rows, STEPS):
-            # A start logs this, and goes on: nothing trains on records.
+            # A start logs this, and continues, because nothing trains on records.
             raise records.RecordsError("the records were altered since the checkpoint")
         return records.sha256_until(present, STEPS)
 
     def read_history() -> list[bool]:
         past = records.read_history(run)
-        # A start only asks whether a checkpoint was written, and whether anything is damaged.
+        # A start only needs to know whether a checkpoint was written, and whether anything is damaged.
         if past.damage is not None:
             raise records.RecordsError(past.damage)
         return [past.saved_step is not None, past.counts_checkpoint]
@@ -146,13 +146,13 @@ def make_run(folder: Path) -> None:
     weights = material / "model" / "model.safetensors"
     metadata = weights.parent / ".cache" / "huggingface" / "download" / f"{weights.name}.metadata"
     metadata.parent.mkdir(parents=True)
-    # A flip rewrites the file, so the time must not make it look changed on purpose.
+    # A flip rewrites the file. With a later time in the metadata, the file does not look changed on purpose.
     later = weights.stat().st_mtime + 10**6
     metadata.write_text(f"{'0' * 40}\n{sha256_of(weights)}\n{later}\n")
 
 
 def outcome_of(kind: Kind, intact: Any) -> tuple[str, str]:
-    """Read the files of a kind and return what became of the flip, with the error if there is one."""
+    """Read the files of a kind, and return the outcome of the flip, with the error if there is one."""
     try:
         present = kind.read()
     except RunError as error:
@@ -174,7 +174,7 @@ def flip(path: Path, position: int, bit: int) -> None:
 def try_flips(
     kinds: Sequence[Kind], flips: int, seed: int
 ) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Return how many flips of each kind had which outcome, and a line for each that was accepted or unclear."""
+    """Return the outcomes' counts for each kind, and a line for each flip that was accepted or unclear."""
     rng = random.Random(seed)
     intact = {kind.name: kind.read() for kind in kinds}
     counts = {kind.name: Counter[str]() for kind in kinds}

@@ -21,7 +21,7 @@ PROMPTS, GROUP, LONGEST = 2, 2, 6
 def make_material(folder: Path, steps: int) -> Path:
     """Write everything that a replayed run of ``steps`` steps reads into ``folder``; return its configuration file.
 
-    Weights, problems and responses are random, and the same in each call.
+    Weights, problems and responses are random, and equal in each call.
     """
     save_tiny_model(folder / "model", "qwen3_moe", seed=1)
     rng = random.Random(0)

@@ -4,8 +4,8 @@
 The run trains a tiny model on sums with two ranks, two servers behind a router and responses one step old at most. A
 step is short: two groups of two responses of eight tokens. Every few hundred steps a random server is killed, and the
 run starts it again. Private memory (USS: pages that no other process has) and open descriptors of each process are
-measured at regular steps. A process grows by the slope of a straight line through its measurements; the first part of
-its life, in which caches fill, does not count.
+measured at regular steps. A process grows by the slope of a straight line through its measurements. The first part of
+its life does not count, because caches fill then.
 
     python -m tools.faults.soak --folder /tmp/soak [--steps 5000] [--kill-every 250]
 
@@ -34,7 +34,7 @@ SHORT_STEPS = {
     "training": {"prompts_per_mini_batch": 2},
     "checkpoint": {"every": 100},
 }
-"""Values that make the steps of the run under random kills short."""
+"""Changes to the configuration of ``chaos`` that make steps short."""
 SERVER = "server"
 WARM_STEPS = 500
 """Steps at the beginning of a process's life that do not count."""
@@ -187,7 +187,7 @@ class Soak:
         self.kills: list[int] = []
 
     def follow(self) -> None:
-        """Return when the run has ended. Raises TimeoutError where it does not advance."""
+        """Return when the run has ended. Raises TimeoutError if it does not advance."""
         next_measurement = self._measure_every
         next_kill = self._kill_every
         step, advanced_at = 0, time.monotonic()

@@ -1,1 +1,1 @@
-"""What ``tools/mutants.py`` is made of."""
+"""Modules of ``tools/mutants.py``."""

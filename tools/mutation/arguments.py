@@ -1,4 +1,4 @@
-"""Wrong arguments: two that look alike in each other's place, or a keyword left out."""
+"""Wrong arguments: two similar arguments are swapped, or a keyword is left out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _REFERENCES = (ast.Name, ast.Attribute, ast.Subscript)
 
 
 def wrong_arguments(statement: str) -> Iterator[tuple[str, str]]:
-    """Each call of ``statement`` with one mistake in its arguments: what kind, and the statement with it.
+    """Yield each mistake in the arguments of the calls of ``statement``: its kind, and the statement with the mistake.
 
-    Neighbours are swapped where both are names, parts of something, or the same form of expression: their types are
-    not known. As many lines as before, so that nothing after it moves.
+    Two neighbouring arguments are swapped if each is a name, attribute or item, or if both are expressions of one kind:
+    their types are not known. The number of lines stays, so that the code after the statement does not move.
     """
     tree = ast.parse(statement)
     in_texts = {

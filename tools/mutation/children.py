@@ -1,4 +1,4 @@
-"""Work in forked children: its answer, or whether it came to a good end."""
+"""Work in forked children: its result, or whether the child ended without an error."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""What a mutant's own doing may end the tests with, as surely as a failed one."""
+"""Signals by which a mutant may end its tests. They count as a failed test."""
 ASLEEP_S = 1800.0
-"""A child that waits for ever, without using a core, ends after this."""
+"""A child that waits forever without using a core is ended after this time."""
 ERRORS = os.fdopen(os.dup(2), "w")
-"""Where children tell an error that print nothing else."""
+"""Children print errors here. They print nothing else."""
 
 
 class Verdict(IntEnum):
-    """What became of a mutant. ``stopped``: its limit ended it before its tests could tell."""
+    """The outcome of a mutant. ``stopped``: its time limit ended it before its tests had a result."""
 
     killed = 0
     survived = 1
@@ -32,14 +32,14 @@ class Verdict(IntEnum):
 
 
 def silence() -> None:
-    """Send what this process prints nowhere."""
+    """Discard the output of this process."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
 
 
 def in_child(work: Callable[[], T]) -> T:
-    """The answer of ``work`` in a forked child, which leaves no trace in this process."""
+    """Return the result of ``work`` in a forked child. The child leaves no trace in this process."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -63,7 +63,7 @@ def in_child(work: Callable[[], T]) -> T:
 
 
 def allow(seconds: float) -> None:
-    """End this process when it has used so many seconds of a core: a loaded machine ends none."""
+    """End this process when it has used ``seconds`` of a core. The load of the machine does not matter."""
     limit = resource.getrusage(resource.RUSAGE_SELF).ru_utime + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, resource.RLIM_INFINITY))
 
@@ -71,8 +71,8 @@ def allow(seconds: float) -> None:
 def verdicts(
     waiting: Sequence[T], survives: Callable[[T], bool], processes: int
 ) -> Iterator[tuple[T, Verdict]]:
-    """Each of ``waiting`` with what ``survives`` says of it in a forked child, killed where that
-    fails. ``survives`` bounds its own work by ``allow``.
+    """Yield each of ``waiting`` with the verdict of ``survives`` in a forked child. If ``survives``
+    raises an error, the verdict is ``killed``. ``survives`` bounds its own work by ``allow``.
     """
     todo = deque(waiting)
     running: dict[int, Any] = {}
@@ -96,14 +96,14 @@ def verdicts(
 
 
 def _verdict(status: int) -> Verdict:
-    """What a child's status says."""
+    """Return the verdict for a child's exit status."""
     if os.WIFSIGNALED(status):
         return Verdict.killed if os.WTERMSIG(status) in CRASHES else Verdict.stopped
     return Verdict.killed if status else Verdict.survived
 
 
 def _run(survives: Callable[[T], bool], work: T, folder: str) -> None:
-    """The whole life of a child: its temporary files in ``folder``, its words nowhere."""
+    """Run a child to its end. Its temporary files are in ``folder``; its output is discarded."""
     code = 1
     try:
         silence()

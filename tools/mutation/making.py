@@ -29,7 +29,7 @@ OPERATORS = (
     *("ReplaceUnaryOperator_Delete_Invert", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
     *("ReplaceAndWithOr", "ReplaceOrWithAnd", "AddNot", "ZeroIterationForLoop", "NumberReplacer"),
 )
-"""Cosmic Ray's operators without those that no one writes by mistake, such as + into >>."""
+"""Cosmic Ray's operators for plausible mistakes: a change of + into >>, for example, is left out."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Mutant:
 
     @property
     def file(self) -> Path:
-        """Of the module as it is."""
+        """Path of the unchanged module."""
         return PACKAGE / self.path
 
     def __str__(self) -> str:
@@ -52,12 +52,12 @@ class Mutant:
 
 
 def unchanged(path: str) -> Mutant:
-    """The module as it is, in the form of a mutant."""
+    """The unchanged module, in the form of a mutant."""
     return Mutant(path, 0, "none", (PACKAGE / path).read_text(), "")
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
-    """Every mutant of a module whose meaning differs: not of annotations or errors' words."""
+    """Every mutant of a module with another meaning. Annotations and texts of errors are not mutated."""
     from cosmic_ray.ast import get_ast
 
     text = (PACKAGE / path).read_text()
@@ -72,7 +72,7 @@ def mutants_of(path: str) -> Iterator[Mutant]:
 
 
 def _changed(statement: str) -> Iterator[tuple[str, str]]:
-    """Operators with what they make of a statement; each meaning once."""
+    """Yield operators with the changed statement, once for each meaning."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
@@ -91,7 +91,7 @@ def _changed(statement: str) -> Iterator[tuple[str, str]]:
     for name, changed in every():
         try:
             found = meaning(changed)
-        except SyntaxError:  # of a star that was no product
+        except SyntaxError:  # the operator changed a star that was no product
             continue
         if found not in seen:
             seen.add(found)
@@ -99,8 +99,8 @@ def _changed(statement: str) -> Iterator[tuple[str, str]]:
 
 
 class _Meaning(ast.NodeTransformer):
-    """Leaves out what changes nothing: annotations, class decorators, imports for types, which
-    arguments go by name alone, and the words of errors and of the log.
+    """Leaves out code without an effect on tests: annotations, class decorators, imports for types,
+    the marks of keyword-only arguments, and the texts of errors and of the log.
     """
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
@@ -145,5 +145,5 @@ class _Meaning(ast.NodeTransformer):
 
 
 def meaning(text: str) -> str:
-    """The syntax tree without what changes nothing that a test could see."""
+    """The syntax tree as text, without code that no test could notice."""
     return ast.dump(_Meaning().visit(ast.parse(text)))

@@ -19,17 +19,19 @@ from mutation.making import Mutant
 from mutation.swapping import Change, Key, forget_answers, functions_in, key
 
 START_S, TIMES = 5.0, 3.0
-"""Seconds of a core that a mutant may use: these, and so many times what its tests take, unmutated.
-One that takes longer made something endless.
+"""A mutant may use START_S seconds of a core, and TIMES the seconds of its tests without a mutant.
+A mutant that takes longer has an endless loop.
 """
 Tell = Callable[[Mutant, Verdict], None]
-"""Takes each mutant that was tried, and what became of it."""
+"""Function that receives each tried mutant with its verdict."""
 
 
 @dataclass
 class Found:
-    """What a session leaves to do: ``left`` are the mutants whose change runs when their module is
-    loaded. ``seconds`` of each test, unmutated. ``loaded``: modules of other packages.
+    """The results of a session for the mutants that it could not try.
+
+    ``left``: the mutants whose changed code runs when their module is loaded. ``seconds``: seconds of
+    each test without a mutant. ``loaded``: modules of other packages.
     """
 
     left: list[Mutant] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Found:
 
 
 def run_pytest(tests: Sequence[str], *plugins: object) -> int:
-    """pytest over these unit tests, quietly."""
+    """Run pytest quietly on these unit tests, and return its exit code."""
     files = []
     for name in dict.fromkeys(tests):
         (path,) = Path("tests/unit").rglob(f"test_{name}.py")
@@ -51,8 +53,8 @@ def run_pytest(tests: Sequence[str], *plugins: object) -> int:
 class Session:
     """A pytest plugin in place of the loop over tests.
 
-    A mutant runs the tests that call its function, those first that are quick and have killed its
-    neighbours.
+    A mutant runs the tests that call its function. Tests that are quick, and that have killed mutants
+    of the same function, run first.
     """
 
     def __init__(self, mutants: Sequence[Mutant], tell: Tell, *, processes: int) -> None:
@@ -75,7 +77,7 @@ class Session:
         sys.settrace(trace)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Every mutant against the collected tests."""
+        """Try every mutant with the collected tests."""
         sys.settrace(None)
         if session.testsfailed:
             raise RuntimeError("the tests cannot be collected")
@@ -94,11 +96,11 @@ class Session:
         return True
 
     def pytest_internalerror(self, excrepr: object) -> None:
-        """Tell an error of this plugin, whose process prints nothing else."""
+        """Print an error of this plugin. The process prints nothing else."""
         print(excrepr, file=ERRORS, flush=True)
 
     def _measure(self, session: pytest.Session) -> dict[str, tuple[float, set[Key]]]:
-        """Each test's seconds, and the functions that it calls."""
+        """Return each test's seconds, and the functions that the test calls."""
         silence()
         measured = {}
         for item in session.items:
@@ -114,7 +116,7 @@ class Session:
         return measured
 
     def _try(self, session: pytest.Session, mutants: Sequence[tuple[Mutant, Change]]) -> None:
-        forget_answers(self._files)  # what collecting the tests left
+        forget_answers(self._files)  # the collection of the tests has filled caches
         gc.freeze()  # children share what they don't change
         killers = RawArray("i", len(mutants))
         for number, verdict in verdicts(
@@ -123,7 +125,9 @@ class Session:
             self._processes,
         ):
             mutant, change = mutants[number]
-            if verdict != Verdict.survived and not killers[number]:  # it died before its first test
+            if (
+                verdict != Verdict.survived and not killers[number]
+            ):  # it ended before its first test
                 self.found.left.append(mutant)
                 continue
             self._tell(mutant, verdict)
@@ -150,12 +154,12 @@ class Session:
         return True
 
     def _cost(self, change: Change, name: str) -> float:
-        """Of a test: its seconds by how likely it kills."""
+        """Return the order of a test: its seconds, divided by how likely it kills."""
         return self.found.seconds[name] / (0.1 + self._kills[change.outer, name])
 
 
 class Quickest:
-    """A pytest plugin that runs the quickest test first, and bounds the time of all."""
+    """A pytest plugin that runs the quickest test first, and limits the time of all tests together."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
@@ -169,7 +173,7 @@ class Quickest:
 def session_of(
     mutants: Sequence[Mutant], tests: Sequence[str], tell: Tell, *, processes: int
 ) -> Found:
-    """Try each of the mutants whose functions can be swapped in a process that runs."""
+    """Try the mutants whose functions can be swapped in a running process."""
     session = Session(mutants, tell, processes=processes)
     silence()
     session.watch()

@@ -1,5 +1,5 @@
-"""A mutant in a running process: its functions' code in place of the module's, or the whole module
-from its source.
+"""A mutant in a running process: the mutant's functions replace the code of the module's functions, or
+the whole module is loaded from the mutant's source.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from types import CodeType, FunctionType
 from mutation.making import Mutant
 
 Key = tuple[str, str, int]
-"""Of a code object: file, qualified name, first line."""
+"""Identity of a code object: file, qualified name, first line."""
 
 
 def key(code: CodeType) -> Key:
-    """The code object's."""
+    """Return the identity of a code object."""
     return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
 class Change:
-    """What a mutant changes: ``codes`` old -> new of every function that holds the changed place,
-    ``inner`` those without the functions that only hold such a one, ``outer`` the outermost.
-    ``fits``: whether functions can take the new code.
-    A module's and a class's body are code like a function's. ``functions``: of the process.
+    """The change of a mutant to the code of ``functions``, the functions of the process.
+
+    ``codes``: old -> new code of every function around the changed place; the bodies of modules and
+    classes count as functions. ``inner``: the codes that change themselves, not only a function
+    inside them. ``outer``: the outermost code. ``fits``: whether functions can take the new code.
     """
 
     def __init__(self, mutant: Mutant, functions: Sequence[FunctionType]) -> None:
@@ -44,7 +45,7 @@ class Change:
         self.outer = outer[0] if outer else None
 
     def apply(self) -> None:
-        """Give every one of the functions that has an old code the new one."""
+        """Replace the old code by the new code in all functions."""
         for found in self._functions:
             found.__code__ = self.codes.get(found.__code__, found.__code__)
 
@@ -58,7 +59,7 @@ def functions_in(files: Collection[str]) -> list[FunctionType]:
 def forget_answers(files: Collection[str]) -> None:
     """Empty the caches of this process's functions that are written in these files.
 
-    One that answers from its cache does not run, changed or not.
+    A function that answers from its cache would not run the mutant.
     """
     for wrapper in gc.get_objects():
         if type(wrapper) is functools._lru_cache_wrapper:
@@ -68,7 +69,7 @@ def forget_answers(files: Collection[str]) -> None:
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Each code of a module with the mutant's, the outer before the inner."""
+    """Yield each code of a module with the mutant's code, outer codes before inner codes."""
     yield old, new
     for a, b in zip(_nested(old), _nested(new), strict=False):
         yield from _pairs(a, b)
@@ -79,7 +80,7 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 def _own(code: CodeType) -> tuple[object, ...]:
-    """What a code does, without what is nested in it."""
+    """Return the content of a code without the codes nested in it."""
     plain = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
     return code.co_code, plain, code.co_names, code.co_varnames, code.co_exceptiontable
 
@@ -92,7 +93,7 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._name = "megatron_dppo." + mutant.path.removesuffix(".py").replace("/", ".")
 
     def find_spec(self, name, path=None, target=None):
-        """Only of the mutated module."""
+        """Find only the mutated module."""
         if name != self._name:
             return None
         return importlib.util.spec_from_file_location(name, self._mutant.file, loader=self)

@@ -1,4 +1,4 @@
-"""Which modules are mutated, and which unit tests must notice."""
+"""The mutated modules, and the unit tests that must notice their mutants."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "weight_sync/transaction.py": CHECKS,
     "weight_sync/verification.py": CHECKS,
 }
-"""Module of megatron_dppo -> its files ``test_<name>.py`` under ``tests/unit``. A changed function meets every
-test of all chosen modules that calls it, the quickest first; what runs when the module is loaded
-meets its own files.
+"""Module of megatron_dppo -> its files ``test_<name>.py`` under ``tests/unit``. A changed function is tested by
+every test of all chosen modules that calls it, the quickest first. Code that runs when the module is
+loaded is tested by the module's own files.
 """

@@ -15,12 +15,12 @@ HOW = "one optimiser step of log-normal lengths cut at the limit (tools/bench_ba
 
 
 def by_tokens(plan: RunPlan) -> str:
-    """As "12.3%"."""
+    """Return the idle share if micro-batches have equal tokens, for example "12.3%"."""
     return f"{_idle(plan)[0]:.1%}"
 
 
 def by_flops(plan: RunPlan) -> str:
-    """As "1.2%"."""
+    """Return the idle share if micro-batches have equal FLOPs, for example "1.2%"."""
     return f"{_idle(plan)[1]:.1%}"
 
 

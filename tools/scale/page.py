@@ -39,7 +39,7 @@ servers of TP4 rest on the planner alone until somebody measures them."""
 
 
 def page(columns: Sequence[Size], benchmarks: Sequence[Benchmark]) -> str:
-    """Every section, computed ones first."""
+    """Return the page: the sections with computed figures first."""
     blocks = [HEAD]
     for heading, rows in SECTIONS.items():
         head = ["", *(size.name for size in columns), "how"]
@@ -66,5 +66,5 @@ def _measured(benchmarks: Sequence[Benchmark]) -> Iterator[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """Return ``rows`` as a Markdown table."""
     return "\n".join(f"| {' | '.join(cell.replace('|', ' ') for cell in row)} |" for row in rows)

@@ -1,4 +1,4 @@
-"""The planner beside published runs of others: its figure for the same set-up, and the ratio."""
+"""The planner's figures for the set-ups of published runs, and the ratios to the published figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = {"seconds": "s", "tflops": "TFLOP/s a GPU"}
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """``measured``: what was published, in ``unit``; ``ours``: of ``plan``."""
+    """A published run. ``measured``: the published figure, in ``unit``. ``ours``: the figure of ``plan``."""
 
     name: str
     source: str
@@ -41,7 +41,7 @@ class PublishedRun:
 
 
 def published_runs(path: Path = RUNS) -> list[PublishedRun]:
-    """Every run of the file, planned on the planner's present assumptions."""
+    """Return every run of the file with a plan by the planner's present assumptions."""
     return [_planned(run) for run in yaml.safe_load(path.read_text(encoding="utf-8"))["runs"]]
 
 
@@ -60,7 +60,7 @@ def _planned(run: Mapping[str, Any]) -> PublishedRun:
 
 
 def plan_of(run: Mapping[str, Any]) -> RunPlan:
-    """Of an entry of the file."""
+    """Return the plan of an entry of the file."""
     words = list(_words(run["overrides"]))
     config = load_config(BASE, words)
     name = config.model.hf_checkpoint
@@ -91,7 +91,7 @@ _FIGURES = {"seconds": _seconds, "tflops": _tflops}
 
 
 def rows(runs: list[PublishedRun]) -> list[list[str]]:
-    """Of a table: heading first."""
+    """Return the rows of the table, the heading first."""
     head = ["run", "published", "planner", "ratio", "not published, assumed"]
     return [head, ["---"] * len(head), *map(_row, runs)]
 

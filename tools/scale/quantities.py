@@ -1,4 +1,4 @@
-"""What is computed for a size, each with its formula."""
+"""The computed quantities of a size, each with its formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE = "-"
 
 @dataclass(frozen=True)
 class Computed:
-    """A row: ``of`` gives the cell of a size; ``how``: its formula and where it is from."""
+    """A row: ``of`` returns the cell of a size; ``how``: the formula and its source."""
 
     quantity: str
     of: Callable[[RunPlan], str]
@@ -36,7 +36,8 @@ def _held(plan: RunPlan) -> str:
 
 
 def _received(plan: RunPlan) -> str:
-    """Bytes of columns over what arrives at ranks: with no copy that nobody trains on it is 1."""
+    """Bytes of columns that arrive at ranks, over the bytes needed; 1 if no rank receives a copy that it does not train
+    on."""
     columns = plan.columns
     wire = columns.routing_wire + columns.topk_wire
     needed = columns.routing + columns.topk
@@ -56,12 +57,12 @@ def _nodes_apart(plan: RunPlan) -> int:
 
 
 def _between_nodes(plan: RunPlan) -> str:
-    """Bytes that must reach the nodes that serve and don't train."""
+    """Bytes that must reach nodes with servers and without a trainer."""
     return gb(plan.traffic.update * _nodes_apart(plan))
 
 
 def _bound(plan: RunPlan) -> str:
-    """All weights over the slowest link that they must cross."""
+    """Bytes of all weights, divided by the speed of the slowest link that they must cross."""
     device = plan.cluster.device
     return _seconds(plan.traffic.update / (device.network if _nodes_apart(plan) else device.nvlink))
 
@@ -199,4 +200,4 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         ),
     ),
 }
-"""By heading."""
+"""The rows by heading."""

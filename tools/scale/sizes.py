@@ -1,4 +1,4 @@
-"""The sizes that the report is about: the recipes on the cluster that each is written for, and their fullest step."""
+"""The sizes in the report: each recipe on the cluster that it is written for, and the fullest step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Size:
 
 
 def sizes() -> list[Size]:
-    """One for each recipe that differs from the others in size, and the fullest step."""
+    """One size for each recipe with a size of its own, and the fullest step."""
     return [
         Size("30B-A3B", _plan("qwen3_30b_a3b_base")),
         Size("30B-A3B R3", _plan("qwen3_30b_a3b_base_r3")),

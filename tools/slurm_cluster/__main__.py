@@ -19,7 +19,7 @@ _VERBS = {
 
 
 def main() -> int:
-    """Start it, say how to use it, obey lines such as ``crash n1``."""
+    """Start the cluster, print how to use it, and execute lines of input, for example ``crash n1``."""
     words = _parser().parse_args()
     if missing := what_is_missing():
         print(missing, file=sys.stderr)

@@ -19,11 +19,11 @@ _END_S = 5.0
 def clear(root: Path, network: Network | None, nodes: Sequence[str]) -> None:
     """End every process of a cluster, remove its network, its control groups and its folder.
 
-    What is gone already is no error.
+    It is no error if a part is gone already.
     """
     for pid_file in (root / "slurmctld.pid", root / "munge" / "munged.pid"):
         end_process(pid_file)
-    # Until three looks in a row see none: what a daemon forks while /proc is read may be missed.
+    # Repeat until three looks in a row find no process: a look may miss a process that is forked while /proc is read.
     deadline, seen_none = time.monotonic() + _END_S, 0
     while seen_none < 3 and time.monotonic() < deadline:
         left = processes_of(root / "etc" / "slurm.conf")

@@ -16,7 +16,7 @@ _FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAI
 
 
 class SubmitError(RuntimeError):
-    """``sbatch`` refused; the message is what it said."""
+    """``sbatch`` refused a job; the message is its error output."""
 
 
 class Client:
@@ -33,7 +33,7 @@ class Client:
         folder: Path | None = None,
         timeout_s: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
-        """``command`` with its output; raises CalledProcessError where ``check`` and it failed."""
+        """Run ``command``, and return it with its output. With ``check``, raises CalledProcessError if it failed."""
         return subprocess.run(
             [str(word) for word in command],
             env=self.environment | dict(environment or {}),
@@ -46,14 +46,14 @@ class Client:
         )
 
     def submit(self, *words: object, environment: Mapping[str, str] | None = None) -> int:
-        """``sbatch``; the job's id. Raises SubmitError where it is refused."""
+        """Run ``sbatch``, and return the job's id. Raises SubmitError if the job is refused."""
         done = self.run("sbatch", "--parsable", *words, check=False, environment=environment)
         if done.returncode:
             raise SubmitError(done.stderr.strip())
         return int(done.stdout.split(";")[0])
 
     def job(self, job: int) -> list[dict[str, str]]:
-        """What ``scontrol show job`` tells; one dictionary for each part of a heterogeneous job."""
+        """The output of ``scontrol show job``: one dictionary for each part of a heterogeneous job."""
         shown = self.run("scontrol", "-o", "show", "job", job, check=False).stdout
         lines = [line for line in shown.splitlines() if "JobState=" in line]
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
@@ -65,7 +65,7 @@ class Client:
     def wait(
         self, job: int, states: Collection[str] = _FINAL, timeout_s: float = 120.0
     ) -> dict[str, str]:
-        """The job's (first) record, when all its parts are in one of ``states``: by default, ended.
+        """Wait until all parts of the job are in one of ``states`` (default: ended); return the first part's record.
 
         Raises TimeoutError.
         """
@@ -78,17 +78,17 @@ class Client:
         raise TimeoutError(f"job {job} after {timeout_s:.0f} s: {self.job(job)}")
 
     def node_states(self) -> dict[str, str]:
-        """State by node's name; ``idle*`` doesn't answer."""
+        """The state of each node by its name. A node in ``idle*`` doesn't answer."""
         shown = self.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%N %T", check=False).stdout
         return dict(line.split() for line in shown.splitlines())
 
     def gpus_in_use(self) -> int:
-        """GPUs of all nodes that the controller counts as a job's."""
+        """Number of GPUs that the controller counts as used by jobs."""
         shown = self.run("scontrol", "--details", "show", "node").stdout
         return sum(map(int, re.findall(r"GresUsed=gpu:[^:()]*:?(\d+)", shown)))
 
     def cancel_all(self) -> None:
-        """Cancel every job and wait, at most 15 seconds, until none is left."""
+        """Cancel every job, and wait at most 15 seconds until no job is left."""
         for state in ("PENDING", "RUNNING", "SUSPENDED"):
             self.run("scancel", f"--state={state}", check=False)
         deadline = time.monotonic() + 15

@@ -29,17 +29,17 @@ _FAKE_GPU = 240  # a device number without a driver: opening it fails, but a cgr
 
 
 class Cluster:
-    """``slurmctld``, ``munged`` and some nodes in a folder of their own; a context manager.
+    """``slurmctld``, ``munged`` and some nodes in one new folder. A context manager.
 
-    Nodes are isolated (namespaces on a private network, so that one can crash or lose its network)
-    where this process may make them, else plain. All ends with the block, or, where the process is
-    killed, by a watchdog.
+    If this process may make namespaces, nodes are isolated: they are namespaces on a private network,
+    so that a node can crash or lose its network. Otherwise nodes are plain. The cluster ends with the
+    block. If the process is killed, a watchdog ends the cluster.
 
     Args:
-        count: how many nodes.
-        size: what each claims to have.
-        isolated: True or False instead of what this process may.
-        shared: folders below ``/tmp`` that all nodes see, beside ``cluster.shared``.
+        count: number of nodes.
+        size: resources that each node claims to have.
+        isolated: whether nodes are isolated; None: if this process may make namespaces.
+        shared: folders below ``/tmp`` that all nodes see, in addition to ``cluster.shared``.
 
     Raises:
         CommandError: Slurm is not installed.
@@ -55,7 +55,7 @@ class Cluster:
     ) -> None:
         if missing := what_is_missing():
             raise CommandError(missing)
-        # A short path: a socket's is limited to 107 characters. Nodes share it, not the rest of /tmp.
+        # Use a short path: a socket's path has at most 107 characters. Nodes share this folder, not the rest of /tmp.
         self.root = Path(f"/tmp/slurm-{os.getpid()}-{secrets.token_hex(4)}")
         self._count = count
         self._size = size or NodeSize()
@@ -86,7 +86,9 @@ class Cluster:
     def start(self) -> None:
         """Start everything; returns when every node is idle."""
         try:
-            with held_back():  # what a signal interrupts after it, ``stop`` or the watchdog ends
+            with (
+                held_back()
+            ):  # after this block, ``stop`` or the watchdog ends an interrupted start
                 self._make_folders()
                 self._network = make_network() if self.isolated else None
                 self._make_nodes()
@@ -100,7 +102,10 @@ class Cluster:
             raise
 
     def stop(self) -> None:
-        """Cancel the jobs, end nodes and daemons, remove the folder; harmless twice. A signal waits for it."""
+        """Cancel the jobs, end nodes and daemons, and remove the folder. Signals are delayed meanwhile.
+
+        A second call has no effect.
+        """
         with held_back():
             if self.root.exists():
                 self._stop()
@@ -140,7 +145,7 @@ class Cluster:
         self._isolated(node).switch(on=False)
 
     def mend_network(self, node: str) -> None:
-        """Plug it in again."""
+        """Plug in the network cable again."""
         self._isolated(node).switch(on=True)
 
     def run_on(self, node: str, *command: str) -> str:
@@ -148,11 +153,11 @@ class Cluster:
         return run(*self._nodes[node].enter(), *command, environment=self.environment)
 
     def declare_down(self, node: str) -> None:
-        """Tell the controller that a node is down, which it would find out by itself in 10-20 s."""
+        """Tell the controller that a node is down. Otherwise it would notice this only after 10-20 s."""
         self.client.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def wait_idle(self, timeout_s: float = _START_S) -> None:
-        """Until every node is idle. Raises TimeoutError."""
+        """Wait until every node is idle. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while set((states := self.client.node_states()).values()) != {"idle"}:
             if time.monotonic() > deadline:
@@ -160,9 +165,9 @@ class Cluster:
             time.sleep(0.05)
 
     def recount_gpus(self, timeout_s: float = _START_S) -> None:
-        """Have the controller of idle nodes see that no GPU is in use. Raises TimeoutError.
+        """Make the controller of idle nodes count again, so that no GPU is in use. Raises TimeoutError.
 
-        Slurm 22.05 never takes back the GPUs of a job that lost a node and went on with the others.
+        If a job loses a node and continues on its other nodes, Slurm 22.05 never frees the job's GPUs.
         """
         if not self.client.gpus_in_use():
             return
@@ -189,7 +194,8 @@ class Cluster:
 
     def _make_nodes(self) -> None:
         host = socket.gethostname().split(".")[0]
-        # A control group of the machine bears a node's name; a process id may be another container's too.
+        # The machine's control groups have the nodes' names, so the names must be unique on the machine. A process id
+        # is not: another container may have it too.
         prefix = f"n{secrets.token_hex(3)}x"
         addresses = []
         for number in range(1, self._count + 1):
@@ -222,7 +228,7 @@ class Cluster:
         try:
             os.mknod(path, 0o020666, os.makedev(_FAKE_GPU, index))
         except PermissionError:
-            return Path(f"/dev/tty{index}")  # who is not root takes devices that are there
+            return Path(f"/dev/tty{index}")  # users other than root use existing devices
         return path
 
     def _may_use_cgroups(self) -> bool:
@@ -246,7 +252,7 @@ class Cluster:
         return found
 
     def leftovers(self) -> list[str]:
-        """What is left of a stopped cluster; empty where all is well."""
+        """The remains of a stopped cluster: processes, network links, control groups, its folder."""
         links = run("ip", "-o", "link", "show") if self._network else ""
         bridge = self._network.bridge if self._network else "none"
         return [

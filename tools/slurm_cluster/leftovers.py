@@ -1,4 +1,4 @@
-"""Ends what a cluster started, and finds what is left of it."""
+"""Find and end the processes and control groups that a cluster has left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _END_S = 5.0
 
 
 def is_running(pid: int) -> bool:
-    """False for a zombie too, which waits for its parent alone."""
+    """Whether a process runs. A zombie, which only waits for its parent, does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,7 @@ def is_running(pid: int) -> bool:
 
 
 def end_process(pid_file: Path, number: int = signal.SIGTERM) -> None:
-    """End the daemon of a file with its process id: ``number`` first, SIGKILL after five seconds."""
+    """End the daemon whose process id is in ``pid_file``: by ``number``, and after five seconds by SIGKILL."""
     if not pid_file.exists():
         return
     pid = int(pid_file.read_text())
@@ -36,14 +36,14 @@ def end_process(pid_file: Path, number: int = signal.SIGTERM) -> None:
 
 
 def processes_of(configuration: Path) -> list[int]:
-    """Processes of a cluster: those with its ``slurm.conf`` in their environment, less this one
-    and its parents."""
+    """Processes of a cluster: all processes with its ``slurm.conf`` in their environment, except this
+    process and its parents."""
     mark = f"SLURM_CONF={configuration}".encode()
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it ended, or belongs to someone else
+        with contextlib.suppress(OSError):  # the process ended, or belongs to another user
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return [pid for pid in found if is_running(pid)]
@@ -55,7 +55,7 @@ def cgroups_of(node: str) -> list[Path]:
 
 
 def remove_cgroups(node: str) -> None:
-    """Remove a node's control groups, and first whatever process is left in them."""
+    """Kill the processes in a node's control groups, and remove the control groups."""
     deadline = time.monotonic() + _END_S
     while (left := cgroups_of(node)) and time.monotonic() < deadline:
         for group in left:
@@ -68,6 +68,6 @@ def _remove_tree(group: Path) -> None:
     for folder in reversed(sorted(folders)):
         with contextlib.suppress(OSError):  # a process is still ending, or the kernel removed it
             for pid in (folder / "cgroup.procs").read_text().split():
-                if int(pid):  # 0: of another pid namespace, and to kill() this process's own group
+                if int(pid):  # 0: another pid namespace; kill(0) would kill this process's group
                     os.kill(int(pid), signal.SIGKILL)
             folder.rmdir()

@@ -36,7 +36,7 @@ class Network:
         return f"slurm{self.subnet}n{number}"
 
     def plug(self, number: int, pid: int) -> None:
-        """Lay a cable to the network namespace of process ``pid``, where it is ``eth0``."""
+        """Lay a cable to the network namespace of process ``pid``. Its name there is ``eth0``."""
         cable = self.cable(number)
         run("ip", "link", "del", cable, check=False)  # of a node that crashed
         run(*f"ip link add {cable} type veth peer name eth0 netns {pid}".split())
@@ -47,7 +47,7 @@ class Network:
         run("ip", "link", "set", self.cable(number), "up" if on else "down")
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Take the bridge and its cables away; those that are gone are no error."""
+        """Remove the bridge and its cables. It is no error if they are gone."""
         for number in numbers:
             run("ip", "link", "del", self.cable(number), check=False)
         run("ip", "link", "del", self.bridge, check=False)
@@ -62,7 +62,9 @@ def make_network() -> Network:
         if f"10.{subnet}." in taken:
             continue
         try:
-            run("ip", "link", "add", network.bridge, "type", "bridge")  # fails where another has it
+            run(
+                "ip", "link", "add", network.bridge, "type", "bridge"
+            )  # fails if the name is in use
         except CommandError:
             continue
         run("ip", "addr", "add", f"{network.controller}/24", "dev", network.bridge)

@@ -30,19 +30,19 @@ class Node(Protocol):
         """Start the node's daemon (and its machine)."""
 
     def crash(self) -> None:
-        """End it at once, as a power cut does."""
+        """End the node at once, as a power cut does."""
 
     def stop(self) -> None:
-        """End all of it; harmless twice."""
+        """End the whole node. A second call has no effect."""
 
     def enter(self) -> list[str]:
         """Words in front of a command that is to run on this node."""
 
 
 class PlainNode:
-    """A ``slurmd`` beside the others: this machine's name, address, ports and ``/tmp`` are shared.
+    """A ``slurmd`` on this machine. All plain nodes share the machine's name, address, ports and ``/tmp``.
 
-    A crash ends the daemon alone: its tasks live on.
+    A crash ends only the daemon: its tasks continue.
     """
 
     def __init__(self, name: str, root: Path, environment: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ class PlainNode:
         remove_cgroups(self.name)
 
     def enter(self) -> list[str]:
-        """Nothing: it is this machine."""
+        """Return no words: the node is this machine."""
         return []
 
 
@@ -92,7 +92,7 @@ class IsolatedNode:
     def start(self) -> None:
         """Boot the machine: namespaces, cable, daemon."""
         with (self.root / "log" / f"node-{self.name}.log").open("ab") as log:
-            # --fork makes the child process 1 of the node; whoever ends unshare ends it too.
+            # --fork makes the child process 1 of the node. If unshare is ended, the child ends too.
             outer = subprocess.Popen(
                 [
                     *("unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc"),
@@ -109,16 +109,16 @@ class IsolatedNode:
         self.network.plug(self.number, first)
 
     def crash(self) -> None:
-        """SIGKILL process 1: the kernel ends all others, and the address stops answering."""
+        """SIGKILL process 1: the kernel then ends all other processes, and the address stops answering."""
         self._end()
 
     def stop(self) -> None:
-        """The same, and remove what the daemon left in the kernel."""
+        """SIGKILL process 1, and remove the control groups that the daemon left in the kernel."""
         self._end()
         remove_cgroups(self.name)
 
     def enter(self) -> list[str]:
-        """``nsenter`` into all of its namespaces."""
+        """Return ``nsenter`` into all namespaces of the node."""
         _, first = self._pids()
         return ["nsenter", "-t", str(first), "-n", "-u", "-m", "-p", "-i"]
 
@@ -184,10 +184,10 @@ class IsolatedNode:
 
 
 def can_isolate() -> bool:
-    """Whether this process may make namespaces and network interfaces: usually root alone."""
+    """Whether this process may make namespaces and network interfaces. Usually only root may."""
     if os.geteuid() != 0:
         return False
-    probe = f"slurmp{secrets.token_hex(3)}"  # process ids are not one container's alone
+    probe = f"slurmp{secrets.token_hex(3)}"  # several containers may have equal process ids
     try:
         run("unshare", *_NAMESPACES, "--fork", "--kill-child", "mount", "--make-rprivate", "/")
         run("ip", "link", "add", probe, "type", "bridge")

@@ -1,4 +1,4 @@
-"""Whether this machine has Slurm's programs; ``install.sh`` knows which they are."""
+"""Whether this machine has Slurm's programs. ``install.sh`` lists them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _JOB_VARIABLES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SCANCEL_", "SQUEUE_"
 
 
 def search_path() -> str:
-    """PATH with the folders of the daemons, which an ordinary user's PATH may lack."""
+    """PATH with the folders of the daemons: an ordinary user's PATH may lack these folders."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def what_is_missing() -> str | None:
-    """A line that names the programs that this machine lacks, and what installs them; None where it has all."""
+    """A line with the programs that this machine lacks, and the script that installs them; None if it has all."""
     command = ("/bin/bash", str(_INSTALL), "--missing")
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     if not names:
@@ -25,6 +25,6 @@ def what_is_missing() -> str | None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what an enclosing Slurm job or another cluster set."""
+    """This process's environment without the variables of an enclosing Slurm job or another cluster."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_JOB_VARIABLES)}
     return kept | {"PATH": search_path()}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class NodeSize:
-    """What each node claims to have. GPUs are device files without a driver; a job gets
-    ``CUDA_VISIBLE_DEVICES`` for them."""
+    """The resources that each node claims to have. GPUs are device files without a driver. A job has
+    ``CUDA_VISIBLE_DEVICES`` for its GPUs."""
 
     cpus: int = 8
     gpus: int = 8
@@ -20,7 +20,7 @@ class NodeSize:
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Where a node's daemon listens, and what its machine is called."""
+    """The address that a node's daemon listens on, and the name of its machine."""
 
     name: str
     host: str
@@ -30,7 +30,7 @@ class NodeAddress:
 
 @dataclass(frozen=True)
 class Controller:
-    """Where the controller listens."""
+    """The address that the controller listens on."""
 
     host: str
     address: str
@@ -39,12 +39,12 @@ class Controller:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the files depend on.
+    """All values in the configuration files.
 
     Attributes:
         root: the cluster's folder.
-        gpu_files: one device file a GPU.
-        cgroups: processes are tracked by cgroups of version 1, and other jobs' GPUs refused.
+        gpu_files: one device file for each GPU.
+        cgroups: whether cgroups of version 1 track processes, and refuse GPUs of other jobs.
     """
 
     root: Path
@@ -55,7 +55,7 @@ class Settings:
     cgroups: bool
 
     def files(self) -> dict[str, str]:
-        """Content by name, for the folder of ``slurm.conf``."""
+        """The files in the folder of ``slurm.conf``: name -> content."""
         return {
             "slurm.conf": slurm_conf(self),
             "gres.conf": _gres_conf(self),
@@ -67,8 +67,8 @@ class Settings:
 def slurm_conf(settings: Settings) -> str:
     """``slurm.conf``: two partitions over the same nodes, and waits short enough for a test.
 
-    ``cred_expire`` is also how long a requeued job waits before it starts again (120 s by default);
-    heterogeneous jobs are started by the backfill pass alone (every 30 s by default).
+    ``cred_expire`` is also the time that a requeued job waits before it starts again (default: 120 s).
+    Only the backfill pass starts heterogeneous jobs (default: every 30 s).
     """
     root, controller = settings.root, settings.controller
     tracking = "cgroup" if settings.cgroups else "linuxproc"
@@ -133,7 +133,7 @@ def _gres_conf(settings: Settings) -> str:
 
 
 def _cgroup_conf(cgroups: bool) -> str:
-    # Slurm 22.05 reads the plugin's name even where nothing uses cgroups.
+    # Slurm 22.05 reads the plugin's name even if nothing uses cgroups.
     if not cgroups:
         return "CgroupPlugin=cgroup/v1\n"
     return (

@@ -1,4 +1,4 @@
-"""Commands of the cluster: run one, or raise with what it said."""
+"""Commands of the cluster: run a command, or raise an error with its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class CommandError(RuntimeError):
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
-    """Standard output of ``command``. Raises CommandError where ``check`` and it failed."""
+    """Run ``command``, and return its standard output. With ``check``, raises CommandError if it failed."""
     done = subprocess.run(
         command,
         env=environment,
@@ -27,9 +27,9 @@ def run(*command: str, environment: Mapping[str, str] | None = None, check: bool
 
 
 def start_daemon(*command: str, environment: Mapping[str, str]) -> None:
-    """Run a program that puts itself into the background. Raises CommandError where it refuses.
+    """Run a program that puts itself into the background. Raises CommandError if the program fails.
 
-    Its output goes nowhere: a pipe would stay open with the daemon.
+    Its output is discarded: a pipe would stay open as long as the daemon runs.
     """
     quiet = subprocess.DEVNULL
     done = subprocess.run(

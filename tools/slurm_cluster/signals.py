@@ -1,4 +1,4 @@
-"""Signals that end a program which owns a cluster: in order."""
+"""Signals that end a program with a cluster: the program then ends the cluster in order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def raise_interrupted() -> None:
-    """Have those signals raise Interrupted in the main thread from here on; what the caller ignores stays
-    ignored (nohup)."""
+    """Make ENDING_SIGNALS raise Interrupted in the main thread from now on. Signals that the caller ignores
+    stay ignored (nohup)."""
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _raise)

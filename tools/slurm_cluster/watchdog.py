@@ -1,4 +1,4 @@
-"""Ends a cluster whose owner was killed before it could."""
+"""A process that ends a cluster if the cluster's owner is killed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tools.slurm_cluster.network import Network
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PROGRAM = "tools.slurm_cluster.watchdog_process"
 DONE = b"done"
-"""What the owner says where there is nothing left to end."""
+"""The owner's message if the cluster has ended already."""
 
 
 class Watchdog:
-    """The owner's end of a pipe to a process, which closes when the owner ends, however it does."""
+    """The owner's end of a pipe to the watchdog's process. The pipe closes when the owner ends for any reason."""
 
     def __init__(self, root: Path, network: Network | None, nodes: Sequence[str]) -> None:
         subnet = str(network.subnet) if network else "none"
@@ -28,5 +28,5 @@ class Watchdog:
         )
 
     def dismiss(self) -> None:
-        """Have it end without doing anything."""
+        """Let the watchdog's process end without clearing the cluster."""
         self._process.communicate(DONE)

@@ -14,7 +14,7 @@ from tools.slurm_cluster.watchdog import DONE
 
 
 def main(root: str, subnet: str, *nodes: str) -> None:
-    """Wait for the owner's end; clear the cluster unless it said that it is done."""
+    """Wait for the owner's end, and clear the cluster unless the owner sent DONE."""
     if sys.stdin.buffer.read() != DONE:
         clear(Path(root), None if subnet == "none" else Network(int(subnet)), nodes)
 

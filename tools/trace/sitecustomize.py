@@ -1,4 +1,4 @@
-"""Record the package's files that a process enters, where ``TRACE_WALK_FOLDER`` names a folder.
+"""Record the package's files that a process enters, if ``TRACE_WALK_FOLDER`` names a folder.
 
 ``tools/trace_walk.py`` puts this folder on PYTHONPATH, so that Python imports the file at the start of every process
 of the run. A line of the record is: seconds of the system's monotonic clock, ``call`` or ``return``, file of the
@@ -69,9 +69,7 @@ class Recorder:
             self._file.write(f"# {rank} {' '.join(sys.orig_argv)}\n")
 
     def _write(self, kind: str, name: str) -> None:
-        if (
-            self._file is None or self._pid != os.getpid()
-        ):  # a forked process gets a file of its own
+        if self._file is None or self._pid != os.getpid():  # a forked process has a separate file
             self._pid = os.getpid()
             path = Path(self._folder) / f"{self._pid}.txt"
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
