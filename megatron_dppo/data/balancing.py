@@ -114,8 +114,8 @@ def plan_mini_batch(
 def idle_share(plan: Sequence[Groups], costs: Sequence[float]) -> float:
     """Compute the share of all ranks' time that is spent waiting.
 
-    The k-th micro-batches of all ranks run together, and all of them take as long as the costliest one. So the share is
-    1 - sum of all costs / (ranks * sum over k of the largest cost); 0 without work.
+    The k-th micro-batches of all ranks run together, and the ranks wait for the costliest of them. So the share is
+    1 - sum of all costs / (ranks * sum over k of the largest cost). The share is 0 without work.
     """
     rank_costs: list[list[float]] = []
     for groups in plan:

@@ -16,8 +16,8 @@ class PhaseTimer:
     """Splits wall-clock time into named, disjoint phases: ``with timer("generate"): ...``.
 
     An inner phase stops the clock of the outer phase; time outside all phases counts as ``other``. So the seconds of a
-    step's phases sum to the time since the end of the step before. The time of a block that raises counts too. Not
-    thread-safe. ``clock`` returns seconds.
+    step's phases sum to the time since the end of the step before. The time of a block counts even if the block raises.
+    Not thread-safe. ``clock`` returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,4 +1,4 @@
-"""The records of a run, which grow with each step: reading, writing, and series of values.
+"""The records that a run writes in each step: reading, writing, and series of values.
 
 ``metrics.jsonl`` has one flat JSON object for each step. The lines of ``masked_tokens.jsonl``, ``samples.jsonl`` and
 ``environment_faults.jsonl`` have a step. Other files and folders here:
@@ -35,7 +35,7 @@ MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 """A few responses of each step as text, one line for each response."""
 ENVIRONMENT_FAULTS_FILE = "environment_faults.jsonl"
-"""{"step", "environment", "faults": reason -> count}: one line for each step in which environments failed."""
+"""{"step", "environment", "faults": reason -> count}: one line for each step with failed environments."""
 TENSORBOARD_FOLDER = "tensorboard"
 TRACKERS_FOLDER = "trackers"
 """Folder of the experiment trackers' files, and of the run's id in each tracker."""
@@ -106,7 +106,7 @@ def read_records(directory: str | Path) -> list[Record]:
 
 
 def last_step(directory: Path) -> int:
-    """Return the last recorded step of the run in ``directory``, which may be running; -1 without a record."""
+    """Return the last recorded step of the run in ``directory``; -1 without a record. The run may be running."""
     try:
         lines = (directory / RECORDS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError:
@@ -118,7 +118,7 @@ def last_step(directory: Path) -> int:
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a file that the run itself wrote, with their ends.
 
-    Raises RecordsError where it can't be read, or is not UTF-8.
+    Raises RecordsError if the file can't be read, or is not UTF-8.
     """
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
@@ -132,10 +132,10 @@ def read_lines(path: Path) -> list[str]:
 
 
 class RecordsHash:
-    """The SHA-256 of the values in a run's records, which takes one record after the other and keeps only the last one.
+    """The SHA-256 of the values in a run's records: of one JSON array of the records, with sorted keys.
 
-    The run may still complete its last record (``replace_last``). The hash is that of the records as one JSON array
-    with sorted keys.
+    Records are added one by one. Only the last record is kept, because the run may still complete it
+    (``replace_last``).
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
@@ -157,14 +157,14 @@ class RecordsHash:
         self.last = record
 
     def copy(self) -> RecordsHash:
-        """Return a hash of the same records, to which other records can be added."""
+        """Return a hash of the same records. Records that are added to it do not change this hash."""
         copied = RecordsHash()
         copied.last, copied._earlier = self.last, self._earlier.copy()
         copied._has_earlier = self._has_earlier
         return copied
 
     def until(self, step: int) -> str:
-        """Return the hash (hex) of the records up to ``step``, which must be all records, or all but the last one."""
+        """Return the hash (hex) of the records up to ``step``: of all records, or of all records but the last."""
         if self.last is not None and step_of(self.last) <= step:
             whole = self._including(self.last)
         else:
@@ -255,8 +255,8 @@ class StepLines:
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
-        # A judge's answer may end with half of a surrogate pair, which UTF-8 can't encode. Replace it: it must not end
-        # the run.
+        # A judge's answer may end with half of a surrogate pair, and UTF-8 can't encode the half. Replace it: it must
+        # not end the run.
         with open(self.path, "a", encoding="utf-8", errors="replace") as file:
             write_whole("append", self.path.name, file, text)
         file_failpoint("appended", self.path.name)
@@ -363,10 +363,10 @@ class MetricsWriter:
         values: Mapping[str, float],
         summed: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Set ``values`` in the last record, which must be that of ``step``.
+        """Set ``values`` in the record of ``step``, which must be the last record.
 
         The values of metrics in ``summed`` are added to the record's values. The file is replaced atomically. Returns
-        the metrics that the record did not have before. Raises OSError, and RecordsError if the last record is that of
+        the metrics that the record did not have before. Raises OSError, and RecordsError if the last record belongs to
         another step.
         """
         last_record = self.hash.last
@@ -444,7 +444,7 @@ class History:
 
 
 def read_history(directory: str | Path) -> History:
-    """Read the history of the run in ``directory``, which need not exist. Raises OSError."""
+    """Read the history of the run in ``directory``. The folder need not exist. Raises OSError."""
     directory = Path(directory)
     last_step = None
     saved_step = None
@@ -489,7 +489,7 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
     """Move the records and checkpoints of earlier starts into a new folder ``earlier-<UTC time>``, and return it.
 
     Returns None if there is nothing to move. ``rollouts``: move saved rollout batches too. Raises OSError if a file or
-    folder can't be moved, such as a mounted folder.
+    folder can't be moved, for instance a mounted folder.
     """
     directory = Path(directory)
     # Move the folders first: one of them may be a mount, and then the error comes before anything was moved.

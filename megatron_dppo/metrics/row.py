@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["float32", "bfloat16", "fp8"]
-"""Dtype of the weights of trainer and servers; fp8: of the servers' weights, beside a trainer in bfloat16."""
+"""Dtype of the weights of trainer and servers. fp8: the servers' weights are FP8, the trainer's are bfloat16."""
 Stroke = Literal["first", "second", "third", "bound"]
 
 SMALL_SHARE = 0.05
-"""An upper bound of a share below this one can't be seen on an axis from 0 to 1."""
+"""On an axis from 0 to 1, a share's upper bound below this number can't be seen."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class NormalRange:
         label: the metric's name for the user.
         why: likely causes of a value outside the range, and what to check.
         low, high: inclusive bounds; infinite for a metric without a bound.
-        high_bf16: upper bound for bfloat16 weights, where rounding makes the value larger; None: ``high``.
+        high_bf16: upper bound for bfloat16 weights: their rounding makes the value larger. None: ``high``.
         high_fp8: upper bound for servers with FP8 weights; None: ``high_bf16``.
         most_drop, most_rise: smallest and largest normal ratio to the mean of the last steps.
     """
@@ -55,9 +55,9 @@ class Line:
     Attributes:
         panel: title of the panel that has the line.
         legend: name of the line.
-        stroke: style of the line; ``bound``: that of a lower bound for another line of the panel.
+        stroke: style of the line. ``bound``: the line is a lower bound for another line of the panel.
         scale: factor of the values.
-        right: whether the right axis is that of the line.
+        right: whether the line belongs to the right axis.
     """
 
     panel: str

@@ -96,7 +96,7 @@ def _components(sample: Sample) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with unprintable characters, such as a terminal's commands, as escapes; line ends stay."""
+    """Replace unprintable characters of ``text`` (for instance a terminal's commands) by escapes; line ends stay."""
     characters: list[str] = []
     for character in text:
         if character.isprintable() or character == "\n":

@@ -32,7 +32,7 @@ class TableColumn:
         width: width in characters.
         show: formats the value.
         metric: name of the metric in the column; a value outside its normal range is marked.
-        value: computes the column's value from several metrics; None: the value is that of ``metric``.
+        value: computes the column's value from several metrics; None: the column shows ``metric``.
     """
 
     top: str

@@ -62,7 +62,7 @@ class RunInfo:
 
     @classmethod
     def of_run(cls, directory: str | Path) -> Self | None:
-        """Build from the ``config.yaml`` in a run's folder; None if there is no such file.
+        """Build from the ``config.yaml`` in a run's folder; None if the file does not exist.
 
         Raises ValueError if the file is not a resolved configuration, or differs from the hash in its first line.
         """
@@ -260,7 +260,7 @@ def write_summary(
 ) -> RunSummary:
     """Write ``summary.json`` of the run in ``directory`` (replaced atomically) and return it.
 
-    ``info`` and ``hf_export_max_logprob_diff`` are those of ``summarize``. Raises RecordsError if there is no metrics
+    ``summarize`` describes ``info`` and ``hf_export_max_logprob_diff``. Raises RecordsError if there is no metrics
     file, ValueError if no step was trained.
     """
     summary = summarize(

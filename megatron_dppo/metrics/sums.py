@@ -1,4 +1,4 @@
-"""Metrics as sums on the device, which are read once a step.
+"""Metrics as sums on the device. The sums are read once a step.
 
 One all-reduce of a vector reduces sums, maxima and minima over the ranks. Losses return sums instead of means: the
 division of a sum by a global count gives the same number for every packing, micro-batching and data-parallel layout.
@@ -50,7 +50,7 @@ class MetricSums:
 
     @property
     def names(self) -> MetricNames:
-        """The names in sorted order, which is the order of ``to_vector``."""
+        """The names, sorted. ``to_vector`` has the same order."""
         return MetricNames(
             tuple(sorted(self.sums)), tuple(sorted(self.maxima)), tuple(sorted(self.minima))
         )
@@ -77,7 +77,7 @@ class MetricSums:
         Args:
             rank: this rank in the group of the all-reduce.
             world_size: number of ranks in this group.
-            device: device of the vector; default: that of the metrics.
+            device: device of the vector; default: the device of the metrics.
 
         Returns:
             float64 ``[names.vector_size(world_size)]``, detached.
@@ -93,7 +93,7 @@ class MetricSums:
         if sums:
             vector[: len(sums)] = _stacked(sums, device)
         if extremes:
-            # The vector has a slot for each rank, in which other ranks have 0. So the sum holds each rank's extreme.
+            # The vector has a slot for each rank, and all other ranks have 0 in it. So the sum has each rank's extreme.
             start = len(sums) + rank * len(extremes)
             vector[start : start + len(extremes)] = _stacked(extremes, device)
         return vector
@@ -207,7 +207,7 @@ class MaskedTokenCounts:
     counts: Tensor | None = None
 
     def add(self, token_ids: Tensor, advantages: Tensor, blocked: Tensor) -> None:
-        """Count the blocked tokens of a micro-batch, except tokens with A = 0, which have no gradient.
+        """Count the blocked tokens of a micro-batch. Tokens with A = 0 do not count: they have no gradient anyway.
 
         Args:
             token_ids: int64 ``[T]``.
@@ -242,7 +242,8 @@ class MaskedResponses:
         advantages: Tensor,
         blocked: Tensor,
     ) -> None:
-        """Count the blocked tokens of a micro-batch by sequence, except tokens with A = 0, which have no gradient.
+        """Count each sequence's blocked tokens of a micro-batch. Tokens with A = 0 do not count: they have no gradient
+        anyway.
 
         Args:
             positions: int64 ``[S]``, position of each sequence's response in the batch; -1 for padding.
@@ -292,7 +293,7 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
         if line["step"] == step:
             tokens: list[MaskedToken] = []
             for token in line["tokens"]:
-                # The line also has the token's text, which is left out here.
+                # The line also has the token's text. Leave the text out.
                 tokens.append(
                     MaskedToken(id=token["id"], raised=token["raised"], lowered=token["lowered"])
                 )

@@ -2,8 +2,8 @@
 the panel of the report that draws it. docs/metrics.md is generated from the table.
 
 A constant's value is a metric's name. Metrics under ``policy/``, ``mask/``, ``loss/`` and ``reference/`` are computed
-with the loss; the loop, the engine session and weight updates add the others. This module imports neither torch nor
-matplotlib.
+with the loss. The loop, the engine session and weight updates add all other metrics. This module does not import torch
+or matplotlib.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _metric(name: str, meaning: str, divisor: str | None = None, **details: Any)
 # Metrics of a step's first mini-batch: measured before the batch changes the weights.
 GAP_ON_POLICY = _metric(
     "mismatch/mean_abs_prob_gap",
-    "policy/abs_prob_gap of the first mini-batch after a weight update: trainer and engine hold the same weights",
+    "policy/abs_prob_gap of the first mini-batch after a weight update, when trainer and engine have equal weights",
     normal=NormalRange(
         "|pi-mu| at equal weights",
         "Trainer and engine disagree about the same tokens under the same weights: a weight "
@@ -41,14 +41,14 @@ GAP_ON_POLICY = _metric(
 )
 GAP_STALE = _metric(
     "policy/abs_prob_gap_stale",
-    "policy/abs_prob_gap of the first mini-batch of a batch that older weights sampled: includes the change of the "
-    "weights since",
+    "policy/abs_prob_gap of the first mini-batch, if older weights sampled the batch: the gap includes the change of "
+    "the weights since",
 )
 
 FREQUENCY_EVIDENCE = _metric(
     "mismatch/frequency_evidence",
-    "log10 of the evidence since the start that tokens sampled at equal weights are not drawn from mu; at most 10^-n "
-    "of healthy runs ever exceed the value n",
+    "log10 of the evidence since the start that tokens sampled at equal weights are not drawn from mu. At most a share "
+    "of 10^-n of healthy runs ever exceeds the value n",
 )
 
 # Metrics of the tokens that train: sums over micro-batches and ranks.
@@ -149,7 +149,8 @@ MASKED_NEGATIVE = _metric(
     share=True,
     normal=NormalRange(
         "masked tokens of negative advantage",
-        "As for positive advantages; here the mask also keeps unlikely tokens from being pushed to probability 0.",
+        "The causes are those of positive advantages. The mask also prevents that unlikely tokens are pushed to "
+        "probability 0.",
         high=0.01,
     ),
     line=Line("masked", "A < 0", "second", scale=100),
@@ -173,7 +174,7 @@ ROLLOUT_PROB_OF_MASKED = _metric(
     "mask/rollout_prob_of_masked", "mean mu of the blocked tokens", MASKED
 )
 ENTROPY_OF_MASKED = _metric(
-    "mask/entropy_of_masked", "mean entropy of pi where a token is blocked, nats", MASKED
+    "mask/entropy_of_masked", "mean entropy of pi at the blocked tokens, nats", MASKED
 )
 PPO_ONLY = _metric(
     "mask/ppo_only",
@@ -187,11 +188,12 @@ DPPO_ONLY = _metric(
 )
 COMPARED = _metric(
     "r3/compared",
-    "recorded tokens x layers, at which the trainer's own routing is compared with the engine's",
+    "number of comparisons of the trainer's own routing with the engine's: recorded tokens x layers",
 )
 ROUTING_AGREEMENT = _metric(
     "r3/agreement",
-    "share of recorded tokens x layers where the trainer's own routing (the top-k experts as a set) is the engine's",
+    "share of recorded tokens x layers for which the trainer's own routing (the top-k experts as a set) equals the "
+    "engine's",
     COMPARED,
     share=True,
     normal=NormalRange(
@@ -233,8 +235,8 @@ ZERO_VARIANCE_GROUPS = _metric(
     share=True,
     normal=NormalRange(
         "zero-variance groups (all responses with the same reward)",
-        "The advantages of such groups are 0, so they have no gradient: the problems are too easy "
-        "or too hard. Beside a reward near 1 the policy has learned them, and nothing is wrong. "
+        "The advantages of these groups are 0, so the groups have no gradient: the problems are too easy "
+        "or too hard. If the mean reward is near 1, the policy has learned the problems, and nothing is wrong. "
         "The bound is this project's choice.",
         high=0.8,
     ),
@@ -261,16 +263,17 @@ REWARD_CRASHES = _metric(
 )
 REWARD_REPLACED = _metric(
     "reward/replaced",
-    "responses without a reward (a service was unavailable) that others replaced, since the previous record",
+    "responses without a reward (a service was unavailable) that were replaced by other responses, since the previous "
+    "record",
 )
 RESPONSE_LENGTH = _metric(
     "rollout/response_length",
-    "mean tokens of a response, of all generated groups",
+    "mean tokens of a response in all generated groups",
     line=Line("length", "generated"),
 )
 RESPONSE_LENGTH_TRAINED = _metric(
     "rollout/response_length_trained",
-    "mean tokens of a response, of the responses that are trained on",
+    "mean tokens of a response that is trained on",
     line=Line("length", "trained on", "third"),
 )
 TRUNCATED = _metric(
@@ -295,8 +298,8 @@ DISTINCT = _metric(
 )
 TWINS = _metric(
     "rollout/twins",
-    "mean number of other responses in the group that equal a response, for responses with mu below 0.01, less the "
-    "number that is expected by chance",
+    "ordered pairs of equal responses with mu below 0.01 in a group, minus the number that is expected by chance; "
+    "divided by the number of all responses",
     normal=NormalRange(
         "equal responses beyond chance",
         "Responses repeat each other more often than their probabilities allow: servers with equal seeds "
@@ -307,7 +310,7 @@ TWINS = _metric(
 TOKENS = _metric("rollout/tokens", "response tokens of all generated groups")
 GENERATION_SECONDS = _metric(
     "rollout/generation_s",
-    "seconds from the first request of the batch to its last response, also where the trainer worked at the same time",
+    "seconds from the first request of the batch to its last response, including the time in which the trainer worked",
 )
 TOKENS_PER_SECOND = _metric("rollout/tokens_per_second", "rollout/tokens / rollout/generation_s")
 GENERATION_WAITED = _metric(
@@ -349,7 +352,7 @@ TIMED_OUT = _metric(
     "recorded only above 0",
     normal=NormalRange(
         "responses that timed out",
-        "The second sample may be shorter, so a limit that long responses reach favours short ones: raise "
+        "The second sample may be shorter, so a limit that long responses reach favours short responses: raise "
         "rollout.request_timeout_s, or lower rollout.max_response_tokens. The bound is this project's choice.",
         high=0,
     ),
@@ -365,13 +368,13 @@ BRANCHES = _metric(
 )
 PREFIX_CACHED = _metric(
     "rollout/prefix_cached",
-    "share of the prompt tokens of all calls, later turns' included, that servers had in their prefix cache",
+    "share of the prompt tokens of all calls, including later turns, that servers had in their prefix cache",
     share=True,
     line=Line("prefix", "in the prefix cache", scale=100),
 )
 ACCEPTED_LENGTH = _metric(
     "rollout/accepted_length",
-    "sampled tokens for each step in which a server verified drafted tokens; only with speculation",
+    "sampled tokens for each verification of drafted tokens by a server; recorded only with speculation",
     line=Line("accepted", "tokens a verification"),
 )
 ENVIRONMENT_FAULTS = _metric(
@@ -413,8 +416,8 @@ GRAD_NORM = _metric(
     "norm of the gradient before clipping, mean over the batch's optimiser steps",
     normal=NormalRange(
         "gradient norm",
-        "A jump to several times its recent size: a few tokens dominate the batch. Clipping "
-        "bounds one such step; many in a row often precede a collapse.",
+        "The norm jumped to several times its recent size: a few tokens dominate the batch. Clipping "
+        "bounds the effect of one jump; many jumps in a row often precede a collapse.",
         most_rise=5.0,
     ),
 )
@@ -426,8 +429,8 @@ LEARNING_RATE = _metric("optimizer/lr", "learning rate of the batch's last optim
 OPTIMIZER_STEPS = _metric("optimizer/steps", "optimiser steps of the batch")
 IDLE_SHARE = _metric(
     "train/idle_share",
-    "share of the ranks' time that they wait for each other's micro-batches, by their FLOPs; mean over the batch's "
-    "optimiser steps",
+    "share of the ranks' time in which they wait for micro-batches of other ranks, computed from FLOPs; mean over the "
+    "batch's optimiser steps",
     share=True,
     line=Line("memory", "ranks idle (right axis)", "second", scale=100, right=True),
 )
@@ -439,7 +442,7 @@ TFLOPS = _metric(
 )
 MFU = _metric(
     "train/mfu",
-    "train/tflops_per_rank over the GPU's dense bf16 peak; not recorded on CPUs, nor on GPUs whose peak is not known",
+    "train/tflops_per_rank divided by the GPU's dense bf16 peak; recorded only on GPUs with a known peak",
     share=True,
     line=Line("mfu", "MFU", scale=100),
 )
@@ -454,13 +457,13 @@ CHECKPOINT_BYTES = _metric(
 )
 CHECKPOINT_WRITTEN = _metric(
     "checkpoint/write_s",
-    "seconds from the first byte of these checkpoints to their publication; with checkpoint.background training "
-    "continues meanwhile, and stops only for time/checkpoint_s",
+    "seconds from the first byte of the checkpoints of checkpoint/bytes to their publication; with "
+    "checkpoint.background training continues meanwhile, and stops only for time/checkpoint_s",
 )
 
 REDERIVED = _metric(
     "replay/rederived",
-    "1 if the step ended with exactly the weights whose hash the batch's seal has, else 0",
+    "1 if the hash of the weights after the step equals the hash in the batch's seal, else 0",
 )
 
 MEMORY_RESTORES = _metric(
@@ -474,7 +477,7 @@ WEIGHT_UPDATES = _metric(
     "weights/updates", "weight updates that the engine committed since the previous record"
 )
 WEIGHT_UPDATES_VERIFIED = _metric(
-    "weights/verified", "those of weights/updates in which every tensor was compared"
+    "weights/verified", "weight updates among weights/updates that compared every tensor"
 )
 UPDATE_SECONDS = _metric(
     "weights/update_s",
@@ -520,7 +523,7 @@ UPDATE_BYTES_INTO_NODE_BOUND = _metric(
 )
 UPDATE_SENT_FRACTION = _metric(
     "weights/sent_fraction",
-    "bytes of the update over those of all weights; recorded with weight_sync.changes_only",
+    "bytes of the update, divided by the bytes of all weights; recorded with weight_sync.changes_only",
 )
 UPDATE_RATE = _metric("weights/gb_per_s", "GB of weights per second of weights/stall_s")
 CANARY_MAX = _metric(
@@ -533,7 +536,7 @@ CANARY_MEAN = _metric(
 )
 CANARY_DECODE_MAX = _metric(
     "weights/canary_decode_max_abs_diff",
-    "largest difference of a log-probability between an engine's decode and its prefill, of four tokens after each "
+    "largest difference of a log-probability between an engine's decode and its prefill, for four tokens after each "
     "prompt, nats",
 )
 
@@ -594,11 +597,11 @@ _INTRODUCTION = """\
 Generated by `python -m megatron_dppo.metrics.table > docs/metrics.md` from the table of metrics in that file.
 
 Each step is a line of `metrics.jsonl`, and the same numbers are in TensorBoard. A sum over tokens is divided once, by a
-count over all ranks, so that no mean depends on packing or layout; where that count is 0, or a number is not finite,
-the record has null. Beside these rows a record has `time/PHASE_s` (seconds of the step's phases, which sum to its
+count over all ranks, so that no mean depends on packing or layout. If the count is 0, or a number is not finite, the
+record has null. Beside these rows a record has `time/PHASE_s` (seconds of the step's phases; their sum is the step's
 time), `evaluation/SET/accuracy` (avg@k, the mean reward), `reward/component/NAME` and `evaluation/SET/component/NAME`
 of rewards that have components, `data/FILE/prompts` and `data/FILE/reward` of each of several training files, and
-`weights/PHASE_s` of the newest weight update. The console marks a figure outside its normal range and says what to
+`weights/PHASE_s` of the newest weight update. The console marks a figure outside its normal range and shows what to
 check.
 
 | name | meaning | divided by | normal, float32 (bfloat16; FP8 weights in the servers) |
@@ -623,7 +626,7 @@ def reference() -> str:
 
 
 def _normal_text(row: Metric) -> str:
-    """Return a metric's normal range in float32, with those in bfloat16 and FP8 in brackets where they differ."""
+    """Return a metric's normal range in float32. The ranges in bfloat16 and FP8 follow in brackets if they differ."""
     if row.normal is not None and math.isfinite(row.normal.most_rise):
         return f"at most {row.normal.most_rise:g} times the mean of the steps before"
     if row.normal is not None and row.normal.most_drop:

@@ -1,4 +1,4 @@
-"""Experiment trackers, which show a run's scalars, samples and figures beside the authoritative ``metrics.jsonl``.
+"""Experiment trackers: they show a run's scalars, samples and figures; ``metrics.jsonl`` stays authoritative.
 
 ``tracking.trackers`` names a row of ``TRACKERS``, an installed package's entry point in the group
 ``megatron_dppo.trackers``, or ``package.module:Class``. Importing this module imports no tracker's library: the method
@@ -183,7 +183,7 @@ class WandbTracker(_LogTracker):
         run.folder.mkdir(parents=True, exist_ok=True)
         self._library = wandb
         key = os.environ.get("WANDB_API_KEY")
-        # The library starts a process with a copy of os.environ, which every process of this user could read.
+        # The library starts a process with a copy of os.environ. Every process of this user could read the copy.
         with secret_variables.withheld():
             self._run = wandb.init(
                 project=run.project,
@@ -254,7 +254,7 @@ class MlflowTracker:
         self._log_parameters(run.config)
 
     def _experiment_id(self, project: str) -> str:
-        """Return the id of the experiment with the project's name, which is created if it does not exist."""
+        """Return the id of the experiment with the project's name. Create the experiment if it does not exist."""
         experiment = self._client.get_experiment_by_name(project)
         if experiment is None:
             return str(self._client.create_experiment(project))
@@ -363,7 +363,7 @@ def _open(tracker: ExperimentTracker) -> None:
 
 
 class _Channel:
-    """A tracker in a thread of its own, behind a bounded queue, so that it can neither stop nor delay the run."""
+    """A tracker in a separate thread, behind a bounded queue, so that it cannot stop or delay the run."""
 
     def __init__(
         self,
@@ -411,7 +411,7 @@ class _Channel:
                 tracker.start(self._run)
                 self._tracker = tracker
             call(self._tracker)
-        # The error of a tracker's library, of whatever type, must not end the run.
+        # A library may raise an error of any type, and it must not end the run.
         except Exception as error:
             self._lose(f"{type(error).__name__}: {error}")
 
@@ -438,7 +438,7 @@ class _Channel:
 
 
 class Trackers(Closing):
-    """All trackers of a run, on the rank that records. A call neither waits for a tracker nor raises its errors."""
+    """All trackers of a run, on the rank that records. A call does not wait for a tracker or raise its errors."""
 
     def __init__(
         self,
