@@ -47,8 +47,10 @@ class EnginePart:
     adds_one: bool = False
 
     def cut(self, hf_tensor: Tensor, engine_dtype: torch.dtype) -> Tensor:
-        """Compute the part's values in the engine from the whole Hugging Face tensor: a view if they are equal, else a
-        copy."""
+        """Compute the part's values in the engine from the whole Hugging Face tensor.
+
+        The result is a view of ``hf_tensor`` where the engine has its values and its dtype, else a copy.
+        """
         part = hf_tensor
         if self.block.length != hf_tensor.shape[self.block.dim]:
             part = self.block.of_hf(hf_tensor)
@@ -81,8 +83,8 @@ class EngineTensors:
     Attributes:
         shapes: the shape of each tensor that the engine must receive, by its name in a checkpoint.
         parts: the places of each of these tensors in the engine, by its name in a checkpoint.
-        sizes: for each rank, the number of elements of each engine tensor. Elements that no part fills are zero, such
-            as the last rank's share of a small vocabulary.
+        sizes: for each rank, the number of elements of each engine tensor. Elements that no part fills are zero, for
+            example the padding of a vocabulary.
     """
 
     def __init__(
@@ -142,9 +144,11 @@ class EngineTensors:
 
     @property
     def hold_what_is_sent(self) -> bool:
-        """Whether every tensor of a checkpoint can be read back from the engine: none is held only as 1 + the tensor,
-        from which rounding has removed bits."""
-        return all(any(not part.adds_one for part in parts) for parts in self.parts.values())
+        """Whether every tensor of a checkpoint can be read back from the engine.
+
+        A tensor that the engine holds only as 1 + its values can't: rounding the sum has removed bits.
+        """
+        return all(_has_own_values(parts) for parts in self.parts.values())
 
     def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an engine tensor; ``weights_dtype`` is that of tensors that are not quantised."""
@@ -163,17 +167,20 @@ class EngineTensors:
     def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
         # The name of an expert's parameter is the engine tensor and the expert's number in brackets.
-        tensor, is_expert, _ = parameter.name.partition("[")
+        tensor, bracket, _ = parameter.name.partition("[")
+        is_expert = bracket != ""
         sizes = self.sizes[rank]
         if parameter.dtype is not None:
             self._dtypes[tensor] = getattr(torch, parameter.dtype)
         if not parameter.segments:
+            # The rank's whole share is padding.
             sizes[tensor] = sizes.get(tensor, 0) + math.prod(parameter.shape)
         multiple = 1
         if is_expert and not self.quantized:
             multiple = EXPERT_MULTIPLE[self.device]
             if multiple > 1:
-                # SGLang pads the whole dimension as if all ranks shared it.
+                # SGLang pads an expert's dimension to a multiple of ``multiple`` times all ranks. Only tensor / expert
+                # of these ranks divide it.
                 multiple *= self.layout.expert
         for block, end in _blocks_with_ends(parameter):
             start = sizes.get(tensor, 0)
@@ -184,6 +191,11 @@ class EngineTensors:
             self.parts[block.hf_name].append(
                 EnginePart(rank, tensor, start, block, width, parameter.adds_one)
             )
+
+
+def _has_own_values(parts: Sequence[EnginePart]) -> bool:
+    """Return whether at least one of the ``parts`` of a tensor holds its values, and not 1 + its values."""
+    return any(not part.adds_one for part in parts)
 
 
 def _tensor_of(parameter: mapping.LocalParameter) -> str:
@@ -204,7 +216,10 @@ def _blocks_with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.S
 
 
 class IncompleteWeightsError(EngineError, ValueError):
-    """A tensor of the model is missing in the stream of buckets, was sent twice, or has the wrong shape."""
+    """A tensor of the model is missing in the stream of buckets, was sent twice, or has the wrong shape.
+
+    It is final at the first attempt: the sender would send the same tensors again.
+    """
 
     attempts = 1
 
