@@ -41,7 +41,7 @@ from megatron_dppo.system.files import Closing
 
 _PREFIX = "base_model.model."
 _SUFFIX = ".weight"
-"""PEFT's files put these before and after the name of a tensor."""
+"""Beginning and end of a tensor's name in PEFT's files."""
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -487,7 +487,7 @@ def _merged_rows(
 
 
 def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
-    """Read the adapters of the folder's adapter_config.json, whose other entries ``PeftReader`` checks."""
+    """Read the adapters of the folder's adapter_config.json. ``PeftReader`` checks its other entries."""
     config = _read_config(folder)
     file = tensor_store.SafetensorsFile(folder / PEFT_WEIGHTS)
     try:

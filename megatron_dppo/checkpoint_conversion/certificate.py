@@ -79,7 +79,7 @@ class Certificate:
         source_dtype: Type of the tensors that were read; the names of several types are joined by ``+``. 8-bit weights
             (``float8_e4m3fn``) were multiplied by their scales.
         tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
-            It does not depend on the layout. Tensors that the family carries along come last.
+            The hash does not depend on the layout. Tensors that the family carries along come last.
         files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
     """
 

@@ -64,8 +64,8 @@ class Box:
 class TensorBlock:
     """The elements in ``box`` of the checkpoint's tensor ``key`` of shape ``dims``.
 
-    If the block is ``resizable``, the tensor may be stored with another number of rows (a padded vocabulary); elements
-    beyond it are zero.
+    If the block is ``resizable``, the tensor may be stored with another number of rows (a padded vocabulary). Elements
+    beyond the stored rows are zero.
     """
 
     key: str
@@ -239,7 +239,7 @@ class StoredTensor:
 
     def overlapping(self, requested: Box) -> Iterator[tuple[Box, Box]]:
         """Yield (stored box, its overlap with ``requested``) for each stored box that overlaps ``requested``."""
-        # Try the offsets of all stored boxes, or all offsets in ``requested``, whichever are fewer.
+        # The candidates are the offsets of all stored boxes, or all offsets in ``requested``. Try the smaller set.
         if math.prod(requested.sizes[: self.lead]) > self.count:
             candidates: Iterator[Dims] = iter(self.by_lead)
         else:
@@ -290,7 +290,7 @@ class StoredBlocks(Closing):
                 if index.offset is not None
             }
         except Exception as error:
-            # A damaged pickle can raise any error, MemoryError for a damaged length included.
+            # A damaged pickle can raise any error, for instance MemoryError if a length is damaged.
             raise CheckpointError(
                 f"{path}: not a readable torch_dist checkpoint ({error!r})"
             ) from error

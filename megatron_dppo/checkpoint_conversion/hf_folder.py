@@ -51,8 +51,8 @@ class StagedFolder:
     without an error, the staging folder is renamed to ``out``; otherwise it is removed.
 
     The staging folder ``.<name>.partial`` is beside ``out``, on the same disk, and locked by its process. Files that a
-    killed process left in it are removed. Raises CheckpointError where ``out`` exists and is not an empty folder, the
-    disk has less than ``expected_bytes`` free, or another process is writing to the same folder.
+    killed process left in it are removed. Raises CheckpointError if ``out`` exists and is not an empty folder, if the
+    disk has less than ``expected_bytes`` free, or if another process is writing to the same folder.
     """
 
     def __init__(self, out: str | Path, expected_bytes: int) -> None:
@@ -160,7 +160,8 @@ def copy_side_files(
 
 
 _BUFFER = ".rotary_emb.inv_freq"
-"""Suffix of the names of buffers that follow from config.json; transformers and SGLang do not read them either."""
+"""Suffix of the names of buffers. Their values follow from config.json, so transformers, SGLang and this module do not
+read them."""
 _PACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 """Names of packed tensors [experts, rows, columns]: transformers 5 packs all experts of a layer into them."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
@@ -170,10 +171,10 @@ MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 class SafetensorsReader(Closing):
     """The tensors of a Hugging Face folder, open for reading; a slice of rows is read without the rest of the tensor.
 
-    Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
-    does an index that disagrees with its shards. A packed tensor, with all experts of a layer, is read as a tensor for
-    each matrix and expert. ``unusual_packed`` has the names of the packed tensors of a family whose published files
-    have no packed tensors. Buffers that follow from config.json are left out.
+    Every shard's header is checked on opening. A missing, truncated or malformed file, and an index that disagrees with
+    its shards, raise CheckpointError. A packed tensor has all experts of a layer; each matrix of each expert is read as
+    one tensor. ``unusual_packed`` has the names of packed tensors, if published files of the family have no packed
+    tensors. Buffers that follow from config.json are left out.
 
     Args:
         hf_dir: the folder.
@@ -440,15 +441,15 @@ def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_sto
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of ``folder`` that SGLang's loader reads.
 
-    These are the files of the index. Without an index they are all files but a copy (``consolidated.safetensors``).
-    A file that the index does not name has the same weights once more (Mistral's ``consolidated.safetensors``), or is
-    left from an earlier checkpoint. Raises CheckpointError for a damaged index.
+    With an index, they are the files of the index. A file that the index does not name is a copy of the weights
+    (Mistral's ``consolidated.safetensors``), or is left from an earlier checkpoint. Without an index, they are all
+    safetensors files, except such a copy. Raises CheckpointError for a damaged index.
     """
     files = sorted(folder.glob("*.safetensors"))
     index = folder / INDEX
     if index.exists():
         return sorted({folder / name for name in _read_index(index).values()})
-    # SGLang reads only the other file of these two: consolidated.safetensors is a copy of it in another naming.
+    # consolidated.safetensors is a copy of the single file, with other names of tensors. SGLang does not read the copy.
     if [path.name for path in files] == ["consolidated.safetensors", SINGLE]:
         return files[1:]
     return files

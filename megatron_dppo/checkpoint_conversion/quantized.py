@@ -120,10 +120,10 @@ def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Mxfp4Reader(Closing):
-    """The tensors of a folder with matrices in MXFP4. ``specs`` has uint8 as the type of these matrices, whose rows are
+    """The tensors of a folder with matrices in MXFP4. ``specs`` has uint8 as the type of these matrices; their rows are
     returned as fp32.
 
-    Raises CheckpointError if one of a matrix's two tensors is missing, or their shapes do not fit.
+    Raises CheckpointError if one of a matrix's two tensors is missing, or if the shapes of the two do not fit.
     """
 
     def __init__(self, reader: SafetensorsReader) -> None:
@@ -203,9 +203,8 @@ def quantize_folder(
 ) -> dict[str, TensorSpec]:
     """Write the Hugging Face folder ``hf_dir`` as a folder with block-FP8 weights; return the tensors written.
 
-    They are the tensors that an engine with ``engine.quantization: fp8`` receives. ``progress`` is called with the
-    number of bytes that were read. Raises CheckpointError, and LayoutError if a matrix has a width that is no multiple
-    of 128.
+    An engine with ``engine.quantization: fp8`` receives exactly these tensors. ``progress`` is called with the bytes
+    that were read. Raises CheckpointError, and LayoutError if a matrix has a width that is no multiple of 128.
     """
     shape = load_model_shape(hf_dir)
     check_block_widths(shape, EngineLayout())

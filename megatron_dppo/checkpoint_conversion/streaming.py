@@ -201,8 +201,8 @@ def verify(
     MismatchError with the first tensor, file and offset that differs.
     """
     shape = load_model_shape(hf_dir, quantized=True)
-    # Compare the files beside the weights with the certificate of ``hf_dir``. Its hashes of tensors are not needed: the
-    # loop below compares every tensor with the converted one.
+    # Compare the files beside the weights with the certificate of ``hf_dir``. The certificate's hashes of tensors are
+    # not needed: the loop below compares every tensor with the converted tensor.
     source_certificate(hf_dir)
     with (
         open_weights(hf_dir) as original,
@@ -250,8 +250,8 @@ def _target_dtypes(
     shape: ModelShape,
     dtype: str,
 ) -> dict[str, torch.dtype]:
-    """The type of each tensor of the result: ``dtype``, except that carried tensors and tensors that may have a type of
-    their own (``mapping.file_dtypes``) keep the stored type."""
+    """Return the dtype of each tensor of the result. Carried tensors and the tensors of ``mapping.file_dtypes`` keep
+    their stored dtype; all other tensors have ``dtype``."""
     dtypes = dict.fromkeys(hf_tensors(shape), TORCH_DTYPES[dtype])
     for name in (*file_dtypes(shape), *carried_names(shape, store.specs)):
         stored_dtype = store.specs[name].dtype

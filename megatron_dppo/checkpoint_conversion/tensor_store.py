@@ -50,7 +50,7 @@ class PackedIn:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a stored tensor. With ``packed_in``, a written file has it as a part of a packed tensor."""
+    """Shape and dtype of a stored tensor. With ``packed_in``, it is written as a part of a packed tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -320,9 +320,9 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
         offset = offset + count
 
 
-# A block of this size is still in a core's cache when it is hashed and written, and the allocator reuses its pages. It
-# is large enough that Python's overhead for a block is small. In a measurement from 256 KiB to 32 MiB this size was the
-# fastest, and the least disturbed by a busy kernel.
+# A block of this size is still in a core's cache when it is hashed and written, and the allocator reuses its pages. The
+# size is large enough that Python's overhead for a block is small. In a measurement from 256 KiB to 32 MiB it was the
+# fastest size, and the least disturbed by a busy kernel.
 BLOCK_BYTES = 1 << 20
 """Bytes of one read or write. Streaming holds a few blocks in memory."""
 

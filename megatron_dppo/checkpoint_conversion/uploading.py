@@ -75,9 +75,9 @@ def upload(
 ) -> str:
     """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co; return the commit's address.
 
-    A missing repository is created, ``private`` or public; an existing one stays private or public. huggingface_hub
-    reads the access token that ``hf auth login`` stored, or HF_TOKEN, and the Hub's address from HF_ENDPOINT. Raises
-    CheckpointError where ``folder`` is no export or the upload fails.
+    A missing repository is created, ``private`` or public; an existing repository stays private or public.
+    huggingface_hub reads the access token that ``hf auth login`` stored, or HF_TOKEN, and the Hub's address from
+    HF_ENDPOINT. Raises CheckpointError if ``folder`` is no export or the upload fails.
     """
     try:
         from httpx import HTTPError

@@ -161,8 +161,8 @@ def _cheapest_with_room(
 ) -> Groups | None:
     """Divide sequences into ``count`` groups; return None if a sequence finds no room.
 
-    The costliest sequence comes first. Each joins the cheapest group that has room for its tokens; an empty group has
-    room for every sequence.
+    The costliest sequence comes first. Each sequence joins the cheapest group that has room for its tokens; an empty
+    group has room for every sequence.
     """
     groups: Groups = [[] for _ in range(count)]
     group_costs = np.zeros(count)
@@ -181,8 +181,8 @@ def _cheapest_with_room(
 def _split(costs: Sequence[float], groups: Groups, count: int) -> Groups:
     """Halve the heaviest group that has at least two sequences until there are ``count`` groups.
 
-    Such a group exists: ``_spread`` calls this function only if ``count`` is below the number of sequences, because
-    ``count`` groups of one sequence each would keep to the budget.
+    There always is a group with two sequences, because ``count`` is below the number of sequences. With more groups,
+    the first division of ``_spread`` has at most one sequence in a group, so it does not call this function.
     """
     groups = list(groups)
     while len(groups) < count:

@@ -36,7 +36,7 @@ COLUMN, PRESENT, HASH, NUMBERS, SEAL = "column.", "present.", "hash.", "numbers"
 
 
 class BatchFormatError(RunError, ValueError):
-    """A file is not a batch of trajectories, or not the expected one."""
+    """A file is not a batch of trajectories, or not the expected batch."""
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
@@ -245,7 +245,7 @@ def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
     """Hash each part: uint8 [parts, 16], with zeros for a missing part.
 
-    So a part that was removed from the file counts as altered.
+    A missing part has a hash too, so a part that was removed from the file counts as altered.
     """
     hashes = bytearray()
     for part in parts:

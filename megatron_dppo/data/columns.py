@@ -191,7 +191,8 @@ The engine's protocol checks responses with the functions below, too.
 
 
 def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> None:
-    """Raise ValueError, with ``location`` and the position, unless all are finite and at most ``LOG_PROB_ROUNDING``."""
+    """Raise ValueError, with ``location`` and the position, for a number that is not finite or above
+    ``LOG_PROB_ROUNDING``."""
     values = np.asarray(log_probs, dtype=np.float64)
     is_valid = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
     if not is_valid.all():
@@ -258,7 +259,7 @@ def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
 
     The column ``routing_version`` has the version that recorded the row. Without the column, the last version recorded
     all rows: an engine that continues a response after a weight update records the whole sequence again under the new
-    weights. Rows whose next token was not sampled are usable, and without ``weight_version`` all rows are.
+    weights. A row whose next token was not sampled is usable. Without ``weight_version`` all rows are usable.
     """
     is_usable = np.ones(len(loss_mask) - 1, dtype=bool)
     versions = columns.get("weight_version")
@@ -339,7 +340,7 @@ TOPK_IDS = declare(
         read_by=ReadBy.LAST,
     )
 )
-"""Ids of TopK(mu) at each sampled token; -1 where the engine returned fewer than K."""
+"""Ids of TopK(mu) at each sampled token. If the engine returned fewer than K ids, the rest is -1."""
 
 TOPK_LOG_PROBS = declare(
     Column(
@@ -355,7 +356,7 @@ TOPK_LOG_PROBS = declare(
 
 # Every stage needs the versions to find the usable rows of ``routed_experts``.
 WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
-"""The weight version that sampled each token. Every rank has its runs of equal versions (``Outline.version_spans``)."""
+"""The weight version that sampled each token. Every rank has the runs of equal versions (``Outline.version_spans``)."""
 
 ROUTING_VERSION = declare(
     Column("routing_version", ("int32",), Rows.SAMPLED, complete=False, packed=False)

@@ -136,8 +136,8 @@ def pack(
     Args:
         trajectories: The trajectories of the micro-batch.
         indices: Positions of the trajectories in the batch; None: 0, 1, ...
-        trains: Whether each trajectory has a gradient; None: all have. A trajectory without one keeps its tokens and
-            the columns of its input; its loss mask is False, and columns of its sampled tokens have the fill.
+        trains: Whether each trajectory has a gradient; None: all have. A trajectory without a gradient keeps its tokens
+            and the columns of its input; its loss mask is False, and columns of its sampled tokens have the fill.
         pad_multiple: T becomes a multiple of this number. It must be a multiple of ``sequence_multiple``.
         sequence_multiple: The length of every sequence becomes a multiple of this number.
         forms: Forms of the whole batch (``forms_of``). Only ``pack([])`` reads them, for a rank that has no trajectory
@@ -238,8 +238,8 @@ def _columns(
         forms: As in ``pack``.
         input_rows: The rows of the pack that columns of the input have, int64 [t].
     """
-    # These arrays give each token's row in a column. All tokens have a row in columns of sampled tokens. In columns of
-    # the input only ``input_rows`` have one, and the other tokens have -1.
+    # These arrays have each token's row in a column. All tokens have a row in columns of sampled tokens. In columns of
+    # the input only the tokens ``input_rows`` have a row; -1 stands for no row.
     sampled_column_rows = np.arange(tokens)
     input_column_rows = np.full(tokens, -1)
     input_column_rows[input_rows] = np.arange(len(input_rows))
@@ -279,7 +279,7 @@ def _write_rows(
 ) -> None:
     """Write the branch's rows of a column to ``values``, and mark them in ``has_value``.
 
-    ``column_rows`` has, for each token from the branch's first one on, its row in ``values``; -1 for none.
+    ``column_rows`` has the row in ``values`` of each token, from the branch's first token on; -1 for no row.
     """
     branch_rows = branch.columns.get(column.name)
     if branch_rows is None:

@@ -101,7 +101,7 @@ class ProblemRecords(NamedTuple):
 
     Attributes:
         prompts: The prompts.
-        answers: The answers; empty for a missing one.
+        answers: The answers; a missing answer is an empty text.
         metadata: The metadata.
         unanswered: Position -> the error, of problems whose answer is missing or invalid.
         locations: File and line of each problem, in words.

@@ -1,7 +1,7 @@
 """Published sets of problems: where they are, the columns of their files, the rows that are used, their preparation.
 
-A file's columns decide how it is read, not its name: a set has several schemas, and ``schema_of`` returns the first one
-whose columns the file has. To add a set, add a row to ``SETS``.
+A file's columns decide how it is read, not its name. A set may have several schemas, and ``schema_of`` returns the
+first schema whose columns the file has. To add a set, add a row to ``SETS``.
 
 ``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without the
 publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form of
@@ -245,7 +245,7 @@ def bare_problem(text: str) -> str:
 
 
 def answer_text(value: object) -> str:
-    """Convert an answer to text: from text, a number, or a list with one of these. Raises RowError."""
+    """Convert an answer to text: from text, from a number, or from a list with one text or number. Raises RowError."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -258,7 +258,7 @@ def answer_text(value: object) -> str:
 def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
     """The final answer in the result of ``answer_text``: ``27.0`` becomes 27.
 
-    Raises RowError if a worked solution has no answer, or if a set with integer answers has another kind.
+    Raises RowError if a worked solution has no answer, or if the answer of a set with integer answers is no integer.
     """
     if schema.worked and not holds_answer(text) and not _NUMBER.fullmatch(text):
         raise RowError("its solution has neither #### nor a box")

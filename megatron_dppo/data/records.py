@@ -300,7 +300,7 @@ def _faults_named(path: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    # pyarrow's own errors derive from these.
+    # pyarrow's own errors are subclasses of these three.
     except (ValueError, KeyError, NotImplementedError) as error:
         raise DataError(f"{path}: no readable Parquet or Arrow file: {error}") from error
 
@@ -339,7 +339,7 @@ UNREAD_KEYS = (
     *("article", "choices", "options", "input", "history"),
     *("functions", "tool_definitions", "available_tools", "tool_schemas"),
 )
-"""Columns whose names suggest content, but which are not added to a prompt (except ``input`` to ``instruction``)."""
+"""Columns with names that suggest content. They are not added to a prompt, except ``input`` to ``instruction``."""
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles -> the usual names. Other names are kept."""
 
@@ -561,8 +561,8 @@ def text_of(prompt: Prompt) -> str:
 def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
     """The record's values under the names of one of ``rows`` (``Keys``), by the record's own keys.
 
-    The first row with a value that is not blank is used. If there is none, the result has the first blank value, so
-    that an error can show it; it is empty if the record has none of the names.
+    The first row with a value that is not blank is used. If all values are blank, the result has the first blank value,
+    so that an error can show it. If the record has none of the names, the result is empty.
     """
     blank_value: dict[str, Any] = {}
     for names in rows:
@@ -584,7 +584,10 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
 
 
 def _is_structure(record: Mapping[str, Any], path: str) -> bool:
-    """Whether the first key of ``path`` has an object, so that a field of it is missing rather than the column."""
+    """Whether the first key of ``path`` has an object: a missing value is then a missing field, not a missing column.
+
+    ``path``: ``a`` for a column, ``a.b`` for a field of a structure.
+    """
     return isinstance(record.get(path.partition(".")[0]), Mapping)
 
 
@@ -641,7 +644,7 @@ def _message(message: Any) -> dict[str, Any] | None:
 
 
 def _tool_call(call: Any) -> Any:
-    """Convert a tool call: arguments that are an object as JSON text become the object."""
+    """Convert a tool call: arguments that are the JSON text of an object become the object."""
     if not isinstance(call, Mapping):
         return call
     fields = _without_none(call)

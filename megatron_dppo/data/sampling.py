@@ -45,8 +45,8 @@ class TrainingFiles:
     """The names of the training files, and the file of each problem of :func:`joined`.
 
     Args:
-        paths: Paths of the files. The name of a file is the last part of its path without the ending; each name gets
-            the number of its file if two names are equal.
+        paths: Paths of the files. The name of a file is the last part of its path without the ending. If two names are
+            equal, each name gets the number of its file.
         records: Number of records of each file.
     """
 

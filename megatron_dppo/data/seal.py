@@ -233,8 +233,8 @@ def advantage_faults(outlines: Sequence[Outline], origin: Origin) -> Iterator[st
 def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterator[str]:
     """Yield errors in the advantages of turns. ``trajectories``: whole groups.
 
-    The errors are another kind of credit than the run's, returns that do not fit the turns and the reward, and
-    advantages that differ from those computed from the returns.
+    The errors are: a kind of credit that is not the run's, returns that do not fit the turns and the reward, and
+    advantages that differ from the advantages computed from the returns.
     """
     for t in trajectories:
         credit = "trajectory"

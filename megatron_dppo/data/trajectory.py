@@ -110,19 +110,20 @@ class Trajectory:
         stamp: The origin; None if it is unknown.
         components: Components of the reward, if this process scored the response.
         reason: The reward's reason, if this process scored the response.
-        prompt_tokens: Number of prompt tokens of all engine calls for this response. This attribute and all that follow
-            are not in batch files.
+        prompt_tokens: Number of prompt tokens of all engine calls for this response. Batch files do not have this
+            attribute and the attributes after it.
         cached_tokens: Number of these tokens that were in the engine's prefix cache.
         verify_steps: Number of steps of the engine that verified drafted tokens for this response; 0 without
             speculation.
         ended_by: The limit that cut an episode off, in words.
         turn_rewards: An environment's rewards of the turns, in the order of the tokens.
-        turn_times: The position of each turn in the order of sampling; empty if that is the order of the tokens.
+        turn_times: The position of each turn in the order of sampling; empty if the turns were sampled in the order of
+            the tokens.
         wants_score: Whether the run's rewards score ``text``, in addition to an environment's rewards.
 
     Raises:
-        ValueError: Shapes or types disagree with each other or with a declaration, the first token of a branch is
-            marked as sampled although nothing predicts it, or the advantage is not finite.
+        ValueError: Shapes or types disagree with each other or with a declaration; the first token of a branch is
+            marked as sampled, although no token before it could predict it; or the advantage is not finite.
     """
 
     problem_id: int
@@ -303,7 +304,7 @@ class Trajectory:
 
     @property
     def _turn_starts(self) -> np.ndarray:
-        """Whether each token but the first is the first sampled one of a turn: bool [S - 1]."""
+        """Whether each token but the first is the first sampled token of a turn: bool [S - 1]."""
         return self.loss_mask[1:] & ~self.loss_mask[:-1]
 
     def by_token(self, by_turn: Sequence[float]) -> np.ndarray:
@@ -394,7 +395,7 @@ class Trajectory:
 
     @cached_property
     def discarded_rows(self) -> int:
-        """The number of rows that ``usable_rows`` excludes from recorded routing, or would if there were any."""
+        """The number of rows that ``usable_rows`` excludes, also for a trajectory without recorded routing."""
         usable = usable_rows(self.loss_mask, self.columns)
         return len(usable) - int(np.count_nonzero(usable))
 

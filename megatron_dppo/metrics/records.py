@@ -146,7 +146,7 @@ class RecordsHash:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        """Add the record that follows the last one."""
+        """Add the record that follows the last record."""
         if self.last is not None:
             self._earlier = self._including(self.last)
             self._has_earlier = True
@@ -308,8 +308,8 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends one record for each step to ``metrics.jsonl``. Rank 0 only.
 
-    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``. The file is read only
-    here, at the start: what a step or a checkpoint costs does not grow with the number of steps.
+    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``. The file is read only at
+    the start, so the cost of a step or a checkpoint does not grow with the number of steps.
 
     Attributes:
         hash: the hash of the records in the file.
@@ -428,12 +428,12 @@ def saved_step(folder: Path, step: int | None) -> int:
 
 @dataclass(frozen=True)
 class History:
-    """What the files of a run's folder, apart from its checkpoints, say about earlier starts.
+    """Facts about earlier starts of a run, from the files of its folder other than checkpoints.
 
     Attributes:
         last_step: last step of ``metrics.jsonl``; None without a record.
         saved_step: step of the last written checkpoint; None if no checkpoint was written.
-        damage: reason why one of the two could not be read; None if both could be read.
+        damage: reason why one of these two steps could not be read; None if both could be read.
         counts_checkpoint: whether a record has the metric of a written checkpoint.
     """
 
@@ -462,7 +462,7 @@ def read_history(directory: str | Path) -> History:
 
 
 def remember_checkpoint(directory: str | Path, step: int) -> None:
-    """Record that a checkpoint of ``step`` was written, apart from the checkpoint itself."""
+    """Record, in a file outside of the checkpoint, that a checkpoint of ``step`` was written."""
     write_atomically(Path(directory) / _LAST_CHECKPOINT, json.dumps({"step": step}) + "\n")
 
 
@@ -507,7 +507,10 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
 
 
 def keep_copy(directory: str | Path) -> Path:
-    """Copy the records into a new folder ``earlier-<UTC time>`` and return it; a start will drop their last steps."""
+    """Copy the records into a new folder ``earlier-<UTC time>`` and return it.
+
+    A start calls it before it drops the last steps from the records.
+    """
     directory = Path(directory)
     folder = _new_folder(directory)
     for name in (RECORDS_FILE, MASKED_TOKENS_FILE, ENVIRONMENT_FAULTS_FILE):

@@ -16,10 +16,10 @@ SMALL_SHARE = 0.05
 
 @dataclass(frozen=True)
 class NormalRange:
-    """The normal range of a metric. A value outside is marked and explained, without an effect on the run.
+    """The normal range of a metric. A value outside of it is marked and explained, without an effect on the run.
 
-    The bounds are published for DPPO (arXiv 2602.04879), or follow from the arithmetic, unless ``why`` says that they
-    are this project's choice. The ratios are this project's choice.
+    The bounds are published for DPPO (arXiv 2602.04879), or follow from the arithmetic. Other bounds are this project's
+    choice, and ``why`` says so. The ratios are this project's choice.
 
     Attributes:
         label: the metric's name for the user.
@@ -107,7 +107,7 @@ class Metric:
         return 0.0, 1.0
 
     def range_text(self, dtype: Dtype) -> str:
-        """Return the normal range as text; empty where the metric has no bounds."""
+        """Return the normal range as text; empty if the metric has no bounds."""
         if self.normal is None:
             return ""
         low = self.normal.low

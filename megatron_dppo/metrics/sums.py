@@ -56,7 +56,7 @@ class MetricSums:
         )
 
     def __add__(self, other: MetricSums) -> MetricSums:
-        """Add sums and take maxima and minima by name; a metric that only one of the two has is kept."""
+        """Add sums and take maxima and minima by name. A metric of only one of the operands is kept."""
         return MetricSums(
             _merged(self.sums, other.sums, torch.add),
             _merged(self.maxima, other.maxima, torch.maximum),
@@ -167,8 +167,8 @@ FREQUENCY_SUMS = (
 def means(values: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers to record, by metric name, from sums, maxima and minima that were reduced over all ranks.
 
-    Each sum with a divisor is divided by it; if the divisor is 0, the quotient is nan. Metrics without a divisor, or
-    without a row in the table, are returned unchanged.
+    A sum with a divisor is divided by the divisor's value; if this value is 0, the quotient is nan. Metrics without a
+    divisor, or without a row in the table, are returned unchanged.
     """
     recorded_values = {}
     for name, value in values.items():
@@ -190,9 +190,9 @@ class MaskedToken(TypedDict):
 
     id: int
     raised: int
-    """Times with A > 0, where the update would have raised the token's probability."""
+    """Times with A > 0: the update would have raised the token's probability."""
     lowered: int
-    """Times with A < 0, where the update would have lowered it."""
+    """Times with A < 0: the update would have lowered the token's probability."""
 
 
 @dataclass
@@ -231,7 +231,7 @@ class MaskedTokenCounts:
 
 @dataclass
 class MaskedResponses:
-    """The number of tokens of each response that the mask blocked in one step; no device sync before ``counts``."""
+    """Number of blocked tokens of each response in one step. There is no device sync before ``counts``."""
 
     _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

@@ -1,8 +1,8 @@
 """Experiment trackers: they show a run's scalars, samples and figures; ``metrics.jsonl`` stays authoritative.
 
 ``tracking.trackers`` names a row of ``TRACKERS``, an installed package's entry point in the group
-``megatron_dppo.trackers``, or ``package.module:Class``. Importing this module imports no tracker's library: the method
-``start`` does, in the tracker's own thread.
+``megatron_dppo.trackers``, or ``package.module:Class``. This module does not import a tracker's library: the method
+``start`` imports it, in the tracker's own thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrackedRun:
     """The data of a run that a tracker receives.
 
     Attributes:
-        id: 8 hex digits. Every start that resumes the run has the same id; a run that is begun anew has a new one.
+        id: 8 hex digits. Every start that resumes the run has the same id; a run that is begun anew has a new id.
         project, name: project and name of the run in the tracker.
         directory: the run's folder.
         config: the resolved configuration as plain values.
@@ -67,7 +67,7 @@ class TrackedRun:
 class ExperimentTracker(Protocol):
     """The methods of a tracker. Its class takes no arguments.
 
-    All calls come from one thread. Exceptions are counted, and the first one is logged.
+    All calls come from one thread. Exceptions are counted, and the first exception is logged.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -76,8 +76,8 @@ class ExperimentTracker(Protocol):
         """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Store metric name -> value, NaN and infinities included. A step is passed twice if its evaluation ends after
-        its record.
+        """Store metric name -> value, including NaN and infinities. If a step's evaluation ends after its record, the
+        method is called twice for the step.
         """
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -87,7 +87,7 @@ class ExperimentTracker(Protocol):
         """Store a PNG file."""
 
     def finish(self) -> None:
-        """Send what is still buffered, and close."""
+        """Send the buffered data, and close."""
 
 
 def _by_set(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -148,7 +148,7 @@ class TensorBoardTracker:
 
 
 class _LogTracker:
-    """Base of trackers whose library has a method ``log`` for everything, and classes for tables and images."""
+    """Base of trackers whose library has one method ``log`` for all data, and classes for tables and images."""
 
     _library: Any
     _run: Any
@@ -295,8 +295,8 @@ class MlflowTracker:
 
 
 _BuiltIn = type[TensorBoardTracker | WandbTracker | TrackioTracker | MlflowTracker]
-# The trackers of this package are rows here, not entry points: if the package is a clone on the path, or if its
-# installation is older than a row, the entry point is missing.
+# The trackers of this package are rows here, not entry points: a clone on the path has no entry points, and an
+# installation that is older than a row lacks the row's entry point.
 TRACKERS: dict[str, _BuiltIn] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -391,7 +391,7 @@ class _Channel:
             self._lose(f"{self._queue.maxsize} calls wait for it")
 
     def _lose(self, reason: str) -> None:
-        """Count a lost call, and log the first one."""
+        """Count a lost call, and log the first lost call."""
         self.lost_calls += 1
         if self.lost_calls == 1:
             text = "tracker %s: %s; the run goes on, and metrics.jsonl has everything"

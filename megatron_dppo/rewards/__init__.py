@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
 _MAX_SEARCHED = 4000
-"""Number of characters at the end of a response that are searched for its answer, to explain a score: the patterns of
-the search take quadratic time."""
+"""Number of characters at the end of a response that are searched for its answer, to explain a score. The patterns of
+the search take quadratic time, so the number is small."""
 _MAX_SHOWN = 80
 """Largest number of characters of an answer in a reason."""
 
@@ -46,7 +46,7 @@ class RewardInput:
     Attributes:
         response: Text of the response, without special tokens and stop texts.
         answer: The problem's answer; empty if it has none.
-        prompt: The problem's own text; for chat messages the text of the last one.
+        prompt: The problem's own text; for chat messages the text of the last message.
         messages: The whole prompt as chat messages, with system prompt and template.
         metadata: The problem's metadata, any JSON object.
     """

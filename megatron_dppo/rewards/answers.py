@@ -14,7 +14,7 @@ _HEADING = re.compile(r"\d+[.)]\s|.*(?<![\\a-zA-Z])[a-zA-Z]{2}")
 _STATED = re.compile(
     r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*|\u7b54\u6848\s*(?:[\u662f\u4e3a\u70ba]\s*:?|:)\s*"
 )
-"""The words before a stated answer: ``answer is``, ``Answer:``, and the same in Chinese."""
+"""The words before a stated answer: ``answer is``, ``Answer:``, and their Chinese forms."""
 _ANSWER_BEGINS, _ANSWER_ENDS = "<answer>", "</answer>"
 _THINKING_BEGINS, _THINKING_ENDS = "<think>", "</think>"
 _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]")
@@ -28,7 +28,7 @@ _DENIAL = re.compile(
 _MAX_SEPARATOR = 30
 """Largest number of characters between two boxes that are one answer."""
 _MAX_STATEMENTS = 20
-"""Largest number of stated answers that are tried, from the last one back."""
+"""Largest number of stated answers that are tried, from the last statement back."""
 _BOX_SEPARATOR = re.compile(
     r"(?i)[\s$*.\\()]*(?:,|;|\b(?:and|or)\b|[\u548c\u6216\u53ca])[\s$*\\()]*(?:(?:and|or)\b[\s$*\\()]*)?"
     r"(?:[a-z]\w*\s*=[\s$]*)?"
@@ -70,11 +70,11 @@ def in_ascii_punctuation(text: str) -> str:
 def final_answer(response: str) -> str:
     r"""The final answer of a response, without the markup around it; empty if there is none.
 
-    Only the text after ``</think>`` is read, and of this text only the last ``<answer>`` if it has one. The answer is X
-    in the last of these forms: ``\boxed{X}`` (also ``\framebox``, ``\fbox``), ``#### X`` (GSM8K's form), ``Answer: X``
-    (DAPO-Math's form), ``answer is X`` (also in Chinese). In a text without any of them, the answer is the last formula
-    of the last line, or else the whole last line. Boxes in a row, ``\boxed{2} and \boxed{3}``, are one answer together.
-    A box that is not closed counts as an empty answer, and a negated formula, ``not $5$``, is no answer.
+    Only the text after ``</think>`` is read. If this text has an ``<answer>``, only the last ``<answer>`` is read. The
+    answer is X in the last of these forms: ``\boxed{X}`` (also ``\framebox``, ``\fbox``), ``#### X`` (GSM8K's form),
+    ``Answer: X`` (DAPO-Math's form), ``answer is X`` (also in Chinese). In a text without these forms, it is the last
+    formula of the last line, or else the whole last line. Boxes in a row, ``\boxed{2} and \boxed{3}``, are one answer
+    together. A box that is not closed counts as an empty answer, and a negated formula, ``not $5$``, is no answer.
     """
     return without_markup(written_answer(response))
 

@@ -1,10 +1,11 @@
 """Rewards that a server computes: a reward model behind SGLang's ``/classify``, or a judge behind chat completions.
 
 Both rewards are asynchronous. The verifier bounds the number of concurrent requests, applies the time limit and
-retries. This module sends a request, parses the answer, and caches it: the responses of a group are often equal, and a
-worker sends one request for equal responses, even while its answer is pending. A broken connection, a status of 408,
-429 or 5xx, and an invalid answer are RewardUnavailableErrors. Any other status means that the request itself is wrong,
-and ends the run. A redirect also ends the run: its target is not the configured address, and must not set rewards.
+retries. This module sends a request, parses the answer, and caches it. The responses of a group are often equal, and a
+worker sends only one request for equal responses, even while the answer is pending. A broken connection, a status of
+408, 429 or 5xx, and an invalid answer are RewardUnavailableErrors. Any other status means that the request itself is
+wrong, and ends the run. A redirect also ends the run: its target is not the configured address, and must not set
+rewards.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _REDIRECT_STATUS = range(300, 400)
 _MAX_SHOWN = 300
 """Largest number of characters of an answer or error in a message."""
 _PRESENCE_S = 10.0
-"""Longest wait for an answer when it is checked whether a server runs."""
+"""Longest wait for an answer in the check whether a server runs."""
 _MAX_ANSWER_BYTES = 1 << 24
 _CACHE_SIZE = 65536
 """Largest number of scores or judgements in a worker's cache."""
@@ -232,7 +233,7 @@ class RewardModel:
 
     def __init__(self, *, url: str, tokenizer: str, api_key_variable: str | None = None) -> None:
         self._endpoint = JsonEndpoint(url, api_key_variable)
-        # Load the tokenizer now: in the first call its time would count towards the server's time limit.
+        # Load the tokenizer now: in the first call, loading would count towards the server's time limit.
         self._tokenizer = _loaded_tokenizer(tokenizer)
         self._control_tokens = ControlTokens(self._tokenizer)
         self._cache = _Cache(_CACHE_SIZE)

@@ -85,8 +85,8 @@ class Score:
         refusal: The reward's error about this response; None without an error.
         components: As in RewardResult.
         reason: As in RewardResult.
-        unavailable: The reason why no reward could be computed; None if one was. Callers must not use ``value`` of an
-            unavailable reward.
+        unavailable: The reason why no reward could be computed; None if a reward was computed. Callers must not use
+            ``value`` of an unavailable reward.
     """
 
     value: float
@@ -336,7 +336,7 @@ class _WorkerUse:
         scores = self.worker.scores(inputs)
         crashed_indices = [i for i, score in enumerate(scores) if score.crashed]
         if had_earlier_calls and crashed_indices:
-            # Earlier calls may have caused the crash, for example by memory that they left: use a new process.
+            # Earlier calls may have caused the crash, for example by memory that they did not free: use a new process.
             self._renew()
             new_scores = self.worker.scores([inputs[i] for i in crashed_indices])
             for i, score in zip(crashed_indices, new_scores, strict=True):
@@ -431,7 +431,8 @@ class RewardWorker(RestrictedWorker):
             return [score] * len(inputs)
         scores = _scores_of_call(answer, len(inputs))
         if any(score.crashed for score in scores):
-            # The cause would remain in this process: full memory, or answers that the code of a response has written.
+            # The cause may be full memory, or answers that the code of a response has written. It would remain in this
+            # process.
             self.kill()
         reason = "its process had no memory left, or was to exit"
         return [self._without_service_fault(form, score, reason) for score in scores]
@@ -439,7 +440,8 @@ class RewardWorker(RestrictedWorker):
     def _without_service_fault(self, form: RewardForm, score: Score, reason: str) -> Score:
         """Make a score that timed out or crashed unavailable if a service, not the response, counts as the cause.
 
-        That is so for asynchronous rewards, and with ``on_timeout: unavailable``. Other scores are returned unchanged.
+        A service counts as the cause for asynchronous rewards, and with ``on_timeout: unavailable``. Other scores are
+        returned unchanged.
         """
         has_failed = score.timed_out or score.crashed
         is_service_fault = form.is_async or self._on_timeout == "unavailable"

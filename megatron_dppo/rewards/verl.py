@@ -20,7 +20,7 @@ class ComputeScore:
 
     Args:
         function: ``package.module:function`` with verl's four parameters.
-        arguments: keyword arguments in addition, as verl's ``custom_reward_function.reward_kwargs``.
+        arguments: further keyword arguments, as verl's ``custom_reward_function.reward_kwargs``.
     """
 
     def __init__(self, function: str, arguments: Mapping[str, Any] | None = None) -> None:
