@@ -1,4 +1,4 @@
-"""Settings of every process of the tests and of what it starts."""
+"""Settings of every process of the tests and of its child processes."""
 
 import os
 

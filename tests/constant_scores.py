@@ -1,4 +1,4 @@
-"""An engine without a server that scores every token alike."""
+"""An engine without a server. It gives every token the same score."""
 
 from __future__ import annotations
 

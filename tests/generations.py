@@ -9,7 +9,7 @@ from typing import Any
 class RecordedStarts:
     """Records the job and the description of each generation; a subclass finishes them.
 
-    A generation has what ``start`` received, and the figures of one that took a second and repeated nothing.
+    A generation has the arguments of ``start``, and the figures of a generation of one second without repetitions.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Run a function in several gloo processes and hand back what each returned.
+"""Run a function in several gloo processes, and return the result of each process.
 
 ``run_ranks("tests.distributed.test_x:worker", 2, arg, key=...)`` starts two processes that import the module and call
 ``worker(arg, key=...)`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Arguments travel as JSON; results as

@@ -24,14 +24,14 @@ LIMIT, PROMPT = 16_384, 200
 
 def long_tailed(rng: np.random.Generator, responses: int) -> list[int]:
     """Log-normal with a mean of about 3,200 tokens; a few are truncated."""
-    drawn = np.exp(rng.normal(7.7, 0.9, responses))
-    return (np.minimum(drawn, LIMIT).astype(int) + PROMPT).tolist()
+    lengths = np.exp(rng.normal(7.7, 0.9, responses))
+    return (np.minimum(lengths, LIMIT).astype(int) + PROMPT).tolist()
 
 
 def often_truncated(rng: np.random.Generator, responses: int) -> list[int]:
     """Two of five responses are truncated. The lengths of the rest are log-normal around 4,000 tokens."""
-    drawn = np.where(rng.random(responses) < 0.4, LIMIT, np.exp(rng.normal(8.3, 0.8, responses)))
-    return (np.minimum(drawn, LIMIT).astype(int) + PROMPT).tolist()
+    lengths = np.where(rng.random(responses) < 0.4, LIMIT, np.exp(rng.normal(8.3, 0.8, responses)))
+    return (np.minimum(lengths, LIMIT).astype(int) + PROMPT).tolist()
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=512, help="of one optimiser step")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the worst of each row here")
-    words = parser.parse_args()
-    cost = forward_flops(load_model_shape(words.model))
+    options = parser.parse_args()
+    cost = forward_flops(load_model_shape(options.model))
     worst: list[Quantity] = []
     print("| lengths | replicas | tokens | idle, by tokens | idle, by FLOPs | s a plan |")
     print("|---|---|---|---|---|---|")
@@ -50,25 +50,25 @@ def main() -> None:
         for replicas, budget in ((4, 17_408), (8, 17_408), (8, 34_816)):
             idle: dict[str, list[float]] = {"tokens": [], "flops": []}
             seconds = 0.0
-            for seed in range(words.seeds):
-                lengths = draw(np.random.default_rng(seed), words.responses)
+            for seed in range(options.seeds):
+                lengths = draw(np.random.default_rng(seed), options.responses)
                 flops = [cost(length) for length in lengths]
                 for by, costs in (("tokens", lengths), ("flops", flops)):
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     plan = plan_mini_batch(lengths, costs, replicas, budget)
-                    seconds = max(seconds, time.perf_counter() - began)
+                    seconds = max(seconds, time.perf_counter() - start)
                     idle[by].append(idle_share(plan, flops))
             shown = [f"{min(x):.1%} to {max(x):.1%}" for x in idle.values()]
             name = draw.__name__.replace("_", " ")
             print(f"| {name} | {replicas} | {budget} | {shown[0]} | {shown[1]} | {seconds:.2f} |")
-            how = f"{name}, {replicas} replicas, {budget} tokens a micro-batch; worst of {words.seeds} seeds"
+            how = f"{name}, {replicas} replicas, {budget} tokens a micro-batch; worst of {options.seeds} seeds"
             worst += [
                 Quantity(f"ranks idle, balanced by {by}", 100 * max(x), "%", how)
                 for by, x in idle.items()
             ]
             worst.append(Quantity("seconds of a plan", seconds, "s", how))
-    if words.json:
-        write_rows(words.json, "balance of long-tailed batches", worst)
+    if options.json:
+        write_rows(options.json, "balance of long-tailed batches", worst)
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ def make_material(folder: Path, gigabytes: float) -> None:
     write_hf_checkpoint(folder, shape, torch.bfloat16, tensors, side_files_from=side)
 
 
-def measure(mode: str, asked: dict[str, Any], before: Path | None) -> Measured:
+def measure(mode: str, settings: dict[str, Any], before: Path | None) -> Measured:
     """Start the ranks of one mode, and watch their memory while they save."""
-    folder = Path(asked["folder"])
+    folder = Path(settings["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     code = "background" if mode.endswith("background") else "foreground"
     name = f"megatron {code}" if mode.startswith("megatron") else code
-    ranks = start({**asked, "mode": name}, before if mode == "before" else None)
+    ranks = start({**settings, "mode": name}, before if mode == "before" else None)
     try:
         wait_for(ranks, [folder / f"ready{rank}" for rank in range(len(ranks))])
         start_bytes = peak = memory_of(ranks)
@@ -115,26 +115,26 @@ def measure(mode: str, asked: dict[str, Any], before: Path | None) -> Measured:
     timings = [json.loads(path.read_text()) for path in done]
     slowest = [
         {key: max(rank[i][key] for rank in timings) for key in timings[0][i]}
-        for i in range(asked["saves"])
+        for i in range(settings["saves"])
     ]
     last = max((folder / "saved").iterdir(), key=lambda path: path.stat().st_mtime)
     written = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
     return Measured(mode, slowest, peak - start_bytes, written)
 
 
-def start(asked: dict[str, Any], before: Path | None) -> list[subprocess.Popen]:
+def start(settings: dict[str, Any], before: Path | None) -> list[subprocess.Popen]:
     """Start the ranks with the code of this checkout, or of the checkout in ``before``."""
     port = str(free_port())
     processes = []
-    for rank in range(asked["ranks"]):
+    for rank in range(settings["ranks"]):
         env = dict(
-            os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked["ranks"]),
+            os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings["ranks"]),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
         )  # fmt: skip
         if before is not None:
             env["PYTHONPATH"] = str(before)
-        with open(Path(asked["folder"], f"log{rank}"), "wb") as log:
-            command = [sys.executable, str(RANK), json.dumps(asked)]
+        with open(Path(settings["folder"], f"log{rank}"), "wb") as log:
+            command = [sys.executable, str(RANK), json.dumps(settings)]
             processes.append(start_process(command, environment=env, output=log.fileno()))
     return processes
 
@@ -223,29 +223,29 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, help="write all of it for tools/scale_report.py here")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
-    given = parser.parse_args()
-    material = given.folder / "model"
-    shutil.rmtree(given.folder, ignore_errors=True)
-    make_material(material, given.gb)
-    asked = {
-        "material": str(material), "folder": str(given.folder / "work"), "ranks": given.ranks,
-        "expert": given.expert, "saves": given.saves, "distributed": not given.plain,
+    options = parser.parse_args()
+    material = options.folder / "model"
+    shutil.rmtree(options.folder, ignore_errors=True)
+    make_material(material, options.gb)
+    settings = {
+        "material": str(material), "folder": str(options.folder / "work"), "ranks": options.ranks,
+        "expert": options.expert, "saves": options.saves, "distributed": not options.plain,
     }  # fmt: skip
-    modes = [*given.modes, *(["before"] if given.before else [])]
+    modes = [*options.modes, *(["before"] if options.before else [])]
     results = []
     for mode in modes:
         CONSOLE.print(f"{mode} ...")
         try:
-            results.append(measure(mode, asked, given.before))
+            results.append(measure(mode, settings, options.before))
         except RanksEndedError as error:
             raise SystemExit(f"{mode}: {error}") from error
         CONSOLE.print(f"  stands still for {results[-1].later('stood_still'):.2f} s")
     weights = sum(path.stat().st_size for path in material.glob("*.safetensors"))
     state = weights // 2 * BYTES_PER_PARAMETER
     show(results, state)
-    if given.rows is not None:
-        write_rows(given.rows, "checkpoints", list(rows(results, state, given.ranks)))
-    shutil.rmtree(given.folder)
+    if options.rows is not None:
+        write_rows(options.rows, "checkpoints", list(rows(results, state, options.ranks)))
+    shutil.rmtree(options.folder)
 
 
 if __name__ == "__main__":

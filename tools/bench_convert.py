@@ -85,11 +85,11 @@ def run_phase(name: str, root: Path) -> None:
     """Run one phase in this process; print wall seconds, CPU seconds and peak memory as JSON."""
     torch.set_num_threads(1)
     before = peak_mib()
-    started, busy = time.monotonic(), time.process_time()
+    start, cpu_start = time.monotonic(), time.process_time()
     PHASES[name][0](root)
     facts = {
-        "seconds": time.monotonic() - started,
-        "busy": time.process_time() - busy,
+        "seconds": time.monotonic() - start,
+        "busy": time.process_time() - cpu_start,
         "peak_mib": peak_mib() - before,
     }
     print(json.dumps(facts))
@@ -149,11 +149,11 @@ def measure(arguments: argparse.Namespace) -> None:
             results[name].append(facts | {"ratio": facts["seconds"] / copied["seconds"]})
         shutil.rmtree(root / CONVERTED)
     for name, runs in results.items():
-        seconds, busy, peak = (_median(runs, key) for key in ("seconds", "busy", "peak_mib"))
+        seconds, cpu_s, peak = (_median(runs, key) for key in ("seconds", "busy", "peak_mib"))
         ratios = sorted(run["ratio"] for run in runs)
         print(
             f"{name:15} {seconds:6.2f} s {size / seconds / 1e6:6.0f} MB/s   {_median(runs, 'ratio'):5.2f} x copy "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f})  {busy:5.2f} s of processor  {peak:3.0f} MiB over the start"
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f})  {cpu_s:5.2f} s of processor  {peak:3.0f} MiB over the start"
         )
     print("load average (1, 5, 15 minutes):", *(f"{load:.1f}" for load in os.getloadavg()))
 

@@ -70,11 +70,11 @@ def run(size: Size) -> dict[str, float]:
             if any([rank.wait() for rank in ranks]):
                 sys.exit("a rank failed")
             with urllib.request.urlopen(f"{url}/figures") as answer:
-                told: dict[str, Any] = json.load(answer)
+                engine_figures: dict[str, Any] = json.load(answer)
         finally:
             engine.kill()
         results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    return figures(told, results)
+    return figures(engine_figures, results)
 
 
 def start_ranks(command: list[str], size: Size) -> list[subprocess.Popen[bytes]]:
@@ -94,26 +94,26 @@ def start_ranks(command: list[str], size: Size) -> list[subprocess.Popen[bytes]]
 
 def main() -> None:
     """Print the figures, and write them."""
-    words = parse()
+    options = parse()
     size = Size(
-        **{name: value for name, value in vars(words).items() if name in Size.__annotations__}
+        **{name: value for name, value in vars(options).items() if name in Size.__annotations__}
     )
     found = run(size)
     runs = {"now": found}
-    if words.beside is not None:
-        runs = {"before": json.loads(words.beside.read_text()), **runs}
+    if options.beside is not None:
+        runs = {"before": json.loads(options.beside.read_text()), **runs}
     print(FORMULAS, "", table(runs), sep="\n")
-    if words.json is not None:
-        words.json.write_text(json.dumps(found, indent=1) + "\n")
-    if words.rows is not None:
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.rows is not None:
         how = f"{size.responses} responses of up to {size.tokens} tokens, {size.layout.world_size} ranks here"
         write_rows(
-            words.rows,
+            options.rows,
             "data plane",
             [
                 Quantity(f"{name} ({when})", value, "", how)
-                for when, told in runs.items()
-                for name, value in told.items()
+                for when, run_figures in runs.items()
+                for name, value in run_figures.items()
             ],
         )
 

@@ -263,7 +263,7 @@ def _flush(url: str) -> None:
 
 
 def ratios(turns: Sequence[Turn], reference: Sequence[Turn], what: str) -> list[float]:
-    """Ratio of the quantity ``what`` to the reference, for each round."""
+    """Ratio of the field ``what`` of a turn to the reference's, for each round."""
     pairs = zip(turns, reference, strict=True)
     return [getattr(a, what) / getattr(b, what) for a, b in pairs]
 

@@ -29,7 +29,7 @@ class Quantity:
     Attributes:
         quantity: its name for readers, with its purpose: "host memory a node, after".
         value: in ``unit``: GB, GiB, s, s/GB, tokens/s, share, ...
-        how: how it was measured, in a line: sizes, processes, and what was scaled by what.
+        how: the way of measuring, in a line: sizes, processes, and the factors of extrapolations.
     """
 
     quantity: str
@@ -53,8 +53,8 @@ def write_rows(path: Path, benchmark: str, rows: Sequence[Quantity]) -> None:
     command = " ".join(["python", *map(shlex.quote, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])])
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = asdict(Benchmark(benchmark, command, machine, tuple(rows)))
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    content = asdict(Benchmark(benchmark, command, machine, tuple(rows)))
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_rows(folder: Path = PUBLISHED) -> list[Benchmark]:
@@ -63,10 +63,10 @@ def read_rows(folder: Path = PUBLISHED) -> list[Benchmark]:
 
 
 def _benchmark(path: Path) -> Benchmark:
-    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     try:
-        rows = tuple(Quantity(**row) for row in told.pop("rows"))
-        return Benchmark(**told, rows=rows)
+        rows = tuple(Quantity(**row) for row in content.pop("rows"))
+        return Benchmark(**content, rows=rows)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: expected benchmark, command, machine and rows of quantity, value, unit, how: {error}"

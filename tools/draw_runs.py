@@ -25,18 +25,18 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("kinds", nargs="+", help="LABEL=FOLDER,FOLDER,...")
     parser.add_argument("--metric", default="evaluation/held_out/accuracy")
-    words = parser.parse_args()
+    options = parser.parse_args()
     figure, axes = plt.subplots(figsize=(7.2, 3.6), dpi=110)
-    for colour, kind in zip(COLOURS, words.kinds, strict=False):
+    for colour, kind in zip(COLOURS, options.kinds, strict=False):
         label, _, folders = kind.rpartition("=")
         for i, folder in enumerate(folders.split(",")):
-            steps, values = curve(Path(folder), words.metric)
+            steps, values = curve(Path(folder), options.metric)
             axes.plot(steps, values, "o-", color=colour, ms=3.5, lw=1.4, label="" if i else label)
-    axes.set(xlabel="step", ylabel=words.metric)
+    axes.set(xlabel="step", ylabel=options.metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(words.output)
+    figure.savefig(options.output)
 
 
 def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:

@@ -79,18 +79,18 @@ def load_anew(found: Found, tell: Tell, processes: int) -> None:
         tell(mutant, verdict)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the survivors and each module's share of killed mutants. Return 1 unless all are killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", help="modules, e.g. algorithms/rules.py; default: all")
     parser.add_argument("--processes", type=int, default=2)
-    chosen = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     os.chdir(ROOT)
     start = time.monotonic()
-    paths = [p for p in TARGETS if not chosen.paths or any(p.startswith(w) for w in chosen.paths)]
+    paths = [p for p in TARGETS if not options.paths or any(p.startswith(w) for w in options.paths)]
     mutants = [mutant for path in paths for mutant in mutants_of(path)]
     tests = [name for path in paths for name in TARGETS[path]]
-    made = Counter(mutant.path for mutant in mutants)
+    mutant_counts = Counter(mutant.path for mutant in mutants)
     screen, reading = os.fdopen(os.dup(1), "w"), os.pipe()
 
     def tell(mutant: Mutant, verdict: Verdict) -> None:
@@ -99,15 +99,15 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{verdict.name:8}  {mutant}", file=screen, flush=True)
 
     load_libraries()
-    found = in_child(lambda: session_of(mutants, tests, tell, processes=chosen.processes))
-    in_child(lambda: load_anew(found, tell, chosen.processes))
+    found = in_child(lambda: session_of(mutants, tests, tell, processes=options.processes))
+    in_child(lambda: load_anew(found, tell, options.processes))
     os.close(reading[1])
-    told = os.fdopen(reading[0], "rb").read()
-    ended = Counter(zip(told[::2], told[1::2], strict=True))
+    records = os.fdopen(reading[0], "rb").read()
+    ended = Counter(zip(records[::2], records[1::2], strict=True))
     for at, path in enumerate(paths):
         killed, stopped = ended[at, Verdict.killed], ended[at, Verdict.stopped]
-        words = f"{path}: {made[path]} made, {killed} killed ({killed / made[path]:.1%})"
-        print(words + (f", {stopped} stopped" if stopped else ""))
+        line = f"{path}: {mutant_counts[path]} made, {killed} killed ({killed / mutant_counts[path]:.1%})"
+        print(line + (f", {stopped} stopped" if stopped else ""))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     took, cpu = time.monotonic() - start, used.ru_utime + used.ru_stime
     print(f"{len(mutants)} mutants in {took:.0f} s ({cpu:.0f} s of one core)")

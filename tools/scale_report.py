@@ -28,9 +28,9 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="into docs/evidence/scale.md")
     parser.add_argument("--benchmarks", type=Path, default=PUBLISHED, metavar="FOLDER",
                         help="of JSON files that benchmarks wrote; default docs/evidence/benchmarks")  # fmt: skip
-    words = parser.parse_args()
-    text = page(sizes(), read_rows(words.benchmarks))
-    if words.write:
+    options = parser.parse_args()
+    text = page(sizes(), read_rows(options.benchmarks))
+    if options.write:
         PAGE.write_text(text, encoding="utf-8")
     else:
         print(text, end="")

@@ -136,7 +136,7 @@ class Verifiers:
 
     def __init__(self) -> None:
         self._turns: asyncio.Queue[str] = asyncio.Queue()
-        self._asked: asyncio.Queue[Any] = asyncio.Queue()
+        self._calls: asyncio.Queue[Any] = asyncio.Queue()
         self._rollout: asyncio.Task[Any] | None = None
 
     def reset(self, problem: dict[str, Any]) -> str:
@@ -149,11 +149,11 @@ class Verifiers:
         return "" if texts == has else "\n\n".join(texts)
 
     def step(self, text: str) -> dict[str, Any]:
-        asked = self._wait(self._answer(text))
-        if isinstance(asked, list):
-            said = max((i for i, m in enumerate(asked) if m.role == "assistant"), default=-1)
-            return {"observation": "\n\n".join(str(m.content) for m in asked[said + 1 :])}
-        return {"reward": float(asked["reward"] or 0.0), "done": True}
+        result = self._wait(self._answer(text))
+        if isinstance(result, list):
+            last_turn = max((i for i, m in enumerate(result) if m.role == "assistant"), default=-1)
+            return {"observation": "\n\n".join(str(m.content) for m in result[last_turn + 1 :])}
+        return {"reward": float(result["reward"] or 0.0), "done": True}
 
     def close(self) -> None:
         if self._rollout is not None:
@@ -174,11 +174,11 @@ class Verifiers:
     async def _next(self) -> Any:
         """Return the messages before the next turn, or the state of the ended rollout. Raises the rollout's error."""
         assert self._rollout is not None
-        asked = asyncio.ensure_future(self._asked.get())
-        await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        asked.cancel()
+        call = asyncio.ensure_future(self._calls.get())
+        await asyncio.wait({call, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+        if call.done():
+            return call.result()
+        call.cancel()
         state = self._rollout.result()
         if state.get("error") is not None:
             raise RuntimeError(f"the environment failed: {state['error']!r}")
@@ -191,7 +191,7 @@ class Verifiers:
         episode = self
 
         async def get_response(_: Any, prompt: Any, model: str, *__: Any, **___: Any) -> Any:
-            await episode._asked.put(list(prompt))
+            await episode._calls.put(list(prompt))
             text = await episode._turns.get()
             message = ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
             return Response(
@@ -209,7 +209,9 @@ class Episode:
     """One environment. It answers one request at a time."""
 
     def __init__(self, environment: Any) -> None:
-        self.environment, self.lock, self.asked_at = environment, threading.Lock(), time.monotonic()
+        self.environment = environment
+        self.lock = threading.Lock()
+        self.last_request_at = time.monotonic()
 
 
 class Episodes:
@@ -221,7 +223,7 @@ class Episodes:
 
     def reset(self, body: dict[str, Any]) -> dict[str, Any]:
         for name, episode in list(self._open.items()):
-            if time.monotonic() - episode.asked_at > FORGOTTEN_S:
+            if time.monotonic() - episode.last_request_at > FORGOTTEN_S:
                 self.close({"episode": name})
         name, episode = uuid.uuid4().hex, Episode(self._make())
         self._open[name] = episode
@@ -236,7 +238,7 @@ class Episodes:
     def step(self, body: dict[str, Any]) -> dict[str, Any]:
         episode = self._open[body["episode"]]
         with episode.lock:
-            episode.asked_at = time.monotonic()
+            episode.last_request_at = time.monotonic()
             return episode.environment.step(body["text"])
 
     def close(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +268,8 @@ def handler(episodes: Episodes, key: str) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return 413, {"error": f"{size} bytes, expected at most {LARGEST_BYTES}"}
             content = self.rfile.read(size)
-            told = self.headers.get("Authorization", "")
-            if key and not hmac.compare_digest(told.encode(), f"Bearer {key}".encode()):
+            sent_key = self.headers.get("Authorization", "")
+            if key and not hmac.compare_digest(sent_key.encode(), f"Bearer {key}".encode()):
                 return 401, {"error": "expected the key as a bearer token"}
             if self.path not in routes:
                 return 404, {"error": f"{self.path}: expected one of {', '.join(routes)}"}

@@ -3,10 +3,10 @@
     python tools/trace_walk.py --write      # about two minutes: a run of two steps on two ranks and a server
 
 The run is ``megatron-dppo train`` on a random tiny model. Every process of the run records the functions of the package
-that it enters (``tools/trace/sitecustomize.py``). A walk is what rank 0 and the processes it calls enter while a
-function of rank 0 is active in the last step. A file is in the first walk that enters it. The files of ``system/``,
-``config/`` and ``logging.py`` are left out, because any part of the package calls them. The stand-ins for GPUs are left
-out too.
+that it enters (``tools/trace/sitecustomize.py``). A walk has the files that rank 0 and the processes it calls enter
+while a function of rank 0 is active in the last step. A file is in the first walk that enters it. The files of
+``system/``, ``config/`` and ``logging.py`` are left out, because any part of the package calls them. The stand-ins for
+GPUs are left out too.
 """
 
 from __future__ import annotations

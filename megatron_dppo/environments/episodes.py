@@ -216,7 +216,7 @@ class Episodes:
             if not isinstance(error, TurnTemplateError):
                 error_name = f"{type(error).__name__}: "
             raise EnvironmentFaultError(
-                f"what it said can't be put to the model: {error_name}{error}"
+                f"its observation can't be encoded: {error_name}{error}"
             ) from error
 
     def _check_length(self, tokens: int) -> None:
@@ -232,10 +232,10 @@ class Episodes:
         for turn, earlier_step in episode.answered_turns:
             if await environment.step(turn) != earlier_step:
                 log.warning(
-                    "an environment answered the same turns otherwise: its episode begins anew"
+                    "an environment gave other answers to the same turns: its episode begins anew"
                 )
                 episode.begin()
-                raise EnvironmentFaultError("the same turns were answered otherwise")
+                raise EnvironmentFaultError("the same turns received other answers")
 
     async def _advance(
         self,

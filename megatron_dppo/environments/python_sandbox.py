@@ -179,7 +179,7 @@ def _ending_of(code: int, seconds: int) -> str:
 
 
 async def _first_line(output: asyncio.StreamReader) -> bytes:
-    """Return the sandbox's first line. Raises SandboxError if none comes in time: the snippet cannot be the cause."""
+    """Return the sandbox's first line. Raises SandboxError if there is none in time: the snippet can't be the cause."""
     try:
         return await asyncio.wait_for(output.readline(), _START_S)
     except TimeoutError:

@@ -239,8 +239,7 @@ class EnvironmentWorker(RestrictedWorker):
         if self.ready.done():
             return
         start = asyncio.wrap_future(self.ready)
-        # Read the exception: asyncio logs an error if nobody does.
-        start.add_done_callback(lambda future: future.cancelled() or future.exception())
+        start.add_done_callback(_read_exception)
         done, _ = await asyncio.wait([start], timeout=START_LIMIT_S)
         if not done:
             self.kill(f"it did not start in {START_LIMIT_S:g} s")
@@ -292,6 +291,12 @@ class EnvironmentWorker(RestrictedWorker):
         return EnvironmentFaultError(
             f"{self._spec.name}: {reason}", is_shared=bool(self._was_shared)
         )
+
+
+def _read_exception(future: asyncio.Future[bytes]) -> None:
+    """Read the exception of a future: asyncio logs an error about an exception that was never read."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _step_of(answer: dict[str, Any]) -> Step:

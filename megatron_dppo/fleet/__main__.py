@@ -67,7 +67,7 @@ def _add(record: _Record, options: argparse.Namespace) -> int:
 
 
 def _awaited_state(record: RecordClient, name: str, wait_s: float) -> str:
-    """Wait for the result of the trainer's examination of a server, and return it in words."""
+    """Wait for the trainer's examination of a server, and return the text of its result."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         status = record.status()

@@ -472,7 +472,7 @@ async def generate_many(
 ) -> Results:
     """Run the requests and return their results by key, in the order of ``requests``.
 
-    No call is left running on a server, however the function ends.
+    No call is left running on a server, also if the function ends with an error.
 
     Args:
         client: client of the servers.

@@ -4,7 +4,7 @@ The import of this module loads no torch and no smg. ``router_link.py`` has the 
 
 ``python -m megatron_dppo.fleet.http_router`` is the router's process, with one JSON object on standard input:
 ``{"options": {field of smg's RouterArgs: value}, "api_key": str, "admin_api_key": str}``. smg takes its keys only as
-command-line flags, where ``ps`` shows them; here they come through a pipe.
+command-line flags, and ``ps`` shows these. Therefore this process receives the keys through a pipe.
 """
 
 from __future__ import annotations

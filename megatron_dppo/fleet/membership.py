@@ -71,9 +71,9 @@ _UNREADABLE = (
 
 
 class EngineUnavailableError(RunError):
-    """No engine is available, on all trainer ranks alike.
+    """No engine is available. All trainer ranks raise this error.
 
-    No healthy server appeared in time, servers were lost repeatedly, or they refuse what the run needs.
+    No healthy server appeared in time, servers were lost repeatedly, or servers refuse requests that the run needs.
     """
 
 

@@ -242,7 +242,7 @@ class FleetRecord:
             return sorted(self._starting)
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
-        """Store the state of every server in words, by name, with the weight version."""
+        """Store the weight version, and a text about the state of every server, by the server's name."""
         with self._lock:
             self._status = {"version": version, "servers": dict(states)}
             self._write()

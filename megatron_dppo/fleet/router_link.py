@@ -1,6 +1,6 @@
 """The connection to the HTTP router: its list of servers, and calls through it.
 
-A router that the supervisor restarts comes back at another address and without servers; the connection survives that.
+After a restart by the supervisor, the router has another address and no servers. The connection finds it again.
 """
 
 from __future__ import annotations

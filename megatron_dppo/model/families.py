@@ -103,7 +103,9 @@ class ConfigFacts:
     def require_each(self, key: str, expected: Any) -> None:
         """Refuse a model if it has the list ``key`` with a value other than ``expected``."""
         values = self._first((key,), [])
-        for value in values if isinstance(values, list) else [values]:
+        if not isinstance(values, list):
+            values = [values]
+        for value in values:
             if value != expected:
                 self.fault(f"{key} has {value!r}; only {expected!r} is supported for this family")
                 return

@@ -264,7 +264,7 @@ def _trainer_table(
     title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"
     table = figures_table(title, "stage", "ranks", "layers", *amounts)
     for stage in range(layout.pipeline):
-        # All ranks of a stage hold parameters of the same size, so the first one stands for them.
+        # All ranks of a stage hold parameters of equal sizes, so show the first rank.
         first_rank = stage * layout.stage_ranks
         ranks = range(first_rank, first_rank + layout.stage_ranks)
         prove_rank_filled(shape, layout, first_rank)

@@ -85,7 +85,7 @@ def vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int)
 
 
 def engine_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Pad the rows as ENGINE_VOCABULARY_MULTIPLE says, then cut (SGLang)."""
+    """Pad the rows by the rule of ENGINE_VOCABULARY_MULTIPLE, then cut (SGLang)."""
     (dims,) = sources
     return _cut_rows(dims, rank, engine_vocab_size(dims[0], size) // size)
 

@@ -26,7 +26,7 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
 
     Args:
         path: path of the file; its folder must exist.
-        mode: permissions, less the umask. The file never has wider permissions, not even while it is written.
+        mode: permissions; the umask applies. The file never has wider permissions, not even while it is written.
     """
     # Two threads, or processes, that replace one path must not write into one temporary file.
     writer = f"{os.getpid()}-{threading.get_ident()}"

@@ -82,7 +82,7 @@ class ForkRequest:
 
     Attributes:
         module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
-        arguments: words of its command line.
+        arguments: arguments of its command line.
         variables: environment variables of the process, in addition to the fork server's.
         descriptors: environment variables that get the numbers of the packet's last descriptors.
         title: command line that ``ps`` shows for the process; empty: the fork server's command line.

@@ -91,7 +91,7 @@ def source_address(host: str) -> str:
 
 
 def url_host(host: str) -> str:
-    """Return ``host`` as it stands in a URL: an IPv6 address in brackets, any other host unchanged."""
+    """Return ``host`` as a URL has it: an IPv6 address in brackets, any other host unchanged."""
     if ":" in host:
         return f"[{host}]"
     return host

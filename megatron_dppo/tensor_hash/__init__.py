@@ -176,7 +176,7 @@ def sums_by_torch(run: WordRun) -> PartSums:
 
 
 def closed_sum(sums: Tensor, total: int) -> int:
-    """Return what tiles add to the checksum of a tensor of ``total`` words: sum of h(lane 1) 2^32 + h(lane 2).
+    """Return the sum over tiles of h(lane 1) 2^32 + h(lane 2), for a tensor of ``total`` words.
 
     ``sums``: the lanes' inner sums over each whole tile, int64 [2, tiles].
     """

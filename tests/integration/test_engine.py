@@ -1,4 +1,4 @@
-"""The real SGLang server on this machine: what it answers, and what happens when it is lost.
+"""The real SGLang server on this machine: its answers, and its loss.
 
 One server serves every test. The last tests kill it and start another server.
 """
@@ -71,7 +71,7 @@ from tests.tiny_models import save_tiny_model, tiny_tokenizer
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 API_KEY, ADMIN_KEY = "5c0ffee5-api", "5c0ffee5-admin"
-END_TOKENS = (2, *range(100, 160))  # so many that a response of 16 tokens often meets one
+END_TOKENS = (2, *range(100, 160))  # so many that a response of 16 tokens often has an end token
 PROMPTS = [
     tuple(np.random.default_rng(i).integers(3, 512, size=n).tolist())
     for i, n in enumerate((5, 17, 40))
@@ -821,7 +821,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client, model):
-    """SIGKILL in the middle of generation; a new server answers what is missing, and only that."""
+    """SIGKILL in the middle of generation. A new server answers the missing requests, and only these."""
     first, last = ask(24, max_new_tokens=4), long_requests(6)
     requests = [
         GenerationRequest(key, r.prompt_ids, r.sampling) for key, r in enumerate([*first, *last])

@@ -75,7 +75,7 @@ def run(config) -> TrainingRun:
     return run
 
 
-# --- what the trainer computed
+# --- the trainer's values
 
 
 def check_step(directory: Path, step: int, advantages: Callable[..., Sequence[float]]) -> None:
@@ -177,7 +177,7 @@ def tools_config(tmp_path_factory) -> Path:
             "max_observation_tokens": 120,
         },
         run={"steps": len(STEPS)},
-        # Few requests at a time, and turns of a dozen tokens: updates come in the middle of some.
+        # Few requests at a time, and turns of a dozen tokens: updates come in the middle of some turns.
         rollout={
             "stop_token_ids": list(range(3, 45)),
             "max_response_tokens": 32,

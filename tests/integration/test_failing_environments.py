@@ -83,7 +83,7 @@ def test_faults_are_counted_and_none_is_a_reward(run, config):
     assert f"the environment {NAME} failed {counted} times, most often" in " ".join(
         run.text.split()[-100:]
     )
-    # The first observation stands in every prompt.
+    # Every prompt contains the first observation.
     assert all(len(t.prompt_ids) == len(batch[0].prompt_ids) for t in batch)
 
 

@@ -24,7 +24,7 @@ from tests.tiny_models import R1_FORM, save_tiny_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {"R1's form": ("deepseek_v3", R1_FORM)}
-"""Case -> the family and what differs from its tiny model. Other cases are families."""
+"""Case -> the family, and changes to its tiny model. Other cases are names of families."""
 FAMILIES = [
     "olmoe",
     pytest.param("qwen2_moe", marks=pytest.mark.slow),

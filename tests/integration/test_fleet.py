@@ -216,7 +216,7 @@ def test_no_key_is_in_a_command_line_or_a_log(fleet, config):
 
 
 def open_paths(port: int) -> dict[str, str]:
-    """The paths of the router that answer without a key, and what they say."""
+    """The paths of the router that answer without a key, with their answers."""
     found = {}
     paths = "/metrics /workers /generate /v1/completions /v1/chat/completions /flush_cache /get_loads /wasm"
     paths += (

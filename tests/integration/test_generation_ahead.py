@@ -40,7 +40,7 @@ def disturbed(config):
     """The engine killed while it evaluates and generates for two further steps, and Ctrl-C six steps later."""
     # Evaluations end before batches, so updates that wait for an evaluation interrupt a batch.
     lengths = ("rollout.max_response_tokens=96", "evaluation.max_response_tokens=24")
-    # Few requests at a time: generation then takes longer than training, so that updates come in the middle of it.
+    # Few requests at a time: generation then takes longer than training, so updates come in the middle of generation.
     slow = ("rollout.max_concurrent_requests=4",)
     overrides = (*lengths, *slow, "run.steps=40", "evaluation.every=2")
     with TrainingRun(config, *AHEAD, *overrides) as run:

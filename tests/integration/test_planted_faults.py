@@ -133,7 +133,7 @@ def with_models(package: str, **variables: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """A run's folder, and what ended it: None at the last step."""
+    """A run's folder, and the error that ended it; None if it ended at the last step."""
 
     directory: Path
     error: str | None

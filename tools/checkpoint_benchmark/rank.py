@@ -107,14 +107,14 @@ def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
     import torch.distributed as dist
 
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     finish = save()
     dist.barrier()
-    stood = time.perf_counter() - began
+    still_s = time.perf_counter() - start
     if finish is not None:
         finish()
         dist.barrier()
-    return {"stood_still": stood, "until_there": time.perf_counter() - began}
+    return {"stood_still": still_s, "until_there": time.perf_counter() - start}
 
 
 def main() -> None:
@@ -122,20 +122,25 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    asked = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     trainer = make_trainer(
-        asked["material"], asked["ranks"], asked["expert"], distributed=asked["distributed"]
+        settings["material"],
+        settings["ranks"],
+        settings["expert"],
+        distributed=settings["distributed"],
     )
-    save = save_with_megatron if asked["mode"].startswith("megatron") else save_with_store
+    save = save_with_megatron if settings["mode"].startswith("megatron") else save_with_store
     dist.barrier()
     rank = os.environ["RANK"]
-    Path(asked["folder"], f"ready{rank}").touch()
-    while not Path(asked["folder"], "go").exists():
+    Path(settings["folder"], f"ready{rank}").touch()
+    while not Path(settings["folder"], "go").exists():
         time.sleep(0.05)
-    background = asked["mode"].endswith("background")
-    timings = save(trainer, Path(asked["folder"], "saved"), asked["saves"], background=background)
-    Path(asked["folder"], f"timings{rank}.json").write_text(json.dumps(timings))
+    background = settings["mode"].endswith("background")
+    timings = save(
+        trainer, Path(settings["folder"], "saved"), settings["saves"], background=background
+    )
+    Path(settings["folder"], f"timings{rank}.json").write_text(json.dumps(timings))
     dist.barrier()
     os._exit(0)  # a normal exit would wait for Megatron's helper processes
 

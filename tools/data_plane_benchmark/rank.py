@@ -86,10 +86,10 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     parser = AnswerParser(smallest=0)
     if positions:
         warm(parser)
-    beside = child_seconds()
+    child_cpu_s = child_seconds()
     with meter("generate"):
         own = generate(size, url, positions, parser)
-    beside = child_seconds() - beside
+    child_cpu_s = child_seconds() - child_cpu_s
     parser.close()
     dist.barrier()
     before = received.total
@@ -107,19 +107,19 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
         delivery = ColumnExchange(topology, sizes).deliver(outlines, held, needed)
         held.clear()
         dist.barrier()
-    mine = list(delivery.trajectories.values())
+    responses = list(delivery.trajectories.values())
     with meter("pack"):
         pack_first(size, delivery, plans, layout)
     columns = sum(
         t.token_ids.nbytes + t.loss_mask.nbytes + sum(a.nbytes for a in t.columns.values())
-        for t in mine
+        for t in responses
     )
     return {
         **meter.phases,
         "leader": topology.is_leader,
-        "beside": beside,
+        "child_cpu_s": child_cpu_s,
         "generated": generated,
-        "trained": sum(t.sampled for t in mine),
+        "trained": sum(t.sampled for t in responses),
         "received": received.total - before,
         "needed": columns,
     }

@@ -21,26 +21,29 @@ def figures(engine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> di
     """Return figures by name, from the measurements of the engine's side and of the ranks."""
     generated = sum(r["generated"] for r in ranks)
     trained = sum(r["trained"] for r in ranks)
-    inside = sum(r["generate"]["cpu"] for r in ranks if r["leader"])
-    beside = sum(r.get("beside", 0.0) for r in ranks)
+    leader_cpu_s = sum(r["generate"]["cpu"] for r in ranks if r["leader"])
+    child_cpu_s = sum(r.get("child_cpu_s", 0.0) for r in ranks)
     busiest = max(r["exchange"]["cpu"] / r["trained"] for r in ranks)
     peak = sum(r["exchange"]["peak"] for r in ranks) / trained
     packs = sum(r["pack"]["peak"] for r in ranks) / trained
-    a_rank = STEP_TOKENS / REPLICAS
+    needed = sum(r["needed"] for r in ranks)
+    columns = needed / trained
+    rank_tokens = STEP_TOKENS / REPLICAS
+    node_tokens = rank_tokens * NODE_RANKS
     return {
         "wire bytes a token": engine["bytes"] / engine["tokens"],
         "engine us a token": engine["seconds"] / engine["tokens"] * 1e6,
-        "client in the training processes, us a token": inside / generated * 1e6,
-        "client beside them, us a token": beside / generated * 1e6,
-        f"cores in the training processes at {RATE} tokens/s": inside / generated * RATE,
-        f"cores beside them at {RATE} tokens/s": beside / generated * RATE,
+        "client in the training processes, us a token": leader_cpu_s / generated * 1e6,
+        "client beside them, us a token": child_cpu_s / generated * 1e6,
+        f"cores in the training processes at {RATE} tokens/s": leader_cpu_s / generated * RATE,
+        f"cores beside them at {RATE} tokens/s": child_cpu_s / generated * RATE,
         "exchange wall s here": max(r["exchange"]["wall"] for r in ranks),
         "exchange CPU s here": sum(r["exchange"]["cpu"] for r in ranks),
-        "after the last response, s at full size": busiest * a_rank,
-        "received / needed": sum(r["received"] for r in ranks) / sum(r["needed"] for r in ranks),
-        "columns a node, GB": sum(r["needed"] for r in ranks) / trained * a_rank * NODE_RANKS / 1e9,
-        "private memory of the exchange a node, GB": peak * a_rank * NODE_RANKS / 1e9,
-        "packs a node, GB": packs * a_rank * NODE_RANKS / 1e9,
+        "after the last response, s at full size": busiest * rank_tokens,
+        "received / needed": sum(r["received"] for r in ranks) / needed,
+        "columns a node, GB": columns * node_tokens / 1e9,
+        "private memory of the exchange a node, GB": peak * node_tokens / 1e9,
+        "packs a node, GB": packs * node_tokens / 1e9,
     }
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 SWAPPED, DROPPED = "SwapArguments", "DropKeyword"
 SYMMETRIC = ("dot", "equal", "gcd", "logaddexp", "max", "maximum", "min", "minimum")
-"""Functions whose arguments may stand in any order."""
+"""Functions whose arguments may be in any order."""
 _REFERENCES = (ast.Name, ast.Attribute, ast.Subscript)
 
 

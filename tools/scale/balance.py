@@ -1,4 +1,4 @@
-"""Idle share of the ranks on a long-tailed batch, by what the plan balances."""
+"""Idle share of the ranks on a long-tailed batch, if the plan balances tokens or FLOPs."""
 
 from __future__ import annotations
 

@@ -20,22 +20,23 @@ _VERBS = {
 
 def main() -> int:
     """Start the cluster, print how to use it, and execute lines of input, for example ``crash n1``."""
-    words = _parser().parse_args()
+    options = _parser().parse_args()
     if missing := what_is_missing():
         print(missing, file=sys.stderr)
         return 1
     raise_interrupted()
     try:
-        _run(words)
+        _run(options)
     except Interrupted as end:
         print(f"\n{end.name}: the cluster is gone")
         return end.code
     return 0
 
 
-def _run(words: argparse.Namespace) -> None:
-    shared = [Path.cwd(), Path(sys.prefix), *words.shared]
-    with Cluster(words.nodes, isolated=False if words.plain else None, shared=shared) as cluster:
+def _run(options: argparse.Namespace) -> None:
+    shared = [Path.cwd(), Path(sys.prefix), *options.shared]
+    isolated = False if options.plain else None
+    with Cluster(options.nodes, isolated=isolated, shared=shared) as cluster:
         kind = "isolated" if cluster.isolated else "plain"
         print(f"{len(cluster.nodes)} {kind} nodes: {' '.join(cluster.nodes)}")
         print(f"folder that all nodes share: {cluster.shared}")

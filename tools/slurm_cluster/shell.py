@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class CommandError(RuntimeError):
-    """A command failed; the message holds its words and its standard error."""
+    """A command failed; the message has the command and its standard error."""
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
