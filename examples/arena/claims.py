@@ -1,13 +1,13 @@
-"""What is claimed, the runs that test it, and the test: fixed, and in the repository, before the reported runs.
+"""The claims, the runs that test them, and the tests. All were in the repository before the reported runs were made.
 
-A test compares two rules on the same seeds: the mean difference of an outcome over the seeds. The first test of a claim
-is its primary test, which alone decides: the claim is reproduced, or the contrary is found, where the two-sided p of
-Student's test of the pairs, adjusted by Holm over the primary tests of all claims, and the p of the exact sign-flip
-test of the same pairs are both at most 5%; else it is undecided. Numbers of seeds and steps are fixed here; all runs
-are made, none is added or left out, and a set of which runs are missing is not evaluated. The settings were chosen by
-pilots of PG-IS alone, with the seeds 100 and 101, which are not among the reported ones (README.md).
+A test compares two rules on the same seeds by the mean difference of an outcome. The first test of a claim is its
+primary test, which alone decides. The claim is reproduced, or the contrary is found, if two values are at most 5%: the
+two-sided p of Student's test of the pairs, adjusted by Holm over the primary tests of all claims, and the p of the
+exact sign-flip test of these pairs. Otherwise the claim is undecided. The numbers of seeds and steps are fixed here.
+All runs are made, none is added or left out, and a claim with missing runs is not evaluated. The settings were chosen
+by pilots of PG-IS alone, with the seeds 100 and 101, which no reported run has (README.md).
 
-Ten seeds leave most claims undecided. The claims ``...-again`` repeat the primary test of such a claim with
+Ten seeds leave most claims undecided. A claim ``...-again`` repeats the primary test of an undecided claim with
 ``FURTHER_SEEDS`` alone: the ten seeds that raised the question are not counted a second time.
 """
 
@@ -36,20 +36,28 @@ from megatron_dppo.metrics import table as names
 SEEDS = tuple(range(1, 11))
 QUICK_SEEDS = SEEDS[:3]
 FURTHER_SEEDS = tuple(range(11, 46))
-"""35: enough for a test in ``drift`` whose difference is half of the spread between pairs of seeds to be decided at the
-5% level with a power of 80%, registered before any of these seeds was run."""
+"""35 seeds, registered before any of them was run.
+
+With 35 pairs, a difference of half of the spread between pairs is found at the 5% level with a power of 80%.
+"""
 
 Record = Mapping[str, Sequence[float]]
-"""What ``lab.run`` keeps: a value for each step, by metric."""
+"""The result of ``lab.run``: metric -> a value for each step."""
 
 
-# --- where
+# --- settings
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A task under a mismatch. ``changes``: to the lab's recipe. ``reason``: why rules are compared here. ``caution``:
-    what its rewards can't tell, if there is such a thing."""
+    """A task under a mismatch.
+
+    Attributes:
+        task, mismatch: keys of ``TASKS`` and ``MISMATCHES``.
+        changes: overrides of the lab's configuration.
+        reason: why rules are compared in this setting.
+        caution: a wrong conclusion that the rewards of this setting could suggest; empty if there is none.
+    """
 
     task: str
     mismatch: str
@@ -58,7 +66,7 @@ class Setting:
     caution: str = ""
 
     def cell(self, rule: str, seed: int) -> Cell:
-        """``rule``: an algorithm and options, ``dppo-binary-tv tv_threshold=0.1``."""
+        """Return the run of ``rule``: an algorithm and its options, such as ``dppo-binary-tv tv_threshold=0.1``."""
         algorithm, *options = rule.split()
         changes = (*self.changes, *(f"algorithm.options.{option}" for option in options))
         return Cell(self.task, self.mismatch, algorithm, seed, changes)
@@ -110,48 +118,54 @@ SETTINGS = {
 }  # fmt: skip
 
 
-# --- what is measured
+# --- outcomes
 
 Outcome = Callable[[Record], float]
 
 
 def final(record: Record) -> float:
-    """Mean reward of the last quarter of the steps."""
+    """Return the mean reward of the last quarter of the steps."""
     rewards = record[names.REWARD]
     return float(np.mean(rewards[-len(rewards) // 4 :]))
 
 
 def area(record: Record) -> float:
-    """Mean reward of all steps: who learns sooner has more."""
+    """Return the mean reward of all steps, which is higher for a rule that learns sooner."""
     return float(np.mean(record[names.REWARD]))
 
 
 def loss_of_best(record: Record) -> float:
-    """The best mean reward of ten steps in a row, less ``final``: what was learnt and lost again."""
+    """Return the best mean reward of ten steps in a row, minus ``final``: the reward that was learnt and lost again."""
     best = np.convolve(record[names.REWARD], np.full(10, 0.1), "valid").max()
     return float(best) - final(record)
 
 
 def entropy(record: Record) -> float:
-    """Mean entropy of the last quarter of the steps, nats."""
+    """Return the mean entropy of the last quarter of the steps, in nats."""
     values = record[names.ENTROPY]
     return float(np.nanmean(values[-len(values) // 4 :]))
 
 
 def blocked(record: Record) -> float:
-    """Mean over the steps of the shares of tokens that the mask blocks, where A > 0 and where A < 0."""
+    """Return the share of tokens that the mask blocks: the mean over the steps, and over A > 0 and A < 0."""
     shares = (record[names.MASKED_POSITIVE], record[names.MASKED_NEGATIVE])
     return float(np.nanmean(shares))
 
 
 def first_gap(record: Record) -> float:
-    """mean |pi - mu| of the steps' first mini-batches, at equal weights or not; NaN where some were not kept."""
-    fresh = record[names.GAP_ON_POLICY]
-    stale = record.get(names.GAP_STALE, [math.nan] * len(fresh))
-    return float(np.mean([x if math.isnan(y) else y for x, y in zip(fresh, stale, strict=True)]))
+    """Return the mean |pi - mu| of the steps' first mini-batches; NaN if the value of a step was not kept."""
+    fresh_gaps = record[names.GAP_ON_POLICY]
+    stale_gaps = record.get(names.GAP_STALE, [math.nan] * len(fresh_gaps))
+    # A step has the stale gap if its batch is stale, else the gap at equal weights.
+    gaps = []
+    for fresh, stale in zip(fresh_gaps, stale_gaps, strict=True):
+        gaps.append(fresh if math.isnan(stale) else stale)
+    return float(np.mean(gaps))
 
 
 def _of_bins(metric: str, bins: slice, name: str) -> Outcome:
+    """Return the outcome ``name``: the mean of a metric by ``MU_BOUNDS`` over ``bins``."""
+
     def outcome(record: Record) -> float:
         return float(np.nanmean(record[metric][bins]))
 
@@ -159,18 +173,19 @@ def _of_bins(metric: str, bins: slice, name: str) -> Outcome:
     return outcome
 
 
-_RARE, _LIKELY = slice(0, 2), slice(3, 5)  # of MU_BOUNDS: mu < 0.1, mu >= 0.5
+_RARE, _LIKELY = slice(0, 2), slice(3, 5)
+"""Bins of ``MU_BOUNDS`` with mu < 0.1, and with mu >= 0.5."""
 rare_ratio_error = _of_bins(RATIO_ERROR, _RARE, "|pi / mu - 1| where mu < 0.1")
 likely_ratio_error = _of_bins(RATIO_ERROR, _LIKELY, "|pi / mu - 1| where mu >= 0.5")
 rare_prob_error = _of_bins(PROB_ERROR, _RARE, "|pi - mu| where mu < 0.1")
 likely_prob_error = _of_bins(PROB_ERROR, _LIKELY, "|pi - mu| where mu >= 0.5")
 
 
-# --- what is claimed of it
+# --- claims
 
 
 class Finding(Enum):
-    """Whether a test says what is claimed, the contrary, or neither."""
+    """Whether a test supports the claim, the contrary, or neither."""
 
     AS_CLAIMED = "as claimed"
     CONTRARY = "contrary"
@@ -179,14 +194,14 @@ class Finding(Enum):
 
 @dataclass(frozen=True)
 class Side:
-    """``outcome`` of a rule in a setting."""
+    """One side of a comparison: the outcome of a rule in a setting."""
 
     setting: str
     rule: str
     outcome: Outcome = final
 
     def key(self, seed: int) -> str:
-        """Of its run."""
+        """Return the key of the run with ``seed``."""
         return SETTINGS[self.setting].cell(self.rule, seed).key
 
     def __str__(self) -> str:
@@ -195,10 +210,14 @@ class Side:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """What the pairs of runs say of a comparison.
+    """The result of a comparison.
 
-    ``p``, ``sign_flip_p``: two-sided, of Student's test and of the sign-flip test, of the nearer one of what is claimed
-    and its contrary, which is ``leans_to``. ``deviation``: of the differences between pairs.
+    Attributes:
+        difference: mean difference of the pairs, with its interval.
+        deviation: standard deviation of the pairs' differences.
+        p: two-sided p of Student's test, for the hypothesis ``leans_to``.
+        sign_flip_p: two-sided p of the sign-flip test, for the hypothesis ``leans_to``.
+        leans_to: the claim or its contrary, whichever has the smaller p.
     """
 
     difference: Difference
@@ -209,13 +228,16 @@ class ComparisonResult:
 
     @property
     def finding(self) -> Finding:
-        """By Student's test alone, at the level of a single test."""
+        """The finding of Student's test alone, at the level of a single test."""
         return self.leans_to if self.p <= LEVEL else Finding.OPEN
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``first`` less ``second``, seed by seed. Claimed is that it is above 0, or, with ``margin``, within +-margin."""
+    """The difference ``first`` minus ``second``, seed by seed.
+
+    The claim is that its mean is above 0 or, with ``margin``, between -margin and margin.
+    """
 
     first: Side
     second: Side
@@ -224,40 +246,45 @@ class Comparison:
     def differences(
         self, records: Mapping[str, Record], seeds: Sequence[int]
     ) -> list[float] | None:
-        """One for each seed; None where a run is missing. ``records``: by ``Cell.key``."""
-        pairs = [(self.first.key(seed), self.second.key(seed)) for seed in seeds]
-        if not all(key in records for pair in pairs for key in pair):
-            return None
-        first, second = self.first.outcome, self.second.outcome
-        return [first(records[a]) - second(records[b]) for a, b in pairs]
+        """Return the difference for each seed; None if a run is missing. ``records``: by ``Cell.key``."""
+        found = []
+        for seed in seeds:
+            first = records.get(self.first.key(seed))
+            second = records.get(self.second.key(seed))
+            if first is None or second is None:
+                return None
+            found.append(self.first.outcome(first) - self.second.outcome(second))
+        return found
 
     def result(self, differences: Sequence[float]) -> ComparisonResult:
-        """What ``differences`` say; ValueError for fewer than two."""
-        claimed, contrary = self._p_values(differences, student_p)
-        leans_to = Finding.AS_CLAIMED if claimed <= contrary else Finding.CONTRARY
-        flipped = self._p_values(differences, sign_flip_p)
+        """Test ``differences``. Raises ValueError for fewer than two."""
+        claimed_p, contrary_p = self._p_values(differences, student_p)
+        claimed_flip_p, contrary_flip_p = self._p_values(differences, sign_flip_p)
+        supports_claim = claimed_p <= contrary_p
         return ComparisonResult(
             difference=Difference.of(differences),
             deviation=spread(differences),
-            p=min(claimed, contrary),
-            sign_flip_p=flipped[0 if leans_to is Finding.AS_CLAIMED else 1],
-            leans_to=leans_to,
+            p=claimed_p if supports_claim else contrary_p,
+            sign_flip_p=claimed_flip_p if supports_claim else contrary_flip_p,
+            leans_to=Finding.AS_CLAIMED if supports_claim else Finding.CONTRARY,
         )
 
     def _p_values(self, differences: Sequence[float], one_sided: OneSided) -> tuple[float, float]:
-        """Two-sided p of what is claimed, and of the contrary."""
+        """Return the two-sided p of the claim, and of the contrary."""
         values = np.asarray(differences)
         if self.margin is None:
             claimed, contrary = one_sided(values), one_sided(-values)
         else:
-            # Alike is on the right side of both bounds; the contrary is beyond either.
+            # The claim needs the mean inside of both bounds, the contrary needs it outside of one bound.
             claimed = max(one_sided(values + self.margin), one_sided(self.margin - values))
             contrary = min(one_sided(values - self.margin), one_sided(-values - self.margin))
         return min(1.0, 2 * claimed), min(1.0, 2 * contrary)
 
     def pairs_to_decide(self, mean: float, deviation: float, level: float = LEVEL) -> int | None:
-        """Pairs of runs that would decide with a power of 80% if ``mean`` and ``deviation`` were the true ones; None:
-        more than ``MOST_PAIRS``."""
+        """Return the number of pairs that would decide with a power of 80%; None if it is above ``MOST_PAIRS``.
+
+        ``mean`` and ``deviation`` of the differences are taken as the true ones.
+        """
         if self.margin is None:
             distances = [abs(mean)]
         elif abs(mean) < self.margin:
@@ -269,7 +296,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """``source``: who claims it. ``tests``: the first is the primary one. ``unreachable``: why there are none."""
+    """A claim about rules.
+
+    Attributes:
+        name: unique name.
+        source: figure or paper that makes the claim.
+        text: the claim in words.
+        tests: comparisons that test the claim, the primary test first.
+        unreachable: reason why the claim has no tests; None if it has.
+        seeds: seeds of the runs.
+    """
 
     name: str
     source: str
@@ -280,16 +316,18 @@ class Claim:
 
     @property
     def sides(self) -> list[Side]:
-        """Of all tests, each once."""
-        return list(
-            dict.fromkeys(side for test in self.tests for side in (test.first, test.second))
-        )
+        """The sides of all tests, each once."""
+        sides: dict[Side, None] = {}
+        for test in self.tests:
+            sides[test.first] = None
+            sides[test.second] = None
+        return list(sides)
 
 
 def above(
     settings: Sequence[str], firsts: Sequence[str], seconds: Sequence[str], outcome: Outcome = final
 ) -> tuple[Comparison, ...]:
-    """In each setting each of ``firsts`` is above each of ``seconds``."""
+    """Return the tests that, in each setting, each rule of ``firsts`` is above each rule of ``seconds``."""
     return tuple(
         Comparison(Side(setting, first, outcome), Side(setting, second, outcome))
         for setting, first, second in itertools.product(settings, firsts, seconds)
@@ -299,13 +337,13 @@ def above(
 def alike(
     settings: Sequence[str], firsts: Sequence[str], seconds: Sequence[str], outcome: Outcome = final
 ) -> tuple[Comparison, ...]:
-    """In each setting they are within ``ALIKE`` of each other."""
+    """Return the tests that, in each setting, ``firsts`` and ``seconds`` differ by less than ``ALIKE``."""
     tests = above(settings, firsts, seconds, outcome)
     return tuple(replace(test, margin=ALIKE) for test in tests)
 
 
 def _again(name: str, primary: Comparison) -> Claim:
-    """The primary test of the claim ``name``, repeated with ``FURTHER_SEEDS`` alone."""
+    """Return the claim that repeats the primary test of the claim ``name`` with ``FURTHER_SEEDS`` alone."""
     count = len(FURTHER_SEEDS)
     text = f"the primary test of {name}, with {count} further seeds"
     source = f"registered after {name} was seen"
@@ -317,11 +355,11 @@ TV, KL, CLIP = "dppo-binary-tv", "dppo-binary-kl", "grpo-clip-higher"
 DPPO = (TV, KL)
 KL_AS_PDM = f"{KL} kl_threshold=0.15 ratio_cap=5"
 BPO_UNMASKED = "bpo clip_low=1 clip_high=10"
-"""Its weight lies between 0 and 11, the bounds: (1 + .1 - mu) / (1 + .1 - pi)."""
+"""Bellman PO without a mask: its weight (1 + .1 - mu) / (1 + .1 - pi) is always between 0 and 11, the mask's bounds."""
 CLAIMS = (
     Claim(
         "mask-needed", "Figure 3", "training without a trust region loses what it learnt, with DPPO it loses less",
-        # Greater is the loss of the first.
+        # The first rule loses more.
         above(("drift", "prefix"), ("pg-is", "pg-tis"), DPPO, loss_of_best),
     ),
     Claim(
@@ -477,8 +515,7 @@ SECOND_HAND = frozenset(
         "trm-mean", "geometric-mask", "m2po", "m2po-areal", "vaco", "off-policy-sequence-mask",
     )
 )  # fmt: skip
-"""Algorithms whose paper's own text was not read, or not all that the rule is made of: the docstring of each function
-says what was read."""
+"""Algorithms whose paper was not read, or not completely. The docstring of each function says what was read."""
 
 OTHERS = (
     "dppo-symmetric", "kpop", "sapo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "m2po", "vaco",
@@ -489,7 +526,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Survey:
-    """Runs that no claim needs, shown beside the others: each of ``rules`` in each of ``settings``."""
+    """Runs that no claim needs and that the page shows too: each of ``rules`` in each of ``settings``."""
 
     settings: tuple[str, ...]
     rules: tuple[str, ...]
@@ -497,8 +534,10 @@ class Survey:
 
 
 SHOWN = {"prefix": ("pg-is", CLIP, TV), "late": ("pg-is", CLIP, TV)}
-"""README's figure, of runs that were seen before it was chosen: where a mask is needed, and where a ratio's bound is in
-the way. By setting: the rules."""
+"""Setting -> rules of README's figure: a setting that needs a mask, and one in which a bound on the ratio does harm.
+
+The figure was chosen after its runs were seen.
+"""
 
 SURVEYS = (
     *(Survey((setting,), rules, SEEDS) for setting, rules in SHOWN.items()),
@@ -506,4 +545,4 @@ SURVEYS = (
     Survey(("bf16", "fp8", "stale-1", "stale-64", "decode"), ("pg-is", CLIP, *DPPO), QUICK_SEEDS),
     Survey(("drift",), OTHERS, SEEDS[3:]),
 )
-"""In the order in which they are made."""
+"""Surveys in the order in which their runs are made."""

@@ -1,4 +1,4 @@
-"""The figures of ``findings.md``: of a claim, what its tests compare, in the form of the paper's own figure."""
+"""The figures of ``findings.md``. A claim's figure shows what its tests compare, in the form of the paper's figure."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from megatron_dppo.system.files import atomic_file
 
 SMOOTHING = 2
 UNDER: dict[str, Any] = {"linestyle": "-", "linewidth": 5, "alpha": 0.45}
-"""Of the first rule's line: wide and pale, as another may lie on it."""
+"""Style of the first rule's line: wide and pale, because the line of another rule may cover it."""
 OVER: tuple[dict[str, Any], ...] = tuple(
     {"linestyle": dashes, "linewidth": 2} for dashes in ("-", (0, (4, 1.5)), (0, (1.5, 1.5)))
 )
-"""Of the others' lines, in turn."""
+"""Styles of the other rules' lines, in turn."""
 UNITS = {names.REWARD: "reward", names.GAP: "mean |pi - mu|", names.ENTROPY: "entropy, nats"}
 CURVES: dict[Outcome, tuple[str, ...]] = {
     final: (names.REWARD, names.GAP),
@@ -48,16 +48,16 @@ CURVES: dict[Outcome, tuple[str, ...]] = {
     area: (names.REWARD,),
     entropy: (names.ENTROPY,),
 }
-"""By outcome, what is drawn against the step: a row of panels for each metric."""
+"""Outcome -> metrics that are drawn against the step, with a row of panels for each."""
 BY_PROBABILITY = {rare_ratio_error, likely_ratio_error, rare_prob_error, likely_prob_error}
 BINS = ("< .01", ".01 to .1", ".1 to .5", ".5 to .9", "≥ .9")
-"""Of ``lab.MU_BOUNDS``."""
+"""Labels of the bins of ``lab.MU_BOUNDS``."""
 
 Records = Mapping[str, Record]
 
 
 def claim_figure(claim: Claim, records: Records) -> Figure:
-    """What the claim's tests compare; of rules that should do alike, where each ends."""
+    """Return the figure of a claim: curves or, for rules that should be alike, final rewards."""
     sides = [(side.setting, side.rule) for side in claim.sides]
     outcome = claim.sides[0].outcome
     if outcome in BY_PROBABILITY:
@@ -70,7 +70,10 @@ def claim_figure(claim: Claim, records: Records) -> Figure:
 def curves_figure(
     of: Sequence[tuple[str, str]], metrics: Sequence[str], records: Records, seeds: Sequence[int]
 ) -> Figure:
-    """Each metric of each (setting, rule), a panel for each setting: mean of the seeds, and lowest to highest."""
+    """Draw each metric of each (setting, rule): mean of the seeds, and the range from lowest to highest.
+
+    The figure has a column of panels for each setting and a row for each metric.
+    """
     rules = list(dict.fromkeys(rule for _, rule in of))
     by_setting = _by_setting(of)
     with matplotlib.rc_context(STYLE):
@@ -96,7 +99,10 @@ def curves_figure(
 
 
 def _limit(row: Sequence[Axes], metric: str, tasks: Sequence[str]) -> None:
-    """Rewards from 0 to 1; gaps from 0 to the largest of the task's panels; entropies as they are."""
+    """Limit the vertical axes of a metric's panels.
+
+    Rewards reach from 0 to 1, gaps from 0 to the largest value of all panels of a task. Entropies are not limited.
+    """
     if metric == names.REWARD:
         for axes in row:
             axes.set_ylim(0, 1)
@@ -109,14 +115,16 @@ def _limit(row: Sequence[Axes], metric: str, tasks: Sequence[str]) -> None:
 
 
 def _curves(side: Side, metric: str, records: Records, seeds: Sequence[int]) -> np.ndarray:
-    """[seeds, steps], smoothed over neighbours."""
-    return np.array(
-        [centred_mean(list(records[side.key(seed)][metric]), SMOOTHING) for seed in seeds]
-    )
+    """Return the metric's values [seeds, steps], averaged over neighbouring steps."""
+    curves = []
+    for seed in seeds:
+        values = list(records[side.key(seed)][metric])
+        curves.append(centred_mean(values, SMOOTHING))
+    return np.array(curves)
 
 
 def ends_figure(of: Sequence[tuple[str, str]], records: Records, seeds: Sequence[int]) -> Figure:
-    """Final reward of each (setting, rule): each seed's, their mean and its 95% interval."""
+    """Draw the final rewards of each (setting, rule): of each seed, and their mean with its 95% interval."""
     by_setting = _by_setting(of)
     with matplotlib.rc_context(STYLE):
         rows = max(len(rules) for rules in by_setting.values())
@@ -143,7 +151,7 @@ def ends_figure(of: Sequence[tuple[str, str]], records: Records, seeds: Sequence
 def probability_figure(
     of: Sequence[tuple[str, str]], records: Records, seeds: Sequence[int]
 ) -> Figure:
-    """|pi / mu - 1| and |pi - mu| against mu: mean of the seeds, and lowest to highest."""
+    """Draw |pi / mu - 1| and |pi - mu| against mu: mean of the seeds, and the range from lowest to highest."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.2, 4.2), dpi=110, layout="constrained")
         panels = figure.subplots(1, 2)
@@ -166,7 +174,7 @@ def probability_figure(
 
 
 def _by_setting(of: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Rules, each once, by setting."""
+    """Return the rules of each setting, each once."""
     rules: dict[str, list[str]] = {}
     for setting, rule in dict.fromkeys(of):
         rules.setdefault(setting, []).append(rule)
@@ -178,7 +186,7 @@ def _title(setting: str) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As PNG, with one legend for all panels that have labels."""
+    """Write the figure as PNG, with one legend for all panels that have labels."""
     by_label: dict[str, Artist] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()

@@ -1,12 +1,13 @@
-"""``findings.md``: one table, and a figure for each claim, from what is kept of the runs and nothing else."""
+"""The page ``findings.md``: one table, and a figure for each claim, from the kept metrics of the runs alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -43,12 +44,15 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.system.files import write_atomically
 
 REASONS = Path(__file__).with_name("reasons.yaml")
-"""What is believed of each result and why, written after the runs: by the claim's name."""
-COMPARABLE, ROUNDING = 3.0, 1e-6
+"""File with remarks on the results by claim, written after the runs."""
+COMPARABLE = 3.0
+"""Largest ratio of the mismatches in the lab and in the real loop at which the runs count as comparable."""
+ROUNDING = 1e-6
+"""Mismatches up to here are float32's rounding errors."""
 
 
 class Word(Enum):
-    """What is found of a claim whose runs are all there: by its primary test alone (claims.py)."""
+    """The verdict on a claim whose runs are complete, by its primary test alone (claims.py)."""
 
     REPRODUCED = "reproduced"
     CONTRARY = "contrary"
@@ -57,12 +61,15 @@ class Word(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs of a claim say.
+    """The result of a claim.
 
-    ``word``: None where runs are missing, or the claim can't be tested here. ``results``: of its tests, the primary one
-    first; empty without ``word``. ``adjusted``: p of the primary test, by Holm over all claims; ``to_decide``: pairs of
-    runs that would decide the primary test at the level that Holm asks of the next one to be decided (None: more than
-    ``MOST_PAIRS``). ``seeds_run``: seeds of which all of the claim's runs are there.
+    Attributes:
+        word: the verdict; None if runs are missing or the claim has no tests.
+        results: results of the claim's tests, the primary test first; empty without ``word``.
+        adjusted: p of the primary test, adjusted by Holm over all claims.
+        to_decide: number of pairs that would decide the primary test at the level that Holm requires of the next
+            decision; None if it is above ``MOST_PAIRS``.
+        seeds_run: number of seeds for which all of the claim's runs exist.
     """
 
     word: Word | None = None
@@ -73,42 +80,52 @@ class Verdict:
 
     @property
     def counted(self) -> str:
-        """``7 of 8 as claimed``, with those that say the contrary: each test at 5%, by itself."""
+        """The number of tests for each finding at 5%, such as ``6 of 8 as claimed, 1 contrary``."""
         findings = Counter(result.finding for result in self.results)
         text = f"{findings[Finding.AS_CLAIMED]} of {len(self.results)} as claimed"
         contrary = findings[Finding.CONTRARY]
-        return f"{text}, {contrary} contrary" if contrary else text
+        if contrary:
+            text += f", {contrary} contrary"
+        return text
 
 
 def verdicts(claims: Sequence[Claim], records: Mapping[str, Record]) -> dict[str, Verdict]:
-    """By the claim's name. Holm's family are the primary tests of all ``claims``, those not run yet with a p of 1."""
+    """Return the verdict on each claim, by name.
+
+    Holm's family are the primary tests of all ``claims``; a test with missing runs has a p of 1.
+    """
     results = {claim.name: results_of(claim, records) for claim in claims}
-    tested = [claim.name for claim in claims if claim.tests]
-    primary_p = [results[name][0].p if results[name] else 1.0 for name in tested]
-    adjusted = dict(zip(tested, holm(primary_p), strict=True))
-    words = {name: word_of(of[0], adjusted[name]) for name, of in results.items() if of}
-    undecided = sum(words.get(name) in (None, Word.UNDECIDED) for name in tested)
+    tested_names = [claim.name for claim in claims if claim.tests]
+    primary_p = [results[name][0].p if results[name] else 1.0 for name in tested_names]
+    adjusted = dict(zip(tested_names, holm(primary_p), strict=True))
+    words: dict[str, Word] = {}
+    for name, results_of_claim in results.items():
+        if results_of_claim:
+            words[name] = word_of(results_of_claim[0], adjusted[name])
+    undecided_names = [name for name in tested_names if words.get(name) in (None, Word.UNDECIDED)]
+    next_level = LEVEL / max(1, len(undecided_names))
     found = {}
     for claim in claims:
-        of = results[claim.name]
-        verdict = Verdict(seeds_run=sum(is_run(claim, records, seed) for seed in claim.seeds))
-        if of:
-            to_decide = claim.tests[0].pairs_to_decide(
-                of[0].difference.mean, of[0].deviation, LEVEL / max(1, undecided)
-            )
-            verdict = replace(
-                verdict,
+        seeds_run = sum(is_run(claim, records, seed) for seed in claim.seeds)
+        verdict = Verdict(seeds_run=seeds_run)
+        results_of_claim = results[claim.name]
+        if results_of_claim:
+            primary = results_of_claim[0]
+            verdict = Verdict(
                 word=words[claim.name],
-                results=of,
+                results=results_of_claim,
                 adjusted=adjusted[claim.name],
-                to_decide=to_decide,
+                to_decide=claim.tests[0].pairs_to_decide(
+                    primary.difference.mean, primary.deviation, next_level
+                ),
+                seeds_run=seeds_run,
             )
         found[claim.name] = verdict
     return found
 
 
 def results_of(claim: Claim, records: Mapping[str, Record]) -> tuple[ComparisonResult, ...]:
-    """Of the claim's tests; empty where a run of any seed is missing: a part of a registered set is not evaluated."""
+    """Return the results of the claim's tests; nothing if a run is missing, because a partial set is not evaluated."""
     if not all(is_run(claim, records, seed) for seed in claim.seeds):
         return ()
     differences = [test.differences(records, claim.seeds) for test in claim.tests]
@@ -120,19 +137,19 @@ def results_of(claim: Claim, records: Mapping[str, Record]) -> tuple[ComparisonR
 
 
 def is_run(claim: Claim, records: Mapping[str, Record], seed: int) -> bool:
-    """Whether all of the claim's runs with ``seed`` are there."""
+    """Return whether all of the claim's runs with ``seed`` exist."""
     return all(side.key(seed) in records for side in claim.sides)
 
 
 def word_of(primary: ComparisonResult, adjusted: float) -> Word:
-    """By the primary test's p, ``adjusted`` by Holm, and the sign-flip test's."""
+    """Return the verdict by the ``adjusted`` p of the primary test and by the p of its sign-flip test."""
     if adjusted > LEVEL or primary.sign_flip_p > LEVEL:
         return Word.UNDECIDED
     return Word.REPRODUCED if primary.leans_to is Finding.AS_CLAIMED else Word.CONTRARY
 
 
 def write_findings(claims: Sequence[Claim], records: Mapping[str, Record], folder: Path) -> Path:
-    """Write the page into ``folder`` and its figures into ``findings`` there; the page's path."""
+    """Write the page into ``folder`` and its figures into ``folder / "findings"``; return the page's path."""
     figures = folder / "findings"
     figures.mkdir(parents=True, exist_ok=True)
     found = verdicts(claims, records)
@@ -173,7 +190,7 @@ tasks and the pilots: `examples/arena/README.md`. Rules under FP8 rollouts have 
 
 
 def page_of(claims: Sequence[Claim], records: Mapping[str, Record]) -> str:
-    """``findings.md``."""
+    """Return the text of ``findings.md``."""
     found = verdicts(claims, records)
     reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8"))
     family = sum(bool(claim.tests) for claim in claims)
@@ -200,7 +217,7 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record]) -> str:
 
 
 def claim_row(claim: Claim, verdict: Verdict, reason: str) -> str:
-    """The claim's row of the first table."""
+    """Return the claim's row of the first table."""
     cells = [claim.name, source_of(claim), claim.text]
     if claim.unreachable is not None:
         cells += ["out of reach here", "", "", "", claim.unreachable]
@@ -216,13 +233,13 @@ def claim_row(claim: Claim, verdict: Verdict, reason: str) -> str:
 
 
 def source_of(claim: Claim) -> str:
-    """The claim's source, marked where a rule's paper was not read."""
+    """Return the claim's source, with a mark if a rule's paper was not read completely."""
     is_second_hand = any(name_of(side.rule) in SECOND_HAND for side in claim.sides)
     return f"{claim.source} †" if is_second_hand else claim.source
 
 
 def counts_text(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> list[str]:
-    """How many claims have each word."""
+    """Return a line with the number of claims for each verdict."""
     words = Counter(found[claim.name].word for claim in claims if claim.tests)
     texts = [f"{words[word]} {word.value}" for word in Word if words[word]]
     if words[None]:
@@ -231,31 +248,35 @@ def counts_text(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> list[s
 
 
 def old_readings_text(records: Mapping[str, Record]) -> list[str]:
-    """Which rules' runs were of another reading of the rule than the present one, and so are left out."""
-    current = {key for cell in cells_by_setting() for key in (cell.key, real_key(cell))}
-    rules = {without_reading(key) for key in current}
-    old = Counter(
-        _rule_of(key) for key in records if key not in current and without_reading(key) in rules
-    )
-    if not old:
+    """Return a line about the rules that have changed since runs of them were made: these runs are left out."""
+    current_keys: set[str] = set()
+    for cell in cells_by_setting():
+        current_keys |= {cell.key, real_key(cell)}
+    registered_runs = {without_reading(key) for key in current_keys}
+    old_runs: Counter[str] = Counter()
+    for key in records:
+        if key not in current_keys and without_reading(key) in registered_runs:
+            old_runs[_rule_of(key)] += 1
+    if not old_runs:
         return []
-    counts = ", ".join(f"`{rule}` ({count} runs)" for rule, count in sorted(old.items()))
+    counts = ", ".join(f"`{rule}` ({count} runs)" for rule, count in sorted(old_runs.items()))
     return [f"Left out, as the rule has changed since they were run: {counts}.\n"]
 
 
 def without_reading(key: str) -> str:
-    """``Cell.key`` without the rule's reading."""
+    """Return a ``Cell.key`` without the rule's reading."""
     return re.sub("@[^/]*", "", key)
 
 
 def _rule_of(key: str) -> str:
-    """The algorithm of ``Cell.key`` or of ``real_key``."""
+    """Return the algorithm in a key of ``Cell.key`` or ``real_key``."""
     rule = key.removeprefix("real/").split("/")[2]
-    return next(name for name in sorted(PRESETS, key=len, reverse=True) if rule.startswith(name))
+    # One name may begin with another one, so look for the longest.
+    return max((name for name in PRESETS if rule.startswith(name)), key=len)
 
 
 def cells_by_setting() -> list[Cell]:
-    """Each run of a claim or a survey, with every registered seed."""
+    """Return each run of a claim or a survey, with every registered seed."""
     return [
         SETTINGS[setting].cell(rule, seed)
         for setting, rules in rules_by_setting().items()
@@ -265,9 +286,11 @@ def cells_by_setting() -> list[Cell]:
 
 
 def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) -> list[str]:
-    """How many of the claims' runs were made there too, and what that can tell."""
-    sides = {(side.setting, side.rule) for claim in claims for side in claim.sides}
-    keys = [real_key(SETTINGS[s].cell(rule, REAL_SEED)) for s, rule in sides]
+    """Return a paragraph about the claims' runs in the real loop: their number, and what they show."""
+    keys: set[str] = set()
+    for claim in claims:
+        for side in claim.sides:
+            keys.add(real_key(SETTINGS[side.setting].cell(side.rule, REAL_SEED)))
     count = sum(key in records for key in keys)
     return [
         f"Of the {len(keys)} runs that the claims compare, {count} were made once in the real loop too "
@@ -278,51 +301,62 @@ def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) ->
 
 
 def in_real_loop(test: Comparison, records: Mapping[str, Record]) -> float | None:
-    """The difference of the two runs in the real loop; None where one is missing."""
-    sides = [
-        (side, real_key(SETTINGS[side.setting].cell(side.rule, REAL_SEED)))
-        for side in (test.first, test.second)
-    ]
-    if not all(key in records for _, key in sides):
-        return None
-    first, second = (side.outcome(records[key]) for side, key in sides)
-    return first - second
+    """Return the difference of the test's two runs in the real loop; None if one is missing."""
+    outcomes = []
+    for side in (test.first, test.second):
+        key = real_key(SETTINGS[side.setting].cell(side.rule, REAL_SEED))
+        if key not in records:
+            return None
+        outcomes.append(side.outcome(records[key]))
+    return outcomes[0] - outcomes[1]
 
 
 def count_text(count: int | None) -> str:
-    """A number of seeds."""
+    """Return a number of seeds as text; None is above ``MOST_PAIRS``."""
     return f"> {MOST_PAIRS:,}" if count is None else str(count)
 
 
 def p_text(p: float) -> str:
-    """Two digits, and no more zeros than are needed."""
+    """Return a p value as text with two digits."""
     return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 def whole_gap(record: Record) -> float:
-    """mean |pi - mu| of all of the steps' mini-batches."""
+    """Return the mean |pi - mu| of all mini-batches."""
     return float(np.mean(record[names.GAP]))
 
 
 def gaps_of(setting: str, records: Mapping[str, Record]) -> tuple[list[float], list[float]]:
-    """``first_gap`` and ``whole_gap``, means over the runs in the lab, and in the real loop; empty without any."""
-    cells = [SETTINGS[setting].cell(r, s) for r in rules_by_setting()[setting] for s in SEEDS]
-    lab = [records[c.key] for c in cells if c.key in records]
-    real = [records[real_key(c)] for c in cells if real_key(c) in records]
-    of_lab, of_real = (
-        [float(np.mean([gap(run) for run in runs])) for gap in (first_gap, whole_gap) if runs]
-        for runs in (lab, real)
-    )
-    return of_lab, of_real
+    """Return the mean ``first_gap`` and ``whole_gap`` of the setting's runs: in the lab, and in the real loop.
+
+    A list is empty if there are no runs.
+    """
+    lab_runs: list[Record] = []
+    real_runs: list[Record] = []
+    for rule, seed in itertools.product(rules_by_setting()[setting], SEEDS):
+        cell = SETTINGS[setting].cell(rule, seed)
+        if cell.key in records:
+            lab_runs.append(records[cell.key])
+        if real_key(cell) in records:
+            real_runs.append(records[real_key(cell)])
+    return _mean_gaps(lab_runs), _mean_gaps(real_runs)
+
+
+def _mean_gaps(runs: Sequence[Record]) -> list[float]:
+    if not runs:
+        return []
+    return [float(np.mean([gap(run) for run in runs])) for gap in (first_gap, whole_gap)]
 
 
 def is_comparable(setting: str, records: Mapping[str, Record]) -> bool:
-    """Whether the real loop's mismatch is near the lab's, as far as both are known."""
-    return not any(map(_far, *gaps_of(setting, records)))
+    """Return whether the mismatch in the real loop is near that in the lab; True if one of them is unknown."""
+    lab_gaps, real_gaps = gaps_of(setting, records)
+    # A list without gaps has no pairs.
+    return not any(_is_far(lab, real) for lab, real in zip(lab_gaps, real_gaps, strict=False))
 
 
 def settings_table(records: Mapping[str, Record]) -> list[str]:
-    """The settings, each with the mismatch that its runs measured, in the lab and in the real loop."""
+    """Return the table of the settings, with the mismatch that their runs measured in the lab and in the real loop."""
     lines = [
         "Mean \\|pi - mu\\| of a step's first mini-batch, which the step has not yet moved, and of all four: in the "
         "lab, of all runs; then in the real loop, of its runs. A verdict is of the lab's mismatch: where the real "
@@ -334,13 +368,8 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
         if not rules:
             continue
         setting = SETTINGS[name]
-        columns = [
-            text
-            for gaps in gaps_of(name, records)
-            for text in (
-                ["not kept" if math.isnan(x) else f"{x:.1e}" for x in gaps] or ["not run", ""]
-            )
-        ]
+        lab_gaps, real_gaps = gaps_of(name, records)
+        columns = [*_gap_texts(lab_gaps), *_gap_texts(real_gaps)]
         if not is_comparable(name, records):
             columns[3] += ", not comparable"
         changes = ", ".join(f"`{c}`" for c in setting.changes)
@@ -350,34 +379,40 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
     return [*lines, ""]
 
 
-def _far(lab: float, real: float) -> bool:
-    """Whether they differ by more than ``COMPARABLE`` times; not where both are a float32's rounding."""
+def _gap_texts(gaps: Sequence[float]) -> list[str]:
+    if not gaps:
+        return ["not run", ""]
+    return ["not kept" if math.isnan(gap) else f"{gap:.1e}" for gap in gaps]
+
+
+def _is_far(lab: float, real: float) -> bool:
+    """Return whether the gaps differ by more than ``COMPARABLE`` times, and not only by rounding errors."""
     low, high = sorted((lab, real))
     return high > ROUNDING and high > COMPARABLE * low
 
 
 def _cell(text: str) -> str:
-    """In a table of Markdown."""
+    """Return ``text`` for a cell of a Markdown table."""
     return text.replace("|", r"\|")
 
 
 def tests_table(claim: Claim, verdict: Verdict, records: Mapping[str, Record]) -> list[str]:
-    """Each test of the claim, the primary one first: p two-sided, of the side that the mean leans to."""
+    """Return the table of the claim's tests, the primary test first, with the p values of ``ComparisonResult``."""
     rows = [
         "| difference | mean | 95% interval | spread of pairs | claimed | p, Student | p, sign flips | finding at 5% "
         "| seeds to decide at 5% | real loop, one pair |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for test, result in zip(claim.tests, verdict.results, strict=True):
-        d = result.difference
+        difference = result.difference
         to_decide = ""
         if result.finding is Finding.OPEN:
-            to_decide = count_text(test.pairs_to_decide(d.mean, result.deviation))
+            to_decide = count_text(test.pairs_to_decide(difference.mean, result.deviation))
         real = in_real_loop(test, records)
         cells = [
             f"{test.first} less {test.second}",
-            f"{d.mean:+.3f}",
-            _interval(d),
+            f"{difference.mean:+.3f}",
+            _interval(difference),
             f"{result.deviation:.3f}",
             "above 0" if test.margin is None else f"within {test.margin:g} of 0",
             p_text(result.p),
@@ -391,21 +426,23 @@ def tests_table(claim: Claim, verdict: Verdict, records: Mapping[str, Record]) -
 
 
 def all_rules(records: Mapping[str, Record]) -> list[str]:
-    """Every rule side by side, in each setting, of the seeds that it has."""
+    """Return the table of every rule in each setting, by final reward."""
     lines = []
     for setting, rules in sorted(rules_by_setting().items()):
-        runs_of = {
-            rule: {s: records[key] for s in SEEDS if (key := Side(setting, rule).key(s)) in records}
-            for rule in rules
-        }
-        ends_of = {r: {s: final(run) for s, run in runs.items()} for r, runs in runs_of.items()}
-        ranked = sorted((r for r in rules if ends_of[r]), key=lambda r: -_average(ends_of[r]))
-        for rule in ranked:
-            ends = ends_of[rule]
-            lost = {s: loss_of_best(run) for s, run in runs_of[rule].items()}
+        finals: dict[str, dict[int, float]] = {}
+        losses: dict[str, dict[int, float]] = {}
+        for rule in rules:
+            runs = _runs_by_seed(setting, rule, records)
+            if runs:
+                finals[rule] = {seed: final(run) for seed, run in runs.items()}
+                losses[rule] = {seed: loss_of_best(run) for seed, run in runs.items()}
+        averages = {rule: _average(rewards) for rule, rewards in finals.items()}
+        for rule in sorted(averages, key=averages.__getitem__, reverse=True):
+            rewards = finals[rule]
             lines.append(
-                f"| {setting} | {marked(rule)} | {len(ends)} | {_average(ends):.3f} | {min(ends.values()):.3f} to "
-                f"{max(ends.values()):.3f} | {_average(lost):.3f} | {_beside(ends, ends_of.get(TV, {}))} |"
+                f"| {setting} | {marked(rule)} | {len(rewards)} | {averages[rule]:.3f} "
+                f"| {min(rewards.values()):.3f} to {max(rewards.values()):.3f} "
+                f"| {_average(losses[rule]):.3f} | {_difference_text(rewards, finals.get(TV, {}))} |"
             )
     if not lines:
         return []
@@ -422,12 +459,12 @@ def all_rules(records: Mapping[str, Record]) -> list[str]:
 
 
 def marked(rule: str) -> str:
-    """``rule``, with a sign where its paper was not read."""
+    """Return ``rule``, with a mark if its paper was not read completely."""
     return f"{rule} †" if name_of(rule) in SECOND_HAND else rule
 
 
 def name_of(rule: str) -> str:
-    """The algorithm of a rule with options."""
+    """Return the algorithm of a rule with options."""
     return rule.split(maxsplit=1)[0]
 
 
@@ -435,24 +472,38 @@ def _average(values: Mapping[int, float]) -> float:
     return float(np.mean(list(values.values())))
 
 
-def _beside(ends: Mapping[int, float], others: Mapping[int, float]) -> str:
-    differences = [end - others[seed] for seed, end in ends.items() if seed in others]
-    if len(differences) < 2 or ends == others:
+def _difference_text(rewards: Mapping[int, float], reference: Mapping[int, float]) -> str:
+    """Return the mean difference of two rules over the seeds that both have, with its interval."""
+    differences = []
+    for seed, reward in rewards.items():
+        if seed in reference:
+            differences.append(reward - reference[seed])
+    if len(differences) < 2 or rewards == reference:
         return ""
-    d = Difference.of(differences)
-    return f"{d.mean:+.3f} ({_interval(d)})"
+    difference = Difference.of(differences)
+    return f"{difference.mean:+.3f} ({_interval(difference)})"
+
+
+def _runs_by_seed(setting: str, rule: str, records: Mapping[str, Record]) -> dict[int, Record]:
+    runs = {}
+    for seed in SEEDS:
+        key = Side(setting, rule).key(seed)
+        if key in records:
+            runs[seed] = records[key]
+    return runs
 
 
 def rules_by_setting() -> dict[str, list[str]]:
-    """The rules of the claims and the others, by setting."""
+    """Return the rules of the claims and the surveys, by setting, each once."""
     rules: dict[str, dict[str, None]] = {name: {} for name in SETTINGS}
-    for side in (side for claim in CLAIMS for side in claim.sides):
-        rules[side.setting][side.rule] = None
+    for claim in CLAIMS:
+        for side in claim.sides:
+            rules[side.setting][side.rule] = None
     for survey in SURVEYS:
         for setting in survey.settings:
             rules[setting] |= dict.fromkeys(survey.rules)
-    return {name: list(of) for name, of in rules.items()}
+    return {setting: list(rules_of_setting) for setting, rules_of_setting in rules.items()}
 
 
-def _interval(d: Difference) -> str:
-    return f"{d.low:+.3f} to {d.high:+.3f}"
+def _interval(difference: Difference) -> str:
+    return f"{difference.low:+.3f} to {difference.high:+.3f}"

@@ -4,8 +4,8 @@ and page.
     python -m examples.arena.fp8 [--lab | --real | --only-findings] [--processes 1]
 
 The claims and the numbers of seeds and steps below were in the repository before any reported run was made. Tests and
-verdicts are those of claims.py; Holm's family are the primary tests of this file. Runs are as short as the machine
-could carry: 24 steps show how a rule begins to learn, and no collapse that needs longer.
+verdicts are those of claims.py; Holm's family are the primary tests of this file. The machine was too slow for longer
+runs: 24 steps show how a rule begins to learn, but not a collapse that needs longer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ REAL_SIDES = (("w8a8", TV), ("w8a8-r3", TV), ("w8a8-unquantised", TV))
 
 
 def real_cells() -> list[Cell]:
-    """The runs in the real loop, all of one seed before the next."""
+    """Return the runs in the real loop, ordered by seed."""
     return [SETTINGS[name].cell(rule, seed) for seed in REAL_SEEDS for name, rule in REAL_SIDES]
 
 
@@ -129,7 +129,7 @@ came before, six steps with seed 100. All runs in the lab were made.
 
 
 def page_of(records: Mapping[str, Record]) -> str:
-    """``fp8.md``."""
+    """Return the text of ``fp8.md``."""
     found = verdicts(CLAIMS, records)
     lines = [
         INTRODUCTION,
@@ -162,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--lab", action="store_true", help="the runs in the lab alone")
     parts.add_argument("--real", action="store_true", help="the runs in the real loop alone")
-    parts.add_argument("--only-findings", action="store_true", help="draw what is there")
+    parts.add_argument(
+        "--only-findings", action="store_true", help="only write the page and its figure"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder of fp8.md")
     parser.add_argument(
         "--processes", type=int, default=1, help="runs at a time, of one core each (default: 1)"

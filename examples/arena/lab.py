@@ -1,14 +1,14 @@
-"""One run of the lab: learner, trainer, rules, packing, statistics and optimizer as they are in a run, in one process
-with a copy of the policy in the engine's place.
+"""One run of the lab, in one process.
 
-A run is the same bit for bit each time, whatever else the machine does. It claims nothing alone: the engine, the fleet
-and the weight updates, which it leaves out, are the real loop's.
+Learner, trainer, rules, packing, statistics and optimizer are those of the package. A copy of the policy takes the
+engine's place. A run is bitwise the same each time, whatever else the machine does. The lab has no engine, no fleet and
+no weight updates: real_loop.py makes runs with them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.learning import Learner, pack_mini_batch, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of, with_gap_named
 from megatron_dppo.loop.rollout_sources import RolloutBatch
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.model.gather_plan import buckets_in_turn, gather_plan
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.step import StatsSpec
@@ -41,9 +41,9 @@ CONFIG = Path(__file__).with_name("config.yaml")
 
 
 class Lab:
-    """Everything a step needs. One for each process: Megatron-Core's groups are the process's.
+    """Everything a step needs. A process can have only one lab, because Megatron-Core's groups are global.
 
-    ``batch``: the last step's, as a run's file holds it with ``rollout.save``. ``version``: of the trainer's weights.
+    ``batch``: batch of the last step, as ``rollout.save`` would write it. ``version``: version of the weights.
     """
 
     def __init__(self, config: TrainConfig, task: Task, mismatch: Mismatch) -> None:
@@ -68,12 +68,12 @@ class Lab:
         self._buckets = buckets_in_turn({0: list(sources)}, 1 << 30, 4)
 
     def step(self) -> dict[str, float]:
-        """Sample a batch and train on it; its metrics."""
+        """Sample a batch and train on it; return its metrics."""
         age = self._copy.update(self.weights())
         trajectories = self._rollout(self.version - age)
         outlines = [Outline.of(t) for t in trajectories]
         figures = generated_figures(rows_of(outlines, self.config.rollout.group_size))
-        figures[names.STALENESS_MAX] = age
+        figures[metric_names.STALENESS_MAX] = age
         batch = RolloutBatch(outlines, dict(enumerate(trajectories)), figures, {})
         learned = self.learner.learn(self.learner.plan(batch))
         columns = self.learner.loss_columns
@@ -82,7 +82,7 @@ class Lab:
         return {**figures, **with_gap_named(learned, figures)}
 
     def mismatch(self) -> dict[str, list[float]]:
-        """``RATIO_ERROR`` and ``PROB_ERROR`` of a fresh batch, at the weights that the trainer has now."""
+        """Return ``RATIO_ERROR`` and ``PROB_ERROR`` of a new batch, at the trainer's present weights."""
         age = self._copy.update(self.weights())
         batch = dict(enumerate(self._rollout(self.version - age)))
         config, layout = self.config, self.learner.layout
@@ -97,15 +97,17 @@ class Lab:
             layout,
         )
         packed = pack_mini_batch(batch, plan, layout, config.algorithm, forms_of([*batch.values()]))
-        log_pi = self.trainer.log_probs(packed.micro_batches)
-        pi, mu = (
-            torch.cat([x[b.loss_mask] for x, b in zip(xs, packed.micro_batches, strict=True)]).exp()
-            for xs in (log_pi, [b.column("rollout_log_probs") for b in packed.micro_batches])
-        )
-        return errors_by_mu(pi, mu)
+        log_pi: list[Tensor] = []
+        log_mu: list[Tensor] = []
+        log_probs = self.trainer.log_probs(packed.micro_batches)
+        for values, micro_batch in zip(log_probs, packed.micro_batches, strict=True):
+            is_sampled = micro_batch.loss_mask
+            log_pi.append(values[is_sampled])
+            log_mu.append(micro_batch.column("rollout_log_probs")[is_sampled])
+        return errors_by_mu(torch.cat(log_pi).exp(), torch.cat(log_mu).exp())
 
     def weights(self) -> dict[str, Tensor]:
-        """The trainer's, by their names in a checkpoint."""
+        """Return the trainer's weights by their names in a checkpoint."""
         gathered = gather(self._buckets, 0, self.trainer.weights())
         return {name: tensor for bucket in gathered for name, tensor in bucket.tensors}
 
@@ -154,7 +156,8 @@ def _trajectory(
 
 
 def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainConfig:
-    """The lab's recipe for ``task``; ``changes``: in the form ``key.path=value``."""
+    """Return the lab's configuration for ``task``. ``changes``: overrides, in the form ``key.path=value``."""
+    # The lab reads no data files, but a configuration needs data.train.
     placed = [f"model.hf_checkpoint={task.checkpoint}", f"data.train={CONFIG}"]
     engine = [f"rollout.router_replay={str(mismatch.replays).lower()}"]
     if mismatch.blocks:
@@ -163,41 +166,45 @@ def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainC
 
 
 RATIO_ERROR, PROB_ERROR = "mismatch/ratio_error_by_mu", "mismatch/prob_error_by_mu"
-"""Means of |pi / mu - 1| and |pi - mu| of sampled tokens under the trainer's last weights, with mu below each of
-``MU_BOUNDS`` and not below the one before; NaN: none."""
+"""Means of |pi / mu - 1| and |pi - mu| of sampled tokens under the trainer's last weights.
+
+There is one mean for each of ``MU_BOUNDS``: of the tokens with mu below this bound and not below the bound before it.
+It is NaN if there is no such token.
+"""
 MU_BOUNDS = (0.01, 0.1, 0.5, 0.9, 1.0 + 1e-6)
 
 
 def errors_by_mu(pi: Tensor, mu: Tensor) -> dict[str, list[float]]:
-    """``RATIO_ERROR`` and ``PROB_ERROR`` of sampled tokens with these probabilities."""
+    """Return ``RATIO_ERROR`` and ``PROB_ERROR`` of sampled tokens with the probabilities ``pi`` and ``mu``."""
     bins = torch.bucketize(mu, torch.tensor(MU_BOUNDS), right=True)
-    return {
-        name: [float(error[bins == i].mean()) for i in range(len(MU_BOUNDS))]
-        for name, error in ((RATIO_ERROR, (pi / mu - 1).abs()), (PROB_ERROR, (pi - mu).abs()))
-    }
+    errors = {RATIO_ERROR: (pi / mu - 1).abs(), PROB_ERROR: (pi - mu).abs()}
+    means: dict[str, list[float]] = {}
+    for name, error in errors.items():
+        means[name] = [float(error[bins == i].mean()) for i in range(len(MU_BOUNDS))]
+    return means
 
 
 KEPT = (
-    names.REWARD,
-    names.ENTROPY,
-    names.GAP,
-    names.GAP_ON_POLICY,
-    names.GAP_STALE,
-    names.STALENESS_MAX,
-    names.RATIO_MAX,
-    names.BAD_UPDATE,
-    names.MASKED_POSITIVE,
-    names.MASKED_NEGATIVE,
-    names.ROUTING_AGREEMENT_FIRST,
-    names.RESPONSE_LENGTH,
-    names.GRAD_NORM,
+    metric_names.REWARD,
+    metric_names.ENTROPY,
+    metric_names.GAP,
+    metric_names.GAP_ON_POLICY,
+    metric_names.GAP_STALE,
+    metric_names.STALENESS_MAX,
+    metric_names.RATIO_MAX,
+    metric_names.BAD_UPDATE,
+    metric_names.MASKED_POSITIVE,
+    metric_names.MASKED_NEGATIVE,
+    metric_names.ROUTING_AGREEMENT_FIRST,
+    metric_names.RESPONSE_LENGTH,
+    metric_names.GRAD_NORM,
 )
-"""What is kept of each step; figures and verdicts are made of nothing else."""
+"""Metrics that are kept of each step. Figures and verdicts use nothing else."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``changes``: to the lab's recipe, in the form ``key.path=value``."""
+    """One run. ``changes``: overrides of the lab's configuration, in the form ``key.path=value``."""
 
     task: str
     mismatch: str
@@ -207,24 +214,35 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The name of the run among all, of which the rule's reading is a part."""
+        """The run's unique name. It has the rule's reading (readings.py) after ``@``."""
         rule = "-".join([self.algorithm, *(_last_word(c) for c in self.changes)])
         reading = reading_of(self.algorithm, self.changes)
         return "/".join([self.task, self.mismatch, f"{rule}@{reading}", str(self.seed)])
 
 
 def _last_word(change: str) -> str:
-    """``tv_threshold=0.1`` of ``algorithm.options.tv_threshold=0.1``: a value may hold points of its own."""
+    """Return ``tv_threshold=0.1`` of ``algorithm.options.tv_threshold=0.1``. The value itself may contain points."""
     path, equals, value = change.partition("=")
     return path.rpartition(".")[2] + equals + value
 
 
 def run(cell: Cell) -> dict[str, list[float]]:
-    """Train; what is kept, by metric, a value for each step (NaN: none). In a process of its own."""
+    """Train, and return the values of each kept metric, one for each step; NaN for a step without the metric.
+
+    Call it in a process of its own: see Lab.
+    """
     torch.set_num_threads(1)
     task, mismatch = TASKS[cell.task](), MISMATCHES[cell.mismatch]
     changes = [*cell.changes, f"algorithm.name={cell.algorithm}", f"run.seed={cell.seed}"]
     lab = Lab(configured(task, mismatch, changes), task, mismatch)
     steps = [lab.step() for _ in range(lab.config.run.steps)]
-    values = {name: [s.get(name, math.nan) for s in steps] for name in KEPT} | lab.mismatch()
-    return {name: [float(f"{x:.5g}") for x in of] for name, of in values.items()}
+    values = {name: [step.get(name, math.nan) for step in steps] for name in KEPT}
+    return rounded(values | lab.mismatch())
+
+
+def rounded(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Return the values with five digits."""
+    rounded_values: dict[str, list[float]] = {}
+    for name, numbers in values.items():
+        rounded_values[name] = [float(f"{x:.5g}") for x in numbers]
+    return rounded_values

@@ -13,22 +13,28 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def int4(matrix: Tensor, group: int = 16) -> Tensor:
-    """The nearest of the 15 symmetric levels, with one scale for each ``group`` of a row."""
+    """Round each value to the nearest of 15 levels: -7 to 7 times a scale of its ``group`` values in a row."""
     groups = matrix.reshape(*matrix.shape[:-1], -1, group)
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
-    return ((groups / scale).round().clamp(-7, 7) * scale).reshape(matrix.shape)
+    levels = (groups / scale).round().clamp(-7, 7)
+    return (levels * scale).reshape(matrix.shape)
 
 
 @dataclass(frozen=True)
 class Mismatch:
     """How the engine, or the copy of the policy in its place, differs from the trainer.
 
-    ``rounding``: of its matrices. ``age``: batches by which its weights are older. ``activations``: what linear layers
-    and the embedding give is rounded to bfloat16 too; norms, router and experts compute in float32. ``flips``: share
-    of (token, layer) whose last expert is replaced by the next best one. ``replays``: the trainer takes the engine's
-    routing (R3). ``cache``: of the keys and values that decoding reads again, token by token; the trainer's pass over
-    the whole response stores none. ``blocks``: linear layers and experts are block FP8, as with
-    ``engine.quantization: fp8``: matrices by 128 x 128, what they read by 1 x 128; all else is in float32.
+    Attributes:
+        rounding: rounds the engine's matrices.
+        age: number of batches by which the engine's weights are older.
+        activations: whether the outputs of linear layers and of the embedding are rounded to bfloat16. Norms, router
+            and experts compute in float32.
+        flips: share of (token, layer) whose last expert is replaced by the next best one.
+        replays: whether the trainer uses the engine's routing (R3).
+        cache: rounds the keys and values that decoding reads again, token by token. The trainer has no such cache,
+            because it computes a whole response in one pass.
+        blocks: whether linear layers and experts are block FP8, as with ``engine.quantization: fp8``: matrices in
+            blocks of 128 x 128, and their inputs in blocks of 1 x 128. All else is in float32.
     """
 
     rounding: Rounding | None = None

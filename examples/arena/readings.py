@@ -1,13 +1,13 @@
 """The reading of a rule: a short name of the gradients that its loss gives to fixed tokens.
 
-A run's key holds it (``lab.Cell.key``), so that what was run by another reading of a rule, with another formula, anchor
-or number, is not taken for a run of the rule as it is now. A function that computes the same under another name is the
-same reading.
+A run's key has the reading (``lab.Cell.key``). A run that was made when the rule had another formula, anchor or number
+thus has another key, and is not taken for a run of the present rule. Two functions with equal gradients have the same
+reading.
 
-The names of kept runs' readings stand with their gradients in ``readings.json.gz``, because processors round
-differently: gradients within ``TOLERANCE`` have the stored name. Other gradients are named by a hash of their digits.
+``readings.json.gz`` has the readings of kept runs with their gradients, because processors round differently: gradients
+within ``TOLERANCE`` of stored ones have the stored name. Other gradients are named by a hash of their digits.
 
-    python -m examples.arena.readings     stores the readings of all registered runs that are not stored yet
+    python -m examples.arena.readings     # store the readings of all registered runs that are not stored yet
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ STORED = Path(__file__).with_name("readings.json.gz")
 TOLERANCE = 1e-4
 """Largest relative difference of two gradients of the same reading."""
 _ROUNDING = 1e-12
-"""Gradients below it are what rounding leaves of sums that cancel."""
-_NOISE, _NOISY_PASSES = 1e-13, 256
+"""Smaller gradients are rounding errors of sums that cancel."""
+_NOISE = 1e-13
+"""Relative size of the noise that stands for another processor's rounding."""
+_NOISY_PASSES = 256
 
 
 def reading_of(algorithm: str, changes: Sequence[str] = ()) -> str:
-    """The reading of ``algorithm`` with the options among ``changes``, of the form ``algorithm.options.x=1``."""
+    """Return the reading of ``algorithm`` with the options among ``changes``, such as ``algorithm.options.x=1``."""
     return _reading(algorithm, options_of(changes))
 
 
 def options_of(changes: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The algorithm's options among ``changes``: (name, value)."""
-    options = (c.removeprefix(OPTION).partition("=") for c in changes if c.startswith(OPTION))
-    return tuple((name, value) for name, _, value in options)
+    """Return the algorithm's options among ``changes``: (name, value)."""
+    options = []
+    for change in changes:
+        if change.startswith(OPTION):
+            name, _, value = change.removeprefix(OPTION).partition("=")
+            options.append((name, value))
+    return tuple(options)
 
 
 @functools.cache
@@ -61,20 +67,20 @@ def _reading(algorithm: str, options: tuple[tuple[str, str], ...]) -> str:
 def flat_gradients(
     algorithm: str, options: tuple[tuple[str, str], ...], noise: int | None = None
 ) -> np.ndarray:
-    """The gradients of ``gradients_of`` in one row, float64."""
+    """Return the gradients of ``gradients_of`` in one row, float64."""
     numbers = {name: float(value) for name, value in options}
     gradients = gradients_of(build_algorithm(algorithm, numbers), noise)
     return torch.cat([gradient.flatten() for gradient in gradients]).numpy()
 
 
 def hash_of(values: np.ndarray) -> str:
-    """A hash of the gradients' first three digits."""
+    """Return a hash of the gradients' first three digits."""
     text = " ".join(f"{x:.2e}" for x in values.tolist())
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 def is_same_reading(values: np.ndarray, stored: np.ndarray) -> bool:
-    """Whether ``values`` are the gradients of a stored reading, which has NaN where rounding decides."""
+    """Return whether ``values`` are the gradients ``stored``, which have NaN where they depend on rounding."""
     if values.shape != stored.shape:
         return False
     is_close = np.isclose(values, stored, rtol=TOLERANCE, atol=_ROUNDING)
@@ -83,14 +89,14 @@ def is_same_reading(values: np.ndarray, stored: np.ndarray) -> bool:
 
 @functools.cache
 def _stored() -> Mapping[str, np.ndarray]:
-    """The gradients of the stored readings, by name."""
+    """Return the gradients of the stored readings, by name."""
     with gzip.open(STORED, "rt", encoding="utf-8") as file:
         rows = json.load(file)
     return {name: np.array(row, dtype=float) for name, row in rows.items()}
 
 
 def stable_gradients(algorithm: str, options: tuple[tuple[str, str], ...]) -> np.ndarray:
-    """The gradients of a rule with NaN in the place of those that noise of the size of rounding changes."""
+    """Return the gradients of a rule; NaN for those that noise of the size of rounding errors changes."""
     values = flat_gradients(algorithm, options)
     for seed in range(_NOISY_PASSES):
         noisy = flat_gradients(algorithm, options, noise=seed)
@@ -100,18 +106,24 @@ def stable_gradients(algorithm: str, options: tuple[tuple[str, str], ...]) -> np
 
 
 def gradients_of(algorithm: Algorithm, noise: int | None = None) -> list[Tensor]:
-    """Of the loss of ``fixed_tokens``, by log pi of the sampled token and, where the rule centers, of TopK(mu)."""
+    """Return the gradients of the loss of ``fixed_tokens``.
+
+    They are gradients by log pi of the sampled tokens and, for rules that use them, of the Top-K tokens.
+    """
     inputs, leaves = fixed_tokens(algorithm, noise)
     loss = policy_loss(algorithm, inputs).loss
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [g.detach() for g in gradients if g is not None]
+    return [gradient.detach() for gradient in gradients if gradient is not None]
 
 
 def fixed_tokens(
     algorithm: Algorithm, noise: int | None = None
 ) -> tuple[TokenInputs, list[Tensor]]:
-    """Tokens of ``RESPONSES`` responses whose policies lie from hardly to far apart, and the tensors whose gradient the
-    loss gives: what ``algorithm`` reads of them, float64. ``noise``: seed of relative noise of the size of rounding."""
+    """Return the inputs of ``algorithm`` for ``RESPONSES`` responses, float64, and the tensors to differentiate by.
+
+    From the first to the last response, pi and mu differ more and more. ``noise``: seed of relative noise of the size
+    of rounding errors; None: no noise.
+    """
     mu, recomputed, pi = _policies()
     if noise is not None:
         generator = torch.Generator().manual_seed(noise)
@@ -122,23 +134,28 @@ def fixed_tokens(
     count = RESPONSES * LENGTH
     responses = torch.arange(count) // LENGTH
     sampled = (torch.arange(count) * 7) % WORDS
-    # Likely and unlikely words in turn: where a ratio and a divergence differ.
-    likely = torch.arange(count) % 2 == 0
-    sampled = torch.where(likely, mu.argmax(-1), sampled)
-    log_pi, log_mu, log_recomputed = (p.gather(1, sampled[:, None])[:, 0] for p in (pi, mu, recomputed))  # fmt: skip
+    # Every second token is the likeliest word, the other ones are mostly rare: ratio and divergence differ most there.
+    is_likely = torch.arange(count) % 2 == 0
+    sampled = torch.where(is_likely, mu.argmax(-1), sampled)
+    log_pi = pi.gather(1, sampled[:, None])[:, 0]
+    log_mu = mu.gather(1, sampled[:, None])[:, 0]
+    log_recomputed = recomputed.gather(1, sampled[:, None])[:, 0]
     log_pi = log_pi.requires_grad_()
     advantages = torch.where((responses + responses // 3) % 2 == 0, 0.5, -0.5).double()
     anchor = recomputed if algorithm.needs_recomputed_distribution else mu
-    kept = WORDS if algorithm.preset.whole_vocabulary else algorithm.topk or WORDS
-    ids = anchor.topk(kept).indices
-    is_new = ~(ids == sampled[:, None]).any(1, keepdim=True)
-    topk_pi, topk_anchor = (p.gather(1, ids) for p in (pi, anchor))
-    topk_pi = topk_pi.requires_grad_()
-    valid = torch.cat([torch.ones_like(ids, dtype=torch.bool), is_new], 1)
+    topk = algorithm.topk or WORDS
+    if algorithm.preset.whole_vocabulary:
+        topk = WORDS
+    ids = anchor.topk(topk).indices
+    topk_pi = pi.gather(1, ids).requires_grad_()
+    topk_anchor = anchor.gather(1, ids)
+    # The sampled token follows the Top-K tokens. It is valid there only if it is not one of them.
+    is_sampled_new = ~(ids == sampled[:, None]).any(1, keepdim=True)
+    valid = torch.cat([torch.ones_like(ids, dtype=torch.bool), is_sampled_new], 1)
     bound = None
     if algorithm.step_bound is not None:
-        found = algorithm.step_bound(log_pi.detach() - log_mu, advantages, lambda sums: sums)
-        bound = torch.full_like(log_mu, found)
+        step_bound = algorithm.step_bound(log_pi.detach() - log_mu, advantages, _local_sums)
+        bound = torch.full_like(log_mu, step_bound)
     inputs = TokenInputs(
         log_probs=log_pi,
         rollout_log_probs=log_mu,
@@ -156,24 +173,28 @@ def fixed_tokens(
     return inputs, [log_pi, topk_pi]
 
 
+def _local_sums(sums: Tensor) -> Tensor:
+    """Return ``sums``: there is one process, so they are the sums over all ranks."""
+    return sums
+
+
 def _policies() -> tuple[Tensor, Tensor, Tensor]:
-    """log mu, log of the recomputed policy, log pi: [tokens, words], float64, the same on every machine."""
+    """Return log mu, the log of the recomputed policy, and log pi: [tokens, words], float64, equal on every machine."""
     tokens = torch.arange(RESPONSES * LENGTH, dtype=torch.float64)[:, None]
     words = torch.arange(WORDS, dtype=torch.float64)[None]
-    # From flat to peaked within each response.
+    # Within each response, the distributions become more and more peaked.
     sharpness = 0.5 + 4 * (tokens % LENGTH)
     logits = sharpness * (
         torch.cos(tokens * 0.7 + words * 1.3) + torch.cos(tokens * 1.9 - words * 0.6)
     )
     # The first responses are nearly on policy, the last ones far from it.
     distance = 6 * (((tokens // LENGTH) + 1) / RESPONSES) ** 2
-    of_engine = 0.4 * distance * torch.cos(tokens * 2.3 + words * 2.9)
-    of_step = distance * torch.cos(tokens * 1.1 + words * 3.7)
-    return (
-        logits.log_softmax(-1),
-        (logits + of_engine).log_softmax(-1),
-        (logits + of_engine + of_step).log_softmax(-1),
-    )
+    engine_error = 0.4 * distance * torch.cos(tokens * 2.3 + words * 2.9)
+    step_change = distance * torch.cos(tokens * 1.1 + words * 3.7)
+    log_mu = logits.log_softmax(-1)
+    log_recomputed = (logits + engine_error).log_softmax(-1)
+    log_pi = (logits + engine_error + step_change).log_softmax(-1)
+    return log_mu, log_recomputed, log_pi
 
 
 def store(rows: Mapping[str, np.ndarray]) -> None:

@@ -1,8 +1,8 @@
 """The arena's runs in the real loop: an SGLang server samples, its weights are updated, rewards have their processes.
 
-Each mismatch of the lab's claims is here too. Staleness is the loop's own, up to as many batches as the lab's; rounded
-weights and other routing are the server's, whose models ``engine_models`` changes. The words of ``rare`` and ``long``
-are ``w0``, ``w1``, ...
+Each mismatch of the lab's claims exists here too. Stale batches come from the loop's own setting, with the lab's age as
+the limit. Rounded weights and changed routing come from the server, whose models ``engine_models`` changes. The words
+of the tasks ``rare`` and ``long`` are ``w0``, ``w1``, ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.arena.claims import Record
-from examples.arena.lab import KEPT, Cell, errors_by_mu
+from examples.arena.lab import KEPT, Cell, errors_by_mu, rounded
 from examples.arena.mismatches import MISMATCHES, Mismatch
 from examples.arena.tasks import TASKS, Task, share_before_error, share_of_topic
 from megatron_dppo.config.loading import load_config
@@ -31,25 +31,27 @@ from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records
 
 CONFIG = Path(__file__).with_name("real.yaml")
 RUNS = Path("runs/arena/real")
-SEED, SEEN = 1, 8
+SEED = 1
+MEASURED_STEPS = 8
+"""Number of last steps whose mismatch is measured."""
 ENGINE_MODELS = "examples.arena.engine_models"
 
 
 def real_key(cell: Cell) -> str:
-    """Names the run among those of the lab."""
+    """Return the key of the run in a file that also has the lab's runs."""
     return f"real/{cell.key}"
 
 
 def run(cell: Cell) -> Record:
-    """Train in the real loop; what is kept, as of a run of the lab.
+    """Train in the real loop; return the metrics that the lab keeps of a run.
 
-    Raises RuntimeError where the run fails, with the end of what it said.
+    Raises RuntimeError, with the end of the run's output, if the run fails.
     """
     mismatch = MISMATCHES[cell.mismatch]
     directory = RUNS / cell.key.replace("/", "_")
     overrides = [
         f"run.directory={directory}",
-        # What a run that failed has left is not gone on with: staleness would begin anew.
+        # Do not resume a failed run: its stale batches would be lost, so the staleness would begin at 0 again.
         "run.resume=never",
         f"run.seed={cell.seed}",
         f"algorithm.name={cell.algorithm}",
@@ -62,23 +64,31 @@ def run(cell: Cell) -> Record:
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{directory}: exit code {done.returncode}\n{done.stdout[-4000:]}")
-    steps = [r for r in read_records(directory) if r["step"]]
-    values = {name: [math.nan if (x := s.get(name)) is None else x for s in steps] for name in KEPT}
+    # Step 0 is the evaluation before the training.
+    records = [record for record in read_records(directory) if record["step"]]
+    values: dict[str, list[float]] = {}
+    for name in KEPT:
+        numbers = [record.get(name) for record in records]
+        values[name] = [math.nan if number is None else number for number in numbers]
     if changes_engine(mismatch):
-        values |= _mismatch(directory, len(steps))
-    # A run of the same name starts anew; what it weighs is not kept.
+        values |= _mismatch(directory, len(records))
+    # Remove the large folders: only the metrics are kept.
     for folder in (ROLLOUTS_FOLDER, "checkpoints"):
         shutil.rmtree(directory / folder, ignore_errors=True)
-    return {name: [float(f"{x:.5g}") for x in of] for name, of in values.items()}
+    return rounded(values)
 
 
 def _mismatch(directory: Path, last: int) -> dict[str, list[float]]:
-    """``errors_by_mu`` of the first mini-batches, which their step had not moved yet, of the ``SEEN`` last steps."""
+    """Return ``errors_by_mu`` of the first mini-batches of the last ``MEASURED_STEPS`` steps.
+
+    The weights of the first mini-batch are those before the step. ``last``: number of the last step.
+    """
     config = load_config(directory / "config.yaml")
-    first = config.training.prompts_per_mini_batch * config.rollout.group_size
-    pi, mu = [], []
-    for step in range(max(1, last - SEEN + 1), last + 1):
-        batch = load_batch(directory / ROLLOUTS_FOLDER, step)[:first]
+    size = config.training.prompts_per_mini_batch * config.rollout.group_size
+    pi = []
+    mu = []
+    for step in range(max(1, last - MEASURED_STEPS + 1), last + 1):
+        batch = load_batch(directory / ROLLOUTS_FOLDER, step)[:size]
         seen = SeenStep.of(batch, config.algorithm).inputs
         pi.append(seen.log_probs.exp())
         mu.append(seen.rollout_log_probs.exp())
@@ -86,35 +96,35 @@ def _mismatch(directory: Path, last: int) -> dict[str, list[float]]:
 
 
 def changes_engine(mismatch: Mismatch) -> bool:
-    """Whether the server computes otherwise than the trainer. Raises ValueError for what only the lab's copy can do."""
+    """Return whether the server's computation is changed. Raises ValueError for a mismatch that only the lab has."""
     if mismatch.activations or mismatch.cache is not None:
         raise ValueError(f"{mismatch}: rounded activations and caches are the lab's alone")
     return mismatch.rounding is not None or mismatch.flips > 0 or mismatch.blocks
 
 
 def settings_of(mismatch: Mismatch) -> list[str]:
-    """Of the run, in the form ``key.path=value``."""
+    """Return the overrides of the run's configuration for ``mismatch``, in the form ``key.path=value``."""
     settings = [
         f"rollout.max_staleness={mismatch.age}",
         f"rollout.router_replay={str(mismatch.replays).lower()}",
     ]
     if changes_engine(mismatch):
-        # Of the batches the mismatch is measured at rare and at likely tokens.
+        # The errors at rare and at likely tokens are measured with the saved batches.
         settings.append("rollout.save=true")
     if mismatch.blocks:
         settings.append("engine.quantization=fp8")
     elif changes_engine(mismatch):
-        # The canary would stop the run for the mismatch.
+        # The canary would find the mismatch and stop the run.
         settings.append("weight_sync.canary_every=0")
     if mismatch.flips:
-        # Each pass over a prompt has flips of its own: a response that takes another's keys and values would have a
-        # first token of its own flips, and a recording of the other's.
+        # Each pass over a prompt draws its own flips. With a cache of prompts, a response would use the keys and values
+        # of another pass, and its recorded routing would be that of the other pass.
         settings.append("sglang.disable_radix_cache=true")
     return settings
 
 
 def engine_variables(name: str) -> dict[str, str]:
-    """Of the server's environment under the mismatch ``name``."""
+    """Return the variables of the server's environment for the mismatch ``name``."""
     mismatch = MISMATCHES[name]
     if not changes_engine(mismatch) or mismatch.blocks:
         return {}
@@ -125,7 +135,7 @@ def _task_changes(task: Task) -> list[str]:
     if task.name == "moe":
         return ["data.evaluation={}"]
     if task.name == "moe-wide":
-        # SGLang computes with FP8 weights in 16 bits only, and what stands beside it has the same dtype.
+        # SGLang computes with FP8 weights only in 16-bit models, so the trainer uses bfloat16 too.
         return [
             "data.evaluation={}",
             f"model.hf_checkpoint={task.checkpoint}",
@@ -142,7 +152,8 @@ def _task_changes(task: Task) -> list[str]:
         "data.evaluation={}",
         "data.apply_chat_template=false",
         f"reward.name=examples.arena.real_loop:reward_{task.name}",
-        "algorithm.truncated_responses=as-verified",  # all have the same number of tokens
+        # Every response is truncated: all have the same number of tokens.
+        "algorithm.truncated_responses=as-verified",
         "parallel.world_size=1",
         "parallel.expert=1",
         *task.settings,
@@ -150,8 +161,10 @@ def _task_changes(task: Task) -> list[str]:
 
 
 def write_words(task: Task, folder: Path) -> None:
-    """The task's checkpoint with a tokenizer, and its problems as text. No word ends a response: in the lab all have
-    the same number of tokens."""
+    """Write the task's checkpoint with a tokenizer, and its problems as text.
+
+    No word ends a response, because all responses of the task have the same number of tokens.
+    """
     staged = folder.with_suffix(".part")
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(task.checkpoint, staged)
@@ -160,7 +173,7 @@ def write_words(task: Task, folder: Path) -> None:
     size = json.loads((staged / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # Without special ones, which a response's text would leave out.
+    # The tokenizer has no special tokens: they would be missing in a response's text.
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(staged)
     rows = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in task.prompts.tolist()]
     (staged / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

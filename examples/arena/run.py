@@ -3,8 +3,8 @@
     python -m examples.arena.run [--quick] [--claim NAME ...] [--lab | --real | --only-findings] [--processes 2]
     python -m examples.arena.run --only-findings --results docs/evidence/findings/results.jsonl.gz --out docs/evidence
 
-Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
-runs of a claim come before those of the next, seed by seed; then each of the claims' runs is made once in the real
+Every run is one line of ``results.jsonl`` and is never made again, so an interrupted arena continues where it was. The
+runs are made claim by claim, and seed by seed within a claim. Then each rule of the claims is run once in the real
 loop, and at last the rules that no claim needs.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import multiprocessing
@@ -48,43 +49,42 @@ QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
 
 
 def cells_of(claims: Sequence[Claim]) -> list[Cell]:
-    """Each run once, in the order of claims and seeds."""
-    cells = {
-        cell.key: cell
-        for claim in claims
-        for seed in claim.seeds
-        for side in claim.sides
-        for cell in [SETTINGS[side.setting].cell(side.rule, seed)]
-    }
+    """Return each run of the claims once, in the order of claims and seeds."""
+    cells: dict[str, Cell] = {}
+    for claim in claims:
+        for seed in claim.seeds:
+            for side in claim.sides:
+                cell = SETTINGS[side.setting].cell(side.rule, seed)
+                cells[cell.key] = cell
     return list(cells.values())
 
 
-def others() -> list[Cell]:
-    """The runs that no claim needs, in the order of ``SURVEYS``, all rules at one seed before the next."""
-    of_claims = {cell.key for cell in cells_of(CLAIMS)}
-    cells = [
-        SETTINGS[setting].cell(rule, seed)
-        for survey in SURVEYS
-        for seed in survey.seeds
-        for setting in survey.settings
-        for rule in survey.rules
-    ]
-    return [cell for cell in cells if cell.key not in of_claims]
+def survey_cells() -> list[Cell]:
+    """Return the runs that no claim needs, in the order of ``SURVEYS``, and seed by seed within a survey."""
+    claim_keys = {cell.key for cell in cells_of(CLAIMS)}
+    cells: list[Cell] = []
+    for survey in SURVEYS:
+        for seed, setting, rule in itertools.product(survey.seeds, survey.settings, survey.rules):
+            cell = SETTINGS[setting].cell(rule, seed)
+            if cell.key not in claim_keys:
+                cells.append(cell)
+    return cells
 
 
 def real_cells(claims: Sequence[Claim]) -> list[Cell]:
-    """The claims' runs in the real loop; first those that most tests need."""
-    sides = Counter(
-        (side.setting, side.rule)
-        for claim in claims
-        for test in claim.tests
-        for side in (test.first, test.second)
-    )
-    return [SETTINGS[s].cell(r, real_loop.SEED) for (s, r), _ in sides.most_common()]
+    """Return the claims' runs in the real loop, those that most tests need first."""
+    uses: Counter[tuple[str, str]] = Counter()
+    for claim in claims:
+        for test in claim.tests:
+            uses[test.first.setting, test.first.rule] += 1
+            uses[test.second.setting, test.second.rule] += 1
+    return [
+        SETTINGS[setting].cell(rule, real_loop.SEED) for (setting, rule), _ in uses.most_common()
+    ]
 
 
 def read_results(path: Path) -> dict[str, Record]:
-    """By ``Cell.key``, from lines of JSON, of ``.gz`` too; a line that was cut off is left out."""
+    """Return the records in a file of JSON lines, which may be a ``.gz``, by ``Cell.key``. Skip a truncated line."""
     if not path.is_file():
         return {}
     records: dict[str, Record] = {}
@@ -96,15 +96,15 @@ def read_results(path: Path) -> dict[str, Record]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        records[row["key"]] = {
-            name: [math.nan if x is None else x for x in values]
-            for name, values in row["values"].items()
-        }
+        record = {}
+        for name, values in row["values"].items():
+            record[name] = [math.nan if x is None else x for x in values]
+        records[row["key"]] = record
     return records
 
 
 def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
-    """Those that ``results`` lacks, each in a process of its own."""
+    """Make the runs that ``results`` lacks, each in a process of its own."""
     done = read_results(results)
     missing = [cell for cell in cells if cell.key not in done]
     if not missing:
@@ -122,7 +122,10 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
 
 
 def make_material(tasks: Iterable[str]) -> None:
-    """Of one task after another: two runs side by side would both make it. Raises RuntimeError where one fails."""
+    """Make the material of the tasks before their runs start, because two runs side by side would both make it.
+
+    Raises RuntimeError for a task whose material can't be made.
+    """
     for task, _, answer in _forked(_make_material, tasks, 1):
         if answer is not None:
             raise RuntimeError(f"arena: the material of {task}: {answer}")
@@ -141,9 +144,12 @@ R = TypeVar("R")
 def _forked(
     act: Callable[[A], R], values: Iterable[A], processes: int
 ) -> Iterator[tuple[A, float, R | str]]:
-    """``act`` of each value in a process of its own, ``processes`` at a time: the value, seconds of the processor, and
-    the answer as soon as it is there, or in words what ended it."""
-    # What a fork shares must not have computed anything: neither threads nor Megatron-Core's groups outlive it.
+    """Call ``act`` with each value in a process of its own, ``processes`` at a time.
+
+    As soon as a process has ended, yield its value, its processor seconds, and the answer of ``act``. If the process
+    failed, yield the reason as text instead of the answer.
+    """
+    # This process must not have computed anything with torch: a fork does not inherit threads and process groups.
     fork = multiprocessing.get_context("fork")
     waiting, running = deque(values), dict[Connection, tuple[BaseProcess, A]]()
     while waiting or running:
@@ -155,7 +161,8 @@ def _forked(
                 process.start()
             running[receiver] = process, value
         wait(running)
-        for receiver in [r for r in running if r.poll()]:
+        ready_receivers = [receiver for receiver in running if receiver.poll()]
+        for receiver in ready_receivers:
             child, value = running.pop(receiver)
             with receiver:
                 try:
@@ -168,18 +175,20 @@ def _forked(
 
 
 def _send(sender: Connection, act: Callable[[A], object], value: A) -> None:
-    """What ends it is told, too: a run is made again next time."""
-    began = time.process_time()
+    """Send the processor seconds of ``act`` and its answer, or the text of its error."""
+    start_time = time.process_time()
     try:
         answer = act(value)
     except Exception as error:
         answer = repr(error)
-    sender.send((round(time.process_time() - began, 1), answer))
+    sender.send((round(time.process_time() - start_time, 1), answer))
 
 
 def make_real_runs(cells: Sequence[Cell], results: Path) -> None:
-    """Those that ``results`` lacks, one after another: a run has the whole machine. One that fails is told of, and made
-    again next time."""
+    """Make the runs that ``results`` lacks, one after another, because each uses the whole machine.
+
+    The function prints the error of a failed run and stores nothing for it, so the next call makes the run again.
+    """
     done = read_results(results)
     missing = [cell for cell in cells if real_loop.real_key(cell) not in done]
     if not missing:
@@ -187,20 +196,20 @@ def make_real_runs(cells: Sequence[Cell], results: Path) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     with progress("real loop", len(missing)) as bar, _appended(results) as out:
         for cell in missing:
-            began = time.monotonic()
+            start_time = time.monotonic()
             try:
                 record = real_loop.run(cell)
             except (RuntimeError, OSError, ValueError) as error:
                 print(f"arena: {error}", file=sys.stderr)
                 continue
-            seconds = round(time.monotonic() - began, 1)
+            seconds = round(time.monotonic() - start_time, 1)
             _write(out, real_loop.real_key(cell), seconds, record)
             bar.update(note=f"{cell.key} in {seconds:.0f} s")
             bar.advance()
 
 
 def _appended(results: Path) -> TextIO:
-    """Open to append lines, the first of them not to one that was cut off."""
+    """Open the file to append lines; end a truncated last line first."""
     out = results.open("a", encoding="utf-8")
     if results.stat().st_size and not results.read_bytes().endswith(b"\n"):
         out.write("\n")
@@ -208,7 +217,9 @@ def _appended(results: Path) -> TextIO:
 
 
 def _write(out: TextIO, key: str, seconds: float, record: Record) -> None:
-    values = {n: [x if math.isfinite(x) else None for x in v] for n, v in record.items()}
+    values = {}
+    for name, numbers in record.items():
+        values[name] = [x if math.isfinite(x) else None for x in numbers]
     out.write(json.dumps({"key": key, "seconds": seconds, "values": values}) + "\n")
     out.flush()
 
@@ -223,13 +234,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--claim",
         action="append",
-        choices=[c.name for c in CLAIMS],
-        help="only this one (may be repeated)",
+        metavar="NAME",
+        choices=[claim.name for claim in CLAIMS],
+        help="only the claim NAME (may be repeated)",
     )
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--lab", action="store_true", help="the claims' runs in the lab alone")
     parts.add_argument("--real", action="store_true", help="the runs in the real loop alone")
-    parts.add_argument("--only-findings", action="store_true", help="draw what is there")
+    parts.add_argument(
+        "--only-findings", action="store_true", help="only write the page and its figures"
+    )
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at a time, of one core each (default: 2)"
     )
@@ -248,8 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if results.suffix == ".gz" and not options.only_findings:
         parser.error(f"{results}: runs are added to lines of JSON, not to .gz; gunzip it first")
-    chosen = options.claim or (QUICK_CLAIMS if options.quick else None)
-    claims = [c for c in CLAIMS if chosen is None or c.name in chosen]
+    chosen_names = options.claim
+    if not chosen_names and options.quick:
+        chosen_names = QUICK_CLAIMS
+    claims = list(CLAIMS)
+    if chosen_names:
+        claims = [claim for claim in CLAIMS if claim.name in chosen_names]
     if options.quick:
         claims = [replace(claim, seeds=QUICK_SEEDS) for claim in claims]
     if not options.only_findings:
@@ -257,8 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_runs(cells_of(claims), results, options.processes)
         if not (options.quick or options.lab):
             make_real_runs(real_cells(claims), results)
-        if not (options.real or options.lab or chosen):
-            make_runs(others(), results, options.processes)
+        if not (options.real or options.lab or chosen_names):
+            make_runs(survey_cells(), results, options.processes)
     print(write_findings(claims, read_results(results), options.out))
     return 0
 

@@ -1,7 +1,7 @@
-"""A copy of the policy that samples in an engine's place, with a mismatch that is declared and measured.
+"""A copy of the policy that samples in an engine's place, with a mismatch of ``mismatches.py``.
 
-The copy is the model by transformers, in float32 and with a cache of keys and values; a mismatch changes its weights,
-its arithmetic, its age or its routing. mu is always what was sampled from: the changed copy's log-probabilities.
+The copy is the model of transformers, in float32 and with a cache of keys and values. A mismatch changes its weights,
+its arithmetic, its age or its routing. mu is always the distribution that was sampled from: that of the changed copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sampled:
     """Responses to B prompts of S tokens, of N tokens each.
 
     ``ids``: int64 [B, S + N]. ``log_probs``: log mu, fp32 [B, N]. ``topk_ids``, ``topk_log_probs``: [B, N, K] or None.
-    ``experts``: [B, S + N - 1, L, k], or None where nothing is replayed.
+    ``experts``: [B, S + N - 1, L, k], or None without router replay.
     """
 
     ids: np.ndarray
@@ -40,7 +40,7 @@ class Sampled:
 
 
 class PolicyCopy:
-    """The model in ``folder`` under ``mismatch``; ``update`` brings it to the trainer's weights."""
+    """The model in ``folder`` under ``mismatch``. ``update`` gives it the trainer's weights."""
 
     def __init__(self, folder: Path, mismatch: Mismatch) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -52,7 +52,10 @@ class PolicyCopy:
         self._versions: deque[dict[str, Tensor]] = deque(maxlen=mismatch.age + 1)
 
     def update(self, weights: Mapping[str, Tensor]) -> int:
-        """Take the trainer's ``weights`` by their names in a checkpoint; how many updates old the copy's now are."""
+        """Add the trainer's ``weights``, by their names in a checkpoint, and copy the weights of the mismatch's age.
+
+        Returns how many updates old the copied weights are.
+        """
         new = {name: self._rounded(name, x) for name, x in weights.items()}
         self._versions.append(new)
         for name, values in self._versions[0].items():
@@ -71,10 +74,12 @@ class PolicyCopy:
     def sample(
         self, prompts: Tensor, tokens: int, end: int | None, topk: int, generator: torch.Generator
     ) -> Sampled:
-        """``tokens`` for each of ``prompts`` [B, S], at temperature 1; fewer where all rows have drawn ``end``."""
-        ids, cache = prompts, _Cache(self._mismatch.cache)
-        chosen: list[Tensor] = []
-        best: list[tuple[Tensor, Tensor]] = []
+        """Sample ``tokens`` tokens for each of ``prompts`` [B, S], at temperature 1; stop when all have ``end``."""
+        ids = prompts
+        cache = _Cache(self._mismatch.cache)
+        sampled_log_probs: list[Tensor] = []
+        topk_ids: list[Tensor] = []
+        topk_log_probs: list[Tensor] = []
         ended = torch.zeros(len(ids), dtype=torch.bool)
         with self._changed(generator) as routing:
             step = prompts
@@ -82,9 +87,11 @@ class PolicyCopy:
                 logits = self._model(step, past_key_values=cache).logits[:, -1].float()
                 log_probs = logits.log_softmax(-1)
                 step = torch.multinomial(log_probs.exp(), 1, generator=generator)
-                chosen.append(log_probs.gather(-1, step))
+                sampled_log_probs.append(log_probs.gather(-1, step))
                 if topk:
-                    best.append(log_probs.topk(topk))
+                    best = log_probs.topk(topk)
+                    topk_ids.append(best.indices)
+                    topk_log_probs.append(best.values)
                 ids = torch.cat([ids, step], 1)
                 if end is not None:
                     ended |= step[:, 0] == end
@@ -92,15 +99,15 @@ class PolicyCopy:
                         break
         return Sampled(
             ids.numpy(),
-            torch.cat(chosen, 1).numpy(),
-            torch.stack([i for _, i in best], 1).int().numpy() if topk else None,
-            torch.stack([v for v, _ in best], 1).numpy() if topk else None,
+            torch.cat(sampled_log_probs, 1).numpy(),
+            torch.stack(topk_ids, 1).int().numpy() if topk else None,
+            torch.stack(topk_log_probs, 1).numpy() if topk else None,
             _by_token(routing, len(ids)) if self._mismatch.replays else None,
         )
 
     @contextmanager
     def _changed(self, generator: torch.Generator) -> Iterator[list[list[Tensor]]]:
-        """The mismatch's arithmetic and routing; the experts of each router's calls, in order."""
+        """Apply the mismatch's arithmetic and routing within the block; yield each router's experts, by call."""
         routing: list[list[Tensor]] = []
         with ExitStack() as hooks:
             if self._mismatch.blocks:
@@ -112,20 +119,24 @@ class PolicyCopy:
                     flips = _Flips(self._mismatch.flips, generator, calls)
                     hooks.callback(module.register_forward_hook(flips).remove)
                 elif self._mismatch.activations and isinstance(module, nn.Linear | nn.Embedding):
-                    hook = module.register_forward_hook(lambda _, __, out: bfloat16(out))
+                    hook = module.register_forward_hook(_round_output)
                     hooks.callback(hook.remove)
             yield routing
 
 
+def _round_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return bfloat16(output)
+
+
 class _Cache(DynamicCache):
-    """Keys and values as ``rounding`` leaves them; None: as they are."""
+    """A cache that stores keys and values after ``rounding``; None: unchanged."""
 
     def __init__(self, rounding: Rounding | None) -> None:
         super().__init__()
         self._rounding = rounding
 
     def update(self, key_states: Tensor, value_states: Tensor, *place: Any, **more: Any) -> Any:
-        """What has been stored for a layer so far, with these."""
+        """Store a layer's new keys and values; return all that are stored for this layer."""
         if self._rounding is not None:
             key_states, value_states = self._rounding(key_states), self._rounding(value_states)
         return super().update(key_states, value_states, *place, **more)
@@ -133,7 +144,7 @@ class _Cache(DynamicCache):
 
 @dataclass
 class _Flips:
-    """A router's hook: ``share`` of the tokens take the next best expert in place of their last one."""
+    """A hook on a router: ``share`` of the tokens use the next best expert instead of their last one."""
 
     share: float
     generator: torch.Generator
@@ -146,31 +157,36 @@ class _Flips:
             best = probabilities.topk(chosen.shape[-1] + 1, -1).indices
             flipped = torch.rand(len(chosen), generator=self.generator) < self.share
             chosen = chosen.clone()
-            chosen[flipped] = torch.cat([best[:, :-2], best[:, -1:]], 1)[flipped]
-            taken = probabilities.gather(-1, chosen)
+            without_last = torch.cat([best[:, :-2], best[:, -1:]], 1)
+            chosen[flipped] = without_last[flipped]
+            new_scores = probabilities.gather(-1, chosen)
             if getattr(gate, "norm_topk_prob", True):
-                taken = taken / taken.sum(-1, keepdim=True)
-            out = (logits, taken.to(scores.dtype), chosen)
+                new_scores = new_scores / new_scores.sum(-1, keepdim=True)
+            out = (logits, new_scores.to(scores.dtype), chosen)
         self.calls.append(chosen)
         return out
 
 
 def _by_token(routing: list[list[Tensor]], sequences: int) -> np.ndarray:
-    """[B, S, L, k] from each layer's calls, [B * tokens of the call, k]."""
-    layers = [
-        torch.cat([c.reshape(sequences, -1, c.shape[-1]) for c in calls], 1) for calls in routing
-    ]
+    """Return the experts [B, S, L, k] from each layer's calls, which have [B * tokens of the call, k]."""
+    layers = []
+    for calls in routing:
+        by_sequence = [experts.reshape(sequences, -1, experts.shape[-1]) for experts in calls]
+        layers.append(torch.cat(by_sequence, 1))
     return torch.stack(layers, 2).numpy().astype(np.uint8)
 
 
 def place_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Where a checkpoint's tensor lies in the model, which keeps all experts of a layer in one."""
+    """Return the part of the model's tensors that a checkpoint's tensor ``name`` fills.
+
+    The model has one tensor for all experts of a layer, and gate_proj and up_proj in one.
+    """
     if name in tensors:
         return tensors[name]
     layer, _, rest = name.partition(".experts.")
     number, part, _ = rest.split(".")
-    fused = tensors[f"{layer}.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"]
-    expert = fused[int(number)]
+    fused_name = "down_proj" if part == "down_proj" else "gate_up_proj"
+    expert = tensors[f"{layer}.experts.{fused_name}"][int(number)]
     if part == "down_proj":
         return expert
     gate, up = expert.chunk(2, 0)

@@ -1,5 +1,8 @@
-"""Tests of differences between pairs of runs: Student's, the exact sign-flip test, Holm's adjustment for several
-claims, and the number of pairs that would decide."""
+"""Tests of differences between pairs of runs.
+
+Student's test, the exact sign-flip test, Holm's adjustment for several claims, and the number of pairs that would be
+needed for a decision.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ LEVEL = 0.05
 """Two-sided level of every test, and of the family of the claims' primary tests."""
 POWER = 0.8
 GRID = 1e-5
-"""The sign-flip test rounds differences to multiples of it: what is kept of a run has five digits."""
+"""The sign-flip test rounds differences to multiples of this number. Kept metrics have five digits."""
 MOST_PAIRS = 1000
+"""Largest number of pairs that ``pairs_to_decide`` returns."""
 
 Values = Sequence[float] | np.ndarray
 OneSided = Callable[[Values], float]
-"""Differences -> p of a mean above 0: how likely a sum as large as theirs is where their signs are chance."""
+"""Differences -> one-sided p of the hypothesis that their mean is above 0."""
 
 
 @dataclass(frozen=True)
@@ -33,85 +37,101 @@ class Difference:
 
     @classmethod
     def of(cls, values: Values) -> Difference:
-        """Raises ValueError for fewer than two values."""
+        """Compute mean and interval of ``values``. Raises ValueError for fewer than two values."""
         check_count(values)
-        mean, count = float(np.mean(values)), len(values)
-        half = float(student.ppf(1 - LEVEL / 2, count - 1) * spread(values) / math.sqrt(count))
-        return cls(mean, mean - half, mean + half)
+        count = len(values)
+        mean = float(np.mean(values))
+        standard_error = spread(values) / math.sqrt(count)
+        half_width = float(student.ppf(1 - LEVEL / 2, count - 1) * standard_error)
+        return cls(mean, mean - half_width, mean + half_width)
 
 
 def check_count(differences: Values) -> None:
-    """Raise ValueError for fewer than two."""
+    """Raise ValueError for fewer than two differences."""
     if len(differences) < 2:
         raise ValueError(f"{len(differences)} seeds, expected two or more")
 
 
 def spread(differences: Values) -> float:
-    """Their standard deviation, an estimate from the sample."""
+    """Return the standard deviation, estimated from the sample."""
     return float(np.std(differences, ddof=1))
 
 
 def student_p(differences: Values) -> float:
-    """One-sided p of Student's test that their mean is above 0."""
+    """Return the one-sided p of Student's test that the mean is above 0."""
     check_count(differences)
-    count, deviation, mean = len(differences), spread(differences), float(np.mean(differences))
+    count = len(differences)
+    deviation = spread(differences)
+    mean = float(np.mean(differences))
     if deviation == 0:
         return 0.0 if mean > 0 else 1.0
     return float(student.sf(mean * math.sqrt(count) / deviation, count - 1))
 
 
 def sign_flip_p(differences: Values) -> float:
-    """One-sided p of the sign-flip test: the share of the 2^n choices of signs whose sum is at least the one seen.
+    """Return the one-sided p of the sign-flip test.
 
-    Exact for differences that are symmetric about 0 where the mean is 0, whatever their distribution. The distribution
-    of the sum is found by adding one difference after another, in steps of ``GRID``.
+    p is the share of the 2^n choices of signs whose sum is at least the sum of the differences. It is exact for
+    differences whose distribution is symmetric about 0 under the null hypothesis, whatever its form.
     """
     check_count(differences)
     steps = np.rint(np.asarray(differences) / GRID).astype(np.int64)
-    # A choice of signs has the sum 2 P - total, with P the sum of those that it makes positive.
-    sizes, seen = np.abs(steps), int(steps[steps > 0].sum())
-    share = np.zeros(int(sizes.sum()) + 1)
-    share[0] = 1.0
+    # A choice of signs has the sum 2 P - total, where P is the sum of the sizes with a positive sign. So compare P.
+    sizes = np.abs(steps)
+    observed = int(steps[steps > 0].sum())
+    # probability[P], in units of GRID, after each size: half of the choices add the size to P.
+    probability = np.zeros(int(sizes.sum()) + 1)
+    probability[0] = 1.0
     for size in sizes:
-        moved = share / 2
-        moved[size:] += share[: len(share) - size] / 2
-        share = moved
-    return min(float(share[seen:].sum()), 1.0)
+        with_size = probability / 2
+        with_size[size:] += probability[: len(probability) - size] / 2
+        probability = with_size
+    return min(float(probability[observed:].sum()), 1.0)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p of each: that of the smallest counts n times, of the next n - 1 times, none less than one before it.
+    """Return Holm's adjusted p of each test.
 
-    Where every p that is at most ``LEVEL`` decides, the chance of a wrong decision among all n is at most ``LEVEL``.
+    The smallest of n values is multiplied by n, the next one by n - 1, and so on. None is smaller than the one before
+    it. If every adjusted p of at most ``LEVEL`` counts as a decision, the probability of any wrong decision among the n
+    tests is at most ``LEVEL``.
     """
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+    count = len(p_values)
+    adjusted = [0.0] * count
+    largest = 0.0
+    ascending_indices = sorted(range(count), key=p_values.__getitem__)
+    for rank, index in enumerate(ascending_indices):
+        multiplied = min(1.0, (count - rank) * p_values[index])
+        largest = max(largest, multiplied)
         adjusted[index] = largest
     return adjusted
 
 
 def power(distances: Sequence[float], deviation: float, count: int, level: float) -> float:
-    """Least probability that ``count`` pairs show, at the two-sided ``level``, that their mean is on the right side of
-    every bound.
+    """Return a lower bound of the probability that ``count`` pairs decide on which side of the bounds the mean is.
 
     Args:
-        distances: From the true mean to each bound, all above 0.
-        deviation: The standard deviation of the differences.
-        count: Number of pairs, two or more.
-        level: Two-sided; half of it is each bound's.
+        distances: distance from the true mean to each bound, all above 0.
+        deviation: standard deviation of the differences.
+        count: number of pairs, two or more.
+        level: two-sided level; the test of each bound has half of it.
     """
     critical = student.ppf(1 - level / 2, count - 1)
-    shifts = [distance * math.sqrt(count) / deviation for distance in distances]
-    return 1 - sum(float(nct.cdf(critical, count - 1, shift)) for shift in shifts)
+    # The probabilities of missing one of the bounds add up at most.
+    missing_probability = 0.0
+    for distance in distances:
+        shift = distance * math.sqrt(count) / deviation
+        missing_probability += float(nct.cdf(critical, count - 1, shift))
+    return 1 - missing_probability
 
 
 def pairs_to_decide(
     distances: Sequence[float], deviation: float, level: float = LEVEL
 ) -> int | None:
-    """The smallest number of pairs with a ``power`` of at least ``POWER``; None: more than ``MOST_PAIRS``."""
+    """Return the smallest number of pairs with a ``power`` of at least ``POWER``; None if above ``MOST_PAIRS``."""
     if deviation == 0:
         return 2
+    # Find an upper bound by doubling, then bisect.
     low, high = 1, 2
     while power(distances, deviation, high, level) < POWER:
         if high >= MOST_PAIRS:

@@ -1,11 +1,11 @@
-"""How much faster than the demo the lab is: what a step costs this machine, start and end of the runs left out.
+"""Measure the cost of a step in the lab and in the demo on this machine.
 
     python -m examples.arena.speed
 
-Steps of DPPO of 16 prompts with 8 responses each and four optimiser steps: the demo's recipe, whose server, ranks and
-supervisor have all cores, and the lab's tasks, one run on each core. What a step costs is the difference between runs
-of many steps and of few: in seconds of the machine, which must be quiet, and of its cores (user and system time of all
-processes), which other work hardly changes.
+A step of DPPO has 16 prompts with 8 responses each, and four optimiser steps. The demo's server, ranks and supervisor
+use all cores; the lab makes one run on each core. The cost of a step is the difference between runs of many and of few
+steps, so start and end of the runs do not count. It is measured in seconds of the machine, which must be quiet, and in
+core seconds (user and system time of all processes), which other work hardly changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEMO, LAB_TASKS = "demo's recipe", ("rare", "moe", "long")
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the machine and of its cores."""
+    """Seconds of the machine, and core seconds."""
 
     wall: float
     cores: float
@@ -46,22 +46,22 @@ def cell_of(task: str, steps: int) -> Cell:
 
 
 def of_lab(task: str, steps: int) -> Cost:
-    """Of a step, of as many runs at a time as there are cores."""
+    """Return the cost of one run of ``steps`` steps, with one run at a time on each core."""
     count = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("fork").Pool(count) as pool:
-        began = time.perf_counter()
-        cores = pool.map(_lab, [cell_of(task, steps)] * count, chunksize=1)
-        return Cost((time.perf_counter() - began) / count, sum(cores) / count)
+        start_time = time.perf_counter()
+        core_seconds = pool.map(_core_seconds, [cell_of(task, steps)] * count, chunksize=1)
+        return Cost((time.perf_counter() - start_time) / count, sum(core_seconds) / count)
 
 
-def _lab(cell: Cell) -> float:
-    began = time.process_time()
+def _core_seconds(cell: Cell) -> float:
+    start_time = time.process_time()
     lab.run(cell)
-    return time.process_time() - began
+    return time.process_time() - start_time
 
 
 def of_demo(steps: int) -> Cost:
-    """The same of the demo's recipe with the lab's batch."""
+    """Return the cost of a run of the demo's recipe with the lab's batch."""
     directory = RUNS / f"demo-{steps}"
     shutil.rmtree(directory, ignore_errors=True)
     cell = cell_of("moe", steps)
@@ -70,36 +70,39 @@ def of_demo(steps: int) -> Cost:
         *cell.changes, "data.evaluation={}", f"checkpoint.every={steps}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "megatron_dppo", "train", str(real_loop.CONFIG), *overrides]
-    before, began = _of_children(), time.perf_counter()
+    earlier_core_seconds = _core_seconds_of_children()
+    start_time = time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    return Cost(time.perf_counter() - began, _of_children() - before)
+    wall_seconds = time.perf_counter() - start_time
+    return Cost(wall_seconds, _core_seconds_of_children() - earlier_core_seconds)
 
 
-def _of_children() -> float:
+def _core_seconds_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def of_step(measured: Callable[[int], Cost]) -> Cost:
-    """``measured``: of runs, by their number of steps."""
-    few, many = measured(FEW), measured(MANY)
-    return Cost(
-        *((b - a) / (MANY - FEW) for a, b in ((few.wall, many.wall), (few.cores, many.cores)))
-    )
+    """Return the cost of a step. ``measured`` returns the cost of a run with a number of steps."""
+    few = measured(FEW)
+    many = measured(MANY)
+    steps = MANY - FEW
+    return Cost((many.wall - few.wall) / steps, (many.cores - few.cores) / steps)
 
 
 def table(steps: Mapping[str, Cost]) -> list[str]:
-    """Rows by name, one of which is ``DEMO``."""
+    """Return the lines of the table. ``steps``: cost of a step by name, one of which is ``DEMO``."""
     demo = steps[DEMO]
-    return [
+    lines = [
         "| | seconds a step | times the demo | core seconds a step | times the demo |",
         "|---|---|---|---|---|",
-        *(
+    ]
+    for name, step in steps.items():
+        lines.append(
             f"| {name} | {step.wall:.3f} | {demo.wall / step.wall:.1f} "
             f"| {step.cores:.2f} | {demo.cores / step.cores:.1f} |"
-            for name, step in steps.items()
-        ),
-    ]
+        )
+    return lines
 
 
 def main() -> int:

@@ -1,13 +1,13 @@
 """The lab's tasks: prompts and rewards on token ids, and a start policy that two cores make within minutes.
 
-- ``rare``: 2,048 words with a heavy tail. A problem's good words are one topic's, all of them in the tail: together
-  they have 3% of the start policy's mass. What a ratio and a divergence say of rare tokens differs most here.
+- ``rare``: 2,048 words with a heavy tail. A problem's good words are those of one topic. All of them are in the tail:
+  together they have 3% of the start policy's mass. Here, a bound on the ratio and a bound on the divergence treat rare
+  tokens most differently.
 - ``long``: 96 tokens, each the sum of the two digits before it, modulo 10, in any of five spellings. The start policy
-  is right at 96% of the tokens; the reward is the share of the response before the first error, so what is said early
-  decides.
-- ``longer``: the same of 256 tokens.
+  is right at 96% of the tokens. The reward is the share of the response before the first error, so early tokens decide.
+- ``longer``: the task ``long`` with 256 tokens.
 - ``moe``: the demo's arithmetic on its mixture of experts.
-- ``moe-wide``: the same policy, with widths that are multiples of 128, as block FP8 needs them.
+- ``moe-wide``: the policy of ``moe``, with widths that are multiples of 128, as block FP8 needs them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ Reward = Callable[[int, np.ndarray], float]
 
 @dataclass(frozen=True)
 class Task:
-    """``prompts``: int64 [problems, S]. ``end``: id that ends a response; None: all have ``tokens`` tokens.
+    """A task of the lab.
 
-    ``settings``: of the run, in the form ``key.path=value``.
+    Attributes:
+        name: key in ``TASKS``.
+        checkpoint: Hugging Face folder of the start policy.
+        prompts: int64 [problems, S].
+        tokens: most tokens of a response.
+        reward: scores a response.
+        end: id of the token that ends a response; None: all responses have ``tokens`` tokens.
+        settings: overrides of the run's configuration, in the form ``key.path=value``.
     """
 
     name: str
@@ -56,12 +63,13 @@ class Task:
 
 WORDS, PROBLEMS, FIRST_WORD = 2048, 16, 64
 LIKELY_WORDS = 50
-"""So many of the likeliest belong to no topic."""
+"""Number of the likeliest words, which belong to no topic."""
 STICKING = 0.5
+"""Probability that the word after a word of a topic is drawn from the words of this topic alone."""
 
 
 def zipf() -> np.ndarray:
-    """Masses of the words, [WORDS]: 1 / rank from ``FIRST_WORD`` on."""
+    """Return the words' probabilities [WORDS], proportional to 1 / rank; ids below ``FIRST_WORD`` have 0."""
     weights = np.zeros(WORDS)
     weights[FIRST_WORD:] = 1 / np.arange(1, WORDS - FIRST_WORD + 1)
     return weights / weights.sum()
@@ -69,7 +77,7 @@ def zipf() -> np.ndarray:
 
 @functools.cache
 def topics() -> np.ndarray:
-    """int64 [WORDS]: the topic of each word, drawn evenly; -1 of the likeliest and of what is no word."""
+    """Return each word's topic, int64 [WORDS], drawn uniformly; -1 for the likeliest words and for other ids."""
     topic = np.full(WORDS, -1)
     tail = FIRST_WORD + LIKELY_WORDS
     topic[tail:] = np.random.default_rng(0).integers(PROBLEMS, size=WORDS - tail)
@@ -77,8 +85,10 @@ def topics() -> np.ndarray:
 
 
 def next_masses() -> np.ndarray:
-    """[PROBLEMS + 1, WORDS]: the start policy after a word of a topic, which stays in it with ``STICKING``; last: after
-    any other."""
+    """Return the start policy's next-word probabilities [PROBLEMS + 1, WORDS].
+
+    Row i is the distribution after a word of topic i, the last row the one after a word without a topic.
+    """
     rows = np.tile(zipf(), (PROBLEMS + 1, 1))
     for topic, row in enumerate(rows[:-1]):
         inside = zipf() * (topics() == topic)
@@ -87,12 +97,13 @@ def next_masses() -> np.ndarray:
 
 
 def share_of_topic(prompt: np.ndarray, ids: np.ndarray) -> float:
-    """Share of the response that is of the prompt's topic; 0 of an empty one."""
+    """Return the share of the response's words that have the prompt's topic; 0 for an empty response."""
+    # The prompt of topic i ends with the id i + 2.
     return float((topics()[ids] == prompt[-1] - 2).sum()) / max(1, len(ids))
 
 
 def rare() -> Task:
-    """A problem's good words are one topic's."""
+    """Return the task ``rare``."""
     topic, masses = topics(), next_masses()
     prompts = torch.stack([torch.tensor([1, 2 + p]) for p in range(PROBLEMS)])
     rows = prompts.numpy()
@@ -114,7 +125,7 @@ def rare() -> Task:
 
 
 def _drawn(masses: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """An index for each row of ``masses`` [B, V]."""
+    """Draw an index for each row of ``masses`` [B, V]."""
     sums = masses.cumsum(-1)
     return (sums > sums[:, -1:] * rng.random((len(masses), 1))).argmax(-1)
 
@@ -131,8 +142,10 @@ def _digits(ids: np.ndarray) -> np.ndarray:
 
 
 def next_words(before: np.ndarray) -> np.ndarray:
-    """The start policy after two words: float [..., 64] from ids [..., 2]. Of a digit's spellings
-    each is half as likely as the one before."""
+    """Return the start policy's probabilities [..., 64] after two words with the ids ``before`` [..., 2].
+
+    Of a digit's spellings, each is half as likely as the one before.
+    """
     spelling = 0.5 ** np.arange(SPELLINGS)
     right = _digits(before).sum(-1) % 10
     table = np.full((10, 64), 0.0)
@@ -144,11 +157,16 @@ def next_words(before: np.ndarray) -> np.ndarray:
 
 
 def share_before_error(prompt: np.ndarray, ids: np.ndarray) -> float:
-    """Share of a response that precedes the first word which is not the sum of the two before it; 0 of an empty one."""
+    """Return the share of a response before its first wrong word; 0 for an empty response.
+
+    A word is right if its digit is the sum of the two digits before it, modulo 10.
+    """
     digits = _digits(np.concatenate([prompt[-2:], ids]))
-    valid = (ids >= FIRST_DIGIT) & (ids < FIRST_DIGIT + DIGIT_WORDS)
-    right = valid & (digits[2:] == (digits[1:-1] + digits[:-2]) % 10)
-    return float(np.cumprod(right).sum()) / max(1, len(ids))
+    is_digit = (ids >= FIRST_DIGIT) & (ids < FIRST_DIGIT + DIGIT_WORDS)
+    is_right = is_digit & (digits[2:] == (digits[1:-1] + digits[:-2]) % 10)
+    # The cumulative product is 1 before the first wrong word and 0 from there on.
+    right_words = np.cumprod(is_right).sum()
+    return float(right_words) / max(1, len(ids))
 
 
 def long() -> Task:
@@ -210,8 +228,9 @@ def _arithmetic(name: str, material: Material, checkpoint: Path) -> Task:
     end = int(tokenizer.eos_token_id)
 
     def reward(problem: int, ids: np.ndarray) -> float:
-        if ids[-1] != end:
-            return 0.0  # truncated
+        is_truncated = ids[-1] != end
+        if is_truncated:
+            return 0.0
         return exact_integer(str(tokenizer.decode(ids[:-1])), problems[problem].answer)
 
     return Task(
@@ -223,19 +242,22 @@ def _arithmetic(name: str, material: Material, checkpoint: Path) -> Task:
 def write_wide(source: Path, folder: Path) -> None:
     """Write the demo's checkpoint with widths that are multiples of 128, as a policy of the same probabilities.
 
-    Each expert gets 256 inner neurons in place of 160: what is added has weights of 0, whose gradients are 0 too. Each
-    head of keys and values gets a copy, so that no two heads of queries share one.
+    Each expert gets 256 inner neurons instead of 160. The added neurons have weights of 0, whose gradients are 0 too.
+    Each head of keys and values is copied for every query head that uses it.
     """
     config = json.loads((source / "config.json").read_text())
     copies = config["num_attention_heads"] // config["num_key_value_heads"]
     weights = load_file(source / "model.safetensors")
-    added = INNER_NEURONS - config["moe_intermediate_size"]
+    added_neurons = INNER_NEURONS - config["moe_intermediate_size"]
     for name, weight in weights.items():
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             heads = weight.unflatten(0, (-1, config["head_dim"]))
             weights[name] = heads.repeat_interleave(copies, 0).flatten(0, 1)
         elif ".experts." in name:
-            padding = (0, added) if name.endswith("down_proj.weight") else (0, 0, 0, added)
+            # The neurons are the columns of down_proj, and the rows of gate_proj and up_proj.
+            padding: tuple[int, ...] = (0, 0, 0, added_neurons)
+            if name.endswith("down_proj.weight"):
+                padding = (0, added_neurons)
             weights[name] = torch.nn.functional.pad(weight, padding)
     config |= {
         "num_key_value_heads": config["num_attention_heads"],
@@ -266,7 +288,7 @@ Batch = Callable[[np.random.Generator], tuple[Tensor, Tensor]]
 
 
 def start_policy(name: str, shape: Mapping[str, int], batch: Batch, steps: int) -> Path:
-    """A Qwen3 of ``shape`` that imitates ``batch``, as a Hugging Face folder; made once."""
+    """Return the Hugging Face folder of a Qwen3 of ``shape`` that imitates ``batch``; train it if it is missing."""
     folder = MATERIAL / name
     if folder.is_dir():
         return folder

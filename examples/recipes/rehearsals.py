@@ -1,16 +1,15 @@
 """Rehearse the recipes and further layouts, one at a time, and write the table of docs/rehearsal.md.
 
-python -m examples.recipes.rehearsals [NAME ...]    # rehearse those (all); NAME is a recipe or a name of FURTHER
-python -m examples.recipes.rehearsals --missing     # those that have no result in runs/rehearsals
-python -m examples.recipes.rehearsals --write       # put the results that are in runs/rehearsals into the table; other
-                                                    # rows stay
+python -m examples.recipes.rehearsals [NAME ...]    # rehearse these recipes or layouts of FURTHER (default: all)
+python -m examples.recipes.rehearsals --missing     # rehearse those without a result in runs/rehearsals
+python -m examples.recipes.rehearsals --write       # put the results in runs/rehearsals into the table; rows
+                                                    # without a result do not change
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ FURTHER: Mapping[str, tuple[str, Sequence[str]]] = {
         ],
     ),
 }
-"""Layouts and options that no recipe has: name -> a recipe and what replaces its values."""
+"""Layouts and options that no recipe has: name -> a recipe, and overrides of its values."""
 NAMES = (*NODES, *FURTHER)
 HEAD = [
     "recipe",
@@ -73,13 +72,13 @@ FOUND: Mapping[str, str] = {
 
 
 def words_of(name: str) -> list[str]:
-    """The recipe and the overrides of a rehearsal."""
+    """Return the recipe's path and the overrides of a rehearsal."""
     recipe, overrides = FURTHER.get(name, (name, ()))
     return [str(HERE / f"{recipe}.yaml"), *overrides]
 
 
 def rehearse(name: str, results: Path = RESULTS) -> int:
-    """Rehearse one of them; returns the exit code."""
+    """Rehearse one recipe or layout; return the exit code."""
     module = "megatron_dppo.cluster.rehearsal"
     directory = f"--directory={results / name}"
     command = [sys.executable, "-m", module, *words_of(name), directory]
@@ -87,37 +86,42 @@ def rehearse(name: str, results: Path = RESULTS) -> int:
 
 
 def result_of(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
-    """The result of a rehearsal; None where there is none."""
+    """Return the result of a rehearsal; None if it has none."""
     path = results / name / RESULT
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def table(results: Path = RESULTS, page: str = "") -> str:
     """Return all rehearsals as a Markdown table.
 
-    A rehearsal without a result in ``results`` has its row of ``page``; one without either is named as not run.
+    A rehearsal without a result in ``results`` keeps its row of ``page``. Without a row there too, it is "not run".
     """
-    kept = _rows_of(page)
+    present_rows = _rows_of(page)
     rows = [HEAD, ["---"] * len(HEAD)]
     for name in NAMES:
         result = result_of(name, results)
-        recipe = f"`{FURTHER.get(name, (name, ()))[0]}`"
-        if result is None:
-            row = [recipe, _layout(name), str(_config(name).parallel.world_size), "not run"]
-            unknown = [*row, *[""] * (len(HEAD) - len(row))]
-            rows.append(kept.get((recipe, _layout(name)), unknown))
+        recipe, _ = FURTHER.get(name, (name, ()))
+        key = f"`{recipe}`", _layout(name)
+        if result is not None:
+            rows.append([*key, str(result["ranks"]), *_cells(name, result)])
+        elif key in present_rows:
+            rows.append(present_rows[key])
         else:
-            rows.append([recipe, _layout(name), str(result["ranks"]), *_cells(name, result)])
+            row = [*key, str(_config(name).parallel.world_size), "not run"]
+            row += [""] * (len(HEAD) - len(row))
+            rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _rows_of(page: str) -> dict[tuple[str, str], list[str]]:
     """Return the rows of the page's table by recipe and layout."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
+    after_begin = page.partition(BEGIN)[2]
+    table_text = after_begin.partition(END)[0]
+    for line in table_text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == len(HEAD):
             rows[cells[0], cells[1]] = cells
@@ -130,24 +134,28 @@ def _config(name: str) -> TrainConfig:
 
 
 def _layout(name: str) -> str:
-    """The layout and what else decides which code a recipe runs, without what all of them have."""
+    """Return the layout and the features of a recipe that decide which code runs, without the most common ones."""
     config = _config(name)
     sizes = Layout.of(config.parallel.sizes).describe().partition(",")[0]
     common = {"algorithm dppo-binary-tv", "reward math_verify"}
-    return ", ".join([sizes, *(part for part in features(config) if part not in common)])
+    distinct_features = [feature for feature in features(config) if feature not in common]
+    return ", ".join([sizes, *distinct_features])
 
 
 def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
-    """Verdict, cost and findings."""
+    """Return the row's cells after the number of ranks."""
     measured = {row["label"]: row["measured"] for row in result["findings"]}
-    missed = [row["label"] for row in result["findings"] if row["holds"] is False]
-    verdict = "passed" if result["passed"] else f"failed: {', '.join(missed) or 'the run'}"
+    verdict = "passed"
+    if not result["passed"]:
+        missed = [row["label"] for row in result["findings"] if row["holds"] is False]
+        verdict = f"failed: {', '.join(missed) or 'the run'}"
     memories = [phase["memory_mib"] for phase in result["phases"].values()]
     means = [memory["rank_mean"] for memory in memories if memory is not None]
+    largest_mean = f"{max(means):.0f}" if means else ""
     return [
         verdict,
         f"{sum(result['cpu_seconds']):.0f}",
-        f"{max(means):.0f}" if means else "",
+        largest_mean,
         measured.get("|pi - mu| at equal weights", ""),
         measured.get("export in transformers, nats", ""),
         FOUND.get(name, "nothing"),
@@ -155,19 +163,20 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """The page with the present table."""
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{table(results, text)}\n{END}", text)
+    """Return the page ``text`` with the present table."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(results, text)}\n{END}{after}"
 
 
 def main() -> int:
-    """Rehearse, or write the table."""
+    """Rehearse, or write the table; return the largest exit code of the rehearsals."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--missing", action="store_true", help="leave out what has a result")
+    parser.add_argument("--missing", action="store_true", help="leave out rehearsals with a result")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.write:

@@ -1,13 +1,12 @@
 """The planner's verdict on every recipe, on the hardware that it is written for: the table in README.md.
 
-python -m examples.recipes.verdicts            # print it
-python -m examples.recipes.verdicts --write    # put it into README.md
+python -m examples.recipes.verdicts            # print the table
+python -m examples.recipes.verdicts --write    # put the table into README.md
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -46,28 +45,31 @@ NODES = {
     "qwen3_5_35b_a3b_gsm8k": 4,
     "gpt_oss_20b_gsm8k": 2,
 }
-"""Recipe -> nodes."""
+"""Recipe -> number of nodes."""
 GPUS_PER_NODE = {"olmoe_1b_7b_gsm8k": 4}
-"""Recipe -> GPUs of a node, where these are not eight."""
+"""Recipe -> number of GPUs of a node, if it is not eight."""
 GPUS = ("h100", "a100", "h200", "b200")
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 
 
 def plans(recipe: str) -> dict[str, RunPlan]:
-    """The verdict by kind of GPU."""
+    """Return the recipe's plan on each type of GPU."""
     config = load_config(HERE / f"{recipe}.yaml")
     facts = facts_of(config, shape_of(config.model.hf_checkpoint, MODELS))
-    nodes, gpus = NODES[recipe], gpus_per_node(recipe)
-    return {gpu: plan_run(facts, Cluster(DEVICES[gpu], nodes, gpus)) for gpu in GPUS}
+    found = {}
+    for gpu in GPUS:
+        cluster = Cluster(DEVICES[gpu], NODES[recipe], gpus_per_node(recipe))
+        found[gpu] = plan_run(facts, cluster)
+    return found
 
 
 def gpus_per_node(recipe: str) -> int:
-    """The GPUs of a node of the recipe's machine."""
+    """Return the number of GPUs of each node that the recipe is written for."""
     return GPUS_PER_NODE.get(recipe, 8)
 
 
 def table() -> str:
-    """Markdown."""
+    """Return the table as Markdown."""
     head = [
         "recipe",
         "nodes",
@@ -80,25 +82,27 @@ def table() -> str:
 
 
 def _row(recipe: str) -> list[str]:
-    found = plans(recipe)
-    facts = found["h100"].facts
+    plan_by_gpu = plans(recipe)
+    # The facts of the recipe do not depend on the GPU.
+    facts = plan_by_gpu["h100"].facts
     ranks = f"{facts.trainer.layout.world_size}: {facts.trainer.layout.describe()}"
     servers = f"{facts.engine.servers} x TP{facts.engine.layout.tensor}"
-    cells = [_cell(plan) for plan in found.values()]
+    cells = [_cell(plan) for plan in plan_by_gpu.values()]
     return [f"`{recipe}`", f"{NODES[recipe]} x {gpus_per_node(recipe)}", ranks, servers, *cells]
 
 
 def _cell(plan: RunPlan) -> str:
     if not plan.fits or plan.seconds is None or plan.engine is None:
         return "does not fit"
-    share = plan.fullest.total / plan.cluster.device.memory
-    return f"{share:.0%}; {plan.engine.sequences}; {plan.seconds.total:,.0f} s"
+    memory_share = plan.fullest.total / plan.cluster.device.memory
+    return f"{memory_share:.0%}; {plan.engine.sequences}; {plan.seconds.total:,.0f} s"
 
 
 def written(text: str) -> str:
-    """README.md with the present table."""
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+    """Return README.md, ``text``, with the present table."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def main() -> int:

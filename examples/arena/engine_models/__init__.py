@@ -1,6 +1,6 @@
-"""Models that SGLang takes in place of its own where SGLANG_EXTERNAL_MODEL_PACKAGE names this package."""
+"""Models that SGLang uses instead of its own if SGLANG_EXTERNAL_MODEL_PACKAGE names this package."""
 
-# SGLang goes on with its own models where it can't import one of these; what fails here ends the server.
+# If SGLang can't import a module of the package, it uses its own models. An error of this import ends the server.
 from examples.arena.engine_models import changed
 
 __all__ = ["changed"]

@@ -1,8 +1,8 @@
-"""SGLang's models under a mismatch of the lab's, which the variable ARENA_MISMATCH names.
+"""SGLang's models under the mismatch of ``mismatches.py`` that the variable ARENA_MISMATCH names.
 
-Weights arrive, and are verified, as the trainer sends them: what a pass computes with is a rounded copy of them, and
-what it routes by are logits without the last expert of a share of the tokens, who take the next best one. A recording
-of routing, and a trainer that replays it, thus have the experts that were used.
+The servers receive and verify the trainer's exact weights. A forward pass computes with a rounded copy of them. For a
+share of the tokens, the router's logit of the last chosen expert is removed, so the tokens use the next best expert.
+Recorded routing, and a trainer that replays it, thus have the experts that were used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.arena.mismatches import MISMATCHES, Mismatch
 
 
 class Changed(nn.Module):
-    """A model of SGLang's, under the mismatch."""
+    """Base class that adds the mismatch to a model of SGLang."""
 
     def __init__(self, config: Any, *rest: Any, **more: Any) -> None:
         super().__init__(config, *rest, **more)
@@ -33,17 +33,17 @@ class Changed(nn.Module):
                 module.register_forward_hook(flips)
 
     def load_weights(self, *arguments: Any, **more: Any) -> Any:
-        """SGLang's; what was rounded is of the weights before."""
+        """Load weights as SGLang does, and discard the rounded copy of the previous weights."""
         self._rounded = None
         return super().load_weights(*arguments, **more)  # type: ignore[misc]
 
     def forward(self, *arguments: Any, **more: Any) -> Any:
-        """SGLang's, of rounded matrices."""
-        with self._in_place_of_exact():
+        """Compute as SGLang does, with rounded matrices."""
+        with self._rounded_matrices():
             return super().forward(*arguments, **more)
 
     @contextmanager
-    def _in_place_of_exact(self) -> Iterator[None]:
+    def _rounded_matrices(self) -> Iterator[None]:
         if self._rounded is None:
             self._rounded = self._round()
         exact = [(parameter, parameter.data) for parameter, _ in self._rounded]
@@ -63,7 +63,7 @@ class Changed(nn.Module):
 
 
 class _Flips:
-    """A router's hook: ``share`` of the tokens lose the last of their ``count`` experts."""
+    """A hook on a router: ``share`` of the tokens lose the last of their ``count`` experts."""
 
     def __init__(self, share: float, count: int, generator: torch.Generator) -> None:
         self._share, self._count, self._generator = share, count, generator

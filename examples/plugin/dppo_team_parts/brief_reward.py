@@ -1,4 +1,4 @@
-"""A reward for right and brief answers."""
+"""A reward for answers that are right and brief."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ class CsvTracker:
             self._writer.writerow((step, name, value))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """This file has no place for samples."""
+        """Do nothing: a file of scalars has no place for samples."""
 
     def figure(self, name: str, path: Path) -> None:
-        """This file has no place for figures."""
+        """Do nothing: a file of scalars has no place for figures."""
 
     def finish(self) -> None:
         self._file.close()

@@ -26,4 +26,4 @@ class Guess:
         return Step(direction, reward=-PENALTY)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: an episode holds no resources."""

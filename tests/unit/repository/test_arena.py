@@ -37,7 +37,7 @@ from examples.arena.claims import (
 )
 from examples.arena.lab import MU_BOUNDS, PROB_ERROR, RATIO_ERROR
 from examples.arena.mismatches import MISMATCHES, int4
-from examples.arena.run import cells_of, others, read_results, real_cells
+from examples.arena.run import cells_of, read_results, real_cells, survey_cells
 from examples.arena.significance import (
     Difference,
     holm,
@@ -348,8 +348,8 @@ def test_the_real_loops_mismatch_stands_beside_the_labs():
 
 @pytest.mark.parametrize("at_equal_weights", [1e-9, 1e-7])
 def test_gaps_that_are_roundings_are_alike(at_equal_weights):
-    assert not findings._far(1e-8, at_equal_weights)
-    assert findings._far(1e-8, 2e-6)
+    assert not findings._is_far(1e-8, at_equal_weights)
+    assert findings._is_far(1e-8, 2e-6)
 
 
 def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
@@ -463,7 +463,7 @@ def test_claims_are_of_rules_settings_and_mismatches_that_there_are():
     assert len(SEEDS) >= 10
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     assert all(bool(claim.tests) == (claim.unreachable is None) for claim in CLAIMS)
-    cells = [*cells_of(CLAIMS), *others()]
+    cells = [*cells_of(CLAIMS), *survey_cells()]
     assert len({cell.key for cell in cells}) == len(cells)
     for cell in cells:
         options = [c.removeprefix("algorithm.options.").split("=") for c in cell.changes]
