@@ -18,15 +18,15 @@ Command = Callable[[argparse.Namespace], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = _parser().parse_args(words[:1]).command
-    if name in _OF_EVERY_RUN:
-        module, options = _OF_EVERY_RUN[name]
+    if name in _COMMANDS_OF_EVERY_RUN:
+        module, options = _COMMANDS_OF_EVERY_RUN[name]
         code: int = importlib.import_module(module).main([*options, *words[1:]])
         return code
-    prepare, act = _COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} {name}", description=act.__doc__)
-    prepare(parser)
+    add_arguments, execute = _COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} {name}", description=execute.__doc__)
+    add_arguments(parser)
     try:
-        return act(parser.parse_intermixed_args(words[1:]))
+        return execute(parser.parse_intermixed_args(words[1:]))
     except RunError as error:
         fatal(str(error))
     except KeyboardInterrupt:
@@ -57,8 +57,8 @@ def _submit(options: argparse.Namespace) -> int:
     return submit(options)
 
 
-def _takes_submission(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
+def _add_submission_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_recipe_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="show everything and submit nothing")
     parser.add_argument(
         "--rehearse",
@@ -66,7 +66,7 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
         help="run a tiny model of the recipe on the job's nodes, and wait for the verdict; docs/rehearsal.md",
     )
     parser.add_argument("--detach", action="store_true", help="with --rehearse: do not wait")
-    parser.add_argument("--nodes", type=int, help="how many; by default what the roles fill")
+    parser.add_argument("--nodes", type=int, help="by default as many as the roles fill")
     parser.add_argument(
         "--set",
         metavar="key=value",
@@ -79,46 +79,50 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
         metavar="FLAG",
         action="append",
         default=[],
-        help="--sbatch=FLAG: one more of sbatch",
+        help="a further flag of sbatch, written --sbatch=FLAG",
     )
 
 
-def _takes_supervision(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
+def _add_supervision_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_recipe_arguments(parser)
     # The job of `submit --rehearse` sets the next options; users do not.
     parser.add_argument("--rehearse", metavar="CALLED", help=argparse.SUPPRESS)
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--roles-of", metavar="FILE", help=argparse.SUPPRESS)
 
 
-def _takes_recipe(parser: argparse.ArgumentParser) -> None:
+def _add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "recipe")
-    parser.add_argument("--site", metavar="FILE", help="what this cluster wants; see docs/slurm.md")
+    parser.add_argument(
+        "--site", metavar="FILE", help="settings of this cluster; see docs/slurm.md"
+    )
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Command]] = {
-    "submit": (_takes_submission, _submit),
-    "supervise": (_takes_supervision, _supervise),
+    "submit": (_add_submission_arguments, _submit),
+    "supervise": (_add_supervision_arguments, _supervise),
 }
-_OF_EVERY_RUN: dict[str, tuple[str, list[str]]] = {
+"""For each command, the function that adds its arguments to a parser, and the one that executes it."""
+_COMMANDS_OF_EVERY_RUN: dict[str, tuple[str, list[str]]] = {
     "status": ("megatron_dppo.launch.status", []),
     "watch": ("megatron_dppo.launch.status", ["--follow"]),
     "stop": ("megatron_dppo.launch.stop_run", []),
     "logs": ("megatron_dppo.launch.logs", []),
 }
-"""The commands of runs with and without Slurm, under their names here: module, and options before those given."""
+"""The commands of runs with and without Slurm, by their names here: the module, and the options that this name adds."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands_help = "\n".join(f"  {name:10} {act.__doc__}" for name, (_, act) in _COMMANDS.items())
+    lines = [f"  {name:10} {execute.__doc__}" for name, (_, execute) in _COMMANDS.items()]
+    commands_help = "\n".join(lines)
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Runs on a Slurm cluster.",
         epilog=f"commands:\n{commands_help}\n`{_PROGRAM} COMMAND --help` tells more.\n`megatron-dppo status`, `stop` "
-        f"and `logs` serve every run; {', '.join(_OF_EVERY_RUN)} are also commands here.",
+        f"and `logs` serve every run; {', '.join(_COMMANDS_OF_EVERY_RUN)} are also commands here.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=[*_COMMANDS, *_OF_EVERY_RUN], metavar="COMMAND")
+    parser.add_argument("command", choices=[*_COMMANDS, *_COMMANDS_OF_EVERY_RUN], metavar="COMMAND")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Facts and orders of Slurm that a job needs: addresses and states of nodes, its time limit, its next start."""
+"""Queries and commands of Slurm for a job: addresses and states of its nodes, its time limit, its next start."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
 
 
 def record(*query: str) -> dict[str, str]:
-    """Return the first line of ``scontrol -o show WORDS`` as fields. Raises SlurmError."""
+    """Return the fields in the first line of ``scontrol -o show QUERY``. Raises SlurmError."""
     return fields(slurm("scontrol", "-o", "show", *query))
 
 
 def fields(line: str) -> dict[str, str]:
+    """Return the ``KEY=VALUE`` fields of the first line of a text of scontrol."""
     first_line, _, _ = line.partition("\n")
     return dict(re.findall(r"(\S+?)=(\S*)", first_line))
 
 
 def end_time(job: str) -> float | None:
-    """Return when Slurm will end the job, in epoch seconds; None where it has no limit."""
+    """Return when Slurm will end the job, in epoch seconds; None for a job without a time limit."""
     text = record("job", job).get("EndTime", "")
     try:
         return datetime.fromisoformat(text).timestamp()
@@ -33,17 +34,17 @@ def end_time(job: str) -> float | None:
 
 
 def addresses(names: Sequence[str]) -> list[str]:
-    """Return the addresses at which other nodes reach each of these. Raises SlurmError for an unknown one."""
+    """Return the address of each named node for the other nodes. Raises SlurmError for an unknown node."""
     resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
-    reachable_addresses = [address for address in resolved if not address.startswith("127.")]
-    # This node's own tables may map its name to 127.0.1.1.
-    addresses: list[str] = []
+    other_nodes = [address for address in resolved if not address.startswith("127.")]
+    node_addresses = []
     for address in resolved:
-        if address.startswith("127.") and reachable_addresses:
-            addresses.append(source_address(reachable_addresses[0]))
+        # This node's /etc/hosts may map its own name to 127.0.1.1.
+        if address.startswith("127.") and other_nodes:
+            node_addresses.append(source_address(other_nodes[0]))
         else:
-            addresses.append(address)
-    return addresses
+            node_addresses.append(address)
+    return node_addresses
 
 
 def _resolve(name: str) -> str:
@@ -54,9 +55,14 @@ def _resolve(name: str) -> str:
 
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    states = {name: record("node", name).get("State", "UNKNOWN") for name in names}
-    bad_state = re.compile("|".join(map(re.escape, _BAD_STATES)))
-    return {name: state for name, state in states.items() if bad_state.search(state)}
+    """Return the nodes that Slurm can't use any more, with their state. Raises SlurmError."""
+    states_of_bad_nodes = {}
+    for name in names:
+        # A state has flags, such as IDLE+DRAIN.
+        state = record("node", name).get("State", "UNKNOWN")
+        if any(bad_state in state for bad_state in _BAD_STATES):
+            states_of_bad_nodes[name] = state
+    return states_of_bad_nodes
 
 
 def requeue(job: str) -> None:
@@ -68,15 +74,16 @@ def exclude(job: str, nodes: Sequence[str]) -> None:
 
     Nodes that are excluded already stay excluded.
     """
-    for part in map(fields, slurm("scontrol", "-o", "show", "job", job).splitlines()):
-        if "JobId" not in part:
+    # scontrol shows each group of a heterogeneous job in a line of its own.
+    for group in map(fields, slurm("scontrol", "-o", "show", "job", job).splitlines()):
+        if "JobId" not in group:
             continue
-        excluded_nodes = part.get("ExcNodeList", "(null)")
-        excluded_before = []
-        if excluded_nodes not in ("(null)", ""):
-            excluded_before = [excluded_nodes]
-        excluded = ",".join([*excluded_before, *nodes])
-        slurm("scontrol", "update", f"JobId={part['JobId']}", f"ExcNodeList={excluded}")
+        excluded_before = group.get("ExcNodeList", "(null)")
+        excluded_nodes = list(nodes)
+        if excluded_before not in ("(null)", ""):
+            excluded_nodes.insert(0, excluded_before)
+        excluded = ",".join(excluded_nodes)
+        slurm("scontrol", "update", f"JobId={group['JobId']}", f"ExcNodeList={excluded}")
 
 
 _CLIENT_VARIABLES = (
@@ -87,13 +94,14 @@ _CLIENT_VARIABLES = (
     "SLURM_TIME_FORMAT",
     "SLURM_UMASK",
 )
-"""Variables that tell how to reach Slurm, not what a job has."""
+"""Variables with settings of Slurm's client programs. All other variables of Slurm describe a job's allocation."""
 
 
 def allocation_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables in ``environment`` that describe the allocation around this process; none outside of one.
+    """Return the variables in ``environment`` that describe the allocation in which this process runs; none outside of
+    an allocation.
 
-    sbatch passes them to a job that is submitted there, which would take them for its own.
+    sbatch passes its variables to the new job, which would take these for a description of its own allocation.
     """
     if "SLURM_JOB_ID" not in environment:
         return []

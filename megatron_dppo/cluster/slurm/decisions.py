@@ -12,10 +12,12 @@ from megatron_dppo.launch.attempts import Attempt
 from megatron_dppo.launch.supervisor import Outcome
 
 CANCELLED_CODE = 143
+"""Exit code of a batch process that received SIGTERM, as a shell reports it: 128 + 15."""
 _STOPPED_FOR_GOOD = {"asked": 0, "cancelled": CANCELLED_CODE}
+"""Exit codes by the reason of a stop after which the job does not start again."""
 
 
-def fruitless(attempts: Sequence[Attempt]) -> int:
+def count_fruitless_starts(attempts: Sequence[Attempt]) -> int:
     """Return how many of the last attempts in a row ended without a newer checkpoint."""
     count = 0
     for attempt in reversed(attempts):
@@ -29,8 +31,11 @@ def fruitless(attempts: Sequence[Attempt]) -> int:
 class Decision:
     """The decision after a start.
 
-    ``why`` and ``detail`` are those of an Attempt. ``code`` is the job's exit code unless it is requeued. ``exclude``
-    are nodes that its next start avoids.
+    Attributes:
+        why, detail: reason and text of the start's end, as in an Attempt.
+        code: the job's exit code unless the job is requeued.
+        requeue: whether the job starts again.
+        exclude: nodes that the job's next start avoids.
     """
 
     why: str
@@ -45,24 +50,25 @@ def decide(
     *,
     finished: bool,
     cancelled: bool,
-    fruitless: int,
+    fruitless_starts: int,
     max_failures: int,
 ) -> Decision:
-    """Decide whether the run is over after a start, and whether its job starts again. Pure.
+    """Decide whether the run is over after a start, and whether its job starts again.
 
     Args:
-        outcome: the end of the start as the supervisor saw it; a success alone is not sufficient.
+        outcome: the end of the start as the supervisor saw it. Steps that ended without an error do not prove that the
+            run is finished.
         finished: whether the run's folder says that the run has nothing left to do.
-        cancelled: whether Slurm ended the job (scancel, its own requeue). Slurm ends the steps at the same time, so
-            their end may be seen first and look like a failure.
-        fruitless: starts in a row without a newer checkpoint, this one included.
-        max_failures: number of those after which the run is given up.
+        cancelled: whether Slurm ended the job (scancel, or Slurm's own requeue). Slurm ends the steps at the same time,
+            so the supervisor may see them end first, and report a failure.
+        fruitless_starts: number of starts in a row without a newer checkpoint, this one included.
+        max_failures: number of fruitless starts after which the run is given up.
     """
     if finished:
         return Decision("done", "", 0, requeue=False)
     if outcome.ending in ("succeeded", "refused"):
         return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
-    # Check this before the ending: steps that were ended along with the job look like failures.
+    # Check this before the failures: steps that Slurm ended along with the job look like failed ones.
     if cancelled:
         return Decision("cancelled", "", CANCELLED_CODE, requeue=False)
     if outcome.ending == "stopped" and outcome.detail in _STOPPED_FOR_GOOD:
@@ -73,7 +79,9 @@ def decide(
         reason, detail = outcome.detail, ""
     elif outcome.ending == "ended":
         detail = "the ranks ended without an error, and the run is not finished: a node was lost"
-    if fruitless >= max_failures:
-        end = f"gave up after {fruitless} starts without a new checkpoint (max_failures)"
-        return Decision(reason, f"{detail}\n{end}".strip(), outcome.code or 1, requeue=False)
-    return Decision(reason, detail, outcome.code or 1, requeue=True)
+    # Do not return 0 for a run that is not finished, whatever exit code its steps had.
+    code = outcome.code or 1
+    if fruitless_starts >= max_failures:
+        end = f"gave up after {fruitless_starts} starts without a new checkpoint (max_failures)"
+        return Decision(reason, f"{detail}\n{end}".strip(), code, requeue=False)
+    return Decision(reason, detail, code, requeue=True)

@@ -2,7 +2,7 @@
 
 It looks for the recipe's files on every node, has the first node make the tiny model and the rehearsal's configuration,
 and runs that configuration twice under the supervisor of this job: once until it is stopped, once until its end. The
-verdict is printed, so that it is in the job's output and, while ``submit`` follows it, on its terminal.
+verdict is printed to the job's output, which a waiting ``submit`` shows on its terminal.
 """
 
 from __future__ import annotations
@@ -41,70 +41,77 @@ def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
 
     Raises ConfigError, LaunchError, SlurmError.
     """
-    # Slurm sends USR1 near the time limit; the supervisor of a run has a clock of its own for that.
+    # Slurm sends USR1 near the time limit. This process ignores it: each run's supervisor knows the limit by its clock.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # The job's output is a file, which the user follows.
+    # The job's output is a file; a waiting ``submit`` shows each line as soon as it is there.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    site_path_given = site_path(site_file)
-    site = load_site(site_path_given)
+    path_of_site = site_path(site_file)
+    site = load_site(path_of_site)
     hide_secrets()
     config = load_config(recipe)
     job = Job.of_environment(site)
-    placement = place(
-        rehearsed_roles(config, job.hosts[0].devices, on_gpus=job.gpus > 0), Allocation(job.hosts)
-    )
+    roles = rehearsed_roles(config, job.hosts[0].devices, on_gpus=job.gpus > 0)
+    placement = place(roles, Allocation(job.hosts))
     with RunDirectory(Path(recipe).parent) as directory:
         configure_logging(directory.path, None)
         form = site.form(str(Path.cwd()), server=False)
         steps = Steps(directory, form, site.container.interpreter, StopRequests({}))
-        setup = _RehearsalSetup(config, Path(recipe), steps, "gpu" if job.gpus else "cpu", called)
+        device = "gpu" if job.gpus else "cpu"
+        setup = _RehearsalSetup(config, Path(recipe), steps, device, called)
         hosts = tuple(dict.fromkeys((*placement.rank_hosts, *placement.server_hosts)))
         if code := setup.run(hosts):
             return code
-        runs = _supervised(Path(recipe), site_path_given)
-        return prepared_rehearsal(setup.words, runs).run_prepared()
+        form_of_runs = _supervised(Path(recipe), path_of_site)
+        return prepared_rehearsal(setup.words, form_of_runs).run_prepared()
 
 
 @dataclass(frozen=True)
 class _RehearsalSetup:
-    """The steps of a rehearsal before its runs. ``kind``: whether it uses the GPUs of the nodes."""
+    """The steps of a rehearsal before its runs. ``device``: ``gpu`` if the nodes have GPUs, else ``cpu``."""
 
     config: TrainConfig
     recipe: Path
     steps: Steps
-    kind: str
+    device: str
     called: str
 
     @property
     def words(self) -> list[str]:
         """The arguments of ``megatron-dppo rehearse``."""
         folder = f"--directory={self.recipe.parent}"
-        return [str(self.recipe), folder, f"--on-nodes={self.kind}", f"--called={self.called}"]
+        return [str(self.recipe), folder, f"--on-nodes={self.device}", f"--called={self.called}"]
 
     def run(self, hosts: Sequence[Host]) -> int:
-        """Look for the recipe's files on ``hosts``, and make the rehearsal's on the first; the exit code."""
+        """Look for the recipe's files on ``hosts``, make the rehearsal's files on the first host, and return the exit
+        code.
+        """
         python = self.steps.python
-        look = [python, "-m", paths.MODULE, *needed_paths(self.config)]
+        look_for_paths = [python, "-m", paths.MODULE, *needed_paths(self.config)]
+        if code := self._step("paths", look_for_paths, hosts):
+            return code
         prepare = [python, "-u", "-m", MODULE, *self.words]
-        return self._step("paths", look, hosts) or self._step("prepare", prepare, hosts[:1])
+        return self._step("prepare", prepare, hosts[:1])
 
     def _step(self, name: str, command: Sequence[str], hosts: Sequence[Host]) -> int:
         output = self.recipe.parent / "logs" / f"{name}.out"
         code = self.steps.run(name, command, hosts, output, tolerant=True, needs_keys=True)
-        print(output.read_text(errors="replace") if output.is_file() else "", end="", flush=True)
+        if output.is_file():
+            print(output.read_text(errors="replace"), end="", flush=True)
         return FAILED if code is None else code
 
 
 def _supervised(recipe: Path, site: Path | None) -> RunForm:
-    """The form of the runs: each is supervised in this job, and is stopped as by ``slurm stop``."""
-    flags = ["--once", f"--roles-of={recipe}", *([] if site is None else [f"--site={site}"])]
+    """Return the form of the runs: each is supervised in this job, and stopped like a run by ``slurm stop``."""
+    flags = ["--once", f"--roles-of={recipe}"]
+    if site is not None:
+        flags.append(f"--site={site}")
     command = (sys.executable, "-m", "megatron_dppo", "slurm", "supervise", *flags)
     return RunForm(command, signal.SIGUSR2, {})
 
 
 def needed_paths(config: TrainConfig) -> Iterator[str]:
-    """Yield ``KEY=PATH`` for what a run of the recipe reads on every node."""
+    """Yield ``KEY=PATH`` for each file and folder that a run of the recipe reads on every node."""
     yield f"{paths.CHECKPOINT}={config.model.hf_checkpoint}"
     for file in config.data.train_files:
         yield f"data.train={file.path}"

@@ -27,15 +27,17 @@ class ContainerConfig(Section):
     """The container in which the ranks and servers of a run start; the supervisor itself runs outside."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """``pyxis``: srun's own flags; ``apptainer``: a command before the command."""
+    """``none``: no container. ``pyxis``: srun starts it, by the flags of this Slurm plugin. ``apptainer``: ``apptainer
+    exec`` precedes each command.
+    """
     image: str | None = None
-    """Image of the ranks: pyxis's name or file, apptainer's file."""
+    """Image of the ranks: a name or a file for pyxis, a file for apptainer."""
     server_image: str | None = None
     """Image of servers and router. Empty: ``image``."""
     python: str = "python3"
     """Interpreter in the images, with this package's libraries; servers use ``engine.python`` where it is set."""
     mounts: list[str] = Field(default_factory=list)
-    """Mounts, ``outside:inside`` each; the working directory is always mounted."""
+    """Mounts, ``outside:inside`` each, or one path for both; the working directory is always mounted."""
 
     @property
     def interpreter(self) -> str:
@@ -46,8 +48,14 @@ class ContainerConfig(Section):
 
     def seen_inside(self, folder: str) -> list[Path]:
         """Return the folders that a container started from ``folder`` sees under the same path as the host."""
-        pairs = (mount.split(":")[:2] for mount in self.mounts)
-        return [Path(folder), *(Path(pair[0]) for pair in pairs if pair[0] == pair[-1])]
+        folders = [Path(folder)]
+        for mount in self.mounts:
+            # Options may follow the inside path: ``outside:inside:ro``.
+            outside, *further_words = mount.split(":")
+            inside = further_words[0] if further_words else outside
+            if inside == outside:
+                folders.append(Path(outside))
+        return folders
 
     def form(
         self,
@@ -57,9 +65,19 @@ class ContainerConfig(Section):
         flags: Sequence[str] = (),
         prologue: str = "",
     ) -> StepForm:
+        """Return the form of the steps that run in this container.
+
+        Args:
+            folder: the working directory, outside and inside.
+            server: whether a step runs a server or the router, which have an image of their own.
+            flags: further flags of srun.
+            prologue: shell lines that run before the command.
+        """
         if self.kind == "none":
             return StepForm(tuple(flags), prologue_words(prologue))
-        image = (self.server_image if server else None) or self.image or ""
+        image = self.image or ""
+        if server and self.server_image:
+            image = self.server_image
         mounts = [f"{folder}:{folder}", *self.mounts]
         form = _FORMS[self.kind](image, mounts, folder, flags)
         return replace(form, prefix=(*prologue_words(prologue), *form.prefix))
@@ -89,7 +107,7 @@ def prologue_words(lines: str) -> tuple[str, ...]:
         return ()
     script = (
         "set -e; trap 'echo \"prologue: failed: $BASH_COMMAND\" >&2' ERR\n"
-        # Standard input holds the keys of a server or a rank.
+        # The command reads its variables with keys from standard input, so the lines must not read it.
         f'{{\n{lines.strip()}\n}} </dev/null\ntrap - ERR\nexec "$@"'
     )
     return ("bash", "--login", "-c", script, "prologue")
@@ -99,6 +117,8 @@ _FORMS = {"pyxis": _pyxis, "apptainer": _apptainer}
 
 
 class SiteConfig(Section):
+    """Settings of a Slurm cluster."""
+
     partition: str | None = None
     """``--partition``."""
     account: str | None = None
@@ -119,34 +139,34 @@ class SiteConfig(Section):
         Literal["a100", "h100", "h200", "b200", "a100-40gb", "h100-pcie", "h100-nvl", "h200-nvl"]
         | None
     ) = None
-    """Kind of the GPUs; ``submit`` then plans the run's memory and refuses a run that can't fit."""
+    """Kind of the GPUs; ``submit`` then plans the run's memory and refuses a run that does not fit."""
     host_memory_gib: int | None = Field(default=None, gt=0)
-    """Memory of a node, for the same plan. Empty: the memory of the maker's own nodes with such GPUs."""
+    """Host memory of a node in GiB, for the memory plan. Empty: that of the vendor's own nodes with such GPUs."""
     processes_per_node: int = Field(default=1, gt=0, le=1024)
     """Ranks and servers on a node without GPUs."""
     checkpoint_margin_s: int = Field(default=900, gt=0, le=65535)
-    """Seconds before the time limit at which the ranks are asked to end their step and save a checkpoint. Longer
-    than a step and a checkpoint take.
+    """Seconds before the time limit at which the ranks are asked to end their step and save a checkpoint. Set it longer
+    than a step and a checkpoint take; ``sbatch --signal`` accepts no more than 65535.
     """
     start_s: int = Field(default=900, gt=0)
-    """Least seconds of a start and one step; a shorter time limit is refused."""
+    """Seconds that a start and one step take at least. A time limit must leave them before ``checkpoint_margin_s``."""
     preflight: bool = True
     """Check every node before a start (docs/preflight.md)."""
     preflight_skip: list[str] = Field(default_factory=list)
-    """Names of its checks to skip."""
+    """Names of the preflight's checks to skip."""
     spares_servers: bool = False
-    """A node's death ends only its own processes: servers move to a spare node, or are given up. Otherwise Slurm
-    ends the whole job and starts it again.
+    """Whether a node's death ends only the processes on this node: its servers then move to a spare node, or are given
+    up. Otherwise Slurm ends the whole job and starts it again.
     """
     supervisor_patience_s: int = Field(default=180, gt=0)
-    """With ``spares_servers``: seconds without a heartbeat of the supervisor after which its servers end, and the
-    job is requeued. Longer than the shared file system may hang.
+    """Seconds without a heartbeat of the supervisor after which its servers end and the job is requeued, if
+    ``spares_servers`` is set. Set it longer than the shared file system may hang.
     """
     max_failures: int = Field(default=3, gt=0)
-    """Starts in a row that fail without a new checkpoint before a run is given up."""
+    """Number of starts in a row without a new checkpoint after which a run is given up."""
     server_partition: str | None = None
-    """Partition of the servers' nodes, which makes the job a heterogeneous one: ranks and router on nodes of
-    ``partition``, servers on nodes of this one, with as many devices each. Empty: one allocation.
+    """Partition of the servers' nodes. It makes the job a heterogeneous one: ranks and router on nodes of
+    ``partition``, servers on nodes of ``server_partition``; all nodes have equally many devices. Empty: one allocation.
     """
     sbatch_flags: list[str] = Field(default_factory=list)
     """Further flags of sbatch, such as ``--constraint=h100``."""
@@ -171,6 +191,7 @@ class SiteConfig(Section):
         return f"--ntasks-per-node={self.processes_per_node}"
 
     def form(self, folder: str, *, server: bool) -> StepForm:
+        """Return the form of steps that run in ``folder``: of ranks, or with ``server`` of servers and router."""
         return self.container.form(
             folder,
             server=server,
@@ -179,7 +200,7 @@ class SiteConfig(Section):
         )
 
     def devices(self, environment: Mapping[str, str]) -> int:
-        """Return the devices of a node: of the job that ``environment`` describes, else as configured."""
+        """Return a node's number of devices: in the job that ``environment`` describes, or as configured."""
         if not self.gpus_per_node:
             return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
         gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
@@ -188,8 +209,9 @@ class SiteConfig(Section):
         return self.gpus_per_node
 
 
-def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    configured_path = given or environment.get(SITE_VARIABLE)
+def site_path(given_path: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the path of the site file; None without one."""
+    configured_path = given_path or environment.get(SITE_VARIABLE)
     if configured_path:
         return Path(configured_path)
     default = _DEFAULT.expanduser()

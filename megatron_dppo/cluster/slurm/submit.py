@@ -68,7 +68,7 @@ def seconds_of(text: str) -> float | None:
 
 def directory_faults(directory: Path) -> Iterator[str]:
     """Report a run's folder that can't be created or written, or where Slurm can't write output."""
-    # A backslash disables the symbols in Slurm's patterns.
+    # In a file pattern of Slurm, a backslash disables all symbols, so that the job's id would be missing.
     if "\\" in str(directory):
         yield f"run.directory: {directory} has a backslash, expected a path without one"
     if fault := unwritable(directory):
@@ -80,8 +80,9 @@ class FlagForm:
     """Options of a program of Slurm.
 
     Attributes:
-        with_value: letters that take the next word as value unless one is joined to them.
-        refused: letters after which the program starts nothing, or only at the job's end.
+        key: key of the site file, or option of ``submit``, with the flags.
+        with_value: letters of the short options that have a value: the rest of their word, or else the next word.
+        refused: letters of the short options with which the program starts nothing, or returns only at the job's end.
         alone: long options without a value; all others are written ``--name=value``.
     """
 
@@ -114,7 +115,7 @@ SRUN = FlagForm(
 def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
     """Report words that are no option, or that lack their value.
 
-    Such a word would replace the script or the command that follows, or take one of its words as value.
+    Slurm would take such a word for the script or the command that follows the options, or the script for its value.
     """
     words = iter(flags)
     for word in words:
@@ -133,51 +134,62 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
         if letter in form.refused:
             return f"after -{letter} no job could be told of"
         if letter in form.with_value:
-            has_value = end < len(word) or next(following, "")
-            return None if has_value else "which lacks its value"
+            value = word[end:] or next(following, "")
+            return None if value else "which lacks its value"
     return None
 
 
 def partition_of(name: str | None) -> dict[str, str] | None:
-    """Return Slurm's fields of a partition; None as name: the default one.
+    """Return Slurm's fields of the partition ``name``; None: of the default partition.
 
     Returns None where Slurm does not answer, or has no such partition: sbatch then reports it.
     """
+    query = ["partition"]
+    if name:
+        query.append(name)
     try:
-        description = slurm("scontrol", "-o", "show", "partition", *([name] if name else []))
+        description = slurm("scontrol", "-o", "show", *query)
     except SlurmError:
         return None
-    records = [fields(line) for line in description.splitlines()]
-    return next((r for r in records if name is not None or r.get("Default") == "YES"), None)
+    for line in description.splitlines():
+        partition = fields(line)
+        if name is not None or partition.get("Default") == "YES":
+            return partition
+    return None
 
 
 def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
-    """Report a bad time limit, one above the partition's, and one without time for a step.
+    """Report a time limit that Slurm can't read, that is above the partition's, or that is too short for a step.
 
-    Without a limit of our own the partition's applies.
+    A site file without a time limit gets the partition's.
     """
     limits = partition or {}
     max_time = limits.get("MaxTime", "UNLIMITED")
-    default = limits.get("DefaultTime", "NONE")
-    inherited = max_time if default == "NONE" else default
+    inherited = limits.get("DefaultTime", "NONE")
+    if inherited == "NONE":
+        inherited = max_time
+    if site.time is None:
+        time_text = inherited
+        given_limit = f"none, partition {limits.get('PartitionName')} gives {inherited}"
+    else:
+        time_text = given_limit = str(site.time)
     try:
-        limit = seconds_of(inherited if site.time is None else str(site.time))
+        limit = seconds_of(time_text)
     except ValueError as error:
         yield f"time: {error}"
         return
     least_seconds = site.start_s + site.checkpoint_margin_s
     if limit is not None and limit < least_seconds:
-        given_limit = f"none, partition {limits.get('PartitionName')} gives {inherited}"
         yield (
-            f"time: got {given_limit if site.time is None else site.time}, {limit:.0f} s, expected at least "
+            f"time: got {given_limit}, {limit:.0f} s, expected at least "
             f"{least_seconds} s: a start and a step (start_s {site.start_s}), and what is kept to save a "
             f"checkpoint (checkpoint_margin_s {site.checkpoint_margin_s})"
         )
-    if (
-        not site.qos
-        and (bound := seconds_of(max_time)) is not None
-        and (limit is None or limit > bound)
-    ):
+    # A quality of service may allow more than the partition.
+    if site.qos:
+        return
+    bound = seconds_of(max_time)
+    if bound is not None and (limit is None or limit > bound):
         yield (
             f"time: got {site.time}, expected at most {max_time}, the limit of partition "
             f"{limits['PartitionName']}: the job would wait for ever"
@@ -185,6 +197,7 @@ def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterat
 
 
 def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str]:
+    """Report more nodes than the partition has."""
     total = (partition or {}).get("TotalNodes", "")
     if partition is not None and total.isdigit() and nodes > int(total):
         yield (
@@ -207,13 +220,18 @@ def environment_faults(
     if not site.gpus_per_node:
         return
     is_export_set = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
-    variables = {**({} if is_export_set else environment), **site.environment}
+    variables = dict(site.environment)
+    if not is_export_set:
+        variables = {**environment, **site.environment}
     for fault in allocator_faults(strategy, variables):
         yield f"{fault}; the job would have it from the site file's environment, or this shell's"
 
 
 def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path]) -> Iterator[str]:
-    """Report unknown names in the site file, and missing parts of a container."""
+    """Report unknown names in the site file, and missing parts of a container.
+
+    ``python``: the servers' interpreter, ``engine.python``. ``paths``: the run's paths by the key that has them.
+    """
     unknown = [name for name in site.preflight_skip if name not in CHECKS]
     if unknown:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
@@ -241,6 +259,7 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
     """Report a prologue that is no shell code, and a ``gres`` with another number of GPUs than the placement has."""
     if site.prologue:
         command = ["bash", "-n"]
+        # With -n, bash parses the lines without running them.
         parsed = subprocess.run(
             command,
             input=site.prologue,
@@ -253,9 +272,10 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
             yield f"prologue: {message}; expected lines that bash can run"
     if site.gres is None:
         return
-    gpus = [entry.split("(")[0].split(":") for entry in site.gres.split(",")]
     count = 0
-    for kind, *words in gpus:
+    for entry in site.gres.split(","):
+        # An entry is name[:type][:count], such as gpu:h100:8(S:0-1), whose brackets name sockets.
+        kind, *words = entry.split("(")[0].split(":")
         if kind == "gpu":
             has_number = bool(words) and words[-1].isdigit()
             count += int(words[-1]) if has_number else 1
@@ -267,10 +287,10 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
 
 
 def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
-    """Report values of the ``sglang:`` table on which the servers' Python would fail.
+    """Report values of the ``sglang:`` table that SGLang refuses, in the Python of the servers.
 
-    The result is empty where the run starts no server (``sections``: None where it generates nothing), and where that
-    Python can't run here: the job's own check on its first node covers it then.
+    The result is empty where the run starts no server (``sections`` is None where it generates nothing), and where the
+    servers' Python can't run on this machine: the job's check on its first node then finds the faults.
     """
     if sections is None or not sections.engine.servers_to_start or not SGLANG.free(sections.sglang):
         return
@@ -297,14 +317,11 @@ def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iter
             )
 
 
-_UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
-
-
 def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     """Return a line about the planned memory, and reasons against the run.
 
-    The plan needs the layout and the model's config.json, of the checkpoint or of a known model of its name, and no
-    weights. Nothing is planned where the site does not name its GPUs, or has none.
+    The plan needs no weights: it needs the layout and a config.json, the checkpoint's or that of a known model with the
+    checkpoint's name. Nothing is planned where the site file does not name the GPUs, or the nodes have none.
     """
     config = submission.config
     site = submission.site
@@ -312,7 +329,8 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     if not site.gpus_per_node:
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
-        return _UNKNOWN.format(names=", ".join(DEVICES)), []
+        names = ", ".join(DEVICES)
+        return f"memory: not planned, as the site file's gpu names none of {names}", []
     # Import lazily: it loads numpy.
     from megatron_dppo.cluster.planner.facts import shape_of
     from megatron_dppo.cluster.planner.search import Question
@@ -328,11 +346,11 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     if layout_faults := question.layout_faults():
         return f"memory: not planned: {layout_faults[0]}", []
     plan = question.plan()
-    rank = plan.fullest.total / GIB
-    fits = "fits" if plan.fits else "does not fit"
+    fullest_gib = plan.fullest.total / GIB
+    verdict = "fits" if plan.fits else "does not fit"
     line = (
-        f"memory: {fits} on {nodes} x {site.gpus_per_node} {device.name}; the fullest rank takes "
-        f"{rank:.1f} GiB; {plan.memory_limit}"
+        f"memory: {verdict} on {nodes} x {site.gpus_per_node} {device.name}; the fullest rank takes "
+        f"{fullest_gib:.1f} GiB; {plan.memory_limit}"
     )
     return line, list(plan.faults)
 
@@ -341,12 +359,14 @@ SCRIPT = Path(__file__).with_name("run.sbatch")
 CONFIG_FILE = "submitted.yaml"
 SITE_FILE = "site.yaml"
 MOST_NODES = 2**16
-_OWN_LIMITS = ("-p", "--partition", "-t", "--time")
+"""Bound of ``--nodes``, so that a mistyped number is refused before a host is made for each node."""
+_LIMIT_FLAGS = ("-p", "--partition", "-t", "--time")
+"""Flags of sbatch that replace the site file's partition and time limit."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run before its submission, placed on ``nodes`` nodes with expected names."""
+    """A run before its submission, placed on ``nodes`` nodes with provisional names."""
 
     config: TrainConfig
     site: SiteConfig
@@ -362,35 +382,40 @@ class Submission:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
         roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
         devices = site.devices({})
-        trainers = 0
-        count = roles.hosts_needed(devices) if nodes is None else nodes
+        rank_nodes = 0
+        filled_roles = roles
         if site.server_partition is not None and roles.servers:
-            trainers = replace(roles, servers=0).hosts_needed(devices)
-            apart = replace(roles, first_device=trainers * devices)
-            count = apart.hosts_needed(devices) if nodes is None else nodes
-        groups: list[int | None] = [None] * count
-        if trainers:
-            groups = [int(i >= trainers) for i in range(count)]
-        names = [f"node{i}" for i in range(1, count + 1)]
-        pairs = zip(names, groups, strict=True)
-        hosts = tuple(Host(name, name, devices, group) for name, group in pairs)
-        return cls(config, site, count, place(roles, Allocation(hosts)))
+            # The servers begin on the first node of the second group.
+            rank_nodes = replace(roles, servers=0).hosts_needed(devices)
+            filled_roles = replace(roles, first_device=rank_nodes * devices)
+        count = filled_roles.hosts_needed(devices) if nodes is None else nodes
+        hosts = []
+        for i in range(count):
+            name = f"node{i + 1}"
+            group = int(i >= rank_nodes) if rank_nodes else None
+            hosts.append(Host(name, name, devices, group))
+        return cls(config, site, count, place(roles, Allocation(tuple(hosts))))
 
     @property
     def _nodes_by_group(self) -> list[int]:
+        """Number of nodes in each group of the job; one number unless the job is heterogeneous."""
         placement = self.placement
         hosts = dict.fromkeys((*placement.rank_hosts, *placement.server_hosts, *placement.unused))
         return [len(group) for group in Allocation(tuple(hosts)).groups]
 
     @property
     def directory(self) -> Path:
+        """The run's folder; a rehearsal has one beside it."""
         directory = Path(self.config.run.directory).resolve()
         if self.rehearses:
             return directory.with_name(f"{directory.name}-rehearsal")
         return directory
 
     def command(self, extra: Sequence[str] = ()) -> list[str]:
-        """Return the sbatch command line. Options come before the script: after it they would be the script's."""
+        """Return the sbatch command line, with the further flags ``extra``.
+
+        Options precede the script: sbatch passes words after it to the script.
+        """
         site = self.site
         options = {
             "partition": site.partition,
@@ -400,7 +425,7 @@ class Submission:
             "time": site.time,
         }
         first_count, *other_counts = self._nodes_by_group
-        return [
+        command = [
             "sbatch",
             "--parsable",
             f"--job-name={self.directory.parent.name}-{self.directory.name}",
@@ -410,20 +435,21 @@ class Submission:
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
             f"--chdir={Path.cwd()}",
             f"--output={literal(self.directory)}/logs/slurm-%j.out",
-            *(["--no-kill"] if site.spares_servers else []),
-            *site.sbatch_flags,
-            *(["--no-requeue"] if self.rehearses else []),
-            *extra,
-            *self._second_group(other_counts),
-            str(SCRIPT),
-            str(self.directory / CONFIG_FILE),
-            f"--site={self.directory / SITE_FILE}",
-            *([f"--rehearse={self.rehearses}"] if self.rehearses else []),
         ]
+        if site.spares_servers:
+            command.append("--no-kill")
+        command += site.sbatch_flags
+        if self.rehearses:
+            command.append("--no-requeue")
+        command += [*extra, *self._second_group(other_counts), str(SCRIPT)]
+        command += [str(self.directory / CONFIG_FILE), f"--site={self.directory / SITE_FILE}"]
+        if self.rehearses:
+            command.append(f"--rehearse={self.rehearses}")
+        return command
 
     def _second_group(self, node_counts: Sequence[int]) -> list[str]:
-        """Return options of the servers' nodes in a heterogeneous job; the script's own options apply to the first
-        group.
+        """Return the options of the servers' nodes in a heterogeneous job, for whose second group sbatch ignores the
+        options in the script.
         """
         site = self.site
         options = {"account": site.account, "qos": site.qos, "time": site.time}
@@ -444,7 +470,7 @@ class Submission:
     def faults(self, extra: Sequence[str] = ()) -> Iterator[str]:
         """Report why the job could not work, apart from faults that ``check_config`` and the placement report.
 
-        ``extra``: as for ``command``. Flags with a partition or a time are left to sbatch.
+        ``extra``: as for ``command``. If a flag of sbatch has a partition or a time, only sbatch checks it.
         """
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
@@ -453,13 +479,16 @@ class Submission:
         yield from flag_faults(extra, replace(SBATCH, key="--sbatch"))
         partitions: list[dict[str, str] | None] = [None]
         flags = (*self.site.sbatch_flags, *extra)
-        if not any(flag.startswith(_OWN_LIMITS) for flag in flags):
-            names = [self.site.partition, *filter(None, [self.site.server_partition])]
-            partitions = [partition_of(name) for name in names]
+        if not any(flag.startswith(_LIMIT_FLAGS) for flag in flags):
+            partitions = [partition_of(self.site.partition)]
+            if self.site.server_partition:
+                partitions.append(partition_of(self.site.server_partition))
+        # Both partitions may have the same fault: report it once.
         time_limit_faults: dict[str, None] = {}
         for partition in partitions:
             time_limit_faults |= dict.fromkeys(time_faults(self.site, partition))
         yield from time_limit_faults
+        # A run without servers has one group, whatever ``server_partition`` is.
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
             yield from node_faults(nodes, partition)
         config = self.config
@@ -476,12 +505,14 @@ class Submission:
 
 
 def _paths_of_data(path: str) -> dict[str, Path]:
-    """Return one file of each folder of a data path, by a name for messages."""
+    """Return the first file of each folder of a data path, by a name for messages."""
     expanded = data_files(path)
     if not expanded.is_several:
         return {f"data: {path}": Path(path)}
-    first_files = {file.parent: file for file in reversed(expanded.files)}
-    return {f"data: {file}": file for file in reversed(first_files.values())}
+    first_files: dict[Path, Path] = {}
+    for file in expanded.files:
+        first_files.setdefault(file.parent, file)
+    return {f"data: {file}": file for file in first_files.values()}
 
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
@@ -523,11 +554,11 @@ def _hint(submission: Submission) -> str:
     if submission.rehearses:
         verdict = submission.directory / RESULT
         return f"its verdict will be in {verdict}; scancel ends it"
-    return f"megatron-dppo status {submission.directory} tells of it"
+    return f"megatron-dppo status {submission.directory} shows its state"
 
 
 def set_aside(directory: Path) -> None:
-    """Rename the folder of an earlier rehearsal; nothing of it is deleted."""
+    """Rename the folder of an earlier rehearsal, and print its new name."""
     if directory.exists():
         stamp = time.strftime("%Y%m%d-%H%M%S")
         renamed = unused_path(directory.with_name(f"{directory.name}-{stamp}"))
@@ -536,9 +567,9 @@ def set_aside(directory: Path) -> None:
 
 
 def follow(directory: Path, job: str) -> int:
-    """Print a rehearsal's output until its job has ended; the exit code: 0 passed, 1 failed.
+    """Print a rehearsal's output until its job has ended, and return the exit code: 0 if it passed, else 1.
 
-    Ctrl-C ends the following and leaves the job as it is.
+    Ctrl-C ends this function and leaves the job as it is.
     """
     output = directory / "logs" / f"slurm-{job}.out"
     shown_bytes = 0
@@ -551,7 +582,7 @@ def follow(directory: Path, job: str) -> int:
         shown_bytes = len(text)
         if has_ended:
             break
-        # Read once more after the end: the last lines may be younger than the last look.
+        # Read once more after the job's end: its last lines may follow the last read.
         has_ended = job_state(directory, []).state in (None, *_ENDED_STATES)
         time.sleep(_FOLLOW_EVERY_S)
     try:
@@ -574,7 +605,7 @@ _ENDED_STATES = (
 
 
 def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
-    """Freeze the configuration in the run's directory and give the job to sbatch; its id."""
+    """Save the configuration in the run's directory, submit the job, and return its id."""
     directory = submission.directory
     command = submission.command(flags)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
@@ -598,7 +629,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
 
 
 def _waiting_faults(directory: Path) -> Iterator[str]:
-    """Report a second job on one run's directory: it could only wait for the first one's lease, and end."""
+    """Report a job that uses the run's directory already: the new one could only wait for its lease, and end."""
     job = job_state(directory, [])
     if job.state not in (None, UNKNOWN):
         yield (
@@ -614,13 +645,13 @@ def _checked(
 ) -> tuple[Submission | None, str, list[str]]:
     """Return the submission, a line about its memory, and every fault.
 
-    The submission is None where the roles have no place.
+    The submission is None where the roles do not fit on the nodes.
     """
     faults: list[str] = []
     submission, memory = None, "memory: not planned, as the roles have no place"
     rehearses = options.rehearse
     try:
-        # A rehearsal makes weights of its own.
+        # A rehearsal makes its own weights, so the checkpoint's need not be there.
         check_config(config, options.recipe, weights=not rehearses)
     except ConfigError as error:
         faults += error.faults
@@ -635,7 +666,8 @@ def _checked(
         faults += submission.faults(options.sbatch)
         faults += _waiting_faults(submission.directory)
         memory, memory_faults = memory_verdict(submission)
-        # The rehearsal's model is tiny.
-        faults += [] if rehearses else memory_faults
+        # The rehearsal's model is tiny: the memory of the recipe's does not matter.
+        if not rehearses:
+            faults += memory_faults
     faults += server_option_faults(ServerSections.of(config).where_generated, site)
     return submission, memory, faults

@@ -1,7 +1,11 @@
 """The batch process of a run: it reads the allocation, checks its nodes, supervises one start, and requeues the job.
 
-Signals: USR1, the time limit is near (Slurm's, beside our own clock): checkpoint, start again. USR2: checkpoint, then
-end. TERM (scancel): the same, in the half minute that Slurm gives.
+Its signals:
+
+- USR1: the time limit is near, by Slurm's clock; this process watches the limit by its own clock too. The run saves a
+  checkpoint, and the job starts again.
+- USR2 (``megatron-dppo stop``): the run saves a checkpoint and ends.
+- TERM (scancel): as USR2, within the 30 s (KillWait) after which Slurm kills the job.
 """
 
 from __future__ import annotations
@@ -22,7 +26,12 @@ from pathlib import Path
 from megatron_dppo.cluster.preflight import judge, table, write_verdict
 from megatron_dppo.cluster.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
 from megatron_dppo.cluster.slurm import commands
-from megatron_dppo.cluster.slurm.decisions import CANCELLED_CODE, Decision, decide, fruitless
+from megatron_dppo.cluster.slurm.decisions import (
+    CANCELLED_CODE,
+    Decision,
+    count_fruitless_starts,
+    decide,
+)
 from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.machine import allocator_faults
@@ -67,17 +76,19 @@ from megatron_dppo.system.secret_variables import (
 
 log = logging.getLogger(__name__)
 
-_LEAST_TO_END_S = 60.0
-_ASK_EVERY_S = 60.0
+# Time before the limit to end the processes of a run that has not saved its checkpoint.
+_END_S = 60.0
+_LIMIT_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that this process is the batch process of.
+    """The Slurm job whose batch process this is.
 
     Attributes:
         attempt: number of the job's earlier starts.
-        ends: epoch seconds of the time limit; None without one.
+        hosts: the job's nodes.
+        ends: epoch seconds of the time limit; None without a limit.
         gpus: GPUs of a node.
     """
 
@@ -99,15 +110,14 @@ class Job:
             names += group_names
             group_of |= dict.fromkeys(group_names, group)
         devices = site.devices(os.environ)
-        named_addresses = zip(names, commands.addresses(names), strict=True)
-        hosts = tuple(
-            Host(name, address, devices, group_of[name]) for name, address in named_addresses
-        )
-        return cls(
-            job, attempt, hosts, commands.end_time(job), devices if site.gpus_per_node else 0
-        )
+        hosts = []
+        for name, address in zip(names, commands.addresses(names), strict=True):
+            hosts.append(Host(name, address, devices, group_of[name]))
+        gpus = devices if site.gpus_per_node else 0
+        return cls(job, attempt, tuple(hosts), commands.end_time(job), gpus)
 
     def stops(self, margin_s: float) -> StopRequests:
+        """Return the stops that Slurm's signals request, and the time limit ``margin_s`` seconds before it."""
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
@@ -116,32 +126,34 @@ class Job:
         return StopRequests(signals, deadlines(self.ends, margin_s))
 
     def follow_time_limit(self, stops: StopRequests, margin_s: float) -> None:
-        """Ask Slurm regularly when the job ends, because an operator may change it; from a thread."""
+        """Start a thread that reads the time limit from Slurm regularly, because an operator may change it."""
 
         def follow() -> None:
             while True:
-                time.sleep(_ASK_EVERY_S)
+                time.sleep(_LIMIT_EVERY_S)
                 try:
-                    stops.move_deadlines(deadlines(commands.end_time(self.id), margin_s))
+                    end_time = commands.end_time(self.id)
                 except SlurmError as error:
-                    log.warning("the job's time limit is not known anew: %s", error)
+                    log.warning("the job's time limit can't be read again: %s", error)
+                else:
+                    stops.move_deadlines(deadlines(end_time, margin_s))
 
         threading.Thread(target=follow, name="time limit", daemon=True).start()
 
 
 def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
-    """Return Slurm's lists of nodes by group of a heterogeneous job; under None that of any other job."""
-    count = int(environment.get("SLURM_HET_SIZE", "0"))
-    if not count:
+    """Return Slurm's list of the nodes of each group of a heterogeneous job; any other job has the one group None."""
+    group_count = int(environment.get("SLURM_HET_SIZE", "0"))
+    if not group_count:
         return {None: environment["SLURM_JOB_NODELIST"]}
-    return {g: environment[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(count)}
+    return {g: environment[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(group_count)}
 
 
 def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
-    """Return when a job that ends at ``ends`` must save a checkpoint, and when it is too late for one."""
+    """Return when a job that ends at ``ends`` must save a checkpoint, and when it must end without one."""
     if ends is None:
         return {}
-    return {TIME: ends - margin_s, OVERTIME: ends - min(_LEAST_TO_END_S, margin_s / 3)}
+    return {TIME: ends - margin_s, OVERTIME: ends - min(_END_S, margin_s / 3)}
 
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
@@ -156,42 +168,42 @@ def bad_nodes(names: Sequence[str]) -> dict[str, str]:
 class Spares:
     """Hosts without a role, which replace the hosts of servers whose node died.
 
-    All servers of one host move together: a spare has as many devices.
+    All servers of a host move to one spare, which has as many devices as the host.
     """
 
     def __init__(
         self,
         hosts: Sequence[Host],
-        ask: Callable[[Sequence[str]], dict[str, str]] = bad_nodes,
+        states_of_bad_nodes: Callable[[Sequence[str]], dict[str, str]] = bad_nodes,
     ) -> None:
-        self._left = list(hosts)
-        self._moved: dict[Host, Host] = {}
-        self._ask = ask
+        self._free_hosts = list(hosts)
+        self._replacements: dict[Host, Host] = {}
+        self._states_of_bad_nodes = states_of_bad_nodes
 
     def host_now(self, host: Host) -> Host:
-        """Return the host on which a server of ``host`` restarts: the same, or the spare that replaces it."""
-        current_host = self._moved.get(host, host)
-        while (state := self._ask([current_host.name]).get(current_host.name)) is not None:
-            if not self._left:
-                log.error(
-                    "node %s is %s, and there is no spare for its servers", current_host.name, state
-                )
+        """Return the host on which a server of ``host`` restarts: ``host``, or the spare that replaces it."""
+        current_host = self._replacements.get(host, host)
+        while True:
+            name = current_host.name
+            state = self._states_of_bad_nodes([name]).get(name)
+            if state is None:
                 return current_host
-            spare = self._left.pop(0)
-            log.warning(
-                "node %s is %s: its servers move to %s", current_host.name, state, spare.name
-            )
-            current_host = self._moved[host] = spare
-        return current_host
+            if not self._free_hosts:
+                log.error("node %s is %s, and there is no spare for its servers", name, state)
+                return current_host
+            spare = self._free_hosts.pop(0)
+            log.warning("node %s is %s: its servers move to %s", name, state, spare.name)
+            self._replacements[host] = spare
+            current_host = spare
 
 
 MODULE = "megatron_dppo.train"
 _POLL_S = 0.1
-_PREFLIGHT_S = 900.0
+_STEP_LIMIT_S = 900.0
 
 
 class PreflightError(RunError):
-    """Too few nodes can do the run's work; the message names the others, and why."""
+    """The preflight leaves too few nodes for the run; the message names the unfit nodes, and why each is unfit."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +241,7 @@ class Steps:
         output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self.run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
-        # Nodes that were ended before they answered are not at fault.
+        # A stop ends the step, and then missing evidence is not the node's fault.
         if self.stops.requested():
             return {}
         names = [host.name for host in job.hosts]
@@ -257,7 +269,13 @@ class Steps:
     ) -> int | None:
         """Run a step in each group of hosts; return the highest exit code, or None after a stop or a time-out.
 
-        ``needs_keys``: the step's tasks read the variables with keys from their standard input.
+        Args:
+            name: name of the step.
+            command: the command of each task; one task runs on each host.
+            hosts: hosts of any groups.
+            output: file for the tasks' output; it is replaced.
+            tolerant: whether the other tasks continue after a task's error.
+            needs_keys: whether the tasks read the variables with keys from their standard input.
         """
         output.unlink(missing_ok=True)
         variables = without_secrets(os.environ)
@@ -285,7 +303,7 @@ class Steps:
                 if needs_keys:
                     feed(process, secrets)
                 processes.append(process)
-        deadline = time.monotonic() + _PREFLIGHT_S
+        deadline = time.monotonic() + _STEP_LIMIT_S
         while None in (codes := [process.poll() for process in processes]):
             if self.stops.requested() or time.monotonic() > deadline:
                 for process in processes:
@@ -297,7 +315,7 @@ class Steps:
 
 
 def _ports(placement: Placement) -> set[int]:
-    """Return every port that the run listens on first."""
+    """Return the ports on which the run's processes listen; one that restarts listens on another port."""
     router = placement.router
     ports = [placement.master_port, *(server.port for server in placement.servers)]
     ports += [server.meeting_port for server in placement.servers]
@@ -315,9 +333,9 @@ class Start:
         job: the Slurm job of this process.
         site: settings of the cluster.
         directory: the run's folder, whose lease this process holds.
-        stops: requests to end it.
-        roles_of: the configuration whose ranks and servers are placed; None: the run's own. A rehearsal's servers are
-            smaller than the recipe's, and take the places of the recipe's.
+        stops: requests to end the run.
+        roles_of: the configuration whose ranks and servers are placed; None: ``config``. A rehearsal's servers are
+            smaller than the recipe's servers, and take their places.
     """
 
     config: TrainConfig
@@ -326,68 +344,74 @@ class Start:
     directory: RunDirectory
     stops: StopRequests
     roles_of: TrainConfig | None = None
-    _left_out: dict[str, str] = field(default_factory=dict, init=False)
+    _unfit_nodes: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._sections = ServerSections.of(self.config).where_generated
         self._book = AttemptBook(self.directory.path)
 
     def run(self) -> Decision:
+        """Run this start, record it among the run's attempts, and return what follows."""
         job = self.job
         names = tuple(host.name for host in self.job.hosts)
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
-        ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
+        # The count of fruitless starts needs this attempt's last checkpoint; the decision then corrects ``why``.
+        ended_attempt = self._book.reached(replace(attempt, why="failed", ended=time.time()))
         this_attempt = (job.id, job.attempt)
         earlier_attempts = [a for a in self._book.all() if (a.job, a.attempt) != this_attempt]
         decision = decide(
             outcome,
             finished=is_finished(self.config),
             cancelled=any(stop.why == "cancelled" for stop in self.stops.requested()),
-            fruitless=fruitless([*earlier_attempts, ended]),
+            fruitless_starts=count_fruitless_starts([*earlier_attempts, ended_attempt]),
             max_failures=self.site.max_failures,
         )
-        if decision.why == "cancelled" and (lost := bad_nodes(names)):
-            states = ", ".join(f"{name} is {state}" for name, state in lost.items())
+        if decision.why == "cancelled" and (lost_nodes := bad_nodes(names)):
+            states = ", ".join(f"{name} is {state}" for name, state in lost_nodes.items())
             decision = replace(decision, detail=f"by Slurm, which lost a node: {states}")
-        bad = {}
+        excluded_nodes = {}
+        what_follows = ""
         if decision.requeue:
-            bad = {**bad_nodes(names), **self._left_out}
-        ended = replace(
-            ended,
+            excluded_nodes = {**bad_nodes(names), **self._unfit_nodes}
+            what_follows = "; the job starts again"
+        ended_attempt = replace(
+            ended_attempt,
             why=decision.why,
             detail=decision.detail,
             requeued=decision.requeue,
-            excluded=tuple(bad.items()),
+            excluded=tuple(excluded_nodes.items()),
         )
-        self._book.end(ended)
+        self._book.end(ended_attempt)
         log.info(
             "attempt %d of job %s: %s, checkpoint of step %d%s",
             job.attempt,
             job.id,
             decision.why,
-            ended.saved,
-            "; the job starts again" if decision.requeue else "",
+            ended_attempt.saved,
+            what_follows,
         )
-        return replace(decision, exclude=tuple(bad))
+        return replace(decision, exclude=tuple(excluded_nodes))
 
     def _outcome(self) -> Outcome:
-        """Place and check everything, then run; return the reason where nothing was started."""
+        """Place and check everything, then run; the outcome has the reason where nothing was started."""
         if is_finished(self.config):
             return Outcome(0, "ended")
-        base = srun.port_base(self.job.id)
+        first_port = srun.port_base(self.job.id)
         python = self.site.container.interpreter
         steps = Steps(self.directory, self._form(server=False), python, self.stops)
         self.directory.write_config(resolved_yaml(self.config))
         try:
             self._require_environment()
             roles = self._roles()
-            placement = place(roles, Allocation(self.job.hosts, base))
-            if self.site.preflight and (bad := self._preflight(steps, placement)):
-                self._left_out = bad
-                sound = tuple(host for host in self.job.hosts if host.name not in bad)
-                placement = _place_again(roles, Allocation(sound, base), bad)
+            placement = place(roles, Allocation(self.job.hosts, first_port))
+            if self.site.preflight:
+                self._unfit_nodes = self._preflight(steps, placement)
+            if self._unfit_nodes:
+                fit_hosts = [host for host in self.job.hosts if host.name not in self._unfit_nodes]
+                allocation = Allocation(tuple(fit_hosts), first_port)
+                placement = _place_again(roles, allocation, self._unfit_nodes)
         except PreflightError as error:
             return Outcome(1, "failed", str(error))
         except LaunchError as error:
@@ -396,7 +420,8 @@ class Start:
         if stopped := self.stops.requested():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         log.info("attempt %d of job %s\n%s", self.job.attempt, self.job.id, placement.table())
-        return steps.check(placement.ranks[0].host) or self._supervise(placement)
+        refusal = steps.check(placement.ranks[0].host)
+        return refusal or self._supervise(placement)
 
     def _roles(self) -> Roles:
         if self.roles_of is None:
@@ -406,12 +431,13 @@ class Start:
     def _supervise(self, placement: Placement) -> Outcome:
         try:
             supervisor = self._supervisor(placement)
-        except LaunchError as error:  # its endpoint can't listen
+        except LaunchError as error:
+            # The supervisor's HTTP endpoint can't listen on this node.
             return Outcome(1, "failed", str(error))
         return supervisor.run()
 
     def _require_environment(self) -> None:
-        # Every step receives the variables of this process.
+        # Check this process's variables: every step receives them.
         faults = allocator_faults(self.config.weight_sync.strategy, os.environ)
         if self.job.gpus and (text := "; ".join(faults)):
             raise LaunchError(text)
@@ -430,12 +456,13 @@ class Start:
         if self._sections is not None:
             spares = Spares(placement.unused)
             # Slurm starts the batch process on the first node.
-            grounds = ServerStarts(self._runtime_at, self.job.hosts[0].address, spares.host_now)
+            address = self.job.hosts[0].address
+            server_starts = ServerStarts(self._runtime_at, address, spares.host_now)
             fleet = supervised_fleet(
                 self._sections,
                 directory,
                 placement,
-                grounds,
+                server_starts,
                 seed=config.run.seed,
                 interface=config.parallel.interface,
             )
@@ -483,27 +510,27 @@ def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) 
     return replace(roles, server_devices=min(roles.server_devices, devices or 1), port=None)
 
 
-def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
+def _place_again(roles: Roles, fit_nodes: Allocation, unfit_nodes: Mapping[str, str]) -> Placement:
     """Place the roles on the remaining nodes.
 
-    Raises PreflightError where they are too few, LaunchError where none of several remains: then the run's own settings
-    are at fault, and other nodes would not help.
+    Raises PreflightError where they are too few, and LaunchError where the preflight leaves out all of several nodes:
+    then the run's own settings are at fault, and other nodes would not help.
     """
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in bad.items())
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in unfit_nodes.items())
     log.warning("preflight leaves out %s", reasons)
     try:
-        if sound.hosts:
-            return place(roles, sound)
+        if fit_nodes.hosts:
+            return place(roles, fit_nodes)
     except PlacementError as error:
         raise PreflightError(f"preflight left out {reasons}; {error}") from error
-    if len(bad) > 1:
+    if len(unfit_nodes) > 1:
         raise LaunchError(f"preflight: no node is fit: {reasons}")
     raise PreflightError(f"preflight left out the only node: {reasons}")
 
 
 _EXCLUDE_TRIES = 20
 _EXCLUDE_EVERY_S = 0.5
-_LAST_BREATH_S = 2.0
+_REQUEUE_SIGNAL_S = 2.0
 
 
 def supervise(
@@ -520,7 +547,7 @@ def supervise(
         config_path: the recipe.
         overrides: values that replace the recipe's.
         site_file: the site file.
-        once: whether the job ends with this start, whatever its end.
+        once: whether to return after this start without a requeue, however the start ends.
         roles_of: the recipe whose ranks and servers are placed; see ``Start``.
 
     Raises ConfigError, LaunchError, SlurmError.
@@ -529,14 +556,14 @@ def supervise(
     os.environ.update(site.environment)
     hide_secrets()
     config = load_config(config_path, overrides)
-    placed = None if roles_of is None else load_config(roles_of)
+    placed_config = None if roles_of is None else load_config(roles_of)
     job = Job.of_environment(site)
     stops = job.stops(site.checkpoint_margin_s)
     job.follow_time_limit(stops, site.checkpoint_margin_s)
     with stops.listening():
         with RunDirectory(config.run.directory) as directory:
             configure_logging(directory.path, None)
-            decision = Start(config, job, site, directory, stops, placed).run()
+            decision = Start(config, job, site, directory, stops, placed_config).run()
         if once:
             return decision.code
         return _requeue(job, decision)
@@ -545,8 +572,7 @@ def supervise(
 def _requeue(job: Job, decision: Decision) -> int:
     """Requeue the job where that was decided; return the exit code.
 
-    A requeue ends this process too, by a TERM that is only noted. Nodes can be excluded from a job only when it waits
-    again.
+    Slurm accepts excluded nodes only for a job that waits again.
     """
     if not decision.requeue:
         return decision.code
@@ -555,11 +581,16 @@ def _requeue(job: Job, decision: Decision) -> int:
     except SlurmError as error:
         log.error("the job can't be requeued, so this run ends here: %s", error)
         return decision.code or 1
-    for _ in range(_EXCLUDE_TRIES if decision.exclude else 0):
+    if decision.exclude:
+        _exclude(job, decision.exclude)
+    # A requeue also sends SIGTERM to this process. The caller's ``stops`` only note it: wait for it before they end.
+    time.sleep(_REQUEUE_SIGNAL_S)
+    return 0
+
+
+def _exclude(job: Job, nodes: Sequence[str]) -> None:
+    for _ in range(_EXCLUDE_TRIES):
         try:
-            commands.exclude(job.id, decision.exclude)
-            break
+            return commands.exclude(job.id, nodes)
         except SlurmError:
             time.sleep(_EXCLUDE_EVERY_S)
-    time.sleep(_LAST_BREATH_S)
-    return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cluster.slurm.commands import fields
-from megatron_dppo.cluster.slurm.decisions import decide, fruitless
+from megatron_dppo.cluster.slurm.decisions import count_fruitless_starts, decide
 from megatron_dppo.cluster.slurm.supervise import Spares, deadlines
 from megatron_dppo.launch.attempts import Attempt, AttemptBook
 from megatron_dppo.launch.placement import Roles, place
@@ -41,10 +41,10 @@ def test_starts_in_a_row_without_a_new_checkpoint():
     failed = replace(FIRST, why="failed")
     better = replace(failed, first_saved=1, saved=2)
     asked = replace(failed, why="asked")
-    assert fruitless([]) == 0
-    assert fruitless([failed, better]) == 0
-    assert fruitless([better, failed, failed]) == 2
-    assert fruitless([failed, asked, failed]) == 1
+    assert count_fruitless_starts([]) == 0
+    assert count_fruitless_starts([failed, better]) == 0
+    assert count_fruitless_starts([better, failed, failed]) == 2
+    assert count_fruitless_starts([failed, asked, failed]) == 1
 
 
 FAILED = Outcome(1, "failed", "rank 3 exited with code 42")
@@ -67,28 +67,32 @@ FAILED = Outcome(1, "failed", "rank 3 exited with code 42")
     ],
 )
 def test_what_follows_from_an_end(outcome, fruits, expected):
-    found = decide(outcome, finished=False, cancelled=False, fruitless=fruits, max_failures=3)
+    found = decide(
+        outcome, finished=False, cancelled=False, fruitless_starts=fruits, max_failures=3
+    )
     assert (found.why, found.code, found.requeue) == expected
 
 
 @pytest.mark.parametrize("outcome", [FAILED, Outcome(0, "ended"), Outcome(0, "stopped", "time")])
 def test_a_cancelled_job_never_starts_again_whatever_its_steps_did_first(outcome):
-    found = decide(outcome, finished=False, cancelled=True, fruitless=1, max_failures=3)
+    found = decide(outcome, finished=False, cancelled=True, fruitless_starts=1, max_failures=3)
     assert (found.why, found.code, found.requeue) == ("cancelled", 143, False)
 
 
 def test_a_run_with_nothing_left_to_do_is_done_however_it_ended():
     for outcome in (Outcome(0, "ended"), Outcome(0, "stopped", "time"), FAILED):
-        found = decide(outcome, finished=True, cancelled=False, fruitless=9, max_failures=3)
+        found = decide(outcome, finished=True, cancelled=False, fruitless_starts=9, max_failures=3)
         assert (found.why, found.code, found.requeue) == ("done", 0, False)
 
 
 def test_the_reason_of_giving_up_is_told():
-    found = decide(FAILED, finished=False, cancelled=False, fruitless=3, max_failures=3)
+    found = decide(FAILED, finished=False, cancelled=False, fruitless_starts=3, max_failures=3)
     assert found.detail == (
         "rank 3 exited with code 42\ngave up after 3 starts without a new checkpoint (max_failures)"
     )
-    lost = decide(Outcome(0, "ended"), finished=False, cancelled=False, fruitless=1, max_failures=3)
+    lost = decide(
+        Outcome(0, "ended"), finished=False, cancelled=False, fruitless_starts=1, max_failures=3
+    )
     assert "a node" in lost.detail
 
 
