@@ -48,7 +48,7 @@ CHECKS: Mapping[str, Check] = {
     "network": Check(network.collect_network, network.judge_network),
     "all_reduce": Check(all_reduce.collect_all_reduce, all_reduce.judge_all_reduce),
 }
-"""Checks by name, in the order in which a node runs them; those that meet the other nodes come last."""
+"""Checks by name, in the order in which a node runs them. Checks that exchange data with other nodes are the last."""
 
 _COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-reduce", "verdict")
 
@@ -58,7 +58,7 @@ def collect_evidence(
     meeting: Meeting,
     skipped: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Collect this node's evidence by check, without ``skipped`` ones; a check that fails leaves ``error``."""
+    """Collect this node's evidence by check, without the ``skipped`` checks. A check that fails has only ``error``."""
     evidence: dict[str, dict[str, Any]] = {}
     site = Site(needs, meeting, evidence)
     for name, check in CHECKS.items():
@@ -77,15 +77,21 @@ def judge(
     needs: Needs,
     hosts: Sequence[str],
 ) -> list[Finding]:
-    """Return every fault, by host. ``evidence`` is by host and check; one of ``hosts`` without any is a finding."""
+    """Return every finding, sorted by host.
+
+    Args:
+        evidence: the evidence by host and check.
+        needs: requirements on each node.
+        hosts: the nodes that take part; a node without evidence is a finding.
+    """
     expectation = "a file of the node's preflight task"
     findings = {Finding(h, "evidence", "none", expectation) for h in hosts if h not in evidence}
     for name, check in CHECKS.items():
         entries = {host: checks[name] for host, checks in evidence.items() if name in checks}
         findings.update(_errors(name, entries))
-        # A judge compares nodes with each other; an entry with an error has no values to compare.
-        answers = {host: entry for host, entry in entries.items() if "error" not in entry}
-        findings.update(check.judge(answers, needs))
+        # An entry with an error has no values.
+        collected_values = {h: entry for h, entry in entries.items() if "error" not in entry}
+        findings.update(check.judge(collected_values, needs))
     return sorted(findings)
 
 
@@ -96,7 +102,7 @@ def _errors(name: str, entries: Mapping[str, Evidence]) -> Iterator[Finding]:
 
 
 def bad_hosts(findings: Sequence[Finding]) -> list[str]:
-    """Return the nodes that are left out."""
+    """Return the nodes with findings, which a run leaves out."""
     return sorted({finding.host for finding in findings} - {EVERYWHERE})
 
 
@@ -112,26 +118,29 @@ def write_verdict(folder: Path, findings: Sequence[Finding]) -> None:
 
 def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Finding]) -> str:
     """Return a table for the user: one line for each node, with a dash for a missing value, then the faults."""
-    bad = {finding.host for finding in findings}
+    hosts_with_findings = {finding.host for finding in findings}
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for host in sorted(evidence):
-        verdict = "bad" if host in bad else "ok"
+        verdict = "bad" if host in hosts_with_findings else "ok"
         rows.append((*_cells(evidence[host]), verdict))
     return "\n".join([*aligned(rows), *map(str, findings)])
 
 
 def _cells(checks: Mapping[str, Evidence]) -> tuple[str, ...]:
     gpu_list = checks.get("gpus", {}).get("gpus", [])
-    kinds = sorted({str(gpu.get("name")) for gpu in gpu_list})
-    all_reduce = checks.get("all_reduce", {})
-    speed = all_reduce.get("all_gb_s")
+    gpu_text = "none"
+    if gpu_list:
+        kinds = sorted({str(gpu.get("name")) for gpu in gpu_list})
+        gpu_text = f"{len(gpu_list)} x {', '.join(kinds)}"
+    all_reduce_entry = checks.get("all_reduce", {})
+    speed = all_reduce_entry.get("all_gb_s")
     return (
         checks.get("host", {}).get("name", "-"),
-        f"{len(gpu_list)} x {', '.join(kinds)}" if gpu_list else "none",
+        gpu_text,
         _gib(checks, "memory", "available"),
         _gib(checks, "memory", "shm_free"),
         _gib(checks, "disk", "run_directory_free"),
-        all_reduce.get("interface", "-"),
+        all_reduce_entry.get("interface", "-"),
         "-" if speed is None else f"{speed:.2f} GB/s",
     )
 

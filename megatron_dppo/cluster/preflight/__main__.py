@@ -54,20 +54,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meeting = Meeting(folder, host, count, options.timeout)
         evidence = collect_evidence(needs, meeting, options.skip)
         write_evidence(folder, host, evidence)
-        judged = _alone if count == 1 else _in_step
-        return judged(host, evidence, needs, folder)
+        if count == 1:
+            return _judge_one_machine(host, evidence, needs, folder)
+        return _judge_node_of_step(host, evidence, needs, folder)
     except RunError as error:
         fatal(str(error))
 
 
-def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
+def _judge_one_machine(
+    host: str,
+    evidence: Mapping[str, Evidence],
+    needs: Needs,
+    folder: Path,
+) -> int:
     findings = judge({host: evidence}, needs, [host])
     write_verdict(folder, findings)
     print(table({host: evidence}, findings))
     return BAD_NODE if findings else 0
 
 
-def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
+def _judge_node_of_step(
+    host: str,
+    evidence: Mapping[str, Evidence],
+    needs: Needs,
+    folder: Path,
+) -> int:
     """Judge this node by its own evidence and that of the nodes that have finished."""
     earlier_evidence = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
     all_findings = judge({**earlier_evidence, host: evidence}, needs, [host])
@@ -85,6 +96,7 @@ def _default_gpus(device: str | None, ranks: int) -> int:
 
 
 def _folder(run: Path) -> Path:
+    """Return the folder of the evidence: in a job as the supervisor calls it, ``<job>-<attempt>``."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return run / "preflight" / time.strftime("local-%Y%m%d-%H%M%S")
@@ -98,13 +110,15 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 all is well, 2 refused, 3 a node is not fit. docs/preflight.md",
     )
     add_config_arguments(parser)
-    parser.add_argument("--gpus", type=int, help="GPUs the run uses on each node")
+    parser.add_argument("--gpus", type=int, help="GPUs that the run uses on each node")
     parser.add_argument(
         "--nodes",
         type=int,
         help="nodes that take part (default: tasks of the step)",
     )
-    parser.add_argument("--port", type=int, action="append", default=[], help="must be free")
+    parser.add_argument(
+        "--port", type=int, action="append", default=[], help="port that must be free"
+    )
     parser.add_argument(
         "--skip",
         action="append",
@@ -112,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(CHECKS),
         help="leave a check out",
     )
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for others")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds to wait for other nodes"
+    )
     parser.add_argument("--evidence", type=Path, help="folder for the evidence")
     return parser
 

@@ -1,6 +1,6 @@
 """The check of an all-reduce among a node's GPUs and among all nodes: its sum and its bandwidth.
 
-Each node starts one ``all_reduce_process`` per GPU, or one without GPUs.
+Each node starts one ``all_reduce_process`` for each GPU; a node without GPUs starts one.
 """
 
 from __future__ import annotations
@@ -31,108 +31,113 @@ from megatron_dppo.system.processes import kill_families, start_process, tail
 _INTERFACE, _MASTER = "interface", "master"
 _POLL_S = 0.05
 _ALL_REDUCE_S = 120.0
-_WORKER = "megatron_dppo.cluster.preflight.all_reduce_process"
-_SLOW = 0.5
-"""A node is unfit whose own GPUs exchange less than this share of the median node's bandwidth."""
+_MODULE = "megatron_dppo.cluster.preflight.all_reduce_process"
+_LEAST_SHARE = 0.5
+"""Smallest bandwidth among a fit node's GPUs, as a share of the nodes' median."""
 
 
 def collect_all_reduce(site: Site) -> dict[str, Any]:
-    """Measure bandwidths in GB/s, among a node's GPUs and among all nodes.
+    """Collect the interface that was used, and bandwidths in GB/s: among this node's GPUs, and among all nodes.
 
-    The result has ``failed`` instead, with the last lines of the process that failed first, where one fails.
+    Where a process fails, the evidence has no bandwidths, but ``failed``: the last lines of the process that failed
+    first.
     """
     meeting = site.meeting
     network = site.evidence.get("network", {})
     if "reached" not in network:
         raise CheckError("the network was not checked, which tells the interface to use")
-    meeting.say(_INTERFACE, network)
-    networks = meeting.hear(_INTERFACE)
+    meeting.write(_INTERFACE, network)
+    networks = meeting.wait_for_all(_INTERFACE)
     hosts = sorted(networks)
-    processes = max(1, site.needs.gpus)
-    if len(hosts) * processes == 1:
+    process_count = max(1, site.needs.gpus)
+    world_size = len(hosts) * process_count
+    if world_size == 1:
         return {"skipped": "one process has nobody to exchange with"}
     interface = reachable_interface(networks, meeting.host)
     if interface is None:
         raise CheckError("no interface of this node has an address")
     if meeting.host == hosts[0]:
         address = network["interfaces"][interface]
-        meeting.say(_MASTER, {"address": address, "port": free_port("0.0.0.0")})
+        meeting.write(_MASTER, {"address": address, "port": free_port("0.0.0.0")})
     master = _master(site, hosts[0])
     environment = os.environ | {
         "MASTER_ADDR": master["address"],
         "MASTER_PORT": str(master["port"]),
-        "WORLD_SIZE": str(len(hosts) * processes),
-        "LOCAL_WORLD_SIZE": str(processes),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(process_count),
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "OMP_NUM_THREADS": "1",
         "PREFLIGHT_BACKEND": "nccl" if site.needs.gpus else "gloo",
     }
-    first_rank = hosts.index(meeting.host) * processes
-    return {"interface": interface} | _run_workers(environment, first_rank, processes)
+    first_rank = hosts.index(meeting.host) * process_count
+    return {"interface": interface} | _run_processes(environment, first_rank, process_count)
 
 
 def _master(site: Site, first_host: str) -> dict[str, Any]:
+    """Return the address and port where rank 0 listens, which the first node writes."""
     deadline = time.monotonic() + site.meeting.timeout_s
     while time.monotonic() < deadline:
-        if first_host in (masters := site.meeting.read(_MASTER)):
+        masters = site.meeting.read(_MASTER)
+        if first_host in masters:
             return masters[first_host]
         time.sleep(_POLL_S)
     raise CheckError(f"{first_host} does not say where the processes meet")
 
 
-def _run_workers(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", _WORKER]
+def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", _MODULE]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"{index}.out" for index in range(count)]
-        workers = []
+        processes = []
         for index, path in enumerate(outputs):
             ranks = {"RANK": str(first_rank + index), "LOCAL_RANK": str(index)}
             with path.open("wb") as file:
-                workers.append(
-                    start_process(
-                        command,
-                        environment={**environment, **ranks},
-                        output=file.fileno(),
-                    )
+                process = start_process(
+                    command,
+                    environment={**environment, **ranks},
+                    output=file.fileno(),
                 )
-        failed = _first_failure(workers)
-        if failed is not None:
-            code = workers[failed].returncode
-            reason = "does not end"
-            if code is not None:
-                reason = f"exits with code {code}"
-            # The other workers wait for this one in the collective.
-            kill_families(workers)
-            return {"failed": f"process {failed} {reason}: {tail(outputs[failed], 3)[-500:]}"}
-        return json.loads(outputs[0].read_text().splitlines()[-1])
+                processes.append(process)
+        failed_index = _first_failure(processes)
+        if failed_index is None:
+            return json.loads(outputs[0].read_text().splitlines()[-1])
+        code = processes[failed_index].returncode
+        reason = "does not end" if code is None else f"exits with code {code}"
+        # The other processes wait for the failed one in the collective.
+        kill_families(processes)
+        last_lines = tail(outputs[failed_index], 3)[-500:]
+        return {"failed": f"process {failed_index} {reason}: {last_lines}"}
 
 
-def _first_failure(workers: list[subprocess.Popen[bytes]]) -> int | None:
-    """Return the index of the worker that failed or does not end in time; None when all ended without error."""
+def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Return the index of the first process that failed or does not end in time; None if all end without error."""
     deadline = time.monotonic() + _ALL_REDUCE_S
     while time.monotonic() < deadline:
-        codes = [worker.poll() for worker in workers]
-        if any(codes):
-            return next(index for index, code in enumerate(codes) if code)
+        codes = [process.poll() for process in processes]
+        for index, code in enumerate(codes):
+            if code:
+                return index
         if None not in codes:
             return None
         time.sleep(_POLL_S)
-    return next(index for index, worker in enumerate(workers) if worker.poll() is None)
+    return [process.poll() for process in processes].index(None)
 
 
 def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a failed all-reduce, and nodes whose own GPUs are far slower than those of others."""
-    failed = {host: entry["failed"] for host, entry in evidence.items() if "failed" in entry}
-    everywhere = len(failed) == len(evidence)
-    for host, reason in failed.items():
-        yield Finding(EVERYWHERE if everywhere else host, "all-reduce", reason, "a result")
-        # One report is enough for a collective that fails on all nodes.
-        if everywhere:
+    """Report a failed all-reduce, and nodes whose GPUs exchange far less than those of the median node."""
+    reasons = {host: entry["failed"] for host, entry in evidence.items() if "failed" in entry}
+    is_everywhere = len(reasons) == len(evidence)
+    for host, reason in reasons.items():
+        yield Finding(EVERYWHERE if is_everywhere else host, "all-reduce", reason, "a result")
+        # One finding is enough for a collective that fails on all nodes.
+        if is_everywhere:
             break
     speeds = {h: entry["node_gb_s"] for h, entry in evidence.items() if entry.get("node_gb_s")}
-    usual = median(speeds.values()) if speeds else 0.0
+    if not speeds:
+        return
+    median_speed = median(speeds.values())
+    expectation = f"at least half of the nodes' median, {median_speed:.1f} GB/s"
     for host, speed in speeds.items():
-        if speed < _SLOW * usual:
-            expectation = f"at least half of the nodes' median, {usual:.1f} GB/s"
+        if speed < _LEAST_SHARE * median_speed:
             yield Finding(host, "all-reduce among its GPUs", f"{speed:.1f} GB/s", expectation)

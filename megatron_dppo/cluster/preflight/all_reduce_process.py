@@ -1,4 +1,4 @@
-"""One process of the preflight's all-reduce: measures bandwidths and prints them as a line of JSON."""
+"""One process of the preflight's all-reduce. It measures bandwidths and prints them as a line of JSON."""
 
 from __future__ import annotations
 
@@ -17,38 +17,41 @@ _ROUNDS = 5
 
 
 def exchange() -> None:
-    """Run one process: join, measure among this node's processes and among all, print the result as a line of JSON.
+    """Measure the bandwidth among this node's processes and among all processes, and print both as a line of JSON.
 
     Bandwidth is the bus bandwidth of a ring, ``2 (n - 1) / n * bytes / seconds``, which does not depend on the number
-    of processes.
+    ``n`` of processes.
     """
     import torch
     import torch.distributed as dist
 
     backend = os.environ["PREFLIGHT_BACKEND"]
     rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
-    local = int(os.environ["LOCAL_RANK"])
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    node_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
     if backend == "nccl":
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
-    result = {"backend": backend, "processes": world}
-    if local_world > 1 and world > local_world:
-        groups: list[Any] = []
-        for start in range(0, world, local_world):
-            groups.append(dist.new_group(list(range(start, start + local_world))))
-        result["node_gb_s"] = _bandwidth(
-            groups[rank // local_world], local_world, device, _BYTES[backend]
-        )
-    result["all_gb_s"] = _bandwidth(dist.group.WORLD, world, device, _BYTES[backend])
+    result = {"backend": backend, "processes": world_size}
+    if node_size > 1 and world_size > node_size:
+        # torch requires that every process creates every group.
+        node_groups: list[Any] = []
+        for first_rank in range(0, world_size, node_size):
+            node_groups.append(dist.new_group(list(range(first_rank, first_rank + node_size))))
+        node_group = node_groups[rank // node_size]
+        result["node_gb_s"] = _bandwidth(node_group, node_size, device, _BYTES[backend])
+    result["all_gb_s"] = _bandwidth(dist.group.WORLD, world_size, device, _BYTES[backend])
     dist.destroy_process_group()
     print(json.dumps(result))
 
 
-def _bandwidth(group: object, size: int, device: torch.device, count: int) -> float:
-    """Measure the bus bandwidth in GB/s. Raises RuntimeError where the sum is wrong."""
+def _bandwidth(group: object, size: int, device: torch.device, data_bytes: int) -> float:
+    """Measure the bus bandwidth in GB/s among the ``size`` processes of ``group``. Raises RuntimeError where the sum is
+    wrong.
+    """
     import torch
     import torch.distributed as dist
 
@@ -56,7 +59,8 @@ def _bandwidth(group: object, size: int, device: torch.device, count: int) -> fl
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    data = torch.ones(count // 4, dtype=torch.float32, device=device)
+    data = torch.ones(data_bytes // 4, dtype=torch.float32, device=device)
+    # This all-reduce is not timed: in it, NCCL sets up its connections.
     dist.all_reduce(data, group=group)
     if not bool((data == size).all()):
         raise RuntimeError(f"the sum over {size} processes is {data.unique().tolist()[:4]}")
@@ -66,7 +70,7 @@ def _bandwidth(group: object, size: int, device: torch.device, count: int) -> fl
         dist.all_reduce(data, group=group)
     wait()
     seconds = (time.perf_counter() - started) / _ROUNDS
-    return 2 * (size - 1) / size * count / seconds / 1e9
+    return 2 * (size - 1) / size * data_bytes / seconds / 1e9
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ _GIB = 2**30
 _SHM_BYTES = _GIB // 4
 """Shared memory for rings and queues of NCCL, gloo and SGLang; a container's default of 64 MiB is too small."""
 _SPARE_BYTES = _GIB
+"""Free bytes of disk and memory that every run needs beyond the model's."""
 _DISTRIBUTION = "megatron-dppo"
 
 
@@ -44,15 +45,16 @@ class Needs:
     """Requirements on one node.
 
     Attributes:
-        gpus: number of GPUs; 0 for a run without.
-        disk_bytes: free bytes in ``run_directory``, which all nodes share.
+        gpus: number of GPUs; 0 for a run on CPUs.
+        run_directory: the run's folder, which all nodes share.
+        disk_bytes: free bytes in ``run_directory``.
         temporary_bytes: free bytes in the node's own folder for temporary files.
         shm_bytes: free bytes in ``/dev/shm``.
-        memory_bytes: memory of the host.
-        open_files: open files of one process.
+        memory_bytes: available bytes of the host's memory.
+        open_files: number of files that one process may open.
         ports: TCP ports that must be free.
         pythons: interpreter by role, ``trainer`` and ``engine``.
-        requirements: pinned packages by role, in the form of ``pip``.
+        requirements: pinned packages by role, as pip's requirement specifiers.
     """
 
     gpus: int
@@ -68,12 +70,12 @@ class Needs:
 
 
 def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Needs:
-    """Return the requirements of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run without.
+    """Return the requirements of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run on CPUs.
 
     The disk must hold the checkpoints to keep, and one that is being written.
     """
     sync = config.weight_sync
-    weights, update, checkpoint = _model_bytes(
+    weight_bytes, update_bytes, checkpoint_size = _model_bytes(
         config.model.hf_checkpoint, config.model.dtype, config.lora
     )
     pythons = {"trainer": sys.executable}
@@ -81,14 +83,17 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     if config.engine.servers_to_start and config.rollout.replay_from is None:
         pythons["engine"] = config.engine.python or sys.executable
         extras["engine"] = "gpu-engine"
-    through_shm = sync.strategy == "disk" and sync.directory is None
+    # The strategy ``disk`` without a folder of its own writes each update to /dev/shm.
+    shm_bytes = _SHM_BYTES
+    if sync.strategy == "disk" and sync.directory is None:
+        shm_bytes += update_bytes
     return Needs(
         gpus=gpus,
         run_directory=Path(config.run.directory),
-        disk_bytes=_SPARE_BYTES + (config.checkpoint.keep + 1) * checkpoint,
+        disk_bytes=_SPARE_BYTES + (config.checkpoint.keep + 1) * checkpoint_size,
         temporary_bytes=_SPARE_BYTES,
-        shm_bytes=_SHM_BYTES + (update if through_shm else 0),
-        memory_bytes=_SPARE_BYTES + weights,
+        shm_bytes=shm_bytes,
+        memory_bytes=_SPARE_BYTES + weight_bytes,
         open_files=LEAST_OPEN_FILES + config.rollout.max_concurrent_requests,
         ports=tuple(ports),
         pythons=pythons,
@@ -97,44 +102,45 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
 
 
 def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, int]:
+    """Return the bytes of the model's weights, of a weight update, and of a checkpoint."""
     try:
         shape = load_model_shape(folder)
         trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
     except ModelError:
-        # No node is at fault where the model can't be read; the check of the configuration refuses it.
+        # A model that can't be read is no node's fault; the check of the configuration refuses it.
         return 0, 0, 0
-    weights = parameters(shape) * ITEM_BYTES[dtype]
-    update = weights
+    weight_bytes = parameters(shape) * ITEM_BYTES[dtype]
+    update_bytes = weight_bytes
     if updates_adapters(lora):
-        update = trained * ITEM_BYTES[dtype]
-    return weights, update, checkpoint_bytes(trained, dtype)
+        update_bytes = trained * ITEM_BYTES[dtype]
+    return weight_bytes, update_bytes, checkpoint_bytes(trained, dtype)
 
 
 def _pins(extra: str) -> tuple[str, ...]:
-    """Return requirements of an extra of this distribution that fix or bound a version, from its own metadata."""
-    requirements = map(Requirement, requires(_DISTRIBUTION) or [])
-    return tuple(
-        f"{requirement.name}{requirement.specifier}"
-        for requirement in requirements
-        if requirement.marker is not None
-        and requirement.marker.evaluate({"extra": extra})
-        and requirement.specifier
-    )
+    """Return the requirements of this distribution's ``extra`` that fix or bound a version."""
+    pins = []
+    for requirement in map(Requirement, requires(_DISTRIBUTION) or []):
+        # In the distribution's metadata, a marker such as ``extra == "gpu"`` makes a requirement part of an extra.
+        marker = requirement.marker
+        is_of_extra = marker is not None and marker.evaluate({"extra": extra})
+        if is_of_extra and requirement.specifier:
+            pins.append(f"{requirement.name}{requirement.specifier}")
+    return tuple(pins)
 
 
 Evidence = Mapping[str, Any]
 """Values that one check collected on one node; or only ``error``, the reason why it could not collect them."""
 EVERYWHERE = "*"
-"""Host of a finding that no single node causes: leaving one out would not help."""
+"""Host of a finding that no single node causes, so that leaving out nodes would not help."""
 _POLL_S = 0.05
 
 
 class EvidenceError(RunError, ValueError):
-    """A file of evidence has other content; the message names it."""
+    """A file of evidence is not JSON, or no JSON object; the message names the file."""
 
 
 class CheckError(RuntimeError):
-    """A node can't collect a check's values; the message says why, and is the evidence."""
+    """A node can't collect a check's values; the message, which says why, becomes the evidence's ``error``."""
 
 
 @dataclass(frozen=True, order=True)
@@ -155,7 +161,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Site:
-    """Context of a check on a node. ``evidence`` is this node's, of the checks before it."""
+    """Context in which a check runs on a node.
+
+    Attributes:
+        needs: requirements on the node.
+        meeting: exchange with the other nodes.
+        evidence: this node's evidence from the earlier checks.
+    """
 
     needs: Needs
     meeting: Meeting
@@ -168,7 +180,7 @@ class Check:
 
     Attributes:
         collect: runs on every node and returns evidence that JSON can hold. May raise CheckError or OSError.
-        judge: pure; maps evidence of all nodes, by host, to findings.
+        judge: a pure function from the evidence of all nodes, by host, to findings.
     """
 
     collect: Callable[[Site], dict[str, Any]]
@@ -179,7 +191,7 @@ class Check:
 class Meeting:
     """Exchange between nodes by files in a folder: each node writes something, and reads what all other nodes wrote.
 
-    New names, renames and exclusive creation are sufficient; there are no locks.
+    The exchange needs no locks: it relies on new names, renames and exclusive creation.
 
     Args:
         folder: folder that all nodes see under this path.
@@ -193,25 +205,27 @@ class Meeting:
     count: int
     timeout_s: float
 
-    def say(self, topic: str, content: Mapping[str, Any]) -> None:
+    def write(self, topic: str, content: Mapping[str, Any]) -> None:
+        """Write or replace this node's content on a topic."""
         folder = self.folder / "meeting" / topic
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / self.host, json.dumps(content))
 
-    def hear(self, topic: str) -> dict[str, Any]:
-        """Return what every node wrote on the topic, by host; fewer than ``count`` where some nodes are late."""
+    def wait_for_all(self, topic: str) -> dict[str, Any]:
+        """Wait until every node has written on the topic, at most ``timeout_s``; return the contents by host."""
         deadline = time.monotonic() + self.timeout_s
         while len(self._hosts(topic)) < self.count and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return self.read(topic)
 
     def read(self, topic: str) -> dict[str, Any]:
+        """Return what the nodes have written on the topic so far, by host."""
         folder = self.folder / "meeting" / topic
         # List the folder before reading: on NFS that refreshes this node's cache of the folder's names.
         return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
 
     def is_first(self, name: str) -> bool:
-        """Whether this node was the one that created a file which must not exist before."""
+        """Create the file ``name`` exclusively; return whether this node is the first one to do so."""
         folder = self.folder / "meeting"
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -254,12 +268,11 @@ def too_little(
     required: int,
     unit: str,
 ) -> Iterator[Finding]:
-    """Yield a finding for each host that has less than ``required``; ``unit``: ``GiB`` divides by 2**30."""
+    """Yield a finding for each host that has less than ``required``. With the unit ``GiB``, values are bytes."""
+    expectation = f"at least {_amount(required, unit)}"
     for host, value in values.items():
         if value < required:
-            yield Finding(
-                host, subject, _amount(value, unit), f"at least {_amount(required, unit)}"
-            )
+            yield Finding(host, subject, _amount(value, unit), expectation)
 
 
 def _amount(value: int, unit: str) -> str:
@@ -271,28 +284,33 @@ def _amount(value: int, unit: str) -> str:
     return f"{value / 2**20:.0f} MiB"
 
 
-def odd_ones(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each host whose value is not what most hosts have.
+def outlier_findings(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each host whose value differs from the most frequent one.
 
-    Of two values that are equally frequent, the one of the first host is expected.
+    Of equally frequent values, the value of the first host by name is expected.
     """
     if not values:
         return
     texts = {host: str(value) for host, value in sorted(values.items())}
-    usual, count = Counter(texts.values()).most_common(1)[0]
+    usual_text, count = Counter(texts.values()).most_common(1)[0]
+    expectation = f"{usual_text}, as on {count} of {len(texts)} nodes"
     for host, text in texts.items():
-        if text != usual:
-            yield Finding(host, subject, text, f"{usual}, as on {count} of {len(texts)} nodes")
+        if text != usual_text:
+            yield Finding(host, subject, text, expectation)
 
 
 def culprits(broken: set[frozenset[str]]) -> Iterator[tuple[str, int]]:
-    """Yield nodes that take part in all broken pairs, most involved first, with the number of pairs each explains."""
+    """Yield nodes that explain all broken pairs, each with the number of further pairs that it explains.
+
+    The choice is greedy: the next node is the one in most of the pairs that are left.
+    """
     unexplained_pairs = set(broken)
     while unexplained_pairs:
         counts: Counter[str] = Counter()
         for pair in unexplained_pairs:
             counts.update(pair)
-        # Of two nodes with equal counts the later name is blamed: the first node of a job runs its supervisor.
-        host = max(counts, key=lambda name: (counts[name], name))
-        yield host, counts[host]
+        # Of nodes with equal counts, blame the last by name: the first node of a job runs its supervisor.
+        most = max(counts.values())
+        host = max(name for name, count in counts.items() if count == most)
+        yield host, most
         unexplained_pairs = {pair for pair in unexplained_pairs if host not in pair}

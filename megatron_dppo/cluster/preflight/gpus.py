@@ -1,8 +1,4 @@
-"""Checks of a node's GPUs and of CUDA's toolkit.
-
-GPUs: their number, kind, driver and free memory. Toolkit: SGLang compiles kernels with it at its start, so the check
-compiles one in the same way.
-"""
+"""The check of a node's GPUs: their number, kind, driver, used memory and memory errors."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     Evidence,
     Finding,
     Needs,
-    odd_ones,
+    outlier_findings,
 )
 from megatron_dppo.system import gpus as machine_gpus
 
@@ -33,18 +29,19 @@ _FIELDS = {
 }
 _SMI_S = 30.0
 _MOST_USED_MIB = 1024
-"""MiB that a driver may use on an idle GPU."""
+"""Most memory in use on an idle GPU, in MiB; only the driver uses it there."""
 
 
 def gpus_here() -> dict[str, Any]:
-    """Return the machine's GPUs by ``nvidia-smi``; where that is not installed, their names and driver by ``/proc``.
+    """Return the machine's GPUs, from ``nvidia-smi``; from /proc, only names and driver, if it is not installed.
 
     ``gpus`` has one entry for each GPU, and ``source`` is the program or the folder that was read. Raises CheckError
     where ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
-    gpus = gpus_of_driver(machine_gpus.DRIVER) if program is None else parse(_query(program))
-    return {"gpus": gpus, "source": program or str(machine_gpus.DRIVER)}
+    if program is None:
+        return {"gpus": gpus_of_driver(machine_gpus.DRIVER), "source": str(machine_gpus.DRIVER)}
+    return {"gpus": parse(_query(program)), "source": program}
 
 
 def _query(program: str) -> str:
@@ -67,7 +64,7 @@ def _query(program: str) -> str:
 
 
 def parse(table: str) -> list[dict[str, Any]]:
-    """Parse GPUs from ``nvidia-smi``'s lines; a value that it does not know (``[N/A]``) is None."""
+    """Parse GPUs from the lines of ``nvidia-smi``. A value that the GPU does not report (``[N/A]``) is None."""
     gpus: list[dict[str, Any]] = []
     for line in table.splitlines():
         values = [_value(cell.strip()) for cell in line.split(",")]
@@ -103,13 +100,13 @@ def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
         if len(gpus) < needs.gpus:
             yield Finding(host, "GPUs", str(len(gpus)), str(needs.gpus))
         for index, gpu in enumerate(gpus):
-            yield from _of_one_gpu(host, f"GPU {index}", gpu)
+            yield from _judge_gpu(host, f"GPU {index}", gpu)
     for key, subject in (("name", "kind of GPU"), ("driver", "driver")):
         names = {host: _names(entry["gpus"], key) for host, entry in evidence.items()}
-        yield from odd_ones(subject, {host: text for host, text in names.items() if text})
+        yield from outlier_findings(subject, {host: text for host, text in names.items() if text})
 
 
-def _of_one_gpu(host: str, subject: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
+def _judge_gpu(host: str, subject: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
     used = gpu.get("used_mib")
     if isinstance(used, int) and used > _MOST_USED_MIB:
         expectation = f"at most {_MOST_USED_MIB} MiB: no other process"

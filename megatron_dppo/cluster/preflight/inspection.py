@@ -1,7 +1,7 @@
-"""Print versions that an interpreter runs with, as JSON on standard output: ``PYTHON inspection.py PACKAGE...``.
+"""Print the versions of an interpreter's packages and libraries as JSON: ``PYTHON inspection.py PACKAGE...``.
 
-The program runs in any environment: it imports only the standard library, no module of this package, and no torch,
-whose import takes seconds.
+The program runs in any environment, because it imports only the standard library. It does not import torch: that takes
+seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def package_version(name: str) -> str | None:
 
 
 def nccl_library() -> str | None:
-    """Return the library that torch will load: the wheel's own, else the system's; None without one."""
+    """Return the NCCL library that torch will load: the wheel's, else the system's; None without one."""
     for folder in map(Path, sys.path):
         for library in folder.glob("nvidia/nccl/lib/libnccl.so.2"):
             return str(library)
@@ -37,7 +37,7 @@ def nccl_library() -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Return the version that the library reports, e.g. ``2.29.7``; None without a library."""
+    """Return the version that torch's NCCL library reports, e.g. ``2.29.7``; None without a library."""
     path = nccl_library()
     if path is None:
         return None
@@ -48,6 +48,7 @@ def nccl_version() -> str | None:
         return f"unknown: {error}"
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))
+    # 22907 means 2.29.7.
     major, remainder = divmod(number.value, 10000)
     return f"{major}.{remainder // 100}.{remainder % 100}"
 
@@ -58,15 +59,17 @@ _CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
 def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the cuDNN that Transformer Engine will load, a system's before the wheel's; None without one.
+    """Return the cuDNN library that Transformer Engine will load; None without one.
 
-    Its search is ``transformer_engine.common._load_cuda_library``. A rank of the trainer sets CUDNN_HOME to the wheel's
-    folder where neither that nor CUDNN_PATH is set.
+    The search is that of ``transformer_engine.common._load_cuda_library``: the variables' folders, ``/usr/local/cuda``,
+    then the loader's own paths. A rank of the trainer sets CUDNN_HOME to the wheel's folder if neither CUDNN_HOME nor
+    CUDNN_PATH is set.
     """
-    wheels = [str(path) for path in _nvidia_folders("cudnn")]
     homes = [environment.get(name) for name in _CUDNN_VARIABLES]
-    first = [] if any(homes[:2]) else wheels
-    for home in filter(None, [*first, *homes, _USUAL_HOME]):
+    if not environment.get("CUDNN_HOME") and not environment.get("CUDNN_PATH"):
+        wheels = [str(path) for path in _nvidia_folders("cudnn")]
+        homes = [*wheels, *homes]
+    for home in filter(None, [*homes, _USUAL_HOME]):
         libraries = [path for path in Path(home).rglob("libcudnn.so*") if "stub" not in str(path)]
         if libraries:
             return str(max(libraries, key=lambda path: path.name))
@@ -86,17 +89,19 @@ def cudnn_version(path: str) -> str:
 
 
 def cudnn() -> dict[str, str | None]:
-    """Return the library that Transformer Engine will load and its version, and the version of the wheel that torch
-    loads.
+    """Return ``library``, the cuDNN that Transformer Engine will load; its ``version``; and ``wheel``, the version of
+    the wheel, whose library torch loads.
     """
     library = cudnn_library()
-    wheels = [package_version(name) for name in _CUDNN_WHEELS]
-    wheel = next(filter(None, wheels), None)
-    return {
-        "library": library,
-        "version": library and cudnn_version(library),
-        "wheel": wheel and ".".join(wheel.split(".")[:3]),
-    }
+    library_version = None if library is None else cudnn_version(library)
+    wheel_version = None
+    for wheel in _CUDNN_WHEELS:
+        full_version = package_version(wheel)
+        if full_version is not None:
+            # A wheel's version has a fourth part, its build: 9.24.0.43.
+            wheel_version = ".".join(full_version.split(".")[:3])
+            break
+    return {"library": library, "version": library_version, "wheel": wheel_version}
 
 
 def _nvidia_folders(name: str) -> Iterator[Path]:
@@ -107,33 +112,34 @@ def _nvidia_folders(name: str) -> Iterator[Path]:
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA that torch was built for, e.g. ``13.0``; None for CPUs, or without torch."""
+    """Return the version of CUDA that torch was built for, e.g. ``13.0``; None if torch is for CPUs, or missing."""
     for folder in map(Path, sys.path):
         path = folder / "torch" / "version.py"
         if path.is_file():
             line = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", path.read_text(), re.MULTILINE)
-            return line and line.group(1)
+            return None if line is None else line.group(1)
     return None
 
 
 def fused_weight_gradients() -> str:
-    """Return the kernels that accumulate weight gradients in fp32: Transformer Engine's, else apex's."""
+    """Return whose kernels accumulate weight gradients in fp32: Transformer Engine's, else apex's."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return "Transformer Engine's"
-    spec = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return "not built" if spec is None else "apex's"
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
+        return "apex's"
+    return "not built"
 
 
 def missing_for_triton() -> list[str]:
-    """Return the missing files and programs that Triton compiles its kernels' launchers with, in C."""
-    header = Path(sysconfig.get_path("include"), "Python.h")
+    """Return the compiler and the header that are missing: Triton compiles a launcher in C for each kernel."""
     compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    header = Path(sysconfig.get_path("include"), "Python.h")
     missing_tools = []
     if not any(compilers):
-        missing_tools = ["gcc, clang or CC"]
-    if header.is_file():
-        return missing_tools
-    return [*missing_tools, str(header)]
+        missing_tools.append("gcc, clang or CC")
+    if not header.is_file():
+        missing_tools.append(str(header))
+    return missing_tools
 
 
 if __name__ == "__main__":

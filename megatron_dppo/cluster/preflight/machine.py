@@ -1,7 +1,6 @@
-"""Checks of a node by itself, without its GPUs.
+"""Checks of a node by itself, without its GPUs: host name, memory, disk, open files, ports, and Python environments.
 
-Names, memory, free space, open files, ports; and versions of packages and of NCCL in the interpreters of trainer and
-engine, which must agree.
+Packages and NCCL in the environments of trainer and engine must have the pinned versions, on all nodes alike.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from megatron_dppo.cluster.preflight.evidence import (
     Finding,
     Needs,
     Site,
-    odd_ones,
+    outlier_findings,
     too_little,
 )
 from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
 from megatron_dppo.system.toolkit import toolkit_home
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_ANY = "0.0.0.0"
+_ANY_ADDRESS = "0.0.0.0"
 
 
 def collect_host(site: Site) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def collect_host(site: Site) -> dict[str, Any]:
 
 
 def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a host name that, with several nodes, does not resolve or only to the loopback address."""
+    """Report a host name that does not resolve, or only to a loopback address, unless there is only one node."""
     if len(evidence) < 2:
         return
     for host, entry in evidence.items():
@@ -70,15 +69,14 @@ def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
 
 
 def collect_memory(site: Site) -> dict[str, Any]:
-    """Collect bytes of total and available memory, and free space in ``/dev/shm``, through which processes share
-    memory.
-    """
+    """Collect the bytes of total and available memory, and of free shared memory, which is in ``/dev/shm``."""
     memory = psutil.virtual_memory()
     shm_free = shutil.disk_usage("/dev/shm").free
     return {"total": memory.total, "available": memory.available, "shm_free": shm_free}
 
 
 def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """Report too little available memory, and too little shared memory."""
     available = _by_host(evidence, "available")
     shm = _by_host(evidence, "shm_free")
     yield from too_little("free memory", available, needs.memory_bytes, "GiB")
@@ -87,7 +85,7 @@ def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fin
 
 def collect_disk(site: Site) -> dict[str, Any]:
     """Collect free bytes in the run directory and in the node's own folder for temporary files."""
-    # A folder with free space may still be read-only.
+    # A folder with free space may still be read-only: then this raises OSError.
     with tempfile.TemporaryFile() as file:
         file.write(b"\0")
     folder = tempfile.gettempdir()
@@ -99,22 +97,24 @@ def collect_disk(site: Site) -> dict[str, Any]:
 
 
 def judge_disk(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """Report too little free space in the run directory and in a node's folder for temporary files."""
     free = _by_host(evidence, "run_directory_free")
     yield from too_little(f"free space in {needs.run_directory}", free, needs.disk_bytes, "GiB")
     for host, entry in evidence.items():
-        free = {host: entry["temporary_free"]}
+        # The folder for temporary files may have another path on each node.
+        temporary_free = {host: entry["temporary_free"]}
         subject = f"free space in {entry['temporary']}"
-        yield from too_little(subject, free, needs.temporary_bytes, "GiB")
+        yield from too_little(subject, temporary_free, needs.temporary_bytes, "GiB")
 
 
 def collect_open_files(site: Site) -> dict[str, Any]:
-    """Collect the soft and the hard limit of files and sockets of one process."""
+    """Collect the soft and the hard limit on the open files and sockets of one process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"soft": soft, "hard": hard}
 
 
 def judge_open_files(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a low soft limit, because nothing here raises it."""
+    """Report a soft limit that is too low, whatever the hard limit is: a run does not raise its limits."""
     soft = _by_host(evidence, "soft")
     yield from too_little("open files (ulimit -n)", soft, needs.open_files, "files")
 
@@ -123,12 +123,13 @@ def collect_ports(site: Site) -> dict[str, Any]:
     """Collect TCP ports of the run that can't be bound, one free port, and the system's range of free ports."""
     return {
         "taken": [port for port in site.needs.ports if not _is_free(port)],
-        "free": free_port(_ANY),
+        "free": free_port(_ANY_ADDRESS),
         "range": _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else [],
     }
 
 
 def judge_ports(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """Report ports of the run that other processes use."""
     for host, entry in evidence.items():
         for port in entry["taken"]:
             yield Finding(host, f"port {port}", "taken", "free")
@@ -136,7 +137,7 @@ def judge_ports(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Find
 
 def _is_free(port: int) -> bool:
     try:
-        require_free_port(_ANY, port)
+        require_free_port(_ANY_ADDRESS, port)
     except PortTakenError:
         return False
     return True
@@ -151,20 +152,23 @@ _TIMEOUT_S = 60.0
 
 
 def collect_pythons(site: Site) -> dict[str, Any]:
-    pins: list[str] = []
-    for lines in site.needs.requirements.values():
-        pins += lines
-    packages = sorted({"torch", *(Requirement(line).name for line in pins)})
+    """Collect, for trainer and engine, the versions in its Python environment (``inspection.py``)."""
+    packages = {"torch"}
+    for pins in site.needs.requirements.values():
+        packages |= {Requirement(pin).name for pin in pins}
     pythons = site.needs.pythons
-    # Trainer and engine often share an interpreter, which is inspected once.
-    answers = {python: inspect_python(python, packages) for python in set(pythons.values())}
-    return {role: answers[python] for role, python in pythons.items()}
+    inspections = {}
+    # Trainer and engine often share an interpreter: inspect it once.
+    for python in set(pythons.values()):
+        inspections[python] = inspect_python(python, sorted(packages))
+    return {role: inspections[python] for role, python in pythons.items()}
 
 
 def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what ``inspection.py`` prints in the interpreter ``python``. Raises CheckError where it fails."""
     command = [python, str(_INSPECTION), *packages]
     environment = dict(os.environ)
-    # Use the environment that a rank and a server have.
+    # Ranks and servers run with this CUDA_HOME, which selects the library of cuDNN.
     if (home := toolkit_home(environment)) is not None:
         environment["CUDA_HOME"] = str(home)
     try:
@@ -179,35 +183,35 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"{python} does not answer within {_TIMEOUT_S:.0f} s") from error
     if completed.returncode:
-        last_line = (
-            completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"]
-        )[-1]
-        raise CheckError(f"{python} fails: {last_line}")
+        lines = completed.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {completed.returncode}"
+        raise CheckError(f"{python} fails: {reason}")
     return {"python": python, **json.loads(completed.stdout)}
 
 
 def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report packages off their pins, and versions and kernels that differ between nodes or between trainer and engine.
+    """Report packages without their pinned version, packages and kernels that differ between nodes, and NCCL libraries
+    that differ between nodes or between trainer and engine.
 
-    On GPUs it also reports missing tools of Triton.
+    On GPUs, also report missing tools of Triton, and a library of cuDNN that torch does not load.
     """
-    for role, requirements in needs.requirements.items():
+    for role, pins in needs.requirements.items():
         packages = {host: roles[role]["packages"] for host, roles in evidence.items()}
         for host, versions in packages.items():
-            for line in requirements:
-                yield from _unmet(host, role, versions, Requirement(line))
+            for pin in pins:
+                yield from _judge_pin(host, role, versions, Requirement(pin))
         for name in sorted(set().union(*packages.values())):
-            of_hosts = {host: versions.get(name) for host, versions in packages.items()}
-            yield from odd_ones(f"{role}'s {name}", of_hosts)
-    yield from _nccl(evidence)
+            version_by_host = {host: versions.get(name) for host, versions in packages.items()}
+            yield from outlier_findings(f"{role}'s {name}", version_by_host)
+    yield from _judge_nccl(evidence)
     if needs.gpus:
-        yield from _without_compiler(evidence)
-        yield from _cudnn(evidence)
+        yield from _judge_triton_tools(evidence)
+        yield from _judge_cudnn(evidence)
     kernels = {h: roles["trainer"].get("fused_weight_gradients") for h, roles in evidence.items()}
-    yield from odd_ones("kernels for weight gradients", kernels)
+    yield from outlier_findings("kernels for weight gradients", kernels)
 
 
-def _unmet(
+def _judge_pin(
     host: str,
     role: str,
     versions: Mapping[str, str | None],
@@ -222,17 +226,17 @@ def _unmet(
         yield Finding(host, subject, version, specifier)
 
 
-def _without_compiler(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _judge_triton_tools(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    expectation = "there: Triton compiles each kernel's launcher in C"
     for host, roles in evidence.items():
-        missing_tools = {role: answer["missing_for_triton"] for role, answer in roles.items()}
-        for role, names in missing_tools.items():
-            if names:
-                expectation = "there: Triton compiles each kernel's launcher in C"
-                yield Finding(host, f"{role}'s {' and '.join(names)}", "not there", expectation)
+        for role, inspection in roles.items():
+            missing_tools = " and ".join(inspection["missing_for_triton"])
+            if missing_tools:
+                yield Finding(host, f"{role}'s {missing_tools}", "not there", expectation)
 
 
-def _cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
-    """Report nodes where Transformer Engine would load another cuDNN than torch: an error at the first attention."""
+def _judge_cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    """Report nodes where Transformer Engine would load another cuDNN than torch: the first attention would fail."""
     for host, roles in evidence.items():
         cudnn = roles["trainer"].get("cudnn", {})
         version = cudnn.get("version")
@@ -242,9 +246,10 @@ def _cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
             yield Finding(host, "trainer's cuDNN", f"{version} in {cudnn['library']}", expectation)
 
 
-def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+def _judge_nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    """Report versions of NCCL that differ between trainer and engine, or between nodes."""
     pairs: dict[str, tuple[Any, Any]] = {}
-    differing: dict[str, tuple[Any, Any]] = {}
+    unequal_pairs: dict[str, tuple[Any, Any]] = {}
     for host, roles in evidence.items():
         if "engine" not in roles:
             continue
@@ -252,13 +257,13 @@ def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
         engine_version = roles["engine"]["nccl"]
         pairs[host] = (trainer_version, engine_version)
         if None not in pairs[host] and trainer_version != engine_version:
-            differing[host] = pairs[host]
-    # Two environments that are installed alike on all nodes: no node is better than another.
-    same_everywhere = len(differing) == len(pairs) and len(set(pairs.values())) == 1
-    for host, (trainer, engine) in differing.items():
-        subject_host = EVERYWHERE if same_everywhere else host
-        expectation = f"the trainer's {trainer}: they broadcast weights in one group"
-        yield Finding(subject_host, "engine's NCCL", str(engine), expectation)
+            unequal_pairs[host] = pairs[host]
+    # If all nodes have the same two versions, the environments are at fault, and no node is better than another.
+    is_everywhere = len(unequal_pairs) == len(pairs) and len(set(pairs.values())) == 1
+    for host, (trainer_version, engine_version) in unequal_pairs.items():
+        host_at_fault = EVERYWHERE if is_everywhere else host
+        expectation = f"the trainer's {trainer_version}: they broadcast weights in one group"
+        yield Finding(host_at_fault, "engine's NCCL", str(engine_version), expectation)
     for role in sorted(set().union(*evidence.values())):
         versions = {host: roles[role]["nccl"] for host, roles in evidence.items() if role in roles}
-        yield from odd_ones(f"{role}'s NCCL", versions)
+        yield from outlier_findings(f"{role}'s NCCL", versions)

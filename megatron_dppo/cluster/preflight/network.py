@@ -1,4 +1,4 @@
-"""The check that each node can connect to every other one, and the interfaces that other nodes reach."""
+"""The check that each node can connect to every other node, and the interfaces that other nodes reach."""
 
 from __future__ import annotations
 
@@ -22,29 +22,33 @@ def collect_network(site: Site) -> dict[str, Any]:
     """Collect this node's interfaces, and the addresses of each other node that accept a connection."""
     meeting = site.meeting
     interfaces = addresses()
+    reached_interfaces: dict[str, list[str]] = {}
     with _listening() as port:
-        meeting.say(_LISTENING, {"addresses": interfaces, "port": port})
-        reached: dict[str, list[str]] = {}
-        for host, other in meeting.hear(_LISTENING).items():
-            if host != meeting.host:
-                port_of_other = other["port"]
-                addresses_of_other = other["addresses"].items()
-                reached[host] = [n for n, ip in addresses_of_other if _connects(ip, port_of_other)]
-        meeting.say(_CONNECTED, {})
-        # Other nodes may still be connecting.
-        meeting.hear(_CONNECTED)
-    return {"interfaces": interfaces, "reached": reached}
+        meeting.write(_LISTENING, {"addresses": interfaces, "port": port})
+        for host, other_node in meeting.wait_for_all(_LISTENING).items():
+            if host == meeting.host:
+                continue
+            reached_interfaces[host] = []
+            for interface, address in other_node["addresses"].items():
+                if _connects(address, other_node["port"]):
+                    reached_interfaces[host].append(interface)
+        meeting.write(_CONNECTED, {})
+        # Listen until all other nodes have connected too.
+        meeting.wait_for_all(_CONNECTED)
+    return {"interfaces": interfaces, "reached": reached_interfaces}
 
 
 def addresses() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that is up and no loopback."""
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found_addresses: dict[str, str] = {}
+    """Return the IPv4 address of each network interface that is up, without loopback addresses."""
+    states = psutil.net_if_stats()
+    address_by_interface: dict[str, str] = {}
     for name, entries in psutil.net_if_addrs().items():
-        for entry in entries if name in up else ():
+        if name not in states or not states[name].isup:
+            continue
+        for entry in entries:
             if entry.family == socket.AF_INET and not entry.address.startswith("127."):
-                found_addresses[name] = entry.address
-    return found_addresses
+                address_by_interface[name] = entry.address
+    return address_by_interface
 
 
 @contextmanager
@@ -77,19 +81,23 @@ def _connects(address: str, port: int) -> bool:
 
 
 def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report nodes that can't reach another one; the fewest nodes that explain all failures are named."""
-    broken: set[frozenset[str]] = set()
-    for host, other in permutations(evidence, 2):
-        if not evidence[host]["reached"].get(other):
-            broken.add(frozenset((host, other)))
-    for host, count in culprits(broken):
+    """Report nodes that explain all pairs of nodes without a connection."""
+    broken_pairs: set[frozenset[str]] = set()
+    for host, other_host in permutations(evidence, 2):
+        if not evidence[host]["reached"].get(other_host):
+            broken_pairs.add(frozenset((host, other_host)))
+    for host, count in culprits(broken_pairs):
         observation = f"no connection with {count} of {len(evidence) - 1} other nodes"
         yield Finding(host, "network", observation, "a connection with each")
 
 
 def reachable_interface(evidence: Mapping[str, Evidence], host: str) -> str | None:
-    """Return the interface of ``host`` that most other nodes reach; its first one for a single node."""
-    votes = Counter(name for entry in evidence.values() for name in entry["reached"].get(host, ()))
-    if votes:
-        return votes.most_common(1)[0][0]
+    """Return the interface of ``host`` that most other nodes reach; where no other node does, its first interface, or
+    None.
+    """
+    counts: Counter[str] = Counter()
+    for entry in evidence.values():
+        counts.update(entry["reached"].get(host, ()))
+    if counts:
+        return counts.most_common(1)[0][0]
     return next(iter(evidence[host]["interfaces"]), None)

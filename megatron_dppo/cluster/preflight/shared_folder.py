@@ -15,35 +15,37 @@ from megatron_dppo.cluster.preflight.evidence import (
     culprits,
 )
 
+# Names in the meeting: a file that each node writes and then replaces, the announcement that it is replaced, and a file
+# that only one node can create.
 _CANARY, _REPLACED, _CONTEST = "canary", "replaced", "contest"
 _POLL_S = 0.05
 
 
 def collect_shared_folder(site: Site) -> dict[str, Any]:
-    """Collect the nodes whose files this node saw, those whose replaced files it saw and when, and its exclusive
-    creation.
+    """Collect ``seen``, the nodes whose file this node saw; ``replaced``, the nodes whose file it saw replaced, after
+    ``replaced_after_s``; and ``won``, whether this node won the exclusive creation of a file.
     """
     meeting = site.meeting
-    won = meeting.is_first(_CONTEST)
-    meeting.say(_CANARY, _canary(meeting.host, "old"))
-    # Read the file before it is replaced, so that this node may keep the old one in a cache.
-    hosts = sorted(meeting.hear(_CANARY))
-    meeting.say(_CANARY, _canary(meeting.host, "new"))
-    meeting.say(_REPLACED, {})
-    node_count = len(meeting.hear(_REPLACED))
+    has_won = meeting.is_first(_CONTEST)
+    meeting.write(_CANARY, _canary(meeting.host, "old"))
+    # Read the files before they are replaced: this node may cache the old contents, which the check must find out.
+    seen_hosts = sorted(meeting.wait_for_all(_CANARY))
+    meeting.write(_CANARY, _canary(meeting.host, "new"))
+    meeting.write(_REPLACED, {})
+    node_count = len(meeting.wait_for_all(_REPLACED))
     started = time.monotonic()
     while True:
         canaries = meeting.read(_CANARY)
-        replaced = [host for host, canary in canaries.items() if canary == _canary(host, "new")]
-        waited = time.monotonic() - started
-        if len(replaced) >= node_count or waited > meeting.timeout_s:
+        replaced_hosts = [h for h, canary in canaries.items() if canary == _canary(h, "new")]
+        waited_s = time.monotonic() - started
+        if len(replaced_hosts) >= node_count or waited_s > meeting.timeout_s:
             break
         time.sleep(_POLL_S)
     return {
-        "seen": hosts,
-        "replaced": replaced,
-        "replaced_after_s": round(waited, 2),
-        "won": won,
+        "seen": seen_hosts,
+        "replaced": replaced_hosts,
+        "replaced_after_s": round(waited_s, 2),
+        "won": has_won,
     }
 
 
@@ -52,20 +54,17 @@ def _canary(host: str, age: str) -> dict[str, str]:
 
 
 def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report nodes that missed another node's last file, or more than one winner of the exclusive creation.
-
-    The fewest nodes that explain all missed files are named.
+    """Report nodes that explain all files that a node did not see replaced, and an exclusive creation without exactly
+    one winner.
     """
-    missed: set[frozenset[str]] = set()
+    missed_pairs: set[frozenset[str]] = set()
     for host, entry in evidence.items():
-        missed |= {
-            frozenset((host, other)) for other in evidence.keys() - {host, *entry["replaced"]}
-        }
-    for host, count in culprits(missed):
+        for other_host in evidence.keys() - {host, *entry["replaced"]}:
+            missed_pairs.add(frozenset((host, other_host)))
+    subject = f"{needs.run_directory}: files of others"
+    for host, count in culprits(missed_pairs):
         observation = f"unseen or old with {count} of {len(evidence) - 1} other nodes, either way"
-        yield Finding(
-            host, f"{needs.run_directory}: files of others", observation, "seen, and replaced"
-        )
+        yield Finding(host, subject, observation, "seen, and replaced")
     winners = [host for host in sorted(evidence) if evidence[host]["won"]]
     if evidence and len(winners) != 1:
         names = ", ".join(winners) or "nobody"

@@ -1,4 +1,4 @@
-"""The CUDA toolkit and the compilers that Triton and extensions need, and whether they work."""
+"""The check of the CUDA toolkit: SGLang compiles kernels with it at its start, so the check compiles a kernel too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from megatron_dppo.system import toolkit as cuda_toolkit
 _COMPILE_S = 120.0
 
 
-# The first header rejects an nvcc of another version than the toolkit's headers: the wheels' are 13.5 and 13.0.
+# The first header rejects an nvcc of another version than the toolkit's headers, as with the wheels of nvcc 13.5 and of
+# headers 13.0.
 _KERNEL = """\
 #include <cuda/std/version>
 #include <cuda_bf16.h>
@@ -40,19 +41,24 @@ extern "C" int launch(float* x) { rounded<<<1, 1>>>(x); return cudaGetLastError(
 
 
 def collect_toolkit(site: Site) -> dict[str, Any]:
-    """Collect :func:`toolkit_here` where a server of the run is on GPUs."""
+    """Collect the result of :func:`toolkit_here` where a server of the run is on GPUs."""
     python = site.needs.pythons.get("engine")
     if not site.needs.gpus or python is None:
         return {"skipped": "no server of this run compiles for a GPU"}
-    built_for = site.evidence.get("pythons", {}).get("engine", {}).get("cuda")
-    return toolkit_here(python, built_for)
+    torch_cuda = site.evidence.get("pythons", {}).get("engine", {}).get("cuda")
+    return toolkit_here(python, torch_cuda)
 
 
-def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
-    """Return ``home``, ``version``, ``ninja``, ``driver``, and ``failed``: the compiler's last line, None without an
-    error.
+def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
+    """Return what a server on this machine would find.
 
-    ``python``: the interpreter of the servers. ``cuda``: the version that its torch was built for.
+    Args:
+        python: the interpreter of the servers.
+        torch_cuda: the version of CUDA that its torch was built for.
+
+    Returns:
+        ``home`` and ``version`` of the toolkit, ``ninja``'s path, the ``driver``'s version, ``cuda`` (``torch_cuda``),
+        and ``failed``, the first error of the compilation; each is None where there is none.
     """
     path = cuda_toolkit.tool_path(os.environ, python)
     home = cuda_toolkit.toolkit_home(os.environ)
@@ -63,7 +69,7 @@ def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
     return {
         "ninja": shutil.which("ninja", path=path),
         "driver": gpus.driver_version(),
-        "cuda": cuda,
+        "cuda": torch_cuda,
         "home": None if home is None else str(home),
         "version": version,
         "failed": failed,
@@ -71,7 +77,7 @@ def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
 
 
 def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
-    """Compile and link one kernel as SGLang's ninja files do; return the end of a failure's output, or None."""
+    """Compile and link one kernel as SGLang's ninja files do; return the first error, or None."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.cu").write_text(_KERNEL)
         nvcc = [str(home / "bin" / "nvcc"), "-std=c++20", "-Xcompiler", "-fPIC"]
@@ -92,7 +98,7 @@ def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
                 return str(error)
             if completed.returncode:
                 output = completed.stdout.splitlines()
-                # Report the first error: later ones follow from it.
+                # Later errors follow from the first one.
                 errors = [line for line in output if "error" in line] or output[-1:] or ["nothing"]
                 program = Path(command[0]).name
                 return f"{program} exits with code {completed.returncode}: {errors[0][:300]}"
@@ -109,13 +115,15 @@ def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 
 
 def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
-    driver, cuda = entry["driver"], entry["cuda"]
-    major = cuda.partition(".")[0] if cuda else None
+    """Yield the findings about one machine's entry, which ``toolkit_here`` made."""
+    driver, torch_cuda = entry["driver"], entry["cuda"]
+    major = torch_cuda.partition(".")[0] if torch_cuda else None
     oldest_driver = None
     if major:
         oldest_driver = gpus.LEAST_DRIVER.get(int(major))
     if driver and oldest_driver and int(driver.partition(".")[0]) < oldest_driver:
-        yield Finding(host, "driver", driver, f"{oldest_driver} or newer, for torch's CUDA {cuda}")
+        expected_driver = f"{oldest_driver} or newer, for torch's CUDA {torch_cuda}"
+        yield Finding(host, "driver", driver, expected_driver)
     subject = "CUDA toolkit"
     home = entry["home"]
     version = entry["version"]
@@ -127,7 +135,8 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
     elif version is None:
         yield Finding(host, subject, f"no answer of {home}/bin/nvcc", expectation)
     elif major and version.partition(".")[0] != major:
-        yield Finding(host, subject, f"{version} in {home}", f"{major}, as torch's CUDA {cuda}")
+        expected_version = f"{major}, as torch's CUDA {torch_cuda}"
+        yield Finding(host, subject, f"{version} in {home}", expected_version)
     elif entry["failed"] is not None:
         yield Finding(host, f"compiling with {home}", entry["failed"], "a library of one kernel")
     if entry["ninja"] is None:
@@ -138,7 +147,9 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
 def check_compiler(config: TrainConfig, machine: Machine) -> StartCheck:
     """Start check: a server that starts on this machine's GPUs must be able to compile its kernels."""
     starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
-    return StartCheck(list(compiler_faults(config.engine)) if starts_servers else ())
+    if not starts_servers:
+        return StartCheck(())
+    return StartCheck(list(compiler_faults(config.engine)))
 
 
 def compiler_faults(engine: EngineConfig) -> Iterator[str]:

@@ -97,24 +97,24 @@ def meetings(folder: Path, hosts: str, timeout_s: float = 10.0) -> list[Meeting]
 
 def test_nodes_hear_each_other_and_one_is_first(tmp_path):
     a, b = meetings(tmp_path, "ab")
-    a.say("topic", {"x": 1})
-    b.say("topic", {"x": 2})
-    assert a.hear("topic") == b.hear("topic") == {"a": {"x": 1}, "b": {"x": 2}}
+    a.write("topic", {"x": 1})
+    b.write("topic", {"x": 2})
+    assert a.wait_for_all("topic") == b.wait_for_all("topic") == {"a": {"x": 1}, "b": {"x": 2}}
     assert [a.is_first("flag"), b.is_first("flag"), a.is_first("flag")] == [True, False, False]
 
 
 def test_a_node_that_says_nothing_is_not_waited_for_forever(tmp_path):
     a, _ = meetings(tmp_path, "ab", timeout_s=0.0)
-    a.say("topic", {})
-    assert a.hear("topic") == {"a": {}}
-    assert a.hear("another") == {}
+    a.write("topic", {})
+    assert a.wait_for_all("topic") == {"a": {}}
+    assert a.wait_for_all("another") == {}
 
 
 def test_a_file_in_the_making_is_not_heard(tmp_path):
     a, _ = meetings(tmp_path, "ab", timeout_s=0.0)
-    a.say("topic", {})
+    a.write("topic", {})
     (tmp_path / "meeting" / "topic" / ".b.1").write_text("{")
-    assert list(a.hear("topic")) == ["a"]
+    assert list(a.wait_for_all("topic")) == ["a"]
 
 
 def together(folder: Path, collect, tmp_path: Path) -> list[dict]:
