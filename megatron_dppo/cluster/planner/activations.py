@@ -1,8 +1,8 @@
 """Count a rank's memory that grows with a micro-batch: activations of layers and head, and working memory of passes.
 
-Activations are the bytes per token that a layer's kernels keep for the backward pass: Transformer Engine's kernels on
-GPUs, torch's on CPUs. Legend: h = hidden size, q = query size, kv = key (or value) size, f = MLP size, k = experts of
-a token, E = experts, b = bytes of an activation; all sizes are those of one rank.
+A layer's activations are the tensors that its kernels keep for the backward pass, in bytes per token of a micro-batch:
+Transformer Engine's kernels on GPUs, torch's on CPUs. Legend: h = hidden size, f = MLP size, b = bytes of an element of
+an activation; all sizes are those of one rank.
 """
 
 from __future__ import annotations
@@ -12,20 +12,31 @@ from dataclasses import dataclass, replace
 from megatron_dppo.cluster.planner.facts import TrainerFacts
 from megatron_dppo.cluster.planner.head_memory import head_bytes, logits_bytes
 from megatron_dppo.cluster.planner.schedules import chunks_in_flight
-from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
+from megatron_dppo.model.adapters import AdaptedLinear, Adapters, adapted_linears
 from megatron_dppo.model.families import has_layer_parameter
 from megatron_dppo.model.layout import layers_of_stage
 
 _FLOAT = 4
+"""Bytes of an fp32 element."""
 _INDEX = 8
+"""Bytes of an int64 index."""
 
 
 @dataclass(frozen=True)
 class LocalSizes:
     """The sizes of a layer on one rank.
 
-    ``rows``: share of a micro-batch's tokens whose hidden states the rank holds (1 / TP with sequence parallelism).
-    ``assignments``: (token, expert) pairs on the rank for each token of the micro-batch, with balanced experts.
+    Attributes:
+        query: elements of all query heads.
+        kv: elements of all key heads, and of all value heads.
+        heads: number of query heads.
+        ffn, expert_ffn, shared_ffn: width of a dense MLP, of an expert and of the shared expert.
+        qk_norm: whether queries and keys have norms.
+        norms_all_heads: whether one of these norms spans all heads (OLMoE), not each head alone.
+        hidden_share: share of a micro-batch's tokens whose hidden states the rank holds (1 / TP with sequence
+            parallelism).
+        assignments: (token, expert) pairs on the rank for each token of the micro-batch, with balanced experts.
+        item_bytes: bytes of an element of an activation (b).
     """
 
     hidden: int
@@ -39,23 +50,25 @@ class LocalSizes:
     head_dim: int
     qk_norm: bool
     norms_all_heads: bool
-    rows: float
+    hidden_share: float
     assignments: float
     experts: int
     experts_per_token: int
-    item: int
+    item_bytes: int
 
     @classmethod
     def of(cls, trainer: TrainerFacts, qk_norm: bool) -> LocalSizes:
-        """Return the sizes on a rank of ``trainer``.
+        """Return the sizes on a rank of ``trainer``; ``qk_norm``: whether queries and keys have norms.
 
-        With expert tensor parallelism, a rank computes its slice of an expert for the tokens of its whole group.
+        A rank sends as many (token, expert) pairs to the other expert-parallel ranks as it receives, so EP does not
+        appear in ``assignments``. With expert tensor parallelism, a rank computes its slice of an expert for the tokens
+        of its whole group.
         """
         shape = trainer.shape
         layout = trainer.layout
         sizes = shape.sizes()
         tensor = layout.tensor
-        rows = 1 / tensor if trainer.sequence_parallel else 1.0
+        hidden_share = 1 / tensor if trainer.sequence_parallel else 1.0
         return cls(
             hidden=shape.hidden_size,
             query=sizes["query"] / tensor,
@@ -68,11 +81,11 @@ class LocalSizes:
             head_dim=shape.head_dim,
             qk_norm=qk_norm,
             norms_all_heads=shape.norms_all_heads,
-            rows=rows,
-            assignments=shape.experts_per_token * rows * layout.expert_tensor,
+            hidden_share=hidden_share,
+            assignments=shape.experts_per_token * hidden_share * layout.expert_tensor,
             experts=shape.num_experts,
             experts_per_token=shape.experts_per_token,
-            item=trainer.item_bytes,
+            item_bytes=trainer.item_bytes,
         )
 
 
@@ -80,9 +93,16 @@ class LocalSizes:
 class LayerBytes:
     """Bytes that one layer keeps for each token of a micro-batch.
 
-    ``input``: the bytes that full recomputation keeps. ``projections``: the bytes of the query and key norms, of the
-    rotary embedding (torch) and of the attention output. ``core``: the bytes of the core attention's other tensors.
-    ``recomputed``: the part of the sum that selective recomputation drops.
+    Without recomputation, the layer keeps ``norms`` + ``projections`` + ``core`` + ``mlp`` + ``router``.
+
+    Attributes:
+        input: the layer's input, which is all that full recomputation keeps.
+        norms: the norms of hidden states.
+        projections: the norms of queries and keys, the rotary embedding (torch), and the output of the core attention.
+        core: the tensors of the core attention without its output.
+        mlp: the dense MLP, or the experts.
+        router: the router and the permutation of tokens.
+        dropped: the part of the sum that selective recomputation does not keep.
     """
 
     input: float
@@ -91,14 +111,16 @@ class LayerBytes:
     core: float
     mlp: float
     router: float
-    recomputed: float
+    dropped: float
 
     def kept(self, recompute: str) -> float:
         """Return the bytes per token between forward and backward under ``training.recompute`` = ``recompute``."""
         if recompute == "full":
             return self.input
         total = self.norms + self.projections + self.core + self.mlp + self.router
-        return total - (self.recomputed if recompute == "selective" else 0)
+        if recompute == "selective":
+            return total - self.dropped
+        return total
 
     @property
     def whole(self) -> float:
@@ -111,37 +133,44 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
     The formulas are derived from the use of Transformer Engine in megatron-core 0.16.1, not measured.
 
-    - A norm that is fused into a linear, and the norm before the router, keep their input and output, b each, and 4
-      bytes.
+    - A norm that is fused into a linear, and the norm before the router, keep their input and output, b each, and the
+      inverse RMS of each row, fp32.
     - Attention keeps queries and keys before their norms (where the family has these) and after the rotary embedding,
-      and values: b each.
+      and values: b each. The norms keep an inverse RMS for each head, fp32; keys are counted with as many heads as
+      queries.
     - Flash attention keeps its output (which the projection shares) and a fp32 log-sum-exp for each head.
-    - SwiGLU keeps its fused input, 2f, and the second linear keeps its input, f; experts also keep their permuted
-      input, h.
+    - SwiGLU keeps its fused input, 2f, and the second linear keeps its input, f. Experts also keep their permuted
+      input, h, and the routing probability of each (token, expert) pair, fp32.
+    - The fused permutation of tokens keeps an int32 map, [tokens, 2 x experts + 1].
     - Selective recomputation drops the experts' f and the output of the norm before the router in an MoE model
       (``moe_act``, ``layernorm``), and the log-sum-exp in a dense model (``core_attn``).
     """
-    norm = (2 * s.hidden * s.item + _FLOAT) * s.rows
-    attention_inputs = (s.query + 2 * s.kv) * s.item
-    norm_scales = 1 if s.norms_all_heads else s.heads
+    norm = (2 * s.hidden * s.item_bytes + _FLOAT) * s.hidden_share
+    attention_inputs = (s.query + 2 * s.kv) * s.item_bytes
+    log_sum_exp = _FLOAT * s.heads
     qk_norm = 0.0
     if s.qk_norm:
-        qk_norm = (s.query + s.kv) * s.item + 2 * _FLOAT * norm_scales
-    output = s.query * s.item
-    mlp = 3 * s.ffn * s.item
-    recomputed = _FLOAT * s.heads
+        norms_per_token = 1 if s.norms_all_heads else s.heads
+        qk_norm = (s.query + s.kv) * s.item_bytes + 2 * _FLOAT * norms_per_token
+    output = s.query * s.item_bytes
     if is_moe:
-        recomputed = s.assignments * s.expert_ffn * s.item + s.hidden * s.item * s.rows
-        mlp = s.assignments * ((s.hidden + 3 * s.expert_ffn) * s.item + _FLOAT)
-        mlp += 3 * s.shared_ffn * s.item + _gate(s)
+        pair_bytes = (s.hidden + 3 * s.expert_ffn) * s.item_bytes + _FLOAT
+        mlp = s.assignments * pair_bytes + 3 * s.shared_ffn * s.item_bytes + _gate(s)
+        router = _router(s) + 4 * (2 * s.experts + 1) * s.hidden_share
+        norm_output = s.hidden * s.item_bytes * s.hidden_share
+        dropped = s.assignments * s.expert_ffn * s.item_bytes + norm_output
+    else:
+        mlp = 3 * s.ffn * s.item_bytes
+        router = 0.0
+        dropped = log_sum_exp
     return LayerBytes(
-        input=s.hidden * s.rows * s.item,
+        input=s.hidden * s.hidden_share * s.item_bytes,
         norms=2 * norm,
         projections=qk_norm + output,
-        core=attention_inputs + _FLOAT * s.heads,
+        core=attention_inputs + log_sum_exp,
         mlp=mlp,
-        router=_router(s, row_id_map=_FLOAT * (2 * s.experts + 1)) if is_moe else 0.0,
-        recomputed=recomputed,
+        router=router,
+        dropped=dropped,
     )
 
 
@@ -151,159 +180,192 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     - ``rms_norm`` keeps two fp32 tensors of its size and one fp32 number for each row; the next module keeps the
       output, b.
     - The rotary embedding keeps a cosine and a sine for queries and for keys: 4 head sizes, b.
-    - scaled_dot_product_attention keeps padded queries, keys, values and output, b each, a fp32 log-sum-exp for each
-      head, and three int64 rows of indices. Selective recomputation instead keeps queries, keys and the fused
-      projection.
+    - scaled_dot_product_attention keeps padded queries, keys, values and output, b each, and a log-sum-exp for each
+      head, fp32. The padding and its removal keep two int64 indices (``padded_batches.py``). Selective recomputation
+      instead keeps queries, keys and the fused projection.
     - SwiGLU keeps 2f (the fused input) + 2f (activation, linear part) + f (product); with routing weights another f.
+      Experts also keep their permuted input, h, and for each (token, expert) pair the routing probability, fp32, and
+      the token's index, int64.
     """
-    norm = (s.hidden * (2 * _FLOAT + s.item) + _FLOAT) * s.rows
+    norm = (s.hidden * (2 * _FLOAT + s.item_bytes) + _FLOAT) * s.hidden_share
     qk_size = s.query + s.kv
-    fused_projection = (s.query + 2 * s.kv) * s.item
+    qk_bytes = qk_size * s.item_bytes
+    fused_projection_bytes = (s.query + 2 * s.kv) * s.item_bytes
     qk_norm = 0.0
     if s.norms_all_heads:
-        # The inputs are views, which keep the whole fused projection.
-        qk_norm = fused_projection + 2 * _FLOAT
+        # The inputs are views, which keep the whole fused projection. Each of the two norms keeps its scale, fp32.
+        qk_norm = fused_projection_bytes + 2 * _FLOAT
     elif s.qk_norm:
         qk_norm = qk_size * 2 * _FLOAT + qk_size / s.head_dim * _FLOAT
         # In fp32, the norms of queries and keys also keep their inputs, which are views of the fused projection.
-        if s.item == _FLOAT:
-            qk_norm += qk_size * s.item
-    rotary = 4 * s.head_dim * s.item
-    core = 2 * (s.query + s.kv) * s.item + _FLOAT * s.heads + 2 * _INDEX
-    mlp = 5 * s.ffn * s.item
+        if s.item_bytes == _FLOAT:
+            qk_norm += qk_bytes
+    rotary = 4 * s.head_dim * s.item_bytes
+    core = 2 * qk_bytes + _FLOAT * s.heads + 2 * _INDEX
     if is_moe:
-        mlp = s.assignments * ((s.hidden + 6 * s.expert_ffn) * s.item + _FLOAT + _INDEX)
-        mlp += 5 * s.shared_ffn * s.item + _gate(s)
+        pair_bytes = (s.hidden + 6 * s.expert_ffn) * s.item_bytes + _FLOAT + _INDEX
+        mlp = s.assignments * pair_bytes + 5 * s.shared_ffn * s.item_bytes + _gate(s)
+        router = _router(s)
+    else:
+        mlp = 5 * s.ffn * s.item_bytes
+        router = 0.0
     return LayerBytes(
-        input=s.hidden * s.rows * s.item,
+        input=s.hidden * s.hidden_share * s.item_bytes,
         norms=2 * norm,
-        projections=qk_norm + rotary + s.query * s.item,
+        projections=qk_norm + rotary + s.query * s.item_bytes,
         core=core,
         mlp=mlp,
-        router=_router(s, row_id_map=0) if is_moe else 0.0,
-        recomputed=core - (qk_size * s.item + fused_projection),
+        router=router,
+        dropped=core - (qk_bytes + fused_projection_bytes),
     )
 
 
 def with_delta_net(layer: LayerBytes, trainer: TrainerFacts) -> LayerBytes:
     """Convert ``layer``, the bytes of a layer with attention, to those of a layer with a delta net.
 
-    The formula counts the tensors that ``trainer/delta_net.py`` keeps, and was not measured: the convolution's input,
-    sums and selected sums in fp32, and its output; queries and keys before their norms in fp32, and after them for each
-    value head; values, output, and the gated norm's input, output and gates, of which one copy is fp32. Selective
-    recomputation of attention does not apply.
+    The formula counts the tensors that ``trainer/delta_net.py`` keeps, and was not measured. In fp32: the convolution's
+    input, its output, and this output without the zeros between sequences; queries and keys before their norms, each
+    twice; the input of the gated norm. With b bytes: queries, keys and values after the convolution; the normed queries
+    and keys, repeated for each value head; the values, the output, the gates and the gated output.
     """
     delta = trainer.shape.delta
     assert delta is not None
-    item = trainer.item_bytes
-    key_heads = 2 * delta.value_heads * delta.key_size
-    elements = delta.convolved_width + key_heads + 4 * delta.value_width
-    floats = 3 * delta.convolved_width + 4 * delta.key_width + delta.value_width
-    kept = (elements * item + floats * _FLOAT) / trainer.layout.tensor
-    recomputed = layer.recomputed if trainer.transformer_engine else 0.0
-    return replace(layer, projections=0.0, core=kept, recomputed=recomputed)
+    repeated_qk_width = 2 * delta.value_heads * delta.key_size
+    elements = delta.convolved_width + repeated_qk_width + 4 * delta.value_width
+    floats = 3 * delta.convolved_width + 2 * (2 * delta.key_width) + delta.value_width
+    kept = (elements * trainer.item_bytes + floats * _FLOAT) / trainer.layout.tensor
+    # Selective recomputation of the core attention does not apply. With Transformer Engine, ``layer.dropped`` is the
+    # part of the experts: all families with delta nets have experts.
+    dropped = layer.dropped if trainer.transformer_engine else 0.0
+    return replace(layer, projections=0.0, core=kept, dropped=dropped)
 
 
 def _gate(s: LocalSizes) -> float:
-    """Return the bytes that the gate of a shared expert keeps for each token: its input, the sigmoid of its output."""
+    """Return the bytes that the gate of a shared expert keeps for each token: the expert's output, which it multiplies,
+    and the sigmoid of its score.
+    """
     if s.gates_shared_expert:
-        return (s.hidden + 2) * s.item * s.rows
+        return (s.hidden + 1) * s.item_bytes * s.hidden_share
     return 0.0
 
 
-def _router(s: LocalSizes, row_id_map: float) -> float:
+def _router(s: LocalSizes) -> float:
     """Return the bytes that a router keeps for each token.
 
-    The router keeps the probabilities (fp32) and the map (1 byte) of all experts, the ids (int64) and probabilities
-    (fp32) of the selected experts, and the int32 map of the fused permutation.
+    The router keeps the probabilities (fp32) and the map (1 byte) of all experts, and the ids (int64) and probabilities
+    (fp32) of the selected experts.
     """
     topk_bytes = s.experts_per_token * (_INDEX + _FLOAT)
-    return (s.experts * (_FLOAT + 1) + topk_bytes + row_id_map) * s.rows
+    return (s.experts * (_FLOAT + 1) + topk_bytes) * s.hidden_share
 
 
 def with_adapters(
-    trained: LayerBytes,
+    trained_layer: LayerBytes,
     s: LocalSizes,
     trainer: TrainerFacts,
     number: int = 0,
 ) -> LayerBytes:
-    """Convert ``trained``, the bytes of layer ``number`` with trained weights, to those of a frozen layer with them.
+    """Convert ``trained_layer``, the bytes of layer ``number`` with trained weights, to those of the frozen layer with
+    adapters.
 
-    - A frozen norm of torch keeps one fp32 tensor of its size less. A norm that is fused into an adapted linear is
-      computed a second time for the adapter, and this second norm keeps its input in fp32 where the model is bfloat16.
-      A frozen norm of Transformer Engine keeps as much as a trained one (assumed), and the second norm keeps its input
-      and output.
-    - An adapter keeps its inner products, ``rank`` values for each of its matrices. Where several matrices are fused,
-      it also keeps A and B as concatenated tensors, once for each micro-batch.
-    - An adapter keeps the input that its frozen linear does not keep. For linears without adapters, the formula counts
-      that input although nothing keeps it.
+    - A frozen norm of torch keeps one fp32 tensor of its size fewer than a trained norm. A norm that is fused into an
+      adapted linear is computed a second time for the adapter; in a bfloat16 model, this second norm keeps its input in
+      fp32. A frozen norm of Transformer Engine keeps as much as a trained norm (assumed), and the second norm keeps its
+      input, its output and the inverse RMS.
+    - An adapter keeps A x, ``rank`` values for each of its matrices. Where several matrices are fused, it also keeps A
+      and B as concatenated tensors, once for each micro-batch.
+    - A frozen linear does not keep its input, but its adapter does, so that the sum does not change. The input of a
+      linear without an adapter is counted too, although nothing keeps it.
     """
     assert trainer.trained is not None
     adapters = trainer.trained.adapters
-    layout = trainer.layout
-    stages = range(layout.pipeline)
-    stage = next(i for i in stages if number in layers_of_stage(trainer.shape, layout, i))
-    linears = adapted_linears(adapters, trainer.shape, layout, stage * layout.stage_ranks)
-    layer = [linear for linear in linears if linear.layer == number]
-    fused_norms = sum(_has_norm(linear) for linear in layer)
+    linears = _linears_of_layer(trainer, adapters, number)
+    fused_norms = sum(_has_norm(linear) for linear in linears)
+    norm_change = qk_norm_change = 0.0
     if trainer.transformer_engine:
-        norms = fused_norms * (2 * s.hidden * s.item + _FLOAT) * s.rows
-        heads = 0.0
+        norm_change = fused_norms * (2 * s.hidden * s.item_bytes + _FLOAT) * s.hidden_share
     else:
-        second_norms = fused_norms if s.item < _FLOAT else 0
-        norms = (second_norms - 2) * s.hidden * _FLOAT * s.rows
+        fp32_tensor = s.hidden * _FLOAT * s.hidden_share
+        # A layer has two norms of hidden states.
+        norm_change = -2 * fp32_tensor
+        if s.item_bytes < _FLOAT:
+            norm_change += fused_norms * fp32_tensor
         has_torch_norms = s.qk_norm and not s.norms_all_heads
-        heads = 0.0
         if has_torch_norms:
-            heads = -_FLOAT * (s.query + s.kv)
-    # Key: whether the adapter belongs to attention.
-    adapter_bytes = {True: 0.0, False: 0.0}
-    for linear in layer:
-        rows = s.assignments if linear.of_experts else 1.0
-        products = len(linear.parts) * adapters.rank * s.item * rows
-        fused_factors = _laid_out(linear, adapters.rank) * s.item / trainer.rank_tokens
-        adapter_bytes[_is_attention(linear)] += products + fused_factors
+            qk_norm_change = -_FLOAT * (s.query + s.kv)
+    attention_adapters = mlp_adapters = 0.0
+    for linear in linears:
+        rows_per_token = s.assignments if linear.of_experts else 1.0
+        products = len(linear.parts) * adapters.rank * s.item_bytes * rows_per_token
+        factors = _fused_factor_elements(linear, adapters.rank) * s.item_bytes / trainer.rank_tokens
+        if ".self_attention." in linear.path:
+            attention_adapters += products + factors
+        else:
+            mlp_adapters += products + factors
     return replace(
-        trained,
-        norms=trained.norms + norms,
-        projections=trained.projections + heads + adapter_bytes[True],
-        mlp=trained.mlp + adapter_bytes[False],
+        trained_layer,
+        norms=trained_layer.norms + norm_change,
+        projections=trained_layer.projections + qk_norm_change + attention_adapters,
+        mlp=trained_layer.mlp + mlp_adapters,
     )
 
 
-def _laid_out(linear: AdaptedLinear, rank: int) -> int:
+def _linears_of_layer(
+    trainer: TrainerFacts,
+    adapters: Adapters,
+    number: int,
+) -> list[AdaptedLinear]:
+    """Return the adapted linears of layer ``number`` on the first rank of its stage; all ranks of a stage hold as many
+    elements.
+    """
+    layout = trainer.layout
+    for stage in range(layout.pipeline):
+        if number in layers_of_stage(trainer.shape, layout, stage):
+            first_rank = stage * layout.stage_ranks
+            linears = adapted_linears(adapters, trainer.shape, layout, first_rank)
+            return [linear for linear in linears if linear.layer == number]
+    raise AssertionError(f"layer {number} is in no stage")
+
+
+def _fused_factor_elements(linear: AdaptedLinear, rank: int) -> int:
     """Return the elements of the concatenated A and B of a linear in which several matrices are fused."""
+    # A row-parallel linear has one matrix, whose A and B are used as they are.
     if linear.axis == 1:
         return 0
     width = len(linear.parts) * rank
-    return max(1, len(linear.experts)) * width * (linear.rows + linear.parts[0].dims[1])
-
-
-def _is_attention(linear: AdaptedLinear) -> bool:
-    return ".self_attention." in linear.path
+    inputs = linear.parts[0].dims[1]
+    return max(1, len(linear.experts)) * width * (linear.rows + inputs)
 
 
 def _has_norm(linear: AdaptedLinear) -> bool:
-    """Return whether the linear is fused with the norm before it: column-parallel linears, except those of experts and
-    the queries of latent attention, whose norm the latent shares."""
+    """Return whether the linear is fused with the norm before it.
+
+    Column-parallel linears are, except those of experts and ``linear_q_proj`` of latent attention: this linear and the
+    linear of the latent, which every rank computes whole, share a norm that is a module of its own.
+    """
     is_shared_expert = ".shared_experts." in linear.path
-    is_fused_column = linear.axis == 0 and not linear.is_whole
-    has_own_norm = not linear.path.endswith(".linear_q_proj")
-    return is_fused_column and has_own_norm and not linear.of_experts and not is_shared_expert
+    is_column_parallel = linear.axis == 0 and not linear.is_whole
+    shares_norm = linear.path.endswith(".linear_q_proj")
+    if linear.of_experts or is_shared_expert:
+        return False
+    return is_column_parallel and not shares_norm
 
 
 BUSIEST_RANK = 1.25
-"""Tokens on the busiest expert-parallel rank over the mean. Assumption: routing is not balanced by a loss here."""
+"""Tokens on the busiest expert-parallel rank / the mean over ranks. Assumption, as no loss balances the routing."""
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
     """Bytes of activations on one rank at the peak of a step.
 
-    ``layers``: tensors of all micro-batches in flight. ``head``: final norm and statistics of one micro-batch;
-    ``logits``: logits of one chunk of it. ``recomputed``: all tensors of one layer that full recomputation runs again;
-    they and the head do not exist at the same time, so that the larger of the two counts. ``working``: gradients and
-    temporaries.
+    Attributes:
+        layers: tensors that the layers keep, of all micro-batches in flight.
+        head: final norm and statistics of one micro-batch.
+        logits: logits of one chunk of a micro-batch's tokens.
+        recomputed: all tensors of one layer that full recomputation runs again. They and the head do not exist at the
+            same time, so that the larger of the two counts.
+        working: gradients and temporaries.
     """
 
     layers: int
@@ -314,7 +376,7 @@ class ActivationBytes:
 
     @property
     def saved(self) -> int:
-        """Peak bytes that autograd keeps; the kept chunk of logits is not autograd's."""
+        """Peak bytes that autograd keeps. The head keeps its chunk of logits itself, outside of autograd."""
         return self.layers + max(self.head, self.recomputed)
 
     @property
@@ -328,21 +390,18 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0, number: int = 0) ->
 
     ``busiest``: tokens of the rank's experts / the mean over ranks.
     """
-    sizes = LocalSizes.of(
-        trainer, has_layer_parameter(trainer.shape, "self_attention.q_layernorm.weight")
-    )
-    routes = number in trainer.shape.moe_layers
-    kernels = torch_modules
-    if trainer.transformer_engine:
-        kernels = transformer_engine
-    layer = kernels(sizes, routes)
+    qk_norm = has_layer_parameter(trainer.shape, "self_attention.q_layernorm.weight")
+    sizes = LocalSizes.of(trainer, qk_norm)
+    is_moe = number in trainer.shape.moe_layers
+    bytes_of = transformer_engine if trainer.transformer_engine else torch_modules
+    layer = bytes_of(sizes, is_moe)
     if number in trainer.shape.delta_layers:
         layer = with_delta_net(layer, trainer)
     if trainer.trained is not None:
         layer = with_adapters(layer, sizes, trainer, number)
-    if not routes:
-        return layer
-    return LayerBytes(**{**vars(layer), "mlp": layer.mlp * busiest})
+    if is_moe:
+        return replace(layer, mlp=layer.mlp * busiest)
+    return layer
 
 
 def activation_bytes(
@@ -353,38 +412,48 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
-    layers = chunks in flight x layers of a chunk x tokens / CP x bytes that a layer keeps under the recompute setting.
-    Layers that route and dense layers are counted apart, as are layers with delta nets and with attention; a stage's
-    chunks are assumed to have equal parts of each kind.
+    layers = model chunks in flight x layers of a model chunk x tokens / CP x bytes that a layer keeps under the
+    recompute setting. Dense and MoE layers are counted apart, and so are layers with delta nets and with attention; the
+    model chunks of a stage are assumed to have equal parts of each kind.
+
     Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so that all tensors
     of one layer exist in addition to the kept inputs. The working memory holds the gradients with respect to the widest
     tensors of a layer's backward pass: the input and the fused product of the experts (or of the MLP).
+
+    Args:
+        trainer: facts of the trainer.
+        stage: pipeline stage.
+        topk: K of TopK(mu), 0 for none.
+        busiest: tokens on the busiest expert-parallel rank / the mean over ranks.
     """
     shape = trainer.shape
-    # Key: whether a layer routes, and whether it has a delta net.
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    # Key: whether a layer has experts, and whether it has a delta net.
+    layers_by_kind: dict[tuple[bool, bool], list[int]] = {}
     for number in layers_of_stage(shape, trainer.layout, stage):
         kind = number in shape.moe_layers, number in shape.delta_layers
-        kinds.setdefault(kind, []).append(number)
+        layers_by_kind.setdefault(kind, []).append(number)
     in_flight = chunks_in_flight(trainer.layout, stage, trainer.micro_batches)
     layer_tensors = whole_layer = working = 0.0
-    for (routes, _), numbers in kinds.items():
+    for (is_moe, _), numbers in layers_by_kind.items():
         layer = layer_bytes(trainer, busiest, numbers[0])
         layers = len(numbers) / trainer.layout.chunks
         layer_tensors += in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
         whole_layer = max(whole_layer, layer.whole)
-        working = max(working, _working(trainer, busiest, routes=routes))
+        working = max(working, _working(trainer, busiest, is_moe=is_moe))
+    recomputed = 0
+    if trainer.recompute == "full":
+        recomputed = round(trainer.rank_tokens * whole_layer)
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
         layers=round(layer_tensors),
         head=head_bytes(trainer, topk) if is_last else 0,
         logits=logits_bytes(trainer) if is_last else 0,
-        recomputed=round(trainer.rank_tokens * whole_layer) if trainer.recompute == "full" else 0,
+        recomputed=recomputed,
         working=round(trainer.rank_tokens * working),
     )
 
 
-def _exchanged(trainer: TrainerFacts, sizes: LocalSizes) -> float:
+def _exchanged_elements(trainer: TrainerFacts, sizes: LocalSizes) -> float:
     """Return the elements that context parallelism exchanges for each of a rank's own tokens.
 
     A ring (``AttnFuncWithCPAndKVP2P`` of Transformer Engine 2.11) holds the keys and values of all C ranks. It also
@@ -399,16 +468,17 @@ def _exchanged(trainer: TrainerFacts, sizes: LocalSizes) -> float:
     return 2 * sizes.kv * ranks + sizes.query * (ranks + 1) / 2
 
 
-def _working(trainer: TrainerFacts, busiest: float, *, routes: bool) -> float:
+def _working(trainer: TrainerFacts, busiest: float, *, is_moe: bool) -> float:
     """Return the bytes of working memory for each token of a context-parallel rank.
 
-    The working memory holds the gradients of the widest layer (for experts: 2h + 2f for each (token, expert) pair),
+    The working memory holds the gradients of the widest layer (2f; with experts 2h + 2f for each (token, expert) pair),
     those of the hidden states that tensor-parallel ranks gather (2h), and the tensors that attention exchanges between
-    context-parallel ranks. ``routes``: whether the layer's MLP is a mixture of experts.
+    context-parallel ranks. ``is_moe``: whether the layer has experts.
     """
-    sizes = LocalSizes.of(trainer, False)
-    gathered_elements = 2 * sizes.hidden + _exchanged(trainer, sizes)
+    sizes = LocalSizes.of(trainer, qk_norm=False)
+    gathered_elements = 2 * sizes.hidden
     gradients = 2 * sizes.ffn
-    if routes:
+    if is_moe:
         gradients = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
-    return (gathered_elements + gradients) * sizes.item
+    exchanged_elements = _exchanged_elements(trainer, sizes)
+    return (gathered_elements + gradients + exchanged_elements) * sizes.item_bytes
