@@ -22,15 +22,18 @@ _TOKEN = 4 + 1
 
 
 _BASE64 = 4 / 3
+"""Characters of base64 for each byte."""
 
 
 @dataclass(frozen=True)
 class ColumnBytes:
     """Bytes of the columns of one rollout batch.
 
-    ``routing`` and ``topk``: bytes of one copy in memory; ``*_wire``: bytes in the HTTP replies of the run's servers.
-    ``replicas``: bytes of the columns that only the replica that trains on them holds, with the tokens, summed over
-    all replicas.
+    Attributes:
+        routing, topk: bytes of one copy in memory.
+        routing_wire, topk_wire: bytes in the HTTP replies of the run's servers.
+        replicas: bytes of tokens and of all columns that go only to the replica that trains on them, summed over all
+            replicas.
     """
 
     routing: float
@@ -67,10 +70,12 @@ def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
 def routing_bytes_per_token(shape: ModelShape) -> int:
     """Return the bytes of a token's routing capture in memory."""
     narrow_dtype, wide_dtype = ROUTED_EXPERTS.dtypes
+    dtype = narrow_dtype if shape.num_experts <= 256 else wide_dtype
     row_shape = (len(shape.moe_layers), shape.experts_per_token)
-    return Form(narrow_dtype if shape.num_experts <= 256 else wide_dtype, row_shape).row_bytes
+    return Form(dtype, row_shape).row_bytes
 
 
 def _rows(column: Column, rollout: RolloutFacts) -> float:
+    """Return the rows of a column: one for each sampled token, or one for each token but the last."""
     rows = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
     return rollout.responses * rows

@@ -1,4 +1,4 @@
-"""GPU memory of NCCL's communicators, of a trainer rank and of an engine rank."""
+"""GPU memory of the NCCL communicators of a trainer rank and of an engine rank."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ CONNECTIONS = 2
 """Receiving connections of a rank in each channel: one for the ring and one for the tree. Assumption."""
 
 
+# Buffers of NCCL's three protocols (src/include/device.h and src/init.cc of NCCL 2.29).
 _LL = 8 * 512 * 8 * 16
-
-
+"""Bytes: 8 lines x 512 threads x 8 steps x 16 bytes of a line."""
 _LL128 = 120 * 640 * 8 * 8
-
-
+"""Bytes: 120 elements x 640 threads x 8 steps x 8 bytes of an element."""
 _SIMPLE = 4 * devices.MIB
-
+"""NCCL_BUFFSIZE."""
 
 PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
-"""Bytes: channels x connections x the buffers of NCCL's three protocols (src/include/device.h and src/init.cc of NCCL
-2.29: LL 8 lines x 512 threads x 8 steps x 16 bytes, LL128 120 x 640 x 8 x 8, Simple NCCL_BUFFSIZE = 4 MiB)."""
+"""Bytes of one communicator on a rank: channels x connections x the buffers of the three protocols."""
 
 
 def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
     """Return the bytes of the communicators that a trainer rank uses.
 
-    A rank uses the world's communicator, one for each parallel dimension of more than one rank, and (``sends``) one
-    that it shares with all engine ranks. Megatron-Core makes more groups; NCCL allocates only for those that are used.
+    A rank uses the world's communicator, one for each parallel dimension of more than one rank, one for the joint data
+    and context dimension, over which gradients are reduced, and with ``sends`` one with all engine ranks. Megatron-Core
+    makes more groups; NCCL allocates memory only for groups that are used.
     """
+    if layout.world_size == 1:
+        return int(sends) * PER_COMMUNICATOR
     sizes = (
         layout.tensor,
         layout.context,
@@ -41,10 +42,14 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
         layout.expert,
         layout.expert_data,
     )
-    groups = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
-    # Gradients are reduced over a joint group of the data and context dimensions.
-    groups += layout.context > 1 and layout.data > 1
-    return (int(layout.world_size > 1) + groups + int(sends)) * PER_COMMUNICATOR
+    count = 1 + sum(size > 1 for size in sizes)
+    if layout.expert_tensor > 1 and layout.expert > 1:
+        count += 1
+    if layout.context > 1 and layout.data > 1:
+        count += 1
+    if sends:
+        count += 1
+    return count * PER_COMMUNICATOR
 
 
 def engine_communicator_bytes(tensor: int, senders: int) -> int:

@@ -36,6 +36,7 @@ def power_of_two(count: int) -> int:
 
 
 def ceil_to(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -43,9 +44,14 @@ def ceil_to(value: int, multiple: int) -> int:
 class Device:
     """One GPU and its share of a node.
 
-    ``memory``: bytes that nvidia-smi shows as total. ``flops``: dense bf16 FLOP/s. ``hbm``, ``nvlink``, ``network``:
-    bytes/s of the GPU's memory, of its NVLinks in one direction, and of its network port. ``host_memory``: bytes of
-    host memory of a node with eight GPUs. ``source``: the documents that the figures are from.
+    Attributes:
+        memory: bytes that nvidia-smi shows as total.
+        flops: bf16 FLOP/s without sparsity.
+        hbm: bytes/s of the GPU's memory.
+        nvlink: bytes/s to the other GPUs of the node in one direction.
+        network: bytes/s of the GPU's network port.
+        host_memory: bytes of host memory of a node with eight GPUs.
+        source: the documents that the figures are from.
     """
 
     name: str
@@ -107,6 +113,7 @@ _BOARDS = {
     r"H200": "h200",
     r"B200": "b200",
 }
+"""Patterns of the names that drivers report, with the key of ``DEVICES``."""
 
 
 def device_named(name: str) -> Device | None:
@@ -114,7 +121,7 @@ def device_named(name: str) -> Device | None:
 
     The result is None for a GPU that is not in the table: a GH200 is not an H200, and some A100s have 64 GB.
     """
-    # Try the more specific patterns first: an H100 PCIe has 80 GB, too.
+    # The table has the more specific patterns first: an H100 PCIe has 80 GB, too.
     for pattern, board in _BOARDS.items():
         if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
             return DEVICES[board]

@@ -52,9 +52,12 @@ Counts = tuple[tuple[int, int], ...]
 class Schedule:
     """How generation and training share time and GPUs.
 
-    ``placement``: servers have GPUs of their own (``separate``), or take turns with the trainer on all GPUs
-    (``colocated``). ``staleness``: batches that generation may be ahead. ``drains``: a weight update waits until each
-    running response has ended; otherwise the responses continue after it.
+    Attributes:
+        placement: ``separate``: servers have GPUs of their own. ``colocated``: servers and trainer take turns on all
+            GPUs.
+        staleness: number of batches that generation may be ahead.
+        drains: whether a weight update waits until each running response has ended. Otherwise the responses continue
+            after the update.
     """
 
     placement: Literal["separate", "colocated"] = "separate"
@@ -93,6 +96,7 @@ class RankParameters:
 
 
 def elements(counts: Counts) -> int:
+    """Return the number of elements in a group of parameters."""
     return sum(size * count for size, count in counts)
 
 
@@ -107,15 +111,19 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
     is_first = stage == 0
     is_last = stage == layout.pipeline - 1
     dense = layer_counts(shape, layers)
-    dense += [(family.embedding, 1)] if is_first else []
-    dense += [(family.final_norm, 1)] if is_last else []
-    if is_last and not (shape.tied_embeddings and is_first):
-        source = family.embedding if shape.tied_embeddings else family.output
-        dense.append((source, 1))
-    rank_experts = _routed(shape, layers) * shape.num_experts // layout.expert
+    if is_first:
+        dense.append((family.embedding, 1))
+    if is_last:
+        dense.append((family.final_norm, 1))
+    if is_last and not shape.tied_embeddings:
+        dense.append((family.output, 1))
+    if is_last and shape.tied_embeddings and not is_first:
+        # The last stage has its own copy of the embedding, which is also the output matrix.
+        dense.append((family.embedding, 1))
+    rank_experts = _moe_layers(shape, layers) * shape.num_experts // layout.expert
     experts = [(rule, rank_experts) for rule in family.expert]
-    dense_counts = _counted(dense, shape, layout.tensor)
-    expert_counts = _counted(experts, shape, layout.expert_tensor)
+    dense_counts = _counts_on_a_rank(dense, shape, layout.tensor)
+    expert_counts = _counts_on_a_rank(experts, shape, layout.expert_tensor)
     if layout.expert == 1:
         return RankParameters(dense_counts + expert_counts, ())
     return RankParameters(dense_counts, expert_counts)
@@ -125,29 +133,35 @@ def linear_elements(shape: ModelShape, layout: Layout, stage: int) -> int:
     """Count the elements of the layers' linear weights on each rank of ``stage``, without routers."""
     family = family_of(shape)
     layers = layers_of_stage(shape, layout, stage)
-    rank_experts = _routed(shape, layers) * shape.num_experts // layout.expert
-    dense = [row for row in layer_counts(shape, layers) if _is_linear(row[0])]
+    rank_experts = _moe_layers(shape, layers) * shape.num_experts // layout.expert
+    dense = [(rule, count) for rule, count in layer_counts(shape, layers) if _is_linear(rule)]
     experts = [(rule, rank_experts) for rule in family.expert if _is_linear(rule)]
-    counts = _counted(dense, shape, layout.tensor) + _counted(experts, shape, layout.expert_tensor)
-    return elements(counts)
+    dense_counts = _counts_on_a_rank(dense, shape, layout.tensor)
+    expert_counts = _counts_on_a_rank(experts, shape, layout.expert_tensor)
+    return elements(dense_counts) + elements(expert_counts)
 
 
 def _is_linear(rule: Rule) -> bool:
     return re.search(r"\.linear_\w+\.weight", rule.megatron) is not None
 
 
-def _routed(shape: ModelShape, layers: Iterable[int]) -> int:
-    """Count those of ``layers`` that have a router."""
+def _moe_layers(shape: ModelShape, layers: Iterable[int]) -> int:
+    """Count the layers with experts among ``layers``."""
     return sum(layer in shape.moe_layers for layer in layers)
 
 
-def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) -> Counts:
-    sizes: list[tuple[int, int]] = []
+def _counts_on_a_rank(
+    rules: Iterable[tuple[Rule, int]],
+    shape: ModelShape,
+    ranks: int,
+) -> Counts:
+    """Return the elements of each rule's parameter on one of the ``ranks`` that divide it, and its count."""
+    counts: list[tuple[int, int]] = []
     for rule, count in rules:
         if count:
-            shard = shard_of(rule.split, rule.sources, shape, 0, size)
-            sizes.append((math.prod(shard.shape), count))
-    return tuple(sizes)
+            shard = shard_of(rule.split, rule.sources, shape, 0, ranks)
+            counts.append((math.prod(shard.shape), count))
+    return tuple(counts)
 
 
 @dataclass(frozen=True)
@@ -168,37 +182,42 @@ class Trained:
     def parameters(self, shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
         """Count the trained parameters of each rank of ``stage``.
 
-        Each adapted matrix has two parameters, A and B; those of experts stack all experts of the rank. Trained routers
-        come last.
+        Each adapted matrix has two parameters, A and B. If each expert has adapters of its own, those of the rank's
+        experts are stacked in one parameter.
         """
         dense: list[tuple[int, int]] = []
         experts: list[tuple[int, int]] = []
-        rank = self.adapters.rank
-        for linear in adapted_linears(self.adapters, shape, layout, stage * layout.stage_ranks):
-            is_whole = linear.of_experts and not linear.experts
+        adapter_rank = self.adapters.rank
+        first_rank = stage * layout.stage_ranks
+        for linear in adapted_linears(self.adapters, shape, layout, first_rank):
+            # Every rank holds an adapter that experts share as a whole.
+            is_shared = linear.of_experts and not linear.experts
             group = experts if linear.experts and layout.expert > 1 else dense
+            stacked = max(1, len(linear.experts))
             for part in linear.parts:
                 for factor in (LORA_A, LORA_B):
-                    dims = part.whole(factor, rank) if is_whole else part.local(factor, rank)
-                    group.append((math.prod(dims) * max(1, len(linear.experts)), 1))
+                    dims_of = part.whole if is_shared else part.local
+                    dims = dims_of(factor, adapter_rank)
+                    group.append((math.prod(dims) * stacked, 1))
         if self.routers:
-            routers = _routed(shape, layers_of_stage(shape, layout, stage))
+            routers = _moe_layers(shape, layers_of_stage(shape, layout, stage))
             dense.append((shape.num_experts * shape.hidden_size, routers))
         return RankParameters(tuple(dense), tuple(experts))
 
     def elements(self, shape: ModelShape) -> int:
+        """Count the trained elements of the whole model."""
         return trained_elements(shape, self.adapters, routers=self.routers)
 
     def trained_base(self, shape: ModelShape, layout: Layout, stage: int) -> int:
         """Count the elements of the model's own parameters that ``stage`` trains: those of the routers."""
         if not self.routers:
             return 0
-        routers = _routed(shape, layers_of_stage(shape, layout, stage))
+        routers = _moe_layers(shape, layers_of_stage(shape, layout, stage))
         return shape.num_experts * shape.hidden_size * routers
 
 
 PACKING = 0.9
-"""Share of a micro-batch's token budget that sequences fill. Assumption: sequences of many lengths are not split."""
+"""Share of a micro-batch's token budget that sequences fill. Assumption: sequences of many lengths are not divided."""
 EVALUATION_PROBLEMS = 30
 """Problems of a held-out set whose file is missing on this machine, as many as in AIME. Assumption."""
 _COUNTED = {
@@ -219,10 +238,13 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class AdamFacts:
-    """Bytes of Adam's state of a trained element, by the place where they lie.
+    """Bytes of a trained element's Adam state, on the device and in host memory.
 
-    ``master``: the fp32 master, 0 for a float32 weight. ``moments``: both moments. ``offloaded``: share of the elements
-    whose state is in host memory. ``masters_on_device``: whether the device holds the masters of those, too.
+    Attributes:
+        master: bytes of the fp32 master, 0 for a float32 weight.
+        moments: bytes of both moments.
+        offloaded: share of the elements whose state is in host memory.
+        masters_on_device: whether the device also holds the masters of offloaded elements.
     """
 
     master: int
@@ -232,10 +254,10 @@ class AdamFacts:
 
     @classmethod
     def of(cls, config: PolicyConfig) -> AdamFacts:
-        """Return the state that the ``megatron_optimizer`` table asks for.
+        """Return the state that the ``megatron_optimizer`` table configures.
 
-        Offloaded moments are fp32 whatever their type. Without the precision-aware optimizer, Megatron-Core keeps the
-        masters of offloaded state on the device, beside those on the host.
+        Offloaded moments are fp32, whatever dtype the table has for moments. Without the precision-aware optimizer,
+        Megatron-Core keeps the masters of offloaded elements on the device too, beside copies on the host.
         """
         table = config.megatron_optimizer
         offloaded = offloaded_fraction(table)
@@ -252,15 +274,16 @@ class AdamFacts:
     @property
     def device(self) -> float:
         """Bytes of an element's state on the device."""
-        kept = 1 - self.offloaded
-        masters = 1.0 if self.masters_on_device else kept
-        return self.master * masters + self.moments * kept
+        moment_share = 1 - self.offloaded
+        master_share = 1.0 if self.masters_on_device else moment_share
+        return self.master * master_share + self.moments * moment_share
 
     @property
     def host(self) -> float:
-        """Bytes of an element's state in host memory: an fp32 copy, a gradient, and moments.
+        """Bytes of an element's state in host memory: an fp32 copy of the weight, an fp32 gradient, and moments.
 
-        Copy and gradient are page-locked, which torch rounds up to a power of two: at most twice their size.
+        Copy and gradient are page-locked. torch rounds page-locked memory up to a power of two, so each of the two is
+        counted with twice its size.
         """
         return self.offloaded * (2 * _FLOAT + 2 * _FLOAT + self.moments)
 
@@ -274,13 +297,25 @@ class AdamFacts:
 class TrainerFacts:
     """The facts of the trainer.
 
-    ``tokens``: tokens of the longest micro-batch; a sequence longer than the budget has a micro-batch of its own.
-    ``micro_batches``: micro-batches of one replica in one optimiser step. ``exchange``: how context-parallel ranks
-    exchange keys and values for attention, ``p2p`` or ``a2a``. ``trained``: the trained parameters, None for all.
-    ``adam``: Adam's state. ``reference``: whether the trainer keeps the initial weights as a reference policy;
-    ``reference_adapters``: whether these include adapters. ``gradient_bytes``: bytes of a gradient's element.
-    ``chunk_tokens``: tokens whose logits exist at the same time; ``logit_bytes``: bytes of one logit. ``fp8``: whether
-    the layers' linear weights are quantised for a step.
+    Attributes:
+        shape: the model.
+        layout: the parallel layout.
+        sequence_parallel: whether tensor-parallel ranks divide the tokens between the linear layers.
+        dtype: dtype of weights and activations.
+        recompute: ``training.recompute``.
+        distributed: whether the optimizer is distributed.
+        tokens: tokens of the longest micro-batch. A sequence longer than the budget has a micro-batch of its own.
+        micro_batches: micro-batches of one replica in one optimiser step.
+        exchange: how context-parallel ranks exchange keys and values for attention, ``p2p`` or ``a2a``.
+        transformer_engine: whether the layers are Transformer Engine's; otherwise they are torch's.
+        trained: the trained parameters; None if all are trained.
+        adam: Adam's state.
+        reference: whether the trainer keeps the initial weights as a reference policy.
+        reference_adapters: whether the reference policy includes adapters.
+        gradient_bytes: bytes of an element of a gradient.
+        chunk_tokens: tokens whose logits exist at the same time.
+        logit_bytes: bytes of one logit.
+        fp8: whether the layers' linear weights are quantised for a step.
     """
 
     shape: ModelShape
@@ -324,11 +359,19 @@ class TrainerFacts:
 
 @dataclass(frozen=True)
 class RolloutFacts:
-    """The facts of one rollout batch.
+    """The facts of one rollout batch. Lengths are in tokens.
 
-    Lengths are in tokens: ``longest_*`` are limits, ``mean_*`` assumptions or measurements. ``steps``: optimiser steps
-    for a rollout batch. ``topk``: K of the TopK(mu) that each response token carries, 0 for none. ``recompute_pass``:
-    whether the trainer, before it trains, computes the log-probabilities of the whole batch at the rollout's weights.
+    Attributes:
+        prompts: prompts of the batch.
+        group_size: responses for each prompt.
+        longest_prompt, longest_response: limits.
+        mean_prompt, mean_response: assumptions or measurements.
+        steps: optimiser steps on the batch.
+        topk: K of the TopK(mu) that each response token carries, 0 for none.
+        routing: whether tokens carry the engine's routing (R3).
+        recompute_pass: whether the trainer, before it trains, computes the log-probabilities of the whole batch at the
+            rollout's weights.
+        max_concurrent: requests that one leader may have open at the same time.
     """
 
     prompts: int
@@ -373,8 +416,15 @@ class RolloutFacts:
 class EngineFacts:
     """The servers that the run starts.
 
-    ``memory_fraction``: SGLang's ``mem_fraction_static``; None where SGLang chooses it. ``quantized``: whether linear
-    layers and experts are block FP8. ``layout``: the layout of each of the ``pipeline`` stages.
+    Attributes:
+        servers: number of servers.
+        layout: the layout of each pipeline stage of a server.
+        pipeline: number of pipeline stages of a server.
+        memory_fraction: SGLang's ``mem_fraction_static``; None where SGLang chooses it.
+        max_running: SGLang's ``max_running_requests``; None where SGLang chooses it.
+        chunked_prefill: SGLang's ``chunked_prefill_size``; None where SGLang chooses it.
+        kv_bytes: bytes of an element of the KV cache.
+        quantized: whether linear layers and experts are block FP8.
     """
 
     servers: int
@@ -388,6 +438,7 @@ class EngineFacts:
 
     @property
     def gpus(self) -> int:
+        """GPUs of one server."""
         return self.layout.tensor * self.pipeline
 
 
@@ -405,10 +456,20 @@ class EvaluationFacts:
 class RunFacts:
     """The facts of a whole run.
 
-    ``not_counted``: settings of the libraries that no formula reads although they may change memory or time.
-    ``ranks_per_sender``: the number of consecutive ranks of which one sends weights: the ranks of a node, or 1 where
-    each holder sends. ``updates_adapters``: whether weight updates send only adapters. ``changes_only``: whether they
-    send only changes, for which senders keep a copy of what they sent.
+    Attributes:
+        trainer, rollout, engine: facts of these parts.
+        roles: the processes that the run places.
+        schedule: how generation and training share time and GPUs.
+        bucket_bytes: bytes of a bucket of a weight update.
+        checkpoint_every: steps between two checkpoints.
+        checkpoint_background: whether checkpoints are written in the background.
+        not_counted: settings of the libraries that no formula reads although they may change memory or time.
+        ranks_per_sender: number of consecutive ranks of which one sends weights: the ranks of a node, or 1 where each
+            holder sends.
+        updates_adapters: whether weight updates send only adapters.
+        evaluation: the evaluation; None without held-out sets.
+        changes_only: whether weight updates send only changed elements. Senders then keep a copy of the weights that
+            they sent.
     """
 
     trainer: TrainerFacts
@@ -433,9 +494,9 @@ class RunFacts:
     def batches(self) -> dict[str, float]:
         """Return the sizes of batches.
 
-        An optimiser step trains on responses / steps (``per_step``), and a replica on that / DP (``replica``). Each
-        replica has one leader, which requests responses / DP (``per_leader``). ``tokens`` is for mean lengths,
-        ``longest_tokens`` for a batch in which each sequence reaches both limits.
+        An optimiser step trains on ``per_step`` = responses / steps responses, and a replica on ``replica`` =
+        per_step / DP of them. Each replica has one leader, which requests ``per_leader`` = responses / DP. ``tokens``
+        is for mean lengths, ``longest_tokens`` for a batch in which each sequence reaches both limits.
         """
         rollout = self.rollout
         data = self.trainer.layout.data
@@ -456,15 +517,15 @@ class RunFacts:
 def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
     """Count the trainer ranks that send weights.
 
-    Candidates are the first holder of each shard of the experts, or of each stage without expert parallelism. One
-    candidate in each block of ``ranks_per_sender`` consecutive ranks sends (``weight_sync/strategies.py``,
-    ``model.gather_plan.node_receivers``).
+    Candidates are the first rank that holds each shard of the experts, or the first rank of each stage without expert
+    parallelism. One candidate in each block of ``ranks_per_sender`` consecutive ranks sends
+    (``weight_sync/strategies.py``, ``model.gather_plan.node_receivers``).
     """
     blocks = set()
     for stage in range(layout.pipeline):
-        for expert in range(layout.expert):
-            holder = stage * layout.stage_ranks + expert * layout.expert_tensor
-            blocks.add(holder // ranks_per_sender)
+        for expert_rank in range(layout.expert):
+            candidate = stage * layout.stage_ranks + expert_rank * layout.expert_tensor
+            blocks.add(candidate // ranks_per_sender)
     return len(blocks)
 
 
@@ -502,9 +563,9 @@ def facts_of(
     schedule = schedule or schedule_of(config.rollout, config.engine)
     longest_prompt = config.data.max_prompt_tokens
 
-    def longest_of(turn: int) -> int:
-        """Return the largest number of tokens after the prompt, for turns of ``turn`` sampled tokens."""
-        return config.environment.longest(longest_prompt, turn) - longest_prompt
+    def longest_of(turn_tokens: int) -> int:
+        """Return the largest number of tokens after the prompt, if each turn samples ``turn_tokens`` tokens."""
+        return config.environment.longest(longest_prompt, turn_tokens) - longest_prompt
 
     longest_response = longest_of(settings.max_response_tokens)
     rollout = RolloutFacts(
@@ -527,24 +588,25 @@ def facts_of(
     micro_batches = max(1, round(replica_responses * rollout.mean_length / (budget * PACKING)))
     evaluation = None
     if files := config.data.evaluation_files:
+        turn_tokens = config.evaluation.max_response_tokens or settings.max_response_tokens
         evaluation = EvaluationFacts(
             problems=sum(_count_problems(file.path) for file in files.values()),
             samples=config.evaluation.samples_per_prompt,
-            longest_response=longest_of(
-                config.evaluation.max_response_tokens or settings.max_response_tokens
-            ),
+            longest_response=longest_of(turn_tokens),
             every=config.evaluation.every,
         )
     roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
+    if schedule.is_colocated:
+        roles = replace(roles, first_device=0)
+    servers = config.engine.servers_to_start
+    if settings.replay_from is not None:
+        servers = 0
+    quantized = config.engine.quantization is not None
     return RunFacts(
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
-        engine=_engine_facts(
-            config.engine.servers_to_start if settings.replay_from is None else 0,
-            config.sglang,
-            quantized=config.engine.quantization is not None,
-        ),
-        roles=replace(roles, first_device=0) if schedule.is_colocated else roles,
+        engine=_engine_facts(servers, config.sglang, quantized=quantized),
+        roles=roles,
         schedule=schedule,
         bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         checkpoint_every=config.checkpoint.every,
@@ -573,16 +635,20 @@ def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
     return Schedule(engine.placement, rollout.max_staleness, drains=drains)
 
 
-def _topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
+def _topk(algorithm: AlgorithmFacts, configured_topk: int, vocab_size: int) -> int:
+    """Return K of the TopK(mu) that each response token carries; 0: none.
+
+    An algorithm that needs a distribution over the whole vocabulary, mu or a recomputed one, counts with K = its size.
+    """
     # Do not call ``carried_topk`` here: it rejects a vocabulary that is too large to send with the responses. The check
-    # of the configuration reports that error, and a plan can still show the bytes. A recomputed distribution replaces
-    # TopK(mu).
+    # of the configuration reports that error, and a plan can still show the bytes.
     if algorithm.preset.whole_vocabulary:
         return vocab_size
-    return configured or algorithm.topk
+    return configured_topk or algorithm.topk
 
 
 def _count_problems(path: str) -> int:
+    """Return the lines of a held-out set in JSON Lines; ``EVALUATION_PROBLEMS`` for other or missing files."""
     files = data_files(path).files
     if not files or any(file.suffix != ".jsonl" or not file.is_file() for file in files):
         return EVALUATION_PROBLEMS
@@ -608,7 +674,7 @@ def trainer_facts(
         config: The configuration of the policy.
         shape: The shape of the model.
         micro_batches: Micro-batches of one replica in one optimiser step.
-        longest: Tokens of the longest sequence.
+        longest_sequence: Tokens of the longest sequence.
         gpu: Whether the layers are Transformer Engine's; otherwise they are torch's.
     """
     sizes = config.parallel.sizes
@@ -639,13 +705,21 @@ def trainer_facts(
 
 
 def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
-    """Return the number that divides a micro-batch's tokens, so that context- and tensor-parallel ranks share them."""
-    context = 2 * sizes.context if sizes.context > 1 else 1
-    return context * (sizes.tensor if sequence_parallel else 1)
+    """Return the number to whose multiple the tokens of a micro-batch are padded, so that ranks divide them evenly.
+
+    Context parallelism cuts each sequence into 2 C chunks for C ranks.
+    """
+    multiple = 1
+    if sizes.context > 1:
+        multiple *= 2 * sizes.context
+    if sequence_parallel:
+        multiple *= sizes.tensor
+    return multiple
 
 
 def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) -> EngineFacts:
     fraction = table.get("mem_fraction_static")
+    has_fp8_cache = str(table.get("kv_cache_dtype", "auto")).startswith("fp8")
     return EngineFacts(
         servers=servers,
         layout=EngineLayout.of_options(table),
@@ -653,7 +727,7 @@ def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) ->
         memory_fraction=None if fraction is None else float(fraction),
         max_running=table.get("max_running_requests"),
         chunked_prefill=table.get("chunked_prefill_size"),
-        kv_bytes=1 if str(table.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+        kv_bytes=1 if has_fp8_cache else 2,
         quantized=quantized,
     )
 

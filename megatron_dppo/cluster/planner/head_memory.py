@@ -6,12 +6,13 @@ from megatron_dppo.cluster.planner.facts import TrainerFacts
 from megatron_dppo.model.splits import padded_vocab_size
 
 _STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
-"""Bytes of statistics per token: log-sum-exp fp64; place, target id and its column int64; and six fp32 rows (log pi,
-mu, advantage, loss, mask, gradient)."""
+"""Bytes of statistics per token: log-sum-exp, fp64; place, target id and the target's column, int64; and six fp32
+values (log pi, mu, advantage, loss, mask, gradient)."""
 
 
 _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
-"""Bytes per token and Top-K id: ids and columns int64, owned and reduced logits fp32, log pi fp64 and fp32, mu."""
+"""Bytes per token and Top-K id: id and column, int64; the rank's own logit and the reduced one, fp32; log pi, fp64 and
+fp32; mu, fp32."""
 
 
 def logits_bytes(trainer: TrainerFacts) -> int:
@@ -23,42 +24,42 @@ def logits_bytes(trainer: TrainerFacts) -> int:
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
-    copy_bytes = 0
+    bytes_per_logit = trainer.logit_bytes
     if trainer.logit_bytes > trainer.item_bytes:
-        copy_bytes = trainer.item_bytes
-    return (
-        min(trainer.rank_tokens, trainer.chunk_tokens)
-        * columns
-        * (trainer.logit_bytes + copy_bytes)
-    )
+        bytes_per_logit += trainer.item_bytes
+    chunk_tokens = min(trainer.rank_tokens, trainer.chunk_tokens)
+    return chunk_tokens * columns * bytes_per_logit
 
 
 def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """Return the bytes of the statistics of a micro-batch.
+    """Return the bytes of the statistics of a micro-batch; ``topk``: K of TopK(mu), 0 for none.
 
-    Tensor-parallel ranks also reduce a packed row: 3 fp32 for each rank (``vocab_parallel/wire.py``). Context-parallel
-    ranks compute the statistics of their own tokens and gather all of them, because each rank needs the loss of all
-    tokens.
+    Tensor-parallel ranks also reduce a packed row for each token: 3 fp32 values for each rank
+    (``vocab_parallel/wire.py``). Context-parallel ranks compute the statistics of their own tokens and gather those of
+    all tokens, because each rank needs the loss of all tokens. With Top-K, the target is one more id.
     """
-    slots = 0
+    bytes_per_token = _STATISTICS
     if trainer.layout.tensor > 1:
-        slots = 12 * trainer.layout.tensor
-    return trainer.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
+        bytes_per_token += 3 * 4 * trainer.layout.tensor
+    if topk:
+        bytes_per_token += _TOPK * (topk + 1)
+    return trainer.tokens * bytes_per_token
 
 
 def head_bytes(trainer: TrainerFacts, topk: int) -> int:
     """Return the bytes that the last stage keeps between the last layer and its backward pass, without the logits.
 
-    The bytes are those of one micro-batch. The final norm counts like a layer's norm; with sequence parallelism, its
-    output is gathered: tokens x hidden.
+    The bytes are those of one micro-batch. The final norm keeps what a layer's norm keeps (``activations.py``); with
+    sequence parallelism, its output is gathered: tokens x hidden.
     """
     hidden = trainer.shape.hidden_size
-    rows = 1.0
-    if trainer.sequence_parallel:
-        rows = 1 / trainer.layout.tensor
-    norm_bytes = 2 * trainer.item_bytes if trainer.transformer_engine else 8 + trainer.item_bytes
-    norm = trainer.rank_tokens * rows * (hidden * norm_bytes + 4)
+    # Transformer Engine keeps input and output, torch two fp32 tensors and the output; both keep a fp32 scale per row.
+    bytes_per_element = 8 + trainer.item_bytes
+    if trainer.transformer_engine:
+        bytes_per_element = 2 * trainer.item_bytes
+    norm = trainer.rank_tokens * (hidden * bytes_per_element + 4)
     gathered = 0
     if trainer.sequence_parallel:
+        norm /= trainer.layout.tensor
         gathered = trainer.rank_tokens * hidden * trainer.item_bytes
     return round(norm) + gathered + statistics_bytes(trainer, topk)

@@ -16,8 +16,12 @@ from megatron_dppo.launch.placement import Allocation, Host, Placement, Placemen
 class NodeRoles:
     """The roles of one node's GPUs.
 
-    ``ranks``: the trainer ranks on the node. ``engine``: the number of GPUs that serve; ``servers``: the indexes of
-    their servers.
+    Attributes:
+        node: the node's number.
+        ranks: the trainer ranks on the node.
+        engine: the number of GPUs that serve.
+        servers: the indexes of the servers on these GPUs.
+        idle: the number of GPUs that neither train nor serve.
     """
 
     node: int
@@ -28,11 +32,12 @@ class NodeRoles:
 
     @property
     def trainer(self) -> int:
+        """The number of GPUs that train."""
         return len(self.ranks)
 
 
 def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
-    """Return the roles of each node's GPUs and the reasons why they do not fit the nodes; one of both is empty."""
+    """Return the roles of each node's GPUs, and the reasons why they do not fit the nodes; one of the two is empty."""
     names = [str(node) for node in range(cluster.nodes)]
     hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
     try:
@@ -63,12 +68,12 @@ def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles,
 
 
 TRAINER_PROCESS = 4 * devices.GIB
-"""Bytes of a rank's Python, torch, CUDA host memory and pinned NCCL buffers. Assumption; 0.5 GiB measured without
-CUDA."""
+"""Bytes of a rank's Python, torch, CUDA host memory and pinned NCCL buffers. Assumption; without CUDA, 0.5 GiB were
+measured."""
 
 
 ENGINE_PROCESS = 8 * devices.GIB
-"""The same for each GPU of a server, with its share of scheduler, tokenizer and detokenizer. Assumption."""
+"""Bytes of a server's processes (scheduler, tokenizer, detokenizer) for each of its GPUs. Assumption."""
 
 
 COPIES = 2
@@ -80,11 +85,15 @@ generation is ahead."""
 class HostBytes:
     """Bytes of host memory on one node, which may train, serve or do both.
 
-    ``checkpoint``: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``), 0 where
-    checkpoints are not written in the background.
-    ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own. ``offloaded``: Adam's state
-    of an offloaded optimizer.
-    ``sent``: pinned copies of the weights that the ranks sent last, 0 unless updates send only changes.
+    Attributes:
+        processes: the processes of ranks and servers.
+        batch: the columns of rollout batches.
+        checkpoint: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``), 0 where
+            checkpoints are not written in the background.
+        capture: the servers' pinned buffers of R3.
+        parked: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
+        offloaded: Adam's state of an offloaded optimizer.
+        sent: pinned copies of the weights that the ranks sent last, 0 unless updates send only changes.
     """
 
     processes: int
@@ -111,12 +120,13 @@ def host_bytes(
 ) -> HostBytes:
     """Return the bytes of host memory on ``node``.
 
-    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share one copy
-    on a host where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state. An
-    element takes 14 bytes (12 in float32, less with bfloat16 moments), divided among its replicas; with adapters, only
-    their elements count. The rank copies into one pinned buffer, which torch's CachingHostAllocator rounds up to a
-    power of two. sent: the share of an update that the senders among the node's ranks send, as if all of them were
-    senders as far as there are any.
+    - batch = ranks x copies x columns of all replicas / DP. This is an upper bound: the ranks of a replica share one
+      copy on a host where shared memory has room.
+    - checkpoint: each rank copies its share of weights and optimizer state. An element takes 14 bytes (12 in float32,
+      less with bfloat16 moments), divided among its replicas; with adapters, only their elements count. The rank copies
+      into one pinned buffer, which torch's CachingHostAllocator rounds up to a power of two.
+    - sent: the share of an update that the node's senders send. This is an upper bound: as many of the node's ranks as
+      the run has senders are counted as senders.
 
     Args:
         facts: The run.
@@ -126,19 +136,22 @@ def host_bytes(
         parked: Bytes of state that a rank keeps in host memory while a server has its GPU.
         update: Bytes of a whole weight update.
     """
-    senders = min(facts.senders, len(node.ranks))
     copies = COPIES + facts.schedule.staleness
-    per_rank = columns.replicas / facts.trainer.layout.data
+    columns_per_rank = columns.replicas / facts.trainer.layout.data
+    checkpoint = sent = 0
+    if facts.checkpoint_background:
+        checkpoint = node.trainer * devices.power_of_two(_copied(facts))
+    if facts.changes_only:
+        senders = min(facts.senders, node.trainer)
+        sent = update * senders // facts.senders
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
-        batch=round(node.trainer * copies * per_rank),
-        checkpoint=len(node.ranks) * devices.power_of_two(_copied(facts))
-        if facts.checkpoint_background
-        else 0,
+        batch=round(node.trainer * copies * columns_per_rank),
+        checkpoint=checkpoint,
         capture=node.engine * capture,
-        parked=len(node.ranks) * parked,
-        offloaded=len(node.ranks) * _offloaded(facts),
-        sent=update * senders // facts.senders if facts.changes_only else 0,
+        parked=node.trainer * parked,
+        offloaded=node.trainer * _offloaded(facts),
+        sent=sent,
     )
 
 
@@ -149,7 +162,7 @@ def _offloaded(facts: RunFacts) -> int:
 
 
 def _copied(facts: RunFacts) -> int:
-    """Return the bytes that a rank writes to a checkpoint; replicas divide the tensors that they all hold."""
+    """Return the bytes that a rank writes to a checkpoint: replicas of a tensor divide it among themselves."""
     layout = facts.trainer.layout
     trained = facts.trainer.trained
     if trained is None:

@@ -13,15 +13,23 @@ from megatron_dppo.cluster.planner.trainer_state import StateBytes, state_bytes
 _COLUMN_PIECE = 64 * devices.MIB
 """``PIECE_BYTES`` of loop/exchange.py: ranks exchange columns over the GPUs in pieces of this size."""
 _FP8_COPIES = 2
-"""Bytes of the FP8 copies of a weight's element: one in the order of its rows and one in that of its columns. Their
-scales, 4 bytes for 128 x 128 elements, are left out."""
+"""Bytes of the two FP8 copies of a weight's element: one copy is in the order of the rows, one in that of the columns.
+Their scales, 4 bytes for 128 x 128 elements, are not counted."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one GPU of a pipeline stage, by part.
+    """Bytes on the GPU of a rank of a pipeline stage, by part.
 
-    ``quantised``: FP8 copies of the layers' weights, which Transformer Engine keeps for the micro-batches of a step.
+    Attributes:
+        stage: the pipeline stage.
+        state: weights, gradients and optimizer state.
+        activations: activations and working memory.
+        update_buckets: buckets of a weight update, or pieces of exchanged columns, where these are larger.
+        communicators: NCCL's buffers.
+        context: the process's CUDA context, kernels and libraries.
+        fragmentation: memory that the allocator loses.
+        quantised: FP8 copies of the layers' weights, which Transformer Engine keeps for the micro-batches of a step.
     """
 
     stage: int
@@ -37,16 +45,18 @@ class RankBytes:
     def parts(self) -> dict[str, int]:
         """Bytes by part at the peak of training: while the logits exist, or while a layer is recomputed."""
         activations = self.activations
+        layers = activations.layers
         head = activations.head + activations.logits
-        layers, logits = activations.layers, head
+        # The head and a recomputed layer do not exist at the same time: the larger one makes the peak.
         if head <= activations.recomputed:
-            layers, logits = layers + activations.recomputed, 0
+            layers += activations.recomputed
+            head = 0
         return {
             "weights": self.state.weights + self.state.reference,
             "gradients": self.state.gradients,
             "optimizer": self.state.optimizer,
             "activations": layers,
-            "logits": logits,
+            "logits": head,
             "working": activations.working + self.quantised,
             "communicators": self.communicators,
             "context": self.context + self.fragmentation,

@@ -1,8 +1,8 @@
-"""Decide whether a run fits its machines: collect all parts of the plan, and describe each fault in a sentence."""
+"""Decide whether a run fits its machines: compute all parts of the plan, and describe each fault in a sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,19 @@ from megatron_dppo.model.families import load_model_shape
 class RunPlan:
     """The plan of a run.
 
-    ``engine``: None where the run starts no servers, or where they cannot hold the model. ``hosts``: host memory of
-    each node, in order. ``shared``: for each stage, the memory of a GPU on which trainer and server take turns.
-    ``misplaced``: the reasons why the roles do not fit the nodes. ``too_large``: the memories that are exceeded. Both
-    have one line for each fault.
+    Attributes:
+        facts: facts of the run.
+        cluster: its machines.
+        nodes: roles of each node's GPUs.
+        ranks: memory of a trainer rank of each pipeline stage.
+        engine: memory of a server's GPU; None where the run starts no servers, or where they cannot hold the model.
+        shared: memory of a GPU on which trainer and server take turns, for each pipeline stage.
+        hosts: host memory of each node.
+        columns: bytes of a rollout batch's columns.
+        traffic: weight update and checkpoint.
+        seconds: seconds of a step; None where the servers cannot hold the model.
+        misplaced: the reasons why the roles do not fit the nodes, one line for each fault.
+        too_large: the memories that are exceeded, one line for each fault.
     """
 
     facts: RunFacts
@@ -132,18 +141,20 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     if engine is not None:
         shared_bytes = shared_ranks(facts, cluster.device)
     parked_bytes = max((stage.host for stage in shared_bytes), default=0)
-    hosts = tuple(
-        host_memory.host_bytes(
+    hosts = []
+    for node in nodes:
+        host = host_memory.host_bytes(
             facts, columns, node, capture_bytes, parked_bytes, update=transfers.update
         )
-        for node in nodes
-    )
+        hosts.append(host)
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     if facts.schedule.is_colocated:
         too_large += sharing_faults(shared_bytes, cluster.device)
     else:
         too_large += _sharing_faults(facts, ranks, engine, cluster)
-    is_time_known = engine is not None or not facts.engine.servers
+    seconds = None
+    if engine is not None or not facts.engine.servers:
+        seconds = step_seconds(facts, cluster, transfers)
     return RunPlan(
         facts=facts,
         cluster=cluster,
@@ -151,10 +162,10 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         ranks=ranks,
         engine=engine,
         shared=shared_bytes,
-        hosts=hosts,
+        hosts=tuple(hosts),
         columns=columns,
         traffic=transfers,
-        seconds=step_seconds(facts, cluster, transfers) if is_time_known else None,
+        seconds=seconds,
         misplaced=tuple(misplaced),
         too_large=tuple(too_large),
     )
@@ -175,23 +186,25 @@ def _engine(
         check_engine_layout(shape, engine.layout)
     except LayoutError as error:
         return None, [f"sglang: {error}"]
-    parts = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
-    groups = communicators.engine_communicator_bytes(engine.layout.tensor, facts.senders)
+    memory_of_gpu = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
+    fraction = memory_of_gpu.fraction
     sequence_tokens = facts.rollout.longest
     faults = []
-    replica_tokens = parts.kv_tokens // engine.layout.attention_replicas
+    replica_tokens = memory_of_gpu.kv_tokens // engine.layout.attention_replicas
     if replica_tokens < sequence_tokens:
         faults.append(
-            f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {replica_tokens:,} tokens in "
-            f"mem_fraction_static {parts.fraction}, expected at least one sequence of {sequence_tokens:,}"
+            f"engine GPU memory: {gib(memory_of_gpu.weights)} of weights leave a KV cache of {replica_tokens:,} tokens "
+            f"in mem_fraction_static {fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
-    minimum = groups + server_memory.LEAST_RESERVED
-    if parts.reserved < minimum:
+    group_bytes = communicators.engine_communicator_bytes(engine.layout.tensor, facts.senders)
+    least_reserved = group_bytes + server_memory.LEAST_RESERVED
+    if memory_of_gpu.reserved < least_reserved:
         faults.append(
-            f"engine GPU memory: mem_fraction_static {parts.fraction} leaves {gib(parts.reserved)} free, expected at "
-            f"least {gib(minimum)}: {gib(groups)} of communicators and {gib(minimum - groups)} to work in"
+            f"engine GPU memory: mem_fraction_static {fraction} leaves {gib(memory_of_gpu.reserved)} free, expected at "
+            f"least {gib(least_reserved)}: {gib(group_bytes)} of communicators and "
+            f"{gib(server_memory.LEAST_RESERVED)} to work in"
         )
-    return parts, faults
+    return memory_of_gpu, faults
 
 
 def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Iterator[str]:
@@ -225,7 +238,7 @@ def _sharing_faults(
         )
 
 
-def _host_faults(hosts: tuple[host_memory.HostBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _host_faults(hosts: Sequence[host_memory.HostBytes], cluster: Cluster) -> Iterator[str]:
     for node, host in enumerate(hosts):
         if host.total > cluster.node_memory:
             yield (
@@ -238,7 +251,11 @@ def _host_faults(hosts: tuple[host_memory.HostBytes, ...], cluster: Cluster) -> 
 
 
 def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
-    """Check at the start that the run fits in the memory of ``machine``; a machine with unknown GPUs has no fault."""
+    """Check at the start that the run fits in the memory of ``machine``.
+
+    On GPUs, the whole plan is checked; GPUs of an unknown kind are not checked. Without GPUs, only state and weights
+    are, against the machine's memory.
+    """
     gpu = machine.gpus > 0
     try:
         facts = facts_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
@@ -248,37 +265,39 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     trainer = facts.trainer
     engine = facts.engine
     stages = range(trainer.layout.pipeline)
-    world = trainer.layout.world_size
+    rank_count = trainer.layout.world_size
     states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
     try:
-        rank = server_memory.weight_bytes(trainer.shape, engine.layout, quantized=engine.quantized)
+        bytes_per_gpu = server_memory.weight_bytes(
+            trainer.shape, engine.layout, quantized=engine.quantized
+        )
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
-        rank = 0
-    servers = engine.servers * engine.layout.tensor * rank
+        bytes_per_gpu = 0
+    server_weights = engine.layout.tensor * bytes_per_gpu if engine.servers else 0
     activations = activation_bytes(trainer, 0).saved
-    line = (
-        f"memory: {world} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "
+    summary = (
+        f"memory: {rank_count} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "
         f"optimizer {gib(states[0].optimizer)}, activations up to {gib(activations)}; {engine.servers} servers with "
-        f"weights of {gib(servers / max(1, engine.servers))}"
+        f"weights of {gib(server_weights)}"
     )
     if gpu:
         device = device_here()
         if device is None:
             unknown = "the GPUs are of a kind that the planner does not know"
-            return StartCheck(summary=f"{line}; whether that fits is not judged: {unknown}")
+            return StartCheck(summary=f"{summary}; whether that fits is not judged: {unknown}")
         cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
-        summary = f"{line}; judged as {device.name} of {gib(device.memory)}"
-        return StartCheck(plan_run(facts, cluster).too_large, summary)
-    held = sum(state.total + state.offloaded for state in states)
-    total = held * trainer.layout.stage_ranks + servers
+        judged = f"judged as {device.name} of {gib(device.memory)}"
+        return StartCheck(plan_run(facts, cluster).too_large, f"{summary}; {judged}")
+    state_of_stages = sum(state.total + state.offloaded for state in states)
+    total = state_of_stages * trainer.layout.stage_ranks + engine.servers * server_weights
     if total <= machine.memory_bytes:
-        return StartCheck(summary=line)
+        return StartCheck(summary=summary)
     fault = (
-        f"memory: weights, gradients and optimizer of {world} ranks and the weights of {engine.servers} servers take "
-        f"{gib(total)}, this machine has {gib(machine.memory_bytes)}"
+        f"memory: weights, gradients and optimizer of {rank_count} ranks and the weights of {engine.servers} servers "
+        f"take {gib(total)}, this machine has {gib(machine.memory_bytes)}"
     )
-    return StartCheck([fault], line)
+    return StartCheck([fault], summary)
 
 
 def device_here(folder: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:

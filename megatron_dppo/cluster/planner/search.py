@@ -43,8 +43,13 @@ FULLEST = 0.9
 class Question:
     """A recipe on a cluster.
 
-    ``mean_response``, ``mean_prompt``: assumed or measured tokens; None for the assumptions of ``facts_of``.
-    ``storage``: bytes/s of the shared file system. ``other``: a schedule that replaces the recipe's.
+    Attributes:
+        config: the recipe.
+        shape: the model.
+        cluster: the cluster.
+        mean_response, mean_prompt: assumed or measured tokens; None for the assumptions of ``facts_of``.
+        storage: bytes/s of the shared file system.
+        other: a schedule that replaces the recipe's; None: the recipe's.
     """
 
     config: TrainConfig
@@ -57,16 +62,18 @@ class Question:
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule of the plan."""
         return self.other or schedule_of(self.config.rollout, self.config.engine)
 
     def layout_faults(self) -> list[str]:
-        """List the faults of the layout: alone, for the model, and for the batch sizes. The checks read no file."""
-        # Check the batch sizes only in a valid world: an invalid one has no number of replicas to divide them by.
+        """List the faults of the layout: by itself, for the model, and for the batch sizes. The checks read no file."""
         config = self.config
         sizes = config.parallel.sizes
-        per_step = config.training.prompts_per_mini_batch
-        batch = batch_faults(config.rollout, per_step, config.parallel.data)
-        faults = list(world_faults(sizes)) or list(batch)
+        faults = list(world_faults(sizes))
+        if not faults:
+            # An invalid number of ranks has no number of replicas, by which the batch sizes are divided.
+            per_step = config.training.prompts_per_mini_batch
+            faults += batch_faults(config.rollout, per_step, config.parallel.data)
         faults += layout_faults(sizes, config.megatron, self.shape)
         if config.lora.rank and sizes.tensor > self.shape.num_query_groups:
             groups = self.shape.num_query_groups
@@ -93,7 +100,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that fits. ``changes``: the differences from the recipe, as overrides for the command line."""
+    """A layout that fits.
+
+    Attributes:
+        changes: the differences from the recipe, as overrides for the command line.
+        question: the recipe with the changes.
+        plan: its plan.
+    """
 
     changes: tuple[str, ...]
     question: Question
@@ -101,12 +114,13 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
+        """Expected seconds of a step."""
         assert self.plan.seconds is not None
         return self.plan.seconds.total
 
 
 def schedules(question: Question) -> tuple[Schedule, ...]:
-    """Return the on-policy, stale and colocated schedules, and the recipe's own where it is another one."""
+    """Return the on-policy, stale and colocated schedules, and the recipe's schedule if it is none of these."""
     return tuple(dict.fromkeys((ON_POLICY, STALE, COLOCATED, question.schedule)))
 
 
@@ -132,16 +146,21 @@ def best_of_each(proposals: list[Proposal], count: int) -> list[Proposal]:
 def search(question: Question) -> list[Proposal]:
     """Return each valid layout of the cluster's GPUs that fits, sorted by the expected seconds of a step.
 
-    The schedule is the question's. The search tries the GPUs of trainer and engine in steps of half a node; the tensor,
-    context (while each rank has ``LEAST_CONTEXT`` tokens of the longest sequence), pipeline, virtual pipeline and
-    expert sizes; the three recompute settings; and the servers' tensor sizes. The optimizer is distributed. All other
-    settings are the recipe's.
+    The schedule is the question's. The search tries:
+
+    - numbers of GPUs for trainer and servers, in steps of half a node;
+    - tensor, pipeline, virtual pipeline and expert sizes;
+    - context sizes with which each rank has ``LEAST_CONTEXT`` tokens of the longest sequence;
+    - the three recompute settings;
+    - the servers' tensor sizes.
+
+    The optimizer is distributed. All other settings are the recipe's.
     """
     return sorted(_fitting(question, question), key=lambda proposal: proposal.seconds)
 
 
 def least_nodes(question: Question) -> Cluster | None:
-    """Return the smallest larger cluster of the same nodes on which some layout fits.
+    """Return the smallest cluster with more nodes on which some layout fits.
 
     The result is None where no layout fits on up to ``MOST_NODES`` nodes.
     """
@@ -154,7 +173,7 @@ def least_nodes(question: Question) -> Cluster | None:
 
 
 def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
-    """Return the ``count`` proposals with the fewest changes to the recipe; equal ones are sorted by speed."""
+    """Return the ``count`` proposals with the fewest changes to the recipe; of equally many changes, the fastest."""
     return sorted(proposals, key=lambda p: (len(p.changes), p.seconds))[:count]
 
 
@@ -169,13 +188,13 @@ def _fitting(question: Question, question_before: Question) -> Iterator[Proposal
 
 
 def _candidates(question: Question) -> Iterator[Question]:
-    for world, servers, engine_tensor in _splits(question):
-        for sizes, recompute in product(_layouts(world, question), _RECOMPUTE):
+    for ranks, servers, engine_tensor in _splits(question):
+        for sizes, recompute in product(_layouts(ranks, question), _RECOMPUTE):
             yield _changed(question, sizes, recompute, servers, engine_tensor)
 
 
-def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
-    """Yield the layouts of ``world`` ranks that can hold the model.
+def _layouts(ranks: int, question: Question) -> Iterator[LayoutSizes]:
+    """Yield the layouts of ``ranks`` ranks that can hold the model.
 
     The size of expert tensor parallelism follows from the other sizes.
     """
@@ -192,7 +211,7 @@ def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
         _tensors(), _POWERS, (None, 2, 4), experts, contexts
     ):
         # Check the sizes before anything is planned: a plan takes far longer than both checks.
-        sizes = LayoutSizes(world, tensor, pipeline, virtual, expert, context=context)
+        sizes = LayoutSizes(ranks, tensor, pipeline, virtual, expert, context=context)
         if not size_faults(sizes) and not model_faults(sizes, shape):
             yield sizes
 
@@ -212,14 +231,14 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
         yield cluster.gpus, 0, 1
         return
     step = max(1, cluster.gpus_per_node // 2)
-    shares = [(world, cluster.gpus - world) for world in range(step, cluster.gpus, step)]
+    gpu_shares = [(ranks, cluster.gpus - ranks) for ranks in range(step, cluster.gpus, step)]
     if question.schedule.is_colocated:
-        shares = [(cluster.gpus, cluster.gpus)]
+        gpu_shares = [(cluster.gpus, cluster.gpus)]
     layout = EngineLayout.of_options(config.sglang)
-    for (world, serving), tensor in product(shares, _tensors()):
+    for (ranks, serving_gpus), tensor in product(gpu_shares, _tensors()):
         has_faults = any(engine_size_faults(tensor, layout.expert, layout.attention_replicas))
-        if tensor <= cluster.gpus_per_node and serving % tensor == 0 and not has_faults:
-            yield world, serving // tensor, tensor
+        if tensor <= cluster.gpus_per_node and serving_gpus % tensor == 0 and not has_faults:
+            yield ranks, serving_gpus // tensor, tensor
 
 
 def _changed(
@@ -229,33 +248,35 @@ def _changed(
     servers: int,
     engine_tensor: int,
 ) -> Question:
+    """Return the question with another layout in its recipe."""
     config = question.config
-    table = {**config.sglang}
-    if engine_tensor != _engine_tensor(question):
-        table["tp_size"] = engine_tensor
-    sections: dict[str, dict[str, Any]] = {
+    new_values: dict[str, dict[str, Any]] = {
         "parallel": asdict(sizes),
         "training": {"recompute": recompute},
         "optimizer": {"distributed": True},
         "engine": {"servers": servers},
     }
     new_sections: dict[str, Any] = {}
-    for name, values in sections.items():
+    for name, values in new_values.items():
         new_sections[name] = getattr(config, name).model_copy(update=values)
-    return replace(question, config=config.model_copy(update={**new_sections, "sglang": table}))
+    if engine_tensor != _engine_tensor(question):
+        new_sections["sglang"] = {**config.sglang, "tp_size": engine_tensor}
+    return replace(question, config=config.model_copy(update=new_sections))
 
 
 def _changes(question_before: Question, question_after: Question) -> Iterator[str]:
+    """Yield the overrides that turn the recipe of one question into that of the other."""
+    new_config = question_after.config
     for section in ("parallel", "training", "optimizer", "engine"):
-        new_section = getattr(question_after.config, section)
-        # Compare with a configuration that has all changes but this section's: a default may depend on the others.
-        base_config = question_after.config.model_copy(
-            update={section: getattr(question_before.config, section)}
-        )
+        new_section = getattr(new_config, section)
+        # Compare with a configuration that has the changes of all other sections: defaults may depend on them.
+        old_section = getattr(question_before.config, section)
+        base_config = new_config.model_copy(update={section: old_section})
         for key in type(new_section).model_fields:
-            if _meaning(base_config, section, key) != _meaning(question_after.config, section, key):
+            if _effective(base_config, section, key) != _effective(new_config, section, key):
                 value = getattr(new_section, key)
-                yield f"{section}.{key}=" + ("" if value is None else str(value).lower())
+                text = "" if value is None else str(value).lower()
+                yield f"{section}.{key}={text}"
     if _engine_tensor(question_before) != _engine_tensor(question_after):
         yield f"sglang.tp_size={_engine_tensor(question_after)}"
     yield from _schedule_changes(question_before.schedule, question_after.schedule)
@@ -274,8 +295,8 @@ def _engine_tensor(question: Question) -> int:
     return int(question.config.sglang.get("tp_size") or 1)
 
 
-def _meaning(config: TrainConfig, section: str, key: str) -> Any:
-    """Return a key's value, or the default that follows from other keys: a default is not a change to propose."""
+def _effective(config: TrainConfig, section: str, key: str) -> Any:
+    """Return a key's value; for an empty key with a default that follows from other keys, this default."""
     match section, key:
         case "parallel", "expert_tensor":
             return config.parallel.sizes.expert_tensor_size

@@ -14,14 +14,11 @@ from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 _ITEM = 2
-
-
+"""Bytes of a bf16 element."""
 _FEW_RUNNING, _MOST_RUNNING = 2048, 4096
-
-
+"""Bounds of SGLang's default of ``max_running_requests``."""
 _CHUNKED_PREFILL = 8192
-
-
+"""SGLang's default of ``chunked_prefill_size`` on GPUs below 160 GiB."""
 _STATE_SHARE = 0.9
 """SGLang's default of ``mamba_full_memory_ratio``: memory of recurrent states for each byte of the KV cache."""
 _STATES_PER_SEQUENCE = 5
@@ -32,10 +29,14 @@ _STATES_PER_SEQUENCE = 5
 class EngineBytes:
     """Bytes on one GPU of a server, and the sequences that the server runs.
 
-    ``kv_pool``: bytes of the KV cache and, with delta nets, of the recurrent states.
-    ``reserved``: bytes that ``mem_fraction_static`` leaves free for activations, CUDA graphs and communicators.
-    ``kv_tokens``: tokens in the KV cache of the whole server. ``sequences``: sequences of mean length that run at once;
-    ``longest``: the same for sequences that reach both length limits.
+    Attributes:
+        weights: bytes of the weights.
+        kv_pool: bytes of the KV cache and, with delta nets, of the recurrent states.
+        reserved: bytes that ``mem_fraction_static`` leaves free for activations, CUDA graphs and communicators.
+        fraction: ``mem_fraction_static``.
+        kv_tokens: tokens in the KV cache of the whole server.
+        sequences: number of sequences of mean length that run at once.
+        longest: number of sequences that run at once if each reaches both length limits.
     """
 
     weights: int
@@ -54,38 +55,41 @@ def weight_bytes(
     *,
     quantized: bool = False,
 ) -> int:
-    """Return the bytes of an engine rank's weights: the rows of SGLang's tensors.
+    """Return the bytes of an engine rank's weights: the sum over SGLang's tensors.
 
-    The weights are bf16 or of their own type; with ``quantized``, linear layers and experts are block FP8 with their
-    scales.
+    The weights are bf16, except tensors that the family always keeps in another dtype. With ``quantized``, linear
+    layers and experts are block FP8 with their scales.
     """
     check_engine_layout(shape, layout)
     family = family_of(shape)
+    # SGLang's tensors outside of experts, each with its count.
     rows = engine_layer_counts(shape)
-    ends = [family.embedding, family.final_norm]
+    rules_outside_layers = [family.embedding, family.final_norm]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
-        ends.append(family.output)
-    rows += [(row, 1) for rule in ends for row in rule.in_engine]
+        rules_outside_layers.append(family.output)
+    for rule in rules_outside_layers:
+        rows += [(row, 1) for row in rule.in_engine]
     total = 0
     for row, count in rows:
         ranks = mapping.dividing_ranks(shape, layout, row)
-        total += _bytes(row, shape, ranks, quantized) * count
-    experts = len(shape.moe_layers) * shape.num_experts // layout.expert
+        total += _tensor_bytes(row, shape, ranks, quantized) * count
+    expert_count = len(shape.moe_layers) * shape.num_experts // layout.expert
     for rule in family.expert:
         for row in rule.in_engine:
-            total += _bytes(row, shape, layout.expert_tensor, quantized) * experts
+            total += _tensor_bytes(row, shape, layout.expert_tensor, quantized) * expert_count
     return total
 
 
-def _bytes(row: EngineRow, shape: ModelShape, size: int, quantized: bool) -> int:
-    dims = mapping.shard_of(row.split, row.sources, shape, 0, size).shape
+def _tensor_bytes(row: EngineRow, shape: ModelShape, ranks: int, quantized: bool) -> int:
+    """Return the bytes of one of SGLang's tensors on one of the ``ranks`` that divide it."""
+    dims = mapping.shard_of(row.split, row.sources, shape, 0, ranks).shape
     dtype = row.dtype_in(shape)
-    item = _ITEM if dtype is None else ITEM_BYTES[dtype]
-    return stored_bytes(row.sources[0].name, dims, item, quantized=quantized)
+    item_bytes = _ITEM if dtype is None else ITEM_BYTES[dtype]
+    return stored_bytes(row.sources[0].name, dims, item_bytes, quantized=quantized)
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
-    """Return the bytes of a token in the KV cache of one GPU.
+    """Return the bytes of a token in the KV cache of one GPU, of the largest pipeline stage.
 
     The formula is 2 x layers with attention x key-value heads of the rank (at least one) x head size x bytes of an
     element (SGLang's ``MHATokenToKVPool``). With latent attention it is layers x (width of the latent + rotated part of
@@ -96,43 +100,48 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
 
 
 def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
-    """Return the bytes of one recurrent state of a sequence on one GPU: in each layer with a delta net fp32 matrices of
-    the rank's heads, and the last tokens before the convolution (SGLang's ``MambaPool``)."""
+    """Return the bytes of one recurrent state of a sequence on one GPU (SGLang's ``MambaPool``).
+
+    In each layer with a delta net, the state has the fp32 matrices of the rank's heads, and the inputs of the
+    convolution from the last tokens, bf16.
+    """
     if shape.delta is None:
         return 0
     matrices, convolved = shape.delta.state_elements()
     layers = -(-len(shape.delta_layers) // engine.pipeline)
-    return (
-        layers
-        * (matrices * ITEM_BYTES["float32"] + convolved * _ITEM)
-        // engine.layout.attention_tensor
-    )
+    bytes_per_layer = matrices * ITEM_BYTES["float32"] + convolved * _ITEM
+    return layers * bytes_per_layer // engine.layout.attention_tensor
 
 
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
 
-    SGLang keeps free, in MiB: 512 + 1.5 x chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and
-    on GPUs above 60 GiB at least 10 GiB. With n attention replicas it adds 3 x n x largest batch with a CUDA graph, and
-    half as much again where that batch is above 300.
+    SGLang keeps free, in MiB: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP x PP + 2 x largest batch with a
+    CUDA graph, and on GPUs above 60 GiB at least 10 GiB. With n attention replicas it adds 3 x n x largest batch with a
+    CUDA graph, times 1.5 where that batch is above 300.
     """
-    memory = device.memory / devices.MIB
+    memory_mib = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
-    graphs = 256
-    if engine.layout.tensor >= 4 or memory >= 160 * 1024:
-        graphs = 512
-    reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
-    if engine.layout.attention_replicas > 1:
-        reserved += 3 * engine.layout.attention_replicas * graphs * (1.5 if graphs > 300 else 1)
-    if memory > 60 * 1024:
-        reserved = max(reserved, 10 * 1024)
-    return round((memory - reserved) / memory, 3)
+    graph_batch = 256
+    if engine.layout.tensor >= 4 or memory_mib >= 160 * 1024:
+        graph_batch = 512
+    reserved_mib = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graph_batch
+    replicas = engine.layout.attention_replicas
+    if replicas > 1:
+        factor = 1.5 if graph_batch > 300 else 1
+        reserved_mib += 3 * replicas * graph_batch * factor
+    if memory_mib > 60 * 1024:
+        reserved_mib = max(reserved_mib, 10 * 1024)
+    return round((memory_mib - reserved_mib) / memory_mib, 3)
 
 
 def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
-    """Return the tokens in one chunk of a prefill: the configured number, or the one that SGLang chooses."""
-    large = device.memory >= 160 * 1024 * devices.MIB
-    return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
+    """Return the tokens in one chunk of a prefill: the configured number, or the number that SGLang chooses."""
+    if engine.chunked_prefill:
+        return engine.chunked_prefill
+    if device.memory >= 160 * 1024 * devices.MIB:
+        return 2 * _CHUNKED_PREFILL
+    return _CHUNKED_PREFILL
 
 
 def engine_bytes(
@@ -147,7 +156,8 @@ def engine_bytes(
     Sequences at once = tokens / mean length, at most ``max_running_requests``, whose default is
     clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``). With delta nets the pool is
     divided between the KV cache and recurrent states, which limit the sequences too (``mem_cache/
-    kv_cache_configurator.py``). Each attention replica has such a pool and its share of ``max_running_requests``.
+    kv_cache_configurator.py``). Each attention replica has a pool of its own, and its share of
+    ``max_running_requests``.
     """
     weights = weight_bytes(shape, engine.layout, quantized=engine.quantized) // engine.pipeline
     replicas = engine.layout.attention_replicas
@@ -159,9 +169,11 @@ def engine_bytes(
         kv_share = int(kv_share / (1 + _STATE_SHARE))
     tokens = kv_share // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
-    limit = min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    # ``limit`` is the number of running requests of one replica.
     if engine.max_running:
         limit = max(1, engine.max_running // replicas)
+    else:
+        limit = min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
     if shape.delta is not None:
         states = (max(0, pool) - kv_share) // state_bytes(shape, engine)
         limit = min(limit, states // _STATES_PER_SEQUENCE)
@@ -179,8 +191,8 @@ def engine_bytes(
 def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
     """Return the bytes of pinned host memory in which a server with R3 stores its routing capture.
 
-    The buffer holds the experts of each token in the KV pool: int32 [tokens, layers, k] (``state_capturer/base.py``,
-    ``BaseHostCache``).
+    The buffer holds the experts of each token in the KV pool: int32 [tokens, layers, experts of a token]
+    (``state_capturer/base.py``, ``BaseHostCache``).
     """
     return kv_tokens * shape.num_layers * shape.experts_per_token * 4
 

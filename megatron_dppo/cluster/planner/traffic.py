@@ -24,8 +24,13 @@ STORAGE = 5 * GB
 class Traffic:
     """Bytes and seconds of a weight update and of a checkpoint.
 
-    ``update``: bytes of a weight update, all of which each engine GPU receives. ``gathered``: the upper bound of the
-    bytes that trainer ranks gather before they send. ``checkpoint``: bytes of weights and optimizer state.
+    Attributes:
+        update: bytes of a weight update; each engine GPU receives all of them.
+        gathered: upper bound of the bytes that trainer ranks gather before they send.
+        buckets: number of buckets of a weight update.
+        update_seconds: seconds of a weight update.
+        checkpoint: bytes of weights and optimizer state.
+        checkpoint_seconds: seconds to write a checkpoint.
     """
 
     update: int
@@ -41,8 +46,8 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
 
     Weight update: each engine GPU receives all weights. The senders broadcast one after the other, so that seconds =
     bytes / (a network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers
-    on the ranks' own GPUs, although these need no port. Before a sender broadcasts, it gathers all shards but its own,
-    within its node where one rank of each node sends. With expert tensor parallelism 1, a holder has whole experts.
+    on the ranks' own GPUs, although they need no network. Before a sender broadcasts, it gathers the shards that it
+    does not hold, within its node where one rank of each node sends.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.
@@ -77,7 +82,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
 
 
 def _sent_bytes(facts: RunFacts) -> int:
-    """Return the bytes in which servers receive all weights."""
+    """Return the bytes of all weights as servers receive them: the trainer's dtype, or block FP8."""
     item_bytes = facts.trainer.item_bytes
     if not facts.engine.quantized:
         return parameters(facts.trainer.shape) * item_bytes
@@ -91,10 +96,12 @@ def _gathered(facts: RunFacts) -> int:
     """Return the bytes of weights that trainer ranks send to each other before a weight update."""
     shape = facts.trainer.shape
     layout = facts.trainer.layout
+    # An expert has three matrices.
     expert_size = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
-    experts = len(shape.moe_layers) * shape.num_experts * expert_size
-    gathered_elements = (parameters(shape) - experts) * (layout.tensor - 1) / layout.tensor
-    # Share of the experts' elements that the senders hold before they gather.
-    sender_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
-    gathered_elements += experts * (1 - sender_share)
+    expert_elements = len(shape.moe_layers) * shape.num_experts * expert_size
+    dense_elements = parameters(shape) - expert_elements
+    # Shares of the elements that the senders hold before they gather.
+    dense_share = 1 / layout.tensor
+    expert_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
+    gathered_elements = dense_elements * (1 - dense_share) + expert_elements * (1 - expert_share)
     return round(gathered_elements * facts.trainer.item_bytes)

@@ -1,4 +1,4 @@
-"""Weights, gradients and Adam's state of a trainer rank, as its settings of Megatron-Core make them."""
+"""Bytes of a trainer rank's weights, gradients and Adam state, under its settings of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 
 _PARAMETER_PAD, _BUCKET_PAD = 64, 128
+"""Elements to whose multiples Megatron-Core pads a parameter's start and a bucket's end."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that stay allocated on one rank during the whole run, by ``TrainerPart``.
+    """Bytes that stay allocated on one rank's device during the whole run, by ``TrainerPart``.
 
-    ``offloaded``: bytes of Adam's state in host memory, in addition. ``offloaded_elements``: elements of that state.
+    ``offloaded``: further bytes, of Adam's state in host memory. ``offloaded_elements``: elements whose state is there.
     """
 
     weights: int
@@ -54,9 +55,9 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     - With the distributed optimizer, weights and gradients are stored in buffers: each parameter starts at a multiple
       of 64 elements, and the end is padded to a multiple of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
       ``_pad_end_of_bucket_if_needed``).
-    - With adapters, only the adapters have such buffers; the frozen weights stay in the tensors of the model.
-    - A reference policy copies the trained ones of the model's own parameters, and also the adapters where they start
-      from a folder (``ReferenceWeights``).
+    - With adapters, only the trained parameters have such buffers; the frozen weights stay in the tensors of the model.
+    - A reference policy copies the trained parameters (``ReferenceWeights``), but adapters only if they start from a
+      folder: otherwise the initial policy is the model without adapters.
     """
     parameters = rank_parameters(trainer.shape, trainer.layout, stage)
     frozen_elements = 0
@@ -96,9 +97,10 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
 class ParkedBytes:
     """Bytes of one rank's parked state.
 
-    ``device``: bytes that parking frees on the GPU. ``host``: bytes of pinned host memory, which stays allocated after
-    the first parking; each part has a buffer of its own, which torch's CachingHostAllocator rounds up to a power of
-    two.
+    Attributes:
+        device: bytes that parking frees on the GPU.
+        host: bytes of pinned host memory, which stays allocated after the first parking. Each part has its own buffer,
+            which torch's CachingHostAllocator rounds up to a power of two.
     """
 
     device: int
@@ -107,20 +109,23 @@ class ParkedBytes:
 
 def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkedBytes:
     """Return the bytes that a rank with ``state`` moves when ``trainer/parking.py`` parks ``parts``."""
-    sizes: dict[TrainerPart, int] = {part: getattr(state, part) for part in parts}
-    return ParkedBytes(
-        device=sum(sizes.values()),
-        host=sum(devices.power_of_two(sizes[part]) for part in COPIED_PARTS & sizes.keys()),
-    )
+    device_bytes = host_bytes = 0
+    for part in parts:
+        size = getattr(state, part)
+        device_bytes += size
+        if part in COPIED_PARTS:
+            host_bytes += devices.power_of_two(size)
+    return ParkedBytes(device=device_bytes, host=host_bytes)
 
 
 def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:
+    """Return the parameters and the number of replicas of each group that has parameters."""
     dense_replicas = layout.data * layout.context
     groups = [(parameters.dense, dense_replicas), (parameters.experts, layout.expert_data)]
     return [(counts, replicas) for counts, replicas in groups if counts]
 
 
 def _buffer_elements(counts: Counts, replicas: int) -> int:
-    """Return the elements of one buffer of the distributed optimizer, with the padding of parameters and end."""
+    """Return the elements of one buffer of the distributed optimizer, with the padding of parameters and of the end."""
     total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
     return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))

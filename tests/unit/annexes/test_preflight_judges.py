@@ -12,7 +12,7 @@ from megatron_dppo.cluster.preflight import CHECKS, EVERYWHERE, Finding, Needs, 
 from megatron_dppo.cluster.preflight.all_reduce import judge_all_reduce
 from megatron_dppo.cluster.preflight.evidence import (
     EvidenceError,
-    odd_ones,
+    outlier_findings,
     read_evidence,
     too_little,
     write_evidence,
@@ -53,14 +53,14 @@ def test_bytes_are_told_in_the_unit_that_reads_better():
 
 
 def test_the_odd_one_is_named_with_what_the_others_have():
-    [finding] = odd_ones("driver", {"a": "570", "b": "550", "c": "570"})
+    [finding] = outlier_findings("driver", {"a": "570", "b": "550", "c": "570"})
     assert found([finding]) == [("b", "driver", "550")]
     assert finding.expected.startswith("570, ")
     assert str(finding) == f"b: driver: got 550, expected {finding.expected}"
 
 
 def test_of_two_values_as_frequent_the_first_hosts_is_expected():
-    [finding] = odd_ones("driver", {"b": "550", "a": "570"})
+    [finding] = outlier_findings("driver", {"b": "550", "a": "570"})
     assert finding.host == "b"
     assert finding.expected.startswith("570, ")
 
