@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     ):
         if table is not None:
             console.print(table)
-    for text in filter(None, (_rates(plan), _shared(plan), _evaluation(plan))):
-        console.print(text, highlight=False)
+    for line in (_rates(plan), _shared(plan), _evaluation(plan)):
+        if line is not None:
+            console.print(line, highlight=False)
     _print_assumptions(console, plan)
     print_verdict(console, plan)
 
@@ -89,26 +91,27 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
         *("step", "GPU idle", "placement", "staleness", "generate", "train", "rank", "layout"),
         *("servers", "recompute"),
     )
-    for p in proposals:
-        seconds = p.plan.seconds
-        engine = p.plan.facts.engine
-        schedule = p.plan.facts.schedule
+    for proposal in proposals:
+        plan = proposal.plan
+        seconds = plan.seconds
+        engine = plan.facts.engine
+        schedule = plan.facts.schedule
         assert seconds is not None
         table.add_row(
             f"{seconds.total:.0f} s",
-            f"{p.plan.gpu_idle:.0%}",
+            f"{plan.gpu_idle:.0%}",
             schedule.placement,
             str(schedule.staleness),
             f"{seconds.servers:.0f} s",
             f"{seconds.trainer:.0f} s",
-            gib(p.plan.fullest.total),
-            p.plan.facts.trainer.layout.describe(),
+            gib(plan.fullest.total),
+            plan.facts.trainer.layout.describe(),
             f"{engine.servers} x TP{engine.layout.tensor}",
-            p.plan.facts.trainer.recompute,
+            plan.facts.trainer.recompute,
         )
     console.print(table)
-    for number, p in enumerate(proposals, start=1):
-        changes = " ".join(p.changes) or "the recipe as it is"
+    for number, proposal in enumerate(proposals, start=1):
+        changes = " ".join(proposal.changes) or "the recipe as it is"
         console.print(f"  {number}: {changes}", highlight=False, soft_wrap=True)
 
 
@@ -136,26 +139,26 @@ def _roles(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
     table = figures_table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
-    size = plan.cluster.gpus_per_node
+    gpus_per_node = plan.cluster.gpus_per_node
     for node in plan.nodes:
         servers = "-"
         if node.servers:
             servers = f"{node.servers[0]}-{node.servers[-1]}"
-        numbers = f"{node.node * size}-{(node.node + 1) * size - 1}"
-        table.add_row(
-            *map(str, (node.node, numbers, node.trainer, node.engine, servers, node.idle))
-        )
+        first_gpu = node.node * gpus_per_node
+        gpus = f"{first_gpu}-{first_gpu + gpus_per_node - 1}"
+        cells = (node.node, gpus, node.trainer, node.engine, servers, node.idle)
+        table.add_row(*map(str, cells))
     return table
 
 
 def _ranks(plan: RunPlan) -> Table:
     names = list(plan.ranks[0].parts)
     table = figures_table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
+    device_memory = plan.cluster.device.memory
     for rank in plan.ranks:
-        cells = [f"{size / 2**30:.1f}" for size in rank.parts.values()]
-        total = rank.total / 2**30
-        device_memory = plan.cluster.device.memory / 2**30
-        table.add_row(str(rank.stage), *cells, f"{total:.1f}", f"{device_memory:.1f}")
+        sizes = (*rank.parts.values(), rank.total, device_memory)
+        cells = [f"{size / GIB:.1f}" for size in sizes]
+        table.add_row(str(rank.stage), *cells)
     return table
 
 
@@ -183,7 +186,7 @@ def _hosts(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
     table = figures_table(
-        f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
+        f"Host memory, GiB of {plan.cluster.node_memory / GIB:.0f}",
         *("node", "processes", "batch", "checkpoint", "routing", "parked", "optimizer", "sent"),
         "total",
     )
@@ -192,7 +195,8 @@ def _hosts(plan: RunPlan) -> Table | None:
             *(host.processes, host.batch, host.checkpoint, host.capture),
             *(host.parked, host.offloaded, host.sent, host.total),
         )
-        table.add_row(str(node), *(f"{size / 2**30:.0f}" for size in sizes))
+        cells = [f"{size / GIB:.0f}" for size in sizes]
+        table.add_row(str(node), *cells)
     return table
 
 
@@ -253,11 +257,11 @@ def _rates(plan: RunPlan) -> str | None:
 def _shared(plan: RunPlan) -> str | None:
     if not plan.shared:
         return None
-    sizes = max(plan.shared, key=lambda stage: stage.travels)
-    parts = ", ".join(sizes.parked) or "nothing"
+    gpu = max(plan.shared, key=attrgetter("travels"))
+    parts = ", ".join(gpu.parked) or "nothing"
     return (
-        f"Parked while servers generate (engine.parked): {parts}, {gib(sizes.travels)} to the host and back; a GPU "
-        f"then holds {gib(sizes.generating)}, {gib(sizes.training)} in training and {gib(sizes.updating)} in an update."
+        f"Parked while servers generate (engine.parked): {parts}, {gib(gpu.travels)} to the host and back; a GPU "
+        f"then holds {gib(gpu.generating)}, {gib(gpu.training)} in training and {gib(gpu.updating)} in an update."
     )
 
 
@@ -326,6 +330,7 @@ def draw(plan: RunPlan, path: str | Path) -> None:
         start = 0.0
         for part, size in parts.items():
             axes.barh(row, size, left=start, color=_COLOURS[part], edgecolor="white", height=0.6)
+            # A smaller part of the bar has no room for a number.
             if size > 3.5:
                 center = start + size / 2
                 axes.text(center, row, f"{size:.0f}", ha="center", va="center", fontsize=8)
@@ -357,7 +362,11 @@ def _seconds_json(seconds: StepSeconds) -> dict[str, float]:
 
 def plan_json(plan: RunPlan) -> dict[str, Any]:
     """Return all numbers of a plan as plain values, in bytes and seconds."""
-    seconds = plan.seconds
+    seconds = idle = None
+    if plan.seconds is not None:
+        seconds = _seconds_json(plan.seconds)
+        if plan.facts.engine.servers:
+            idle = plan.seconds.idle
     return {
         "limits": [plan.memory_limit, plan.time_limit],
         "layout": asdict(plan.facts.trainer.layout),
@@ -370,8 +379,8 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "transfer": asdict(plan.traffic),
         "schedule": asdict(plan.facts.schedule),
         "shared": [asdict(stage) for stage in plan.shared],
-        "seconds": None if seconds is None else _seconds_json(seconds),
-        "idle": None if seconds is None or not plan.facts.engine.servers else seconds.idle,
+        "seconds": seconds,
+        "idle": idle,
         "gpu_idle": plan.gpu_idle,
         "gpu_hours": plan.gpu_hours,
     }
@@ -380,19 +389,25 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
 SHOWN = 4
 """The number of printed layouts of each schedule after ``--search``."""
 NEAREST = 3
+"""The number of layouts that a plan which does not fit proposes."""
 WIDTH = 118
+"""Least width of the printed tables, in characters."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan a recipe and return the process's exit code: 0 it fits, 2 refused."""
+    """Plan a recipe and return the process's exit code: 0 if it fits, 2 if it is refused."""
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.recipe, options.overrides)
         shape = shape_of(config.model.hf_checkpoint, options.model_configs)
-        lengths = (options.mean_response, options.mean_prompt)
-        cluster = _cluster(options)
-        storage = options.storage_gbps * GB
-        question = Question(config, shape, cluster, *lengths, storage)
+        question = Question(
+            config,
+            shape,
+            _cluster(options),
+            mean_response=options.mean_response,
+            mean_prompt=options.mean_prompt,
+            storage=options.storage_gbps * GB,
+        )
         if options.weights:
             return _weights(question, options)
         return _plan(question, options)
@@ -421,11 +436,15 @@ def _weights(question: Question, options: argparse.Namespace) -> int:
     if faults := question.layout_faults():
         raise ConfigError(faults, options.recipe)
     plan = weight_plan(question.facts(), question.cluster.gpus_per_node)
-    print(json.dumps(asdict(plan), indent=1) if options.json else "\n".join(plan.lines()))
+    if options.json:
+        print(json.dumps(asdict(plan), indent=1))
+    else:
+        print("\n".join(plan.lines()))
     return 2 if plan.problems else 0
 
 
 def _plan(question: Question, options: argparse.Namespace) -> int:
+    """Plan, search and print as the options say; return the exit code."""
     faults = question.layout_faults()
     plan = None if faults else question.plan()
     if plan is not None:
@@ -435,13 +454,13 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
         proposals = best_of_each(search_schedules(question), SHOWN)
     elif faults:
         proposals = nearest(search(question), NEAREST)
-    needs_proposals = options.search or faults
-    larger_cluster = None
-    if needs_proposals and not proposals:
-        larger_cluster = least_nodes(question)
+    is_without_layout = bool(options.search or faults) and not proposals
+    larger_cluster = least_nodes(question) if is_without_layout else None
     if options.meta:
-        own_question = [] if plan is None else [question]
-        faults += _meta_faults([*own_question, *(proposal.question for proposal in proposals)])
+        questions = [proposal.question for proposal in proposals]
+        if plan is not None:
+            questions.insert(0, question)
+        faults += _meta_faults(questions)
     if options.png and plan is not None:
         draw(plan, options.png)
     steps = question.config.run.steps
@@ -449,7 +468,7 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
         print(json.dumps(_as_json(steps, plan, faults, proposals, larger_cluster), indent=1))
     else:
         _print(steps, plan, faults, proposals, options)
-        if needs_proposals and not proposals:
+        if is_without_layout:
             print(_none_fits(question.cluster, options.gpu, larger_cluster))
     if faults or (options.search and not proposals):
         return 2
@@ -468,7 +487,7 @@ def _print(
     steps: int,
     plan: RunPlan | None,
     faults: list[str],
-    shown: list[Proposal],
+    proposals: list[Proposal],
     options: argparse.Namespace,
 ) -> None:
     console = Console()
@@ -478,20 +497,18 @@ def _print(
     else:
         print_plan(console, plan)
         if plan.fits and plan.seconds is not None:
-            idle_texts = [
-                f"{name} idle {share:.0%} of a step; " for name, share in plan.seconds.idle.items()
-            ]
             idle_text = ""
             if plan.facts.engine.servers:
-                idle_text = "".join(idle_texts)
+                for role, share in plan.seconds.idle.items():
+                    idle_text += f"{role} idle {share:.0%} of a step; "
             text = (
                 f"{idle_text}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
                 f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
             )
             console.print(text, highlight=False, soft_wrap=True)
-    if shown:
+    if proposals:
         console.print("" if options.search else "What would fit, with the fewest changes:")
-        print_proposals(console, shown)
+        print_proposals(console, proposals)
 
 
 def _meta_faults(questions: Sequence[Question]) -> list[str]:
@@ -510,7 +527,7 @@ def _as_json(
     steps: int,
     plan: RunPlan | None,
     faults: list[str],
-    shown: list[Proposal],
+    proposals: list[Proposal],
     larger: Cluster | None,
 ) -> dict[str, Any]:
     return {
@@ -519,17 +536,19 @@ def _as_json(
         "least_nodes": None if larger is None else larger.nodes,
         "gpu_hours": None if plan is None else plan.gpu_hours * steps,
         "plan": None if plan is None else plan_json(plan),
-        "proposals": [
-            {
-                "overrides": p.changes,
-                "placement": p.question.schedule.placement,
-                "staleness": p.question.schedule.staleness,
-                "seconds": p.seconds,
-                "gpu_idle": p.plan.gpu_idle,
-                "plan": plan_json(p.plan),
-            }
-            for p in shown
-        ],
+        "proposals": [_proposal_json(proposal) for proposal in proposals],
+    }
+
+
+def _proposal_json(proposal: Proposal) -> dict[str, Any]:
+    schedule = proposal.question.schedule
+    return {
+        "overrides": proposal.changes,
+        "placement": schedule.placement,
+        "staleness": schedule.staleness,
+        "seconds": proposal.seconds,
+        "gpu_idle": proposal.plan.gpu_idle,
+        "plan": plan_json(proposal.plan),
     }
 
 
@@ -540,7 +559,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 it fits, 2 refused. docs/planner.md: formulas, sources, accuracy.",
     )
     add_config_arguments(parser, "recipe")
-    _takes_cluster(parser)
+    _add_cluster_arguments(parser)
     parser.add_argument(
         "--mean-response",
         type=float,
@@ -555,14 +574,14 @@ def _parser() -> argparse.ArgumentParser:
         "--model-configs",
         default=EXAMPLES / "model_configs",
         metavar="FOLDER",
-        help="where config.json is looked for, by the checkpoint's name in small letters, while the checkpoint is not "
-        "there; default %(default)s",
+        help="folder with a config.json for each known model, by the checkpoint's name in lower case, for a checkpoint "
+        "that is not there; default %(default)s",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="the best layouts of this cluster, generating in step, ahead and on the trainer's GPUs, ranked by "
-        "seconds; with each the share of GPU time that is waited away",
+        help="the best layouts of this cluster for synchronous, stale and colocated generation, ranked by seconds, "
+        "with the share of time in which GPUs wait",
     )
     parser.add_argument(
         "--weights",
@@ -579,7 +598,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _takes_cluster(parser: argparse.ArgumentParser) -> None:
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
     parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
     parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
@@ -587,7 +606,7 @@ def _takes_cluster(parser: argparse.ArgumentParser) -> None:
         "--host-memory-gib",
         type=float,
         default=0,
-        help="of a node; default: the maker's",
+        help="host memory of a node; default: that of the vendor's nodes",
     )
     parser.add_argument(
         "--storage-gbps",
@@ -598,7 +617,7 @@ def _takes_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network-gbps",
         type=float,
-        help="GB/s of each GPU's port to other nodes; default: the kind's",
+        help="GB/s of each GPU's port to other nodes; default: that of the vendor's nodes",
     )
     parser.add_argument(
         "--network-latency-us",

@@ -31,6 +31,7 @@ def forward_flops(shape: ModelShape, length: float) -> float:
 
 
 _ITEM = 2
+"""Bytes of a bf16 element."""
 
 
 def network_seconds(
@@ -38,27 +39,28 @@ def network_seconds(
     engine: EngineFacts,
     cluster: Cluster,
     tokens: float,
-    sampled: float,
+    sampled_tokens: float,
 ) -> float:
     """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
 
-    ``sampled`` of the tokens get logits. The result is 0 where a tensor parallel group is inside a node.
+    The pass computes the logits of ``sampled_tokens`` of the tokens. The result is 0 where a tensor-parallel group is
+    inside a node.
 
-    SGLang all-reduces hidden states (bf16) after the embedding and twice in each layer, and gathers the logits; NCCL
-    does both across nodes. NCCL models a collective (``src/graph/tuning.cc``) as latency + bytes / rate. With n GPUs on
+    SGLang all-reduces hidden states (bf16) after the embedding and twice in each layer, and gathers the logits; between
+    nodes, NCCL does both. NCCL models a collective (``src/graph/tuning.cc``) as latency + bytes / rate. With n GPUs on
     h nodes, the latency of each collective is 2 ceil(log2 h) x the network's latency (up and down a tree). Between
     nodes travel 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of a gather's bytes, through the ports of all
     n / h GPUs of a node at once.
     """
-    size = engine.layout.tensor
-    nodes = ceil(engine.layout.tensor / cluster.gpus_per_node)
+    gpus = engine.layout.tensor
+    nodes = ceil(gpus / cluster.gpus_per_node)
     if nodes == 1:
         return 0.0
     reductions = 2 * shape.num_layers + 1
     reduction_bytes = reductions * tokens * shape.hidden_size * _ITEM
-    gather_bytes = sampled * shape.vocab_size * _ITEM
-    network_bytes = (2 * reduction_bytes + gather_bytes) * (size - 1) / size
-    rate = size / nodes * cluster.device.network * LINK_EFFICIENCY
+    gather_bytes = sampled_tokens * shape.vocab_size * _ITEM
+    network_bytes = (2 * reduction_bytes + gather_bytes) * (gpus - 1) / gpus
+    rate = gpus / nodes * cluster.device.network * LINK_EFFICIENCY
     latency = 2 * ceil(log2(nodes)) * cluster.network_latency
     return (reductions + 1) * latency + network_bytes / rate
 
@@ -86,8 +88,8 @@ with the value (docs/evidence/scale.md)."""
 
 
 EXPERT_EFFICIENCY = 0.55
-"""The same share for experts' weights, each of which serves only a few tokens. Set from published runs
-(docs/evidence/scale.md)."""
+"""Share of the memory's rate at which decoding reads experts' weights, each of which serves only a few tokens. Set from
+published runs (docs/evidence/scale.md)."""
 
 
 PREFILL_UTILISATION = 0.4
@@ -113,8 +115,8 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
 
     The formula is max(bytes / memory rate, FLOPs / peak) + collectives + an overhead of the step + an overhead of each
     sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences. With attention replicas,
-    it reads the KV cache of its replica's sequences, and a larger share of attention's weights; the collectives count
-    as without them, although attention has smaller ones.
+    it reads the KV cache of its replica's sequences, and a larger share of attention's weights. Collectives are counted
+    as without attention replicas, although attention then has smaller ones.
 
     With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
     stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
@@ -128,29 +130,29 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     device = cluster.device
     stages = engine.pipeline
     part = max(1.0, running / stages)
+    replicas = engine.layout.attention_replicas
     touched = touched_parameters(shape, part)
-    cache = part / engine.layout.attention_replicas * context * kv_bytes_per_token(shape, engine)
+    cache_bytes = part / replicas * context * kv_bytes_per_token(shape, engine)
     dense_bytes = touched.dense * _ITEM
     expert_bytes = touched.experts * _ITEM
+    replicated_bytes = (replicas - 1) * attention_parameters(shape) * _ITEM
     if engine.quantized:
-        # The output matrix and the routers stay bf16; the scales are 1 / 4096 of the bytes.
+        # A block-FP8 weight has one byte. The output matrix and the routers stay bf16; the scales, 1 / 4096 of the
+        # bytes, are not counted.
         dense_bytes -= quantized_parameters(shape) * (_ITEM - 1)
-        expert_bytes = touched.experts
-    if engine.layout.attention_replicas > 1:
-        item = 1 if engine.quantized else _ITEM
-        dense_bytes += (engine.layout.attention_replicas - 1) * attention_parameters(shape) * item
-    read_seconds = (dense_bytes / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
+        expert_bytes /= _ITEM
+        replicated_bytes /= _ITEM
+    dense_bytes += replicated_bytes
+    read_seconds = (dense_bytes / engine.gpus + cache_bytes) / (device.hbm * HBM_EFFICIENCY)
     read_seconds += expert_bytes / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
+    # ``attention_flops`` is the mean over a causal sequence: the last token attends to twice as many tokens.
     flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
-    collectives = reduce_seconds(shape, engine, device, part)
-    collectives += network_seconds(shape, engine, cluster, part, part)
-    return (
-        stages * (max(read_seconds, math_seconds) + overhead)
-        + running * SEQUENCE_OVERHEAD
-        + collectives
-    )
+    seconds = stages * (max(read_seconds, math_seconds) + overhead)
+    seconds += reduce_seconds(shape, engine, device, part)
+    seconds += network_seconds(shape, engine, cluster, part, part)
+    return seconds + running * SEQUENCE_OVERHEAD
 
 
 def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
@@ -159,16 +161,16 @@ def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, token
     Each layer has two all-reduces, and each takes its latency and the time in which 2 (n - 1) / n of the hidden states'
     bytes (bf16) cross NVLink.
     """
-    size = engine.layout.tensor
-    if size == 1:
+    gpus = engine.layout.tensor
+    if gpus == 1:
         return 0.0
-    nvlink_bytes = 2 * (size - 1) / size * tokens * shape.hidden_size * _ITEM
+    nvlink_bytes = 2 * (gpus - 1) / gpus * tokens * shape.hidden_size * _ITEM
     seconds = REDUCE_LATENCY + nvlink_bytes / (device.nvlink * LINK_EFFICIENCY)
     return 2 * shape.num_layers * seconds
 
 
 @dataclass(frozen=True)
-class Touched:
+class TouchedParameters:
     """The numbers of weights that a decode step reads."""
 
     dense: float
@@ -187,7 +189,9 @@ def quantized_parameters(shape: ModelShape) -> int:
 
 @cache
 def attention_parameters(shape: ModelShape) -> int:
-    """Return the number of weights that each attention replica holds, without the embedding, of which few are read."""
+    """Return the number of weights that each attention replica holds, without the embedding: a step reads few rows of
+    it.
+    """
     total = 0
     for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
         if any(module in name for module in ATTENTION_MODULES):
@@ -195,15 +199,16 @@ def attention_parameters(shape: ModelShape) -> int:
     return total
 
 
-def touched_parameters(shape: ModelShape, running: float) -> Touched:
+def touched_parameters(shape: ModelShape, running: float) -> TouchedParameters:
     """Return the numbers of weights that a batch of ``running`` tokens reads.
 
     With uniform routing, the batch reads the share 1 - (1 - k / E)^running of the experts' weights, for k of E experts
     per token.
     """
     if not shape.is_moe:
-        return Touched(float(active_parameters(shape)), 0.0)
+        return TouchedParameters(float(active_parameters(shape)), 0.0)
+    # ``expert_size``: the three matrices of one expert in each layer that has experts.
     expert_size = len(shape.moe_layers) * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
     dense_size = active_parameters(shape) - expert_size * shape.experts_per_token
     read_share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
-    return Touched(dense_size, expert_size * shape.num_experts * read_share)
+    return TouchedParameters(dense_size, expert_size * shape.num_experts * read_share)

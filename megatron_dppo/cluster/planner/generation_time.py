@@ -22,9 +22,11 @@ from megatron_dppo.cluster.planner.server_memory import chunk_tokens, engine_byt
 class GenerationSeconds:
     """Seconds in which all servers generate a rollout batch.
 
-    ``steady``: seconds in which the servers are full. ``tail``: seconds in which only a few of the longest responses
-    run, and the next batch must not begin. ``mean_response``: seconds of a response of mean length on a full server.
-    ``last_response``: seconds of the longest response that starts when the queue is empty.
+    Attributes:
+        steady: seconds in which the servers are full.
+        tail: seconds in which only a few of the longest responses run, and the next batch must not begin.
+        mean_response: seconds of a response of mean length on a full server.
+        last_response: seconds of the longest response if it starts when the queue becomes empty.
     """
 
     steady: float
@@ -34,6 +36,7 @@ class GenerationSeconds:
 
     @property
     def total(self) -> float:
+        """Seconds from the first prompt to the last response."""
         return self.steady + self.tail
 
 
@@ -42,31 +45,31 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
 
     Where each step waits for all of its responses, the seconds count from the first prompt to the last response.
     steady = (sampled tokens of a server / sequences at once) x the decode step of that many sequences at half of the
-    mean response, plus one prefill of each group's prompt (the prefix cache serves the other responses). tail = the
-    seconds that the longest response takes beyond the mean one, with a tenth of the sequences.
+    mean response, plus one prefill of each group's prompt (the prefix cache serves the group's other responses). tail =
+    (tokens of the longest response - tokens of the mean response) x the decode step of a tenth of the sequences.
 
     Where responses continue after a weight update, there is no tail, but each update prefills the running sequences
     again. The cost of the longest response then depends on the trainer, too: see ``StepSeconds.decoding``.
     """
     rollout = facts.rollout
-    schedule = facts.schedule
-    # The run starts no server: responses are read from a file, or attached servers generate them.
     if not facts.engine.servers:
+        # The responses are read from a file, or attached servers, whose speed is unknown, generate them.
         return GenerationSeconds(0.0, 0.0)
     running = sequences_at_once(facts, cluster)
     context = rollout.mean_prompt + rollout.mean_response / 2
     step = decode_seconds(facts, cluster, running, context)
     steady = rollout.response_tokens / facts.engine.servers / running * step
     steady += prefill_seconds(facts, cluster)
-    mean_tokens = rollout.mean_response
     longest_tokens = rollout.longest_response
-    tail = (longest_tokens - mean_tokens) * decode_seconds(
-        facts, cluster, max(1.0, running / 10), longest_tokens
-    )
-    if schedule.drains:
-        return GenerationSeconds(steady, tail, mean_tokens * step, mean_tokens * step + tail)
-    steady += resumed_seconds(facts, cluster, running)
-    return GenerationSeconds(steady, 0.0, mean_tokens * step, mean_tokens * step + tail)
+    last_running = max(1.0, running / 10)
+    last_step = decode_seconds(facts, cluster, last_running, longest_tokens)
+    tail = (longest_tokens - rollout.mean_response) * last_step
+    mean_response = rollout.mean_response * step
+    last_response = mean_response + tail
+    if not facts.schedule.drains:
+        steady += resumed_seconds(facts, cluster, running)
+        tail = 0.0
+    return GenerationSeconds(steady, tail, mean_response, last_response)
 
 
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
@@ -102,7 +105,9 @@ def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
 
 
 def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the seconds of one evaluation: its responses are as long as training's unless its limit is lower."""
+    """Return the seconds of one evaluation, 0 without one. Its responses are assumed to be as long as training's, up to
+    the evaluation's limit.
+    """
     evaluation = facts.evaluation
     if evaluation is None:
         return 0.0
@@ -125,20 +130,21 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds in which the servers prefill each prompt of a rollout batch once.
 
     The formula is FLOPs / (peak x utilisation) + the network time of the passes, each over one chunk of prompts. With p
-    pipeline stages, p - 1 more passes fill and drain the pipeline. Each attention replica that has a response of a
-    group prefills the group's prompt.
+    pipeline stages, a pass takes 1 / p of the layers' time in each stage, and p - 1 more passes fill and drain the
+    pipeline. Each attention replica that has a response of a group prefills the group's prompt.
     """
     shape = facts.trainer.shape
     rollout = facts.rollout
     engine = facts.engine
     prefills = rollout.prompts * min(engine.layout.attention_replicas, rollout.group_size)
-    tokens = prefills * rollout.mean_prompt / engine.servers
-    seconds = tokens * linear_flops(shape)
-    seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
-    passes = ceil(tokens / chunk_tokens(engine, cluster.device))
-    prompts = prefills / engine.servers
-    chunk = tokens / passes
+    server_prompts = prefills / engine.servers
+    server_tokens = server_prompts * rollout.mean_prompt
+    math_seconds = server_tokens * linear_flops(shape)
+    math_seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
+    passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
+    chunk = server_tokens / passes
     stages = engine.pipeline
-    network = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages
+    # Each prompt gets the logits of its last token.
+    network = network_seconds(shape, engine, cluster, chunk, server_prompts / passes) / stages
     network += hand_over_seconds(shape, engine, cluster, chunk)
-    return (seconds / passes + network) * (passes + stages - 1)
+    return (math_seconds / passes + network) * (passes + stages - 1)

@@ -20,7 +20,7 @@ from megatron_dppo.cluster.planner.decode_time import (
     forward_flops,
     linear_flops,
 )
-from megatron_dppo.cluster.planner.devices import GB, LINK_EFFICIENCY, Cluster, Device
+from megatron_dppo.cluster.planner.devices import GB, LINK_EFFICIENCY, Cluster
 from megatron_dppo.cluster.planner.facts import (
     RolloutFacts,
     RunFacts,
@@ -38,10 +38,10 @@ DENSE_UTILISATION = 0.5
 """Share of a GPU's peak that the forward and backward passes of dense layers reach, without collectives. Set from
 published runs (docs/evidence/scale.md)."""
 MOE_UTILISATION = 0.13
-"""The same share for fine-grained experts in RL. Tuned pretraining with balanced experts reaches more than twice as
-much."""
+"""Share of a GPU's peak that these passes reach for models with fine-grained experts in RL. Tuned pretraining with
+balanced experts reaches more than twice as much."""
 UNBALANCED = 1.1
-"""Time of the slowest replica over the replicas' mean in an optimiser step; sequences are distributed by predicted cost
+"""Time of the slowest replica / the replicas' mean in an optimiser step; sequences are distributed by predicted cost
 (data/balancing.py). Assumption."""
 OVERHEAD = 0.5
 """Seconds that an optimiser step adds to its passes: optimizer, reductions, launches. Assumption."""
@@ -56,7 +56,7 @@ _BACKWARD = {"none": 3.0, "selective": 3.0, "full": 4.0}
 """Cost of training the linear layers, in forward passes: 1 for forward, 2 for backward, and 1 more under full
 recomputation."""
 _ATTENTION = {"none": 3.5, "selective": 4.5, "full": 4.5}
-"""The same cost for flash attention, whose backward pass costs 2.5 forward passes (Dao, arXiv 2307.08691, section
+"""Cost of training flash attention, in forward passes. The backward pass costs 2.5 (Dao, arXiv 2307.08691, section
 4.1)."""
 
 
@@ -71,10 +71,18 @@ def training_flops(shape: ModelShape, length: float, recompute: str) -> float:
 class StepSeconds:
     """The seconds of a step's phases.
 
-    ``generation``: seconds in which the servers are full; ``tail``: seconds in which the last responses end.
-    ``switch``: seconds in which shared GPUs change between trainer and servers. ``evaluation``: seconds of one
-    evaluation, divided by the number of steps between evaluations. ``mean_response``, ``last_response``: as in
-    ``GenerationSeconds``.
+    Attributes:
+        schedule: how the phases overlap.
+        generation: seconds in which the servers are full.
+        recompute_pass: seconds of the passes for recomputed and reference log-probabilities.
+        training: seconds of the training passes, with optimizer steps.
+        communication: seconds of the collectives in all passes.
+        update: seconds of a weight update.
+        checkpoint: seconds of a checkpoint / the steps between two checkpoints.
+        tail: seconds in which the last responses end.
+        switch: seconds in which shared GPUs change between trainer and servers.
+        evaluation: seconds of an evaluation / the steps between two evaluations.
+        mean_response, last_response: as in ``GenerationSeconds``.
     """
 
     schedule: Schedule
@@ -140,28 +148,31 @@ class StepSeconds:
         d = servers + lost(x), and d >= (l + R) / (e + 1), the bound where all responses of a batch run at once.
         """
         servers = self.servers + self.evaluation
-        staleness = self.schedule.staleness
         if self.schedule.drains:
             return servers
-        window = self.last_response + (self.trainer if self.schedule.overlaps else 0.0)
-        return max(servers + self._starved(servers, window), window / (staleness + 1))
+        # l + R
+        window = self.last_response
+        if self.schedule.overlaps:
+            window += self.trainer
+        least_seconds = window / (self.schedule.staleness + 1)
+        return max(servers + self._lost(servers, window), least_seconds)
 
-    def _starved(self, servers: float, window: float) -> float:
-        """Solve y = lost(x), where x = ``window`` - e (``servers`` + y), for y: the seconds that servers lose.
+    def _lost(self, servers: float, window: float) -> float:
+        """Return the seconds that the servers lose: y = lost(x), where x = ``window`` - e (``servers`` + y).
 
-        e is the staleness and m the seconds of a mean response.
+        e is the staleness, m the seconds of a mean response, and lost the function of ``decoding``.
         """
         m = self.mean_response
         e = self.schedule.staleness
-        largest_x = window - e * servers
-        if largest_x <= 0:
+        x_without_loss = window - e * servers
+        if x_without_loss <= 0:
             return 0.0
-        # Solve x^2 / 2m = (largest_x - x) / e.
-        x = sqrt((m / e) ** 2 + 2 * m * largest_x / e) - m / e
+        # If x <= m: solve x^2 / 2m = y, where y = (x_without_loss - x) / e.
+        x = sqrt((m / e) ** 2 + 2 * m * x_without_loss / e) - m / e
         if x > m:
-            # Solve x - m / 2 = (largest_x - x) / e.
-            x = (largest_x / e + m / 2) / (1 + 1 / e)
-        return (largest_x - x) / e
+            # Solve x - m / 2 = y.
+            x = (x_without_loss / e + m / 2) / (1 + 1 / e)
+        return (x_without_loss - x) / e
 
     @property
     def idle(self) -> dict[str, float]:
@@ -192,7 +203,7 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
 
     training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) x stage + optimiser
     steps x overhead. stage is the number of layers of the largest pipeline stage / the mean of all stages. A pass for
-    recomputed or reference log-probabilities costs its forward FLOPs. The seconds of a checkpoint and of an evaluation
+    recomputed or reference log-probabilities costs its forward FLOPs. The seconds of a checkpoint, or of an evaluation,
     are divided by the steps between two of them.
     """
     trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
@@ -204,43 +215,50 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
     head = head_flops(trainer, rollout)
     training_pass = tokens * (_training_flops(trainer, length) + head.training) / rate * slowdown
     forward_pass = tokens * (forward_flops(trainer.shape, length) + head.forward) / rate * slowdown
+    forward_passes = int(rollout.recompute_pass) + int(trainer.reference)
     generation = generation_seconds(facts, cluster)
-    evaluation = evaluation_seconds(facts, cluster)
+    update = evaluation = 0.0
+    if facts.engine.servers:
+        update = traffic.update_seconds
+    if facts.evaluation is not None:
+        evaluation = evaluation_seconds(facts, cluster) / facts.evaluation.every
     return StepSeconds(
         schedule=facts.schedule,
         generation=generation.steady,
         tail=generation.tail,
-        recompute_pass=forward_pass * (rollout.recompute_pass + trainer.reference),
+        recompute_pass=forward_passes * forward_pass,
         training=training_pass + rollout.steps * (OVERHEAD + host_adam_seconds(facts, cluster)),
         communication=communication_seconds(facts, cluster),
         switch=switch_seconds(facts, cluster.device),
-        update=traffic.update_seconds if facts.engine.servers else 0.0,
+        update=update,
         checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
-        evaluation=evaluation / facts.evaluation.every if facts.evaluation is not None else 0.0,
+        evaluation=evaluation,
         mean_response=generation.mean_response,
         last_response=generation.last_response,
     )
 
 
 def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the seconds in which the hosts update offloaded state in an optimiser step; 0 without such state.
+    """Return the seconds in which the hosts update offloaded state in an optimiser step; 0 without offloaded state.
 
-    The ranks of a node share its memory's rate. Before, each rank receives its fp32 gradients from its GPU, and
-    afterwards it sends the weights back; the formula has no overlap.
+    The ranks of a node share the rate of its memory. Each rank first receives its fp32 gradients from its GPU, and at
+    the end sends the weights back; the formula has no overlap.
     """
     layout = facts.trainer.layout
     stages = range(layout.pipeline)
     elements = max(state_bytes(facts.trainer, stage).offloaded_elements for stage in stages)
     ranks_of_node = min(layout.world_size, cluster.gpus_per_node)
-    moved = elements * (4 + facts.trainer.item_bytes)
-    return elements * ranks_of_node * HOST_ADAM_BYTES / HOST_RATE + moved / HOST_LINK
+    adam_seconds = elements * ranks_of_node * HOST_ADAM_BYTES / HOST_RATE
+    copied_bytes = elements * (4 + facts.trainer.item_bytes)
+    return adam_seconds + copied_bytes / HOST_LINK
 
 
 @dataclass(frozen=True)
 class HeadFlops:
     """FLOPs of a token in the output layer, minus the FLOPs of an output layer that computes all tokens.
 
-    The difference is negative where the output layer skips the prompts.
+    The difference is negative where the output layer skips the prompts. ``forward``: of a forward pass. ``training``:
+    of a forward and backward pass.
     """
 
     forward: float
@@ -251,16 +269,20 @@ def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
     """Return the output layer's FLOPs, averaged over the tokens of a sequence.
 
     The output layer computes only responses (``vocab_parallel/head.py``). One matrix product costs 2 x hidden x
-    vocabulary FLOPs a token. Training needs three products, or two where the layer is frozen, and one more for the
-    logits of all chunks of a micro-batch but the last, which are computed again. Rows without a gradient count like the
-    others.
+    vocabulary FLOPs a token. Training needs three products, or two where the layer is frozen. It needs one more for all
+    chunks of a micro-batch but the last, whose logits are computed again. Tokens without a gradient count like tokens
+    with one.
     """
-    product = 2.0 * trainer.shape.hidden_size * trainer.shape.vocab_size
-    share = rollout.mean_response / rollout.mean_length
+    product_flops = 2.0 * trainer.shape.hidden_size * trainer.shape.vocab_size
+    response_share = rollout.mean_response / rollout.mean_length
     products = 3 if trainer.trained is None else 2
-    response_tokens = max(share * trainer.tokens, 1.0)
-    recomputed_share = share * max(0.0, 1 - trainer.chunk_tokens / response_tokens)
-    return HeadFlops(product * (share - 1), product * (products * (share - 1) + recomputed_share))
+    response_tokens = max(response_share * trainer.tokens, 1.0)
+    recomputed_share = response_share * max(0.0, 1 - trainer.chunk_tokens / response_tokens)
+    training_products = products * (response_share - 1) + recomputed_share
+    return HeadFlops(
+        forward=product_flops * (response_share - 1),
+        training=product_flops * training_products,
+    )
 
 
 def _training_flops(trainer: TrainerFacts, length: float) -> float:
@@ -275,7 +297,7 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
 
 
 def _stage_layers(trainer: TrainerFacts) -> float:
-    """Return the layers of the largest pipeline stage, and the mean where the stages do not divide the layers."""
+    """Return the layers of the largest pipeline stage, at least the mean of all stages."""
     num_layers = trainer.shape.num_layers
     layout = trainer.layout
     return max(layout.most_stage_layers(num_layers), num_layers / layout.pipeline)
@@ -306,42 +328,41 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     trainer = facts.trainer
     layout = facts.trainer.layout
     shape = facts.trainer.shape
-    device, node = cluster.device, cluster.gpus_per_node
     passes = 3 if trainer.recompute == "full" else 2
-    tokens = facts.rollout.tokens / (layout.data * layout.context)  # tokens of one rank
+    rank_tokens = facts.rollout.tokens / (layout.data * layout.context)
     layers = _stage_layers(trainer)
-    hidden = tokens * shape.hidden_size * trainer.item_bytes * layers * passes
-    tensor = 4 * hidden * (layout.tensor - 1) / layout.tensor / _link(device, layout.tensor <= node)
-    expert = 0.0
+    hidden_bytes = rank_tokens * shape.hidden_size * trainer.item_bytes * layers * passes
+    sent_share = (layout.tensor - 1) / layout.tensor
+    seconds = 4 * hidden_bytes * sent_share / _rate(cluster, layout.tensor)
     if layout.expert > 1:
-        routed_bytes = 2 * hidden * shape.experts_per_token / layout.tensor * layout.expert_tensor
-        is_inside_a_node = layout.expert * layout.expert_tensor <= node
-        expert = (
-            routed_bytes * (layout.expert - 1) / layout.expert / _link(device, is_inside_a_node)
+        # Tensor-parallel ranks divide the tokens; expert-tensor-parallel ranks all receive a token.
+        routed_bytes = (
+            2 * hidden_bytes * shape.experts_per_token / layout.tensor * layout.expert_tensor
         )
-    context = (
-        tokens
-        * layers
-        * context_bytes(trainer)
-        / _link(device, layout.tensor * layout.context <= node)
-    )
-    return tensor + context + expert + _replica_seconds(facts, cluster)
+        sent_share = (layout.expert - 1) / layout.expert
+        seconds += routed_bytes * sent_share / _rate(cluster, layout.expert * layout.expert_tensor)
+    exchanged_bytes = rank_tokens * layers * context_bytes(trainer)
+    seconds += exchanged_bytes / _rate(cluster, layout.tensor * layout.context)
+    return seconds + _replica_seconds(facts, cluster)
 
 
 def context_bytes(trainer: TrainerFacts) -> float:
     """Return the bytes that a rank sends to context-parallel ranks for each of its tokens in all passes of a layer."""
     ranks = trainer.layout.context
     sizes = trainer.shape.sizes()
-    query, kv = (
-        sizes[name] / trainer.layout.tensor * trainer.item_bytes for name in ("query", "kv")
-    )
-    forwards = 2 if trainer.recompute == "full" else 1
+    query_bytes = sizes["query"] / trainer.layout.tensor * trainer.item_bytes
+    kv_bytes = sizes["kv"] / trainer.layout.tensor * trainer.item_bytes
+    forward_passes = 2 if trainer.recompute == "full" else 1
     if trainer.exchange == "a2a":
-        return (forwards + 1) * (2 * query + 2 * kv) * (ranks - 1) / ranks
-    return (forwards + 2) * 2 * kv * (ranks - 1)
+        passes = forward_passes + 1
+        return passes * (2 * query_bytes + 2 * kv_bytes) * (ranks - 1) / ranks
+    # The backward pass sends keys and values, and their gradients.
+    transfers = forward_passes + 2
+    return transfers * 2 * kv_bytes * (ranks - 1)
 
 
 def _replica_seconds(facts: RunFacts, cluster: Cluster) -> float:
+    """Return the seconds in which replicas and context-parallel ranks reduce gradients and gather weights."""
     layout = facts.trainer.layout
     if layout.data * layout.context == 1:
         return 0.0
@@ -350,12 +371,14 @@ def _replica_seconds(facts: RunFacts, cluster: Cluster) -> float:
     if trained is not None:
         parameters = trained.parameters(facts.trainer.shape, layout, 0)
     step_bytes = parameters.elements * (4 + facts.trainer.item_bytes)
-    is_inside_a_node = layout.stage_ranks <= cluster.gpus_per_node
-    return facts.rollout.steps * step_bytes / _link(cluster.device, is_inside_a_node)
+    return facts.rollout.steps * step_bytes / _rate(cluster, layout.stage_ranks)
 
 
-def _link(device: Device, inside_a_node: bool) -> float:
-    return LINK_EFFICIENCY * (device.nvlink if inside_a_node else device.network)
+def _rate(cluster: Cluster, ranks: int) -> float:
+    """Return the bytes/s of a group of ``ranks`` neighbouring ranks: NVLink's inside a node, else the network's."""
+    if ranks <= cluster.gpus_per_node:
+        return LINK_EFFICIENCY * cluster.device.nvlink
+    return LINK_EFFICIENCY * cluster.device.network
 
 
 def model_flops_utilisation(facts: RunFacts, seconds: StepSeconds, cluster: Cluster) -> float:

@@ -1,4 +1,4 @@
-"""The exact plan of a weight update: the plan of buckets that the ranks make, counted and checked for every rank."""
+"""The exact plan of a weight update: the buckets that the ranks plan, with the bytes of every rank, and checked."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ class WeightPlan:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the busiest sender over the mean."""
+        """Bytes of the busiest sender / the mean over senders."""
         return max(self.sent.values()) * len(self.sent) / sum(self.sent.values())
 
     def lines(self) -> Iterator[str]:
+        """Yield the plan as lines of text."""
         yield f"{self.ranks} ranks, {self.tensors} tensors of {gib(self.weights)} in {self.buckets} buckets"
         yield (
             f"senders: {len(self.sent)}, ranks {', '.join(map(str, sorted(self.sent)))}; the busiest sends "
@@ -69,64 +70,67 @@ class WeightPlan:
             f"memory: {gib(self.sender_memory)} of buckets on a sender, {gib(self.engine_communicators)} of NCCL's "
             f"buffers on an engine GPU for {len(self.sent)} groups"
         )
-        yield "every element is sent once" if not self.problems else "\n".join(self.problems)
+        yield "\n".join(self.problems) or "every element is sent once"
 
 
 def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     """Return the plan of a weight update of ``facts``, with ``ranks_per_node`` trainer ranks on each node."""
     trainer = facts.trainer
-    item = facts.trainer.item_bytes
-    plan = gather_plan.hf_buckets_plan(
+    item_bytes = facts.trainer.item_bytes
+    buckets = gather_plan.hf_buckets_plan(
         trainer.shape,
         trainer.layout,
         facts.bucket_bytes,
-        item,
+        item_bytes,
         spread=True,
         ranks_per_node=facts.ranks_per_sender,
     )
     sent_bytes: Counter[int] = Counter()
-    for bucket in plan:
+    for bucket in buckets:
+        # The rank that receives a bucket's shards sends the bucket to the engines.
         for tensor in bucket.tensors:
             sent_bytes[bucket.receiver] += stored_bytes(
-                tensor.name, tensor.shape, item, quantized=facts.engine.quantized
+                tensor.name, tensor.shape, item_bytes, quantized=facts.engine.quantized
             )
     tensors = 0
     gathered_elements = 0
     elements_between_nodes = 0
     largest_bucket = 0
     sender_elements = 0
-    for bucket in plan:
+    for bucket in buckets:
+        # With one rank on each node, all elements that the receiver does not hold travel between nodes.
         received_elements = gather_plan.elements_between_nodes(bucket, 1)
         tensors += len(bucket.tensors)
         gathered_elements += received_elements
         elements_between_nodes += gather_plan.elements_between_nodes(bucket, ranks_per_node)
         largest_bucket = max(largest_bucket, bucket.elements)
         sender_elements = max(sender_elements, _COPIES * bucket.elements + received_elements)
+    fewest_gathered = gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout)
     return WeightPlan(
         ranks=trainer.layout.world_size,
         tensors=tensors,
-        buckets=len(plan),
+        buckets=len(buckets),
         weights=sum(sent_bytes.values()),
         sent=dict(sent_bytes),
-        gathered=gathered_elements * item,
-        gathered_bound=gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout) * item,
-        gathered_between_nodes=elements_between_nodes * item,
-        largest_bucket=largest_bucket * item,
-        sender_memory=sender_elements * item,
+        gathered=gathered_elements * item_bytes,
+        gathered_bound=fewest_gathered * item_bytes,
+        gathered_between_nodes=elements_between_nodes * item_bytes,
+        largest_bucket=largest_bucket * item_bytes,
+        sender_memory=sender_elements * item_bytes,
         engine_communicators=len(sent_bytes) * PER_COMMUNICATOR,
-        problems=tuple(plan_faults(plan)),
+        problems=tuple(plan_faults(buckets)),
     )
 
 
-def plan_faults(plan: Sequence[gather_plan.Bucket]) -> Iterator[str]:
+def plan_faults(buckets: Sequence[gather_plan.Bucket]) -> Iterator[str]:
     """Report tensors that are in two buckets, and elements that no rank or more than one rank sends."""
     counts: Counter[str] = Counter()
-    for bucket in plan:
+    for bucket in buckets:
         counts.update(tensor.name for tensor in bucket.tensors)
     for name, count in counts.items():
         if count > 1:
             yield f"{name} is in {count} buckets"
-    for bucket in plan:
+    for bucket in buckets:
         for tensor in bucket.tensors:
             try:
                 check_sources(tensor)

@@ -19,7 +19,7 @@ from megatron_dppo.cluster.planner.communicators import (
     trainer_communicator_bytes,
 )
 from megatron_dppo.cluster.planner.decode_time import (
-    Touched,
+    TouchedParameters,
     attention_flops,
     decode_seconds,
     hand_over_seconds,
@@ -872,7 +872,7 @@ def test_weights_that_a_decode_step_touches():
     assert found.dense == active_parameters(MOE) - one
     assert touched_parameters(MOE, 100).experts == pytest.approx(all_of_them * 0.9984, rel=1e-4)
     dense = load_model_shape(MODELS / "qwen3-8b-base")
-    assert touched_parameters(dense, 100) == Touched(active_parameters(dense), 0)
+    assert touched_parameters(dense, 100) == TouchedParameters(active_parameters(dense), 0)
 
 
 def test_pipeline_stages_are_filled_and_drained_in_prefill():
