@@ -57,7 +57,7 @@ def head_bytes(trainer: TrainerFacts, topk: int) -> int:
     bytes_per_element = 8 + trainer.item_bytes
     if trainer.transformer_engine:
         bytes_per_element = 2 * trainer.item_bytes
-    norm = trainer.rank_tokens * (hidden * bytes_per_element + 4)
+    norm: float = trainer.rank_tokens * (hidden * bytes_per_element + 4)
     gathered = 0
     if trainer.sequence_parallel:
         norm /= trainer.layout.tensor

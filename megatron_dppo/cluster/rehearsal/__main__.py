@@ -22,10 +22,14 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dppo.cluster.rehearsal import RESULT, attempts, shrinking, tiny_model, verdict
+from megatron_dppo.cluster.rehearsal.findings import findings
+from megatron_dppo.cluster.rehearsal.layout import smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, Stage
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
+from megatron_dppo.cluster.rehearsal.tokenizer import has_tokenizer, write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
+from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import (
     ConfigError,
     TrainConfig,
@@ -147,7 +151,7 @@ class Rehearsal:
             if self._has_own_tokenizer(config):
                 own = config.model.hf_checkpoint
             model = self.directory / "model"
-            tiny_model.write_tokenizer(model, own)
+            write_tokenizer(model, own)
             problems = self._problems(config, parallel, model)
             self._tell_sources(config, known, own, problems)
         with self.phases.phase("check the recipe's values"):
@@ -227,12 +231,12 @@ class Rehearsal:
             say(f"  {key}: {missing.get(key, 'the recipe has it here')}")
 
     def _has_own_tokenizer(self, config: TrainConfig) -> bool:
-        return tiny_model.has_tokenizer(config.model.hf_checkpoint)
+        return has_tokenizer(config.model.hf_checkpoint)
 
     def _layout(self, config: TrainConfig) -> ParallelConfig:
         if self.options.ranks is None:
             return config.parallel
-        return shrinking.smaller_layout(config.parallel, self.options.ranks)
+        return smaller_layout(config.parallel, self.options.ranks)
 
     def _placement(self, config: TrainConfig) -> Placement | None:
         """Place the recipe's own ranks and servers on the cluster that the options describe."""
@@ -290,7 +294,7 @@ class Rehearsal:
         ConfigError.
         """
         folder = self.directory / "check"
-        tiny_model.write_tokenizer(folder, own)
+        write_tokenizer(folder, own)
         (folder / "config.json").write_text(json.dumps(dict(known.values)), encoding="utf-8")
         train = problems.train[0]
         replaced = {absence.key for absence in problems.absent}
@@ -366,7 +370,7 @@ class Rehearsal:
         elif stage.on_gpus:
             sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known.shape, engine)
         values = tiny_model.tiny_config(known, sizes, own_tokenizer=stage.has_own_tokenizer)
-        count = tiny_model.write_model(stage.model, values, config.model.dtype, config.run.seed)
+        count = write_model(stage.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known.shape.family} of {count:,} parameters: {sizes.describe()}")
 
     def _estimate(self, derived: TrainConfig) -> None:
@@ -434,7 +438,7 @@ class Rehearsal:
     ) -> int:
         summary = json.loads((self.run_directory / "summary.json").read_text(encoding="utf-8"))
         records = read_records(self.run_directory)
-        found = verdict.findings(derived, summary, records, was_resumed=len(done) > 1)
+        found = findings(derived, summary, records, was_resumed=len(done) > 1)
         on_nodes = self.options.on_nodes
         never = verdict.NEVER if on_nodes is None else verdict.NEVER_ON_NODES[on_nodes]
         verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived), never)

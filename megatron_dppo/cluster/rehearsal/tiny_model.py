@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.cluster.rehearsal.tokenizer import SPECIAL, byte_vocabulary_size
 from megatron_dppo.model.families import family_of, language_model_values, load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
 from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
 KNOWN_MODELS = EXAMPLES / "model_configs"
 _GUESSED = {True: "qwen3-30b-a3b-base", False: "qwen3-1.7b-base"}
 """Models of ``KNOWN_MODELS`` that stand in for an unknown one: a mixture of experts, a dense model."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
 HEAD_DIM = 16
 HIDDEN = 64
 _ROW = 32
@@ -42,17 +30,6 @@ _LEAST_POSITIONS = 512
 _SPARE_POSITIONS = 64
 _INITIAL = 0.05
 """Standard deviation of the random weights; larger than usual, so that a wrong block shows in the outputs."""
-END_PROBABILITY = 0.15
-_COMMON_PART = 1.5
-"""Length of the part that all embeddings share, relative to the rest."""
-_SAMPLED_SEQUENCES = 8
-_SAMPLED_TOKENS = 32
-_HALVINGS = 20
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -116,11 +93,6 @@ def read_model(checkpoint: str, *, is_moe: bool) -> KnownModel:
 def _read(folder: Path) -> KnownModel:
     shape = load_model_shape(folder)
     return KnownModel(json.loads((folder / "config.json").read_text(encoding="utf-8")), shape)
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether ``folder`` has a tokenizer."""
-    return (Path(folder) / "tokenizer_config.json").is_file()
 
 
 def tiny_sizes(
@@ -326,100 +298,3 @@ def _delta_sizes(delta: DeltaNet, sizes: TinySizes) -> dict[str, Any]:
         "linear_key_head_dim": HEAD_DIM,
         "linear_value_head_dim": HEAD_DIM,
     }
-
-
-def byte_vocabulary_size() -> int:
-    """Return the number of bytes and special tokens, rounded up to a multiple of 4."""
-    return -(-(256 + len(SPECIAL)) // 4) * 4
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token for every byte, which encodes any text without loss, and a ChatML template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {word: token_id for token_id, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copy the tokenizer's files of a Hugging Face folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in TOKENIZER_FILES:
-        for path in sorted(Path(source).glob(pattern)):
-            shutil.copyfile(path, folder / path.name)
-
-
-def write_tokenizer(folder: Path, own: str | Path | None) -> None:
-    """Write the tokenizer of the folder ``own`` into ``folder``; None: the byte tokenizer."""
-    if own is None:
-        byte_tokenizer().save_pretrained(folder)
-    else:
-        copy_tokenizer(own, folder)
-
-
-def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) -> int:
-    """Write random weights for ``config``, a config.json, into ``folder``; return the number of parameters.
-
-    After any token, the end-of-sequence token has a probability of about ``END_PROBABILITY``, so that most responses
-    end before the limit. In a purely random model with a large vocabulary, none would.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    torch.manual_seed(seed)
-    values = dict(config)
-    ends = language_model_values(values).get("eos_token_id")
-    kind = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
-    model = kind.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    end = ends[0] if isinstance(ends, list) else ends
-    if end is not None:
-        with torch.no_grad():
-            _make_likely(model, end)
-    model = model.to(getattr(torch, dtype))
-    for written in (model.config, model.config.get_text_config()):
-        written.dtype = getattr(torch, dtype)
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _make_likely(model: PreTrainedModel, end: int) -> None:
-    """Set the row of token ``end`` in the output layer so that it has ``END_PROBABILITY`` after random tokens.
-
-    A common vector is added to all embeddings, so that the hidden states have a part along it; the row is a multiple of
-    that vector.
-    """
-    import torch
-
-    embeddings = cast("torch.nn.Embedding", model.get_input_embeddings()).weight
-    rows = cast("torch.nn.Linear", model.get_output_embeddings()).weight
-    vocabulary, hidden = embeddings.shape
-    common = torch.randn(hidden)
-    common *= _COMMON_PART * embeddings.norm(dim=1).mean() / common.norm()
-    embeddings += common
-    tokens = torch.randint(0, vocabulary, (_SAMPLED_SEQUENCES, _SAMPLED_TOKENS))
-    states = model.base_model(tokens).last_hidden_state.flatten(0, 1)
-    others = (states @ rows.T).index_fill(1, torch.tensor([end]), -math.inf).logsumexp(dim=1)
-    shared = states @ common
-    lowest = 0.0
-    highest = 4 * float(others.mean() / shared.mean())
-    for _ in range(_HALVINGS):
-        scale = (lowest + highest) / 2
-        if torch.sigmoid(scale * shared - others).mean() < END_PROBABILITY:
-            lowest = scale
-        else:
-            highest = scale
-    rows[end] = common * lowest

@@ -11,11 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.recipes import rehearsals
-from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model, verdict
+from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model
 from megatron_dppo.cluster.rehearsal.__main__ import main
 from megatron_dppo.cluster.rehearsal.attempts import key_of
+from megatron_dppo.cluster.rehearsal.findings import findings
+from megatron_dppo.cluster.rehearsal.layout import small_stages, smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
 from megatron_dppo.cluster.rehearsal.shrinking import Stage
+from megatron_dppo.cluster.rehearsal.tokenizer import byte_tokenizer
+from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import check_config, load_config
 from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.data_schema import DataConfig
@@ -83,7 +87,7 @@ def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
     kept = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
     for key in kept:
         assert getattr(derived.algorithm, key) == getattr(config.algorithm, key)
-    stages = shrinking.small_stages(config.parallel)
+    stages = small_stages(config.parallel)
     assert derived.parallel.sizes == dataclasses.replace(config.parallel.sizes, **stages)
     assert derived.rollout.router_replay == config.rollout.router_replay
     assert derived.rollout.max_staleness == config.rollout.max_staleness
@@ -191,7 +195,7 @@ def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tm
     known = tiny_model.read_model(folder, is_moe=False)
     tiny = tiny_model.tiny_sizes(LayoutSizes(4, 2, context=2), known.shape, 100)
     values = tiny_model.tiny_config(known, tiny, own_tokenizer=own_tokenizer)
-    tiny_model.write_model(tmp_path, values, "float32", 3)
+    write_model(tmp_path, values, "float32", 3)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = torch.randint(values["vocab_size"], (16, 32), generator=torch.manual_seed(5))
     with torch.no_grad():
@@ -222,7 +226,7 @@ def test_a_smaller_layout_is_valid(name, ranks):
     fields = {
         key: getattr(sizes, key) for key in ParallelConfig.model_fields if hasattr(sizes, key)
     }
-    smaller = shrinking.smaller_layout(ParallelConfig(**fields), ranks).sizes
+    smaller = smaller_layout(ParallelConfig(**fields), ranks).sizes
     assert smaller.world_size <= ranks
     assert size_faults(smaller) == []
     tiny = tiny_model.tiny_sizes(smaller, MOE.shape, 100)
@@ -233,8 +237,8 @@ def test_a_smaller_layout_is_valid(name, ranks):
 @pytest.mark.parametrize(("ranks", "layers"), [(4, 6), (2, 2), (1, 2)])
 def test_stages_of_different_sizes_stay_different_in_the_tiny_model(ranks, layers):
     recipe = ParallelConfig(world_size=4, pipeline=4, first_stage_layers=23, last_stage_layers=23)
-    smaller = shrinking.smaller_layout(recipe, ranks)
-    small = smaller.model_copy(update=shrinking.small_stages(smaller)).sizes
+    smaller = smaller_layout(recipe, ranks)
+    small = smaller.model_copy(update=small_stages(smaller)).sizes
     tiny = tiny_model.tiny_sizes(small, MOE.shape, 100)
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert tiny.layers == layers
@@ -243,7 +247,7 @@ def test_stages_of_different_sizes_stay_different_in_the_tiny_model(ranks, layer
 
 def test_replicas_shrink_before_tensor_parallelism():
     parallel = ParallelConfig(world_size=16, tensor=2, pipeline=2, expert=4)
-    smaller = shrinking.smaller_layout(parallel, 8)
+    smaller = smaller_layout(parallel, 8)
     assert (smaller.tensor, smaller.pipeline, smaller.expert, smaller.data) == (2, 2, 4, 2)
 
 
@@ -282,7 +286,7 @@ def test_a_few_rows_of_the_own_data_and_toys_for_the_rest(tmp_path):
     rows = [{"question": "x" * (50 - i), "answer": f"{i}"} for i in range(40)]
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(train=str(own), evaluation={"gone": str(tmp_path / "gone.jsonl")})
-    problems = make_problems(data, tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+    problems = make_problems(data, byte_tokenizer(), tmp_path / "out", 8)
     written = [json.loads(line) for line in Path(problems.train[0]).read_text().splitlines()]
     assert written == rows[-8:]
     assert [absence.key for absence in problems.absent] == ["data.evaluation.gone"]
@@ -303,7 +307,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
     rows = [{"prompt": f"{i}", "answer": "1"} for i in range(600)] + [{"answer": "2"}]
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"^data\.train: .*line 601"):
-        make_problems(DataConfig(train=str(own)), tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+        make_problems(DataConfig(train=str(own)), byte_tokenizer(), tmp_path / "out", 8)
 
 
 def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
@@ -436,6 +440,6 @@ def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
         "mean_abs_prob_gap": 0.0, "hf_export_max_logprob_diff": 0.0,
     }  # fmt: skip
     record = {names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
-    found = verdict.findings(config, summary, [record], was_resumed=True)
+    found = findings(config, summary, [record], was_resumed=True)
     missed = {row.label for row in found if row.holds is False}
     assert missed == (set() if holds else {"staleness of a token"})

@@ -1,0 +1,80 @@
+"""The layout of a rehearsal: the recipe's with fewer layers, or one of the same kind on fewer ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.model.layout import LayoutSizes, size_faults
+
+
+def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:
+    """Return the tiny model's layers in the first and the last stage: one a chunk where the recipe sets a number."""
+    stages = {
+        "first_stage_layers": parallel.first_stage_layers,
+        "last_stage_layers": parallel.last_stage_layers,
+    }
+    for key, layers in stages.items():
+        if layers is not None:
+            stages[key] = parallel.virtual_pipeline or 1
+    return stages
+
+
+def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
+    """Shrink the layout to at most ``ranks`` ranks: first its replicas, then context, tensor and pipeline parallelism.
+
+    The expert-parallel size shrinks until it fits the remaining ranks.
+    """
+    sizes = parallel.sizes
+    while sizes.world_size > ranks:
+        sizes = _halved(sizes)
+    return parallel.model_copy(
+        update={
+            "world_size": sizes.world_size,
+            "tensor": sizes.tensor,
+            "context": sizes.context,
+            "pipeline": sizes.pipeline,
+            "virtual_pipeline": sizes.virtual_pipeline,
+            "first_stage_layers": sizes.first_stage_layers,
+            "last_stage_layers": sizes.last_stage_layers,
+            "expert": sizes.expert,
+            "expert_tensor": sizes.expert_tensor,
+            "sequence": sizes.sequence,
+        }
+    )
+
+
+def _halved(sizes: LayoutSizes) -> LayoutSizes:
+    """Return a valid layout in which one size is divided by its smallest prime factor."""
+    for name in ("data", "context", "tensor", "pipeline"):
+        size = getattr(sizes, name)
+        if size == 1:
+            continue
+        factor = _smallest_factor(size)
+        smaller = replace(sizes, world_size=sizes.world_size // factor)
+        if name != "data":
+            smaller = replace(smaller, **{name: size // factor})
+        if smaller.pipeline == 1:
+            smaller = replace(
+                smaller,
+                virtual_pipeline=None,
+                first_stage_layers=None,
+                last_stage_layers=None,
+            )
+        if smaller.tensor == 1:
+            smaller = replace(smaller, sequence=None)
+        return _with_fitting_experts(smaller)
+    return sizes
+
+
+def _with_fitting_experts(sizes: LayoutSizes) -> LayoutSizes:
+    while size_faults(sizes) and sizes.expert > 1:
+        sizes = replace(sizes, expert=sizes.expert // _smallest_factor(sizes.expert))
+    if sizes.expert == 1:
+        # Without expert parallelism, Megatron-Core cuts experts like the dense layers.
+        sizes = replace(sizes, expert_tensor=None)
+    return sizes
+
+
+def _smallest_factor(size: int) -> int:
+    return next(factor for factor in range(2, size + 1) if size % factor == 0)
