@@ -1,7 +1,7 @@
 """Run a recipe on this machine's CPUs with a tiny model: its layout, algorithm, data, reward and environment.
 
 ``megatron-dppo rehearse RECIPE.yaml [key.path=value ...]`` needs no GPU and no weights. It makes a random model of the
-recipe's family, takes a few rows of the recipe's data, starts all ranks of the layout as processes, trains, stops,
+recipe's family, selects a few rows of the recipe's data, starts all ranks of the layout as processes, trains, stops,
 resumes, evaluates, exports, and ends with a verdict. Exit codes: 0 passed, 1 failed, 2 refused, 130 interrupted.
 """
 
@@ -58,6 +58,7 @@ _LOG_WIDTH = 120
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
 FAILED = 1
 STOP_AFTER = 1
+"""Step after which the first run is stopped."""
 CONFIG = "rehearsal.yaml"
 PREPARED = "prepared.json"
 """File with the omissions of a prepared rehearsal, for the process that runs it."""
@@ -65,18 +66,27 @@ IMPORTS_LOG = "imports.log"
 """File with the output of the fork servers that import the libraries."""
 _GPUS_OF_A_NODE = 8
 _LONGEST_VALUE = 80
+"""Characters of a value in the list of changed keys."""
 _PREPARATIONS = 4
 """Number of phases before the first process starts."""
+_RUNS = 3
+"""Number of phases from the import of the libraries to the end of the second run."""
+# Rough memory and processor seconds of processes, for the estimate before a start.
 _SERVER_MIB = 1600
 _RANK_MIB = 300
 _STARTS_CPU_S = 60
 _RANK_CPU_S = 12
-"""Rough memory and processor seconds of processes, for the estimate before a start."""
 
 
 @dataclass
 class RehearsalPhases:
-    """Seconds of each phase of a rehearsal, in order. ``count``: number of phases of the whole rehearsal."""
+    """The phases of a rehearsal.
+
+    Attributes:
+        count: number of phases of the whole rehearsal.
+        seconds: seconds of each phase that has ended, in order.
+        current: name of the phase that began last.
+    """
 
     count: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -87,9 +97,9 @@ class RehearsalPhases:
         """Announce a phase and measure it."""
         self.current = name
         say(f"phase {len(self.seconds) + 1} of {self.count}: {name}")
-        began = time.monotonic()
+        start_time = time.monotonic()
         yield
-        self.seconds[name] = time.monotonic() - began
+        self.seconds[name] = time.monotonic() - start_time
 
 
 def say(line: str) -> None:
@@ -99,7 +109,9 @@ def say(line: str) -> None:
 
 def prepared_rehearsal(arguments: Sequence[str], form: attempts.RunForm) -> Rehearsal:
     """Return the rehearsal that another process prepared with the same arguments; ``form`` starts its runs."""
-    return Rehearsal(_parser().parse_intermixed_args(arguments), RehearsalPhases(2), form)
+    options = _parser().parse_intermixed_args(arguments)
+    # The two runs are the only phases of this process.
+    return Rehearsal(options, RehearsalPhases(2), form)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     ends_early = options.dry_run or options.on_nodes is not None
-    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + 3)
+    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + _RUNS)
     try:
         return Rehearsal(options, phases).run()
     except KeyboardInterrupt:
@@ -147,56 +159,55 @@ class Rehearsal:
             self._set_aside()
             placement = self._placement(config)
         with self.phases.phase("make the tokenizer and the problems"):
-            own = None
-            if self._has_own_tokenizer(config):
-                own = config.model.hf_checkpoint
+            tokenizer_source = None
+            if has_tokenizer(config.model.hf_checkpoint):
+                tokenizer_source = config.model.hf_checkpoint
             model = self.directory / "model"
-            write_tokenizer(model, own)
+            write_tokenizer(model, tokenizer_source)
             problems = self._problems(config, parallel, model)
-            self._tell_sources(config, known, own, problems)
+            self._print_sources(config, known, tokenizer_source, problems)
         with self.phases.phase("check the recipe's values"):
-            self._check_recipe(config, known, own, problems)
+            self._check_recipe(config, known, tokenizer_source, problems)
             say(f"  {self._outline(config, parallel)}")
-        stage = self._stage(config, model, problems, has_own_tokenizer=own is not None)
+        has_own_tokenizer = tokenizer_source is not None
+        stage = self._stage(config, model, problems, has_own_tokenizer=has_own_tokenizer)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
             self._make_model(config, parallel, known, stage)
-            derived = shrinking.shrink(config, parallel, stage)
+            rehearsal_config = shrinking.shrink(config, parallel, stage)
             path = self.directory / CONFIG
-            changes = shrinking.changed_values(config, derived)
-            path.write_text(_commented(changes) + resolved_yaml(derived), encoding="utf-8")
+            changes = shrinking.changed_values(config, rehearsal_config)
+            text = _commented(changes) + resolved_yaml(rehearsal_config)
+            path.write_text(text, encoding="utf-8")
             say(
                 f"  {path}: {len(changes)} keys differ from the recipe's; its first lines list them"
             )
-            self._estimate(derived)
+            self._print_estimate(rehearsal_config)
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo train {path} is the rehearsal's run")
             return 0
-        left_out = [
-            *(Omission(absence.key, absence.reason) for absence in problems.absent),
-            *([Omission("model.hf_checkpoint", known.missing)] if known.missing else []),
-            *shrinking.omissions(config, parallel, stage),
-        ]
+        omissions = [Omission(absence.key, absence.reason) for absence in problems.absent]
+        if known.missing:
+            omissions.append(Omission("model.hf_checkpoint", known.missing))
+        omissions += shrinking.omissions(config, parallel, stage)
         if self.options.on_nodes is not None:
-            entries = [asdict(omission) for omission in left_out]
+            entries = [asdict(omission) for omission in omissions]
             (self.directory / PREPARED).write_text(json.dumps(entries), encoding="utf-8")
             return 0
         with self.phases.phase("import the libraries of ranks and servers"):
-            servers = attempts.share_imports(derived, self.directory / IMPORTS_LOG)
-        self.form = self.form.with_imports(servers)
-        self.imports_cpu_seconds = servers.cpu_seconds()
+            fork_servers = attempts.share_imports(rehearsal_config, self.directory / IMPORTS_LOG)
+        self.form = self.form.with_imports(fork_servers)
+        self.imports_cpu_seconds = fork_servers.cpu_seconds()
         try:
-            return self._train(path, derived, left_out, placement)
+            return self._train(path, rehearsal_config, omissions, placement)
         finally:
-            servers.close()
+            fork_servers.close()
 
     def run_prepared(self) -> int:
         """Run and judge a rehearsal that another process has prepared in the folder (``--on-nodes``)."""
         path = self.directory / CONFIG
         entries = json.loads((self.directory / PREPARED).read_text(encoding="utf-8"))
-        left_out = [Omission(**entry) for entry in entries]
-        return self._train(path, load_config(path), left_out, None)
-
-    # --- before the run
+        omissions = [Omission(**entry) for entry in entries]
+        return self._train(path, load_config(path), omissions, None)
 
     def _known_model(self, config: TrainConfig) -> KnownModel:
         is_moe = config.parallel.expert > 1 or config.rollout.router_replay
@@ -212,26 +223,23 @@ class Rehearsal:
         servers = config.engine.servers_to_start + len(config.engine.urls)
         return f"{parts}; {parallel.world_size} ranks, {layout}; {servers} servers"
 
-    def _tell_sources(
+    def _print_sources(
         self,
         config: TrainConfig,
         known: KnownModel,
-        own: str | None,
+        tokenizer_source: str | None,
         problems: Problems,
     ) -> None:
-        """Print which inputs are the recipe's own, and what replaces the missing ones."""
-        missing = {absence.key: absence.reason for absence in problems.absent}
+        """Print which inputs are the recipe's own, and what replaces the missing inputs."""
+        replacements = {absence.key: absence.reason for absence in problems.absent}
         if known.missing:
-            missing["model.hf_checkpoint"] = known.missing
-        elif own is None:
-            missing["model.hf_checkpoint"] = shrinking.NO_TOKENIZER
+            replacements["model.hf_checkpoint"] = known.missing
+        elif tokenizer_source is None:
+            replacements["model.hf_checkpoint"] = shrinking.NO_TOKENIZER
         keys = ["model.hf_checkpoint", "data.train"]
         keys += [f"data.evaluation.{name}" for name in config.data.evaluation_files]
         for key in keys:
-            say(f"  {key}: {missing.get(key, 'the recipe has it here')}")
-
-    def _has_own_tokenizer(self, config: TrainConfig) -> bool:
-        return has_tokenizer(config.model.hf_checkpoint)
+            say(f"  {key}: {replacements.get(key, 'the recipe has it here')}")
 
     def _layout(self, config: TrainConfig) -> ParallelConfig:
         if self.options.ranks is None:
@@ -242,21 +250,22 @@ class Rehearsal:
         """Place the recipe's own ranks and servers on the cluster that the options describe."""
         if self.options.nodes is None:
             return None
-        hosts = tuple(
-            Host(f"node{number}", f"node{number}", self.options.gpus_per_node)
-            for number in range(self.options.nodes)
-        )
+        hosts = []
+        for number in range(self.options.nodes):
+            name = f"node{number}"
+            hosts.append(Host(name, name, self.options.gpus_per_node))
         sections = ServerSections.of(config).where_generated
+        roles = Roles.of(config.parallel.world_size, sections)
         try:
-            return place(Roles.of(config.parallel.world_size, sections), Allocation(hosts))
+            return place(roles, Allocation(tuple(hosts)))
         except PlacementError as error:
-            key = "parallel.world_size: "
-            if "parallel." in str(error) or "engine." in str(error):
-                key = ""
-            raise ConfigError([f"{key}{error}"], str(self.recipe)) from error
+            fault = str(error)
+            if "parallel." not in fault and "engine." not in fault:
+                fault = f"parallel.world_size: {fault}"
+            raise ConfigError([fault], str(self.recipe)) from error
 
     def _set_aside(self) -> None:
-        """Rename the folder of an earlier rehearsal; delete only files that a rehearsal has made."""
+        """Rename the folder of an earlier rehearsal; delete the generated folders of a refused rehearsal."""
         if fault := unwritable(self.directory):
             raise ConfigError([f"--directory: {fault}"], str(self.recipe))
         if (self.directory / CONFIG).exists():
@@ -285,27 +294,26 @@ class Rehearsal:
         self,
         config: TrainConfig,
         known: KnownModel,
-        own: str | None,
+        tokenizer_source: str | None,
         problems: Problems,
     ) -> None:
-        """Check the recipe's own values with its own model's config.json.
+        """Check the recipe's own values with the config.json of the recipe's model.
 
         Paths of files that are not on this machine are replaced, so that every other fault is found. Raises
         ConfigError.
         """
         folder = self.directory / "check"
-        write_tokenizer(folder, own)
+        write_tokenizer(folder, tokenizer_source)
         (folder / "config.json").write_text(json.dumps(dict(known.values)), encoding="utf-8")
-        train = problems.train[0]
-        replaced = {absence.key for absence in problems.absent}
+        absent_keys = {absence.key for absence in problems.absent}
         evaluation = dict(config.data.evaluation)
         for name in evaluation:
-            if f"data.evaluation.{name}" in replaced:
+            if f"data.evaluation.{name}" in absent_keys:
                 evaluation[name] = problems.evaluation[name]
         data: dict[str, Any] = {"evaluation": evaluation}
-        if "data.train" in replaced:
-            data["train"] = train
-        changed = config.model_copy(
+        if "data.train" in absent_keys:
+            data["train"] = problems.train[0]
+        checkable_config = config.model_copy(
             update={
                 "model": config.model.model_copy(update={"hf_checkpoint": str(folder)}),
                 "data": config.data.model_copy(update=data),
@@ -313,7 +321,7 @@ class Rehearsal:
         )
         faults: list[str] = []
         try:
-            check_config(changed, str(self.recipe), weights=False)
+            check_config(checkable_config, str(self.recipe), weights=False)
         except ConfigError as error:
             faults += error.faults
         if (fault := unwritable(Path(config.run.directory))) is not None:
@@ -346,7 +354,7 @@ class Rehearsal:
             nodes=self.options.on_nodes,
             unreachable=_unreachable(absent_services(config)),
         )
-        if problems.has_toys and config.reward.name not in _SUMS:
+        if problems.has_toys and config.reward.name not in _REWARDS_OF_SUMS:
             stage = replace(stage, scores_toys=_scores_toys(config, problems))
         return stage
 
@@ -373,44 +381,51 @@ class Rehearsal:
         count = write_model(stage.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known.shape.family} of {count:,} parameters: {sizes.describe()}")
 
-    def _estimate(self, derived: TrainConfig) -> None:
+    def _print_estimate(self, rehearsal_config: TrainConfig) -> None:
         """Print a rough estimate of the runs' memory and time, and warn of too little memory."""
         import psutil
 
-        ranks = derived.parallel.world_size
-        servers = derived.engine.servers_to_start
+        ranks = rehearsal_config.parallel.world_size
+        servers = rehearsal_config.engine.servers_to_start
         if self.options.on_nodes is not None:
             say(f"  {ranks} ranks and {servers} of SGLang's servers start on the nodes")
             return
-        needed = (ranks * _RANK_MIB + servers * _SERVER_MIB) * MIB
-        available = psutil.virtual_memory().available
+        needed_bytes = (ranks * _RANK_MIB + servers * _SERVER_MIB) * MIB
+        free_bytes = psutil.virtual_memory().available
         cores = this_machine().cores
         minutes = (_STARTS_CPU_S + ranks * _RANK_CPU_S) / min(cores, ranks + 1) / 60
         say(
             f"  {ranks} ranks and {servers} of SGLang's servers on {cores} cores take about {minutes:.0f} minutes if "
-            f"nothing else runs, and {needed / 2**30:.1f} GiB of memory; {available / 2**30:.1f} GiB are free"
+            f"nothing else runs, and {needed_bytes / 2**30:.1f} GiB of memory; {free_bytes / 2**30:.1f} GiB are free"
         )
-        if needed > available:
+        if needed_bytes > free_bytes:
             say("  warning: that may be too little memory; --ranks rehearses a smaller layout")
-
-    # --- the run
 
     def _train(
         self,
         path: Path,
-        derived: TrainConfig,
-        left_out: Sequence[Omission],
+        rehearsal_config: TrainConfig,
+        omissions: Sequence[Omission],
         placement: Placement | None,
     ) -> int:
-        ends = derived.run.steps
-        done: list[attempts.RehearsalRun] = []
-        labels = {
-            f"start, train, be stopped after step {STOP_AFTER}": (STOP_AFTER, _first_phases),
-            "start again, resume, train, evaluate, export, compare": (None, _resumed_phases(ends)),
-        }
-        for label, (stop_after, phase_of) in labels.items():
+        """Run the configuration until it is stopped, and then to its end; judge the runs and return the exit code."""
+        last = rehearsal_config.run.steps
+        runs: list[attempts.RehearsalRun] = []
+        run_plans = (
+            (
+                f"start, train, be stopped after step {STOP_AFTER}",
+                STOP_AFTER,
+                _first_phases,
+            ),
+            (
+                "start again, resume, train, evaluate, export, compare",
+                None,
+                _resumed_phases(last),
+            ),
+        )
+        for label, stop_after, phase_of in run_plans:
             with self.phases.phase(label):
-                attempt = attempts.run_attempt(
+                run = attempts.run_attempt(
                     path,
                     self.run_directory,
                     self.usage,
@@ -418,46 +433,53 @@ class Rehearsal:
                     stop_after=stop_after,
                     form=self.form,
                 )
-            done.append(attempt)
-            if attempts.was_interrupted(attempt):
+            runs.append(run)
+            if attempts.was_interrupted(run):
                 return INTERRUPTED
-            if attempt.code not in (0, INTERRUPTED if stop_after else 0):
-                _fail(label, attempt.failure(), attempts.key_of(attempt.errors))
-                self._write(derived, [], left_out, done, passed=False)
+            is_stop = stop_after is not None and run.code == INTERRUPTED
+            if run.code != 0 and not is_stop:
+                _fail(label, run.failure(), attempts.key_of(run.errors))
+                self._write(rehearsal_config, [], omissions, runs, passed=False)
                 return FAILED
-            if last_step(self.run_directory) >= ends and attempt.code == 0:
+            # The first run may have ended before the stop.
+            if last_step(self.run_directory) >= last and run.code == 0:
                 break
-        return self._judge(derived, left_out, done, placement)
+        return self._judge(rehearsal_config, omissions, runs, placement)
 
     def _judge(
         self,
-        derived: TrainConfig,
-        left_out: Sequence[Omission],
-        done: Sequence[attempts.RehearsalRun],
+        rehearsal_config: TrainConfig,
+        omissions: Sequence[Omission],
+        runs: Sequence[attempts.RehearsalRun],
         placement: Placement | None,
     ) -> int:
+        """Print and write the verdict on the finished runs; return the exit code."""
         summary = json.loads((self.run_directory / "summary.json").read_text(encoding="utf-8"))
         records = read_records(self.run_directory)
-        found = findings(derived, summary, records, was_resumed=len(done) > 1)
+        rows = findings(rehearsal_config, summary, records, was_resumed=len(runs) > 1)
         on_nodes = self.options.on_nodes
         never = verdict.NEVER if on_nodes is None else verdict.NEVER_ON_NODES[on_nodes]
-        verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived), never)
-        missed = [row for row in found if row.holds is False]
-        cpu = self.imports_cpu_seconds + sum(attempt.cpu_seconds for attempt in done)
+        parts = verdict.exercised(rehearsal_config)
+        verdict.show(CONSOLE, rows, omissions, self.usage, parts, never)
         total = sum(self.phases.seconds.values())
+        cost = f"took {total:.0f} seconds"
         # Ranks and servers on the nodes of a job are no children of this process, so their time is unknown.
-        cost = ""
         if on_nodes is None:
-            cost = f", and {cpu:.0f} CPU seconds of ranks and servers"
-        CONSOLE.print(f"took {total:.0f} seconds{cost}", soft_wrap=True)
-        inside = ", ".join(f"{name} {s:.0f}" for name, s in summary["seconds_per_phase"].items())
-        CONSOLE.print(f"seconds inside the runs: {inside}", soft_wrap=True)
+            cpu_seconds = self.imports_cpu_seconds + sum(run.cpu_seconds for run in runs)
+            cost += f", and {cpu_seconds:.0f} CPU seconds of ranks and servers"
+        CONSOLE.print(cost, soft_wrap=True)
+        phases = summary["seconds_per_phase"].items()
+        phase_seconds = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases)
+        CONSOLE.print(f"seconds inside the runs: {phase_seconds}", soft_wrap=True)
         if placement is not None:
             CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
-        self._write(derived, found, left_out, done, passed=not missed)
-        if missed:
-            faults = "; ".join(f"{r.label} {r.measured}, expected {r.expected}" for r in missed)
-            _fail("judge", faults)
+        faults = []
+        for row in rows:
+            if row.holds is False:
+                faults.append(f"{row.label} {row.measured}, expected {row.expected}")
+        self._write(rehearsal_config, rows, omissions, runs, passed=not faults)
+        if faults:
+            _fail("judge", "; ".join(faults))
             return FAILED
         CONSOLE.print(
             f"passed: {self.options.called or self.recipe} works on {summary['layout']} with a tiny model",
@@ -478,35 +500,32 @@ class Rehearsal:
 
     def _write(
         self,
-        derived: TrainConfig,
-        found: Sequence[VerdictRow],
-        left_out: Sequence[Omission],
-        done: Sequence[attempts.RehearsalRun],
+        rehearsal_config: TrainConfig,
+        rows: Sequence[VerdictRow],
+        omissions: Sequence[Omission],
+        runs: Sequence[attempts.RehearsalRun],
         *,
         passed: bool,
     ) -> None:
         """Write ``rehearsal.json`` for scripts."""
+        phases = {}
+        for phase, used in self.usage.by_phase.items():
+            phases[phase] = {
+                "seconds": used.seconds,
+                "cpu_seconds_of_ranks": used.rank_seconds,
+                "cpu_seconds_of_others": used.other_seconds,
+                "memory_mib": _mib(used.fullest),
+            }
         result = {
             "recipe": str(self.recipe),
             "passed": passed,
-            "ranks": derived.parallel.world_size,
-            "exercised": verdict.exercised(derived),
-            "findings": [asdict(row) for row in found],
-            "not_exercised": [asdict(row) for row in left_out],
+            "ranks": rehearsal_config.parallel.world_size,
+            "exercised": verdict.exercised(rehearsal_config),
+            "findings": [asdict(row) for row in rows],
+            "not_exercised": [asdict(omission) for omission in omissions],
             "seconds": self.phases.seconds,
-            "cpu_seconds": [
-                self.imports_cpu_seconds,
-                *(attempt.cpu_seconds for attempt in done),
-            ],
-            "phases": {
-                phase: {
-                    "seconds": used.seconds,
-                    "cpu_seconds_of_ranks": used.rank_seconds,
-                    "cpu_seconds_of_others": used.other_seconds,
-                    "memory_mib": _mib(used.fullest),
-                }
-                for phase, used in self.usage.by_phase.items()
-            },
+            "cpu_seconds": [self.imports_cpu_seconds, *(run.cpu_seconds for run in runs)],
+            "phases": phases,
         }
         text = json.dumps(result, indent=2) + "\n"
         (self.directory / RESULT).write_text(text, encoding="utf-8")
@@ -524,12 +543,9 @@ def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
-    """Return SGLang's faults of options that the rehearsal drops for its CPU server; the run checks the others."""
-    table = {
-        key: value
-        for key, value in config.sglang.items()
-        if key not in {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.SIZES_OF_ENGINE}
-    }
+    """Return SGLang's faults of options that the rehearsal drops for its CPU server; the run checks all kept options."""
+    unchecked_keys = {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.ENGINE_SIZES}
+    table = {key: value for key, value in config.sglang.items() if key not in unchecked_keys}
     if not forwarded.SGLANG.free(table):
         return []
     try:
@@ -543,9 +559,8 @@ def _commented(changes: Mapping[str, tuple[Any, Any]]) -> str:
     lines = [
         "# Made by megatron-dppo rehearse. Keys that differ from the recipe's: recipe -> here."
     ]
-    for key, values in changes.items():
-        before, after = (_short(value) for value in values)
-        lines.append(f"# {key}: {before} -> {after}")
+    for key, (recipe_value, value) in changes.items():
+        lines.append(f"# {key}: {_short(recipe_value)} -> {_short(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -556,8 +571,8 @@ def _short(value: Any) -> str:
     return f"{text[:_LONGEST_VALUE]}..."
 
 
-_SUMS = ("math_verify", "exact_integer")
-"""Rewards that score toy problems."""
+_REWARDS_OF_SUMS = ("math_verify", "exact_integer")
+"""Rewards that score toy problems, which are sums."""
 
 
 def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
@@ -566,33 +581,37 @@ def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
     from megatron_dppo.data.trajectory import Problem
     from megatron_dppo.rewards.trial import reward_faults
 
-    row = json.loads(Path(problems.train[0]).read_text(encoding="utf-8").splitlines()[0])
-    prompt, answer, *_ = (str(value) for value in row.values())
-    problem = Problem(0, prompt, answer, (0,))
+    lines = Path(problems.train[0]).read_text(encoding="utf-8").splitlines()
+    # A toy row has the prompt first, then the answer, under the keys of the recipe's file.
+    prompt, answer, *_ = json.loads(lines[0]).values()
+    problem = Problem(0, str(prompt), str(answer), (0,))
     toys = ProblemSet((problem,), 0, "", 1)
-    return not list(
-        reward_faults(problems.train[0], toys, config.reward, shrinking.RESPONSE_TOKENS)
-    )
+    faults = reward_faults(problems.train[0], toys, config.reward, shrinking.RESPONSE_TOKENS)
+    return not list(faults)
 
 
 def _unreachable(faults: Sequence[str]) -> dict[str, str]:
     """Return the keys of option tables whose service does not answer, each with the reason."""
-    keyed = {}
+    reasons = {}
     for fault in faults:
+        # A fault begins with a key of the table, such as ``reward.options.url``.
         key, _, reason = fault.partition(": ")
         table = key
         if "options" in key:
             table = key[: key.index("options") + len("options")]
-        keyed[table] = f"{reason}; the rehearsal runs without it"
-    return keyed
+        reasons[table] = f"{reason}; the rehearsal runs without it"
+    return reasons
 
 
 def _first_phases(step: int) -> str:
     return "start" if step < 0 else "train"
 
 
-def _resumed_phases(ends: int) -> attempts.PhaseOf:
-    """Return the phases of the second attempt, whose records begin with those of the first attempt."""
+def _resumed_phases(last: int) -> attempts.PhaseOf:
+    """Return the function that names the phases of the second run, which ends after step ``last``.
+
+    The run's records begin with those of the first run, so the step does not change until the run has resumed.
+    """
     first_step: int | None = None
 
     def phase(step: int) -> str:
@@ -601,7 +620,7 @@ def _resumed_phases(ends: int) -> attempts.PhaseOf:
             first_step = step
         if step == first_step:
             return "resume"
-        if step < ends:
+        if step < last:
             return "train after resume"
         return "export and compare"
 
@@ -609,37 +628,37 @@ def _resumed_phases(ends: int) -> attempts.PhaseOf:
 
 
 def _fail(phase: str, reason: str, key: str | None = None) -> None:
-    first = ""
+    hint = ""
     if key is not None and key not in reason:
-        first = f" (look at {key})"
-    print(f"FAILED in {phase!r}: {reason}{first}", file=sys.stderr, flush=True)
+        hint = f" (look at {key})"
+    print(f"FAILED in {phase!r}: {reason}{hint}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-dppo rehearse",
         description="Run a recipe on this machine's CPUs with a tiny model, all ranks of its layout included.",
-        epilog="docs/rehearsal.md tells what a rehearsal shows and what it cannot show.",
+        epilog="docs/rehearsal.md: what a rehearsal shows and what it cannot show.",
     )
     add_config_arguments(parser, "recipe")
     parser.add_argument(
         "--nodes",
         type=int,
-        help="nodes of the cluster, to place ranks and servers on",
+        help="number of nodes on which the recipe's ranks and servers are placed",
     )
     parser.add_argument(
         "--gpus-per-node",
         type=int,
         default=_GPUS_OF_A_NODE,
-        help="GPUs of each of them (8)",
+        help="GPUs of each node (8)",
     )
     parser.add_argument(
         "--ranks",
         type=int,
-        help="at most so many ranks: a smaller layout of the same kind",
+        help="largest number of ranks: rehearse a smaller layout of the same kind",
     )
     parser.add_argument("--servers", type=int, default=1, help="SGLang servers to start (1)")
-    parser.add_argument("--directory", help="where the rehearsal goes (runs/rehearsal-RECIPE)")
+    parser.add_argument("--directory", help="folder of the rehearsal (runs/rehearsal-RECIPE)")
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -53,16 +53,24 @@ def key_of(text: str) -> str | None:
     """Return the recipe's key that an error names, else the key for its class; None where neither is known."""
     # Search from the end: the last error is the cause.
     for line in reversed(text.splitlines()):
-        if found := _KEY.search(line):
-            return found[0]
-    return next((key for word, key in _KEYS_OF_ERRORS.items() if word in text), None)
+        if match := _KEY.search(line):
+            return match[0]
+    for word, key in _KEYS_OF_ERRORS.items():
+        if word in text:
+            return key
+    return None
 
 
 @dataclass
 class RehearsalRun:
     """The end of one start of the run.
 
-    ``code``: its exit code. ``errors``: the end of its standard error and of its supervisor's log.
+    Attributes:
+        code: the exit code.
+        seconds: wall-clock seconds.
+        cpu_seconds: processor seconds of the run's processes.
+        was_stopped: whether the rehearsal stopped the run.
+        errors: the last lines of standard error, and what this start wrote to its supervisor's log.
     """
 
     code: int
@@ -75,32 +83,45 @@ class RehearsalRun:
         """Describe the failure by the error lines of the run, or by its last lines."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         reasons = [line for line in lines if line.startswith("error:")]
-        reasons = reasons or [line for line in lines if _EXCEPTION.match(line)] or lines[-3:]
+        if not reasons:
+            reasons = [line for line in lines if _EXCEPTION.match(line)]
+        if not reasons:
+            reasons = lines[-3:]
         return f"the run {describe_exit(self.code)}: {' '.join(reasons) or 'see its logs'}"
 
 
 @dataclass
 class _Watch:
-    """Threads that follow a running attempt: they copy its errors, stop it after a step and measure its usage."""
+    """Threads that follow a running attempt: they copy its errors, stop it after a step and measure its usage.
+
+    Attributes:
+        directory: folder of the run.
+        phase_of: names the phase of a sample.
+        stop_after: the step after which the run is stopped; None: never.
+        usage: stores the samples.
+        stop_signal: the signal that stops the run.
+        error_lines: the last lines of the run's standard error.
+        was_stopped: whether the run was stopped.
+    """
 
     directory: Path
     phase_of: PhaseOf
     stop_after: int | None
     usage: UsageByPhase
     stop_signal: int
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    error_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     was_stopped: bool = False
     _threads: list[threading.Thread] = field(default_factory=list)
-    _ended: threading.Event = field(default_factory=threading.Event)
+    _has_ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self, process: subprocess.Popen[bytes]) -> None:
-        for act in (self._forward_errors, self._follow):
-            thread = threading.Thread(target=act, args=(process,), daemon=True)
+        for follow in (self._forward_errors, self._follow_steps):
+            thread = threading.Thread(target=follow, args=(process,), daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def end(self) -> None:
-        self._ended.set()
+        self._has_ended.set()
         for thread in self._threads:
             thread.join()
 
@@ -108,22 +129,22 @@ class _Watch:
         assert process.stderr is not None
         for line in process.stderr:
             text = line.decode(errors="replace")
-            self.lines.append(text)
+            self.error_lines.append(text)
             sys.stderr.write(text)
             sys.stderr.flush()
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        measured = 0.0
-        while not self._ended.wait(_LOOK_EVERY_S):
+    def _follow_steps(self, process: subprocess.Popen[bytes]) -> None:
+        last_sample = 0.0
+        while not self._has_ended.wait(_LOOK_EVERY_S):
             step = last_step(self.directory)
             if self.stop_after is not None and not self.was_stopped and step >= self.stop_after:
                 self.was_stopped = True
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(self.stop_signal)
-            if time.monotonic() - measured > _MEASURE_EVERY_S:
-                # Measure the processes below this one: forks of shared fork servers are no descendants of the run.
+            if time.monotonic() - last_sample > _MEASURE_EVERY_S:
+                # Measure the descendants of this process: forks of shared fork servers are no descendants of the run.
                 self.usage.add(self.phase_of(step), usage_of(os.getpid()))
-                measured = time.monotonic()
+                last_sample = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -158,9 +179,9 @@ LOCAL = RunForm(
 
 
 def share_imports(config: TrainConfig, log: Path) -> SharedForkServers:
-    """Import the libraries of the rehearsal's ranks and servers on this machine, once for all runs.
+    """Start fork servers that import the libraries of ranks and servers on this machine, once for all runs.
 
-    ``log``: file for the output of these fork servers.
+    ``log``: file for the output of the fork servers.
     """
     servers = SharedForkServers()
     # The runs inherit the variables of this process.
@@ -180,20 +201,20 @@ def run_attempt(
     stop_after: int | None = None,
     form: RunForm = LOCAL,
 ) -> RehearsalRun:
-    """Run ``config`` to its end.
+    """Run ``config`` until it ends or is stopped.
 
     Args:
         config: path of the rehearsal's configuration.
         directory: folder of the run.
         usage: stores the samples of memory and processor time.
         phase_of: returns the phase of a sample.
-        stop_after: the step after which the run is stopped; None: it runs to its end.
+        stop_after: the step after which the run is stopped; None: never.
         form: how the run is started and stopped.
     """
     watch = _Watch(directory, phase_of, stop_after, usage, form.stop_signal)
     servers = form.fork_servers
     log = directory / "logs" / "supervisor.log"
-    logged = log.stat().st_size if log.is_file() else 0
+    log_size_before = log.stat().st_size if log.is_file() else 0
     start_time = time.monotonic()
     cpu_before = _cpu_of_children() + servers.cpu_seconds()
     usage.begin()
@@ -208,7 +229,7 @@ def run_attempt(
     finally:
         watch.end()
     seconds = time.monotonic() - start_time
-    errors = "".join(watch.lines) + _text_from(log, logged)
+    errors = "".join(watch.error_lines) + _text_from(log, log_size_before)
     cpu_seconds = _cpu_of_children() + servers.cpu_seconds() - cpu_before
     return RehearsalRun(code, seconds, cpu_seconds, watch.was_stopped, errors)
 

@@ -1,4 +1,4 @@
-"""The findings of a rehearsal: its results, compared with those that every healthy run has."""
+"""The findings of a rehearsal: its results, compared with the results of every healthy run."""
 
 from __future__ import annotations
 
@@ -20,31 +20,39 @@ def findings(
     *,
     was_resumed: bool,
 ) -> list[VerdictRow]:
-    """Compare the results of a finished rehearsal with those that every healthy run has."""
+    """Compare the results of a finished rehearsal with the results of every healthy run.
+
+    Args:
+        config: the rehearsal's configuration.
+        summary: ``summary.json`` of the run.
+        records: the run's metrics.
+        was_resumed: whether the second start resumed the run.
+    """
     dtype = config.model.dtype
     updates = summary["weight_updates"]
-    verified = summary["weight_updates_verified"]
+    verified_updates = summary["weight_updates_verified"]
     steps = round(sum(record.get(metric_names.OPTIMIZER_STEPS) or 0 for record in records))
-    gradient = _largest(records, metric_names.GRAD_NORM)
-    found = [
+    grad_norm = _largest(records, metric_names.GRAD_NORM)
+    resume = "resumed" if was_resumed else "ended before the stop"
+    sets = summary["eval_accuracy_by_set"]
+    has_all_sets = set(sets) == set(config.data.evaluation_files)
+    rows = [
         VerdictRow("layout", str(summary["layout"]), "the recipe's"),
         VerdictRow("optimiser steps", str(steps), "2 or more", steps >= 2),
         VerdictRow(
             "weight updates verified",
-            f"{verified} of {updates}",
+            f"{verified_updates} of {updates}",
             "all",
-            verified == updates > 0,
+            updates > 0 and verified_updates == updates,
         ),
         _bounded(
             "|pi - mu| at equal weights",
             summary["mean_abs_prob_gap"],
             BY_METRIC[metric_names.GAP_ON_POLICY].upper(config.precision),
         ),
-        VerdictRow("gradient norm", _small(gradient), "above 0", bool(gradient)),
-        VerdictRow(
-            "stop and resume", "resumed" if was_resumed else "ended before the stop", "", None
-        ),
-        VerdictRow("evaluation", _sets(summary), "each set", _evaluates(config, summary)),
+        VerdictRow("gradient norm", _small(grad_norm), "above 0", bool(grad_norm)),
+        VerdictRow("stop and resume", resume, "", None),
+        VerdictRow("evaluation", _accuracies(sets), "each set", has_all_sets),
         _bounded(
             "export in transformers, nats",
             summary["hf_export_max_logprob_diff"],
@@ -52,26 +60,26 @@ def findings(
         ),
     ]
     if config.rollout.router_replay:
-        compared = _largest(records, metric_names.COMPARED) or 0.0
-        found.append(
-            VerdictRow("R3: replayed tokens x layers", f"{compared:.0f}", "above 0", compared > 0)
+        replayed = _largest(records, metric_names.COMPARED) or 0.0
+        rows.append(
+            VerdictRow("R3: replayed tokens x layers", f"{replayed:.0f}", "above 0", replayed > 0)
         )
     if config.rollout.max_staleness:
-        stale = _largest(records, metric_names.STALENESS_MAX)
-        largest = config.rollout.max_staleness
-        is_within = stale is not None and stale <= largest
-        found.append(
-            VerdictRow("staleness of a token", _small(stale), f"{largest} or less", is_within)
+        staleness = _largest(records, metric_names.STALENESS_MAX)
+        bound = config.rollout.max_staleness
+        is_within = staleness is not None and staleness <= bound
+        rows.append(
+            VerdictRow("staleness of a token", _small(staleness), f"{bound} or less", is_within)
         )
     if config.environment.name is not None:
         turns = _largest(records, metric_names.TURNS)
-        found.append(VerdictRow("turns of an episode", _small(turns), "above 0", bool(turns)))
-        found.append(_environment_faults(config.environment.name, summary["environment_faults"]))
-    return found
+        rows.append(VerdictRow("turns of an episode", _small(turns), "above 0", bool(turns)))
+        rows.append(_environment_row(config.environment.name, summary["environment_faults"]))
+    return rows
 
 
-def _environment_faults(name: str, faults: Sequence[Mapping[str, Any]]) -> VerdictRow:
-    """Report faults of the environment. A real run would replace the episodes; in a rehearsal a fault is a finding."""
+def _environment_row(name: str, faults: Sequence[Mapping[str, Any]]) -> VerdictRow:
+    """Report faults of the environment. A real run replaces the episodes; in a rehearsal, a fault is a finding."""
     measured = "; ".join(f"{fault['count']} x {fault['reason']}" for fault in faults) or "none"
     return VerdictRow(f"faults of environment.name {name}", measured, "none", not faults)
 
@@ -82,17 +90,17 @@ def _bounded(label: str, value: float | None, bound: float) -> VerdictRow:
 
 
 def _largest(records: Sequence[Record], name: str) -> float | None:
-    values = [record[name] for record in records if record.get(name) is not None]
-    return max((value for value in values if value is not None), default=None)
+    values = []
+    for record in records:
+        value = record.get(name)
+        if value is not None:
+            values.append(value)
+    return max(values, default=None)
 
 
-def _sets(summary: Mapping[str, Any]) -> str:
-    by_set = summary["eval_accuracy_by_set"]
-    return ", ".join(f"{name} {end:.2f}" for name, (_, end) in by_set.items()) or "none"
-
-
-def _evaluates(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
-    return set(summary["eval_accuracy_by_set"]) == set(config.data.evaluation_files)
+def _accuracies(sets: Mapping[str, Any]) -> str:
+    """Return the last accuracy of each held-out set as text."""
+    return ", ".join(f"{name} {end:.2f}" for name, (_, end) in sets.items()) or "none"
 
 
 def _small(value: float | None) -> str:

@@ -9,15 +9,18 @@ from megatron_dppo.model.layout import LayoutSizes, size_faults
 
 
 def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:
-    """Return the tiny model's layers in the first and the last stage: one a chunk where the recipe sets a number."""
-    stages = {
+    """Return the tiny model's layers in the first and the last stage, by the key of ``parallel``.
+
+    Where the recipe sets a number, the stage has one layer in each model chunk.
+    """
+    layers_of_stage = {
         "first_stage_layers": parallel.first_stage_layers,
         "last_stage_layers": parallel.last_stage_layers,
     }
-    for key, layers in stages.items():
+    for key, layers in layers_of_stage.items():
         if layers is not None:
-            stages[key] = parallel.virtual_pipeline or 1
-    return stages
+            layers_of_stage[key] = parallel.virtual_pipeline or 1
+    return layers_of_stage
 
 
 def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
@@ -45,7 +48,7 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
 
 
 def _halved(sizes: LayoutSizes) -> LayoutSizes:
-    """Return a valid layout in which one size is divided by its smallest prime factor."""
+    """Return a valid layout with fewer ranks: the first size above 1 is divided by its smallest prime factor."""
     for name in ("data", "context", "tensor", "pipeline"):
         size = getattr(sizes, name)
         if size == 1:
@@ -68,6 +71,7 @@ def _halved(sizes: LayoutSizes) -> LayoutSizes:
 
 
 def _with_fitting_experts(sizes: LayoutSizes) -> LayoutSizes:
+    """Shrink the expert-parallel size until the layout is valid."""
     while size_faults(sizes) and sizes.expert > 1:
         sizes = replace(sizes, expert=sizes.expert // _smallest_factor(sizes.expert))
     if sizes.expert == 1:
@@ -77,4 +81,7 @@ def _with_fitting_experts(sizes: LayoutSizes) -> LayoutSizes:
 
 
 def _smallest_factor(size: int) -> int:
-    return next(factor for factor in range(2, size + 1) if size % factor == 0)
+    factor = 2
+    while size % factor:
+        factor += 1
+    return factor

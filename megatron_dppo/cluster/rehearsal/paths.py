@@ -1,9 +1,9 @@
-"""Compare a recipe's paths with the file systems of a cluster's node.
+"""Check that a node of a cluster can read a recipe's paths.
 
     python -m megatron_dppo.cluster.rehearsal.paths KEY=PATH ...
 
-One task runs on each node of a job. The exit code is 2 where a path is missing on that node; a line names the node, the
-recipe's key and the path.
+One task runs on each node of a job. If a path is missing on its node, the exit code is 2, and a line names the node,
+the recipe's key and the path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Problems of a rehearsal: a few rows of the recipe's own files, and toy problems where there are none."""
+"""Problems of a rehearsal: a few rows of the recipe's own files, and toy problems in place of missing files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 HELD_OUT = 2
 """Problems of each evaluation set."""
-_LOOKED_AT = 512
+_FIRST_ROWS = 512
 """Number of rows at a file's beginning from which the shortest prompts are selected."""
 _ANY_LENGTH = 1 << 20
+"""Limit of a prompt's tokens that no prompt reaches."""
 _TERMS = 100
+"""The terms of toy sums are below this number."""
 
 
 @dataclass(frozen=True)
@@ -79,47 +81,47 @@ def make_problems(
         data.prompt_template,
         data.chat_template_arguments,
     )
-    files: list[tuple[str, ProblemFile, int]] = [
-        ("data.train", file, count) for file in data.train_files
-    ]
-    files += [
-        (f"data.evaluation.{name}", file, HELD_OUT) for name, file in data.evaluation_files.items()
-    ]
-    paths, absent, longest = [], [], 1
-    for number, (key, file, wanted) in enumerate(files):
+    files: list[tuple[str, ProblemFile, int]] = []
+    for file in data.train_files:
+        files.append(("data.train", file, count))
+    for name, file in data.evaluation_files.items():
+        files.append((f"data.evaluation.{name}", file, HELD_OUT))
+    paths = []
+    absences = []
+    longest = 1
+    for number, (key, file, row_count) in enumerate(files):
         path = folder / f"{number}.jsonl"
-        missing = data_files(file.path).fault
-        if missing is None:
-            rows = _shortest_rows(key, file, wanted)
+        fault = data_files(file.path).fault
+        if fault is None:
+            rows = _shortest_rows(key, file, row_count)
         else:
-            absent.append(
-                Absence(key, f"{file.path} is not here (expected {missing}); toy sums replace it")
-            )
-            rows = [_under_keys(row, file) for row in toy_rows(wanted, seed=number)]
+            reason = f"{file.path} is not here (expected {fault}); toy sums replace it"
+            absences.append(Absence(key, reason))
+            rows = [_under_keys(row, file) for row in toy_rows(row_count, seed=number)]
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         path.write_text(text, encoding="utf-8")
         longest = max(longest, _longest_prompt(key, path, file, tokenizer, form))
         paths.append(str(path))
-    trained = len(data.train_files)
+    train_count = len(data.train_files)
     names = list(data.evaluation_files)
-    evaluation = dict(zip(names, paths[trained:], strict=True))
-    return Problems(tuple(paths[:trained]), evaluation, longest, tuple(absent))
+    evaluation = dict(zip(names, paths[train_count:], strict=True))
+    return Problems(tuple(paths[:train_count]), evaluation, longest, tuple(absences))
 
 
 def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
     """Return ``count`` different sums with their answers."""
-    pairs = random.Random(seed).sample(range(_TERMS * _TERMS), count)
-    return [
-        {"prompt": f"{pair // _TERMS}+{pair % _TERMS}=", "answer": str(sum(divmod(pair, _TERMS)))}
-        for pair in pairs
-    ]
+    rows = []
+    for number in random.Random(seed).sample(range(_TERMS * _TERMS), count):
+        first, second = divmod(number, _TERMS)
+        rows.append({"prompt": f"{first}+{second}=", "answer": str(first + second)})
+    return rows
 
 
 def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str, Any]]:
     """Select the rows with the shortest prompts at the beginning of the file, in the file's order."""
     try:
         read_problems(file.path, _keys_of(file))
-        records = read_all_records(file.path).records[:_LOOKED_AT]
+        records = read_all_records(file.path).records[:_FIRST_ROWS]
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     if len(records) < count and key == "data.train":
@@ -127,8 +129,8 @@ def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str,
             f"{key}: {file.path} has {len(records)} problems, expected at least {count}"
         )
     lengths = [len(text_of(prompt_of(row, file.path, file.prompt_key))) for row in records]
-    chosen = sorted(sorted(range(len(records)), key=lengths.__getitem__)[:count])
-    return [records[position] for position in chosen]
+    shortest_first = sorted(range(len(records)), key=lengths.__getitem__)
+    return [records[position] for position in sorted(shortest_first[:count])]
 
 
 def _longest_prompt(
@@ -138,6 +140,7 @@ def _longest_prompt(
     tokenizer: PreTrainedTokenizerBase,
     form: PromptForm,
 ) -> int:
+    """Return the tokens of the longest prompt in the written file. Raises DataError, which begins with ``key``."""
     try:
         problems = load_problems(
             path,
@@ -157,10 +160,10 @@ def _keys_of(file: ProblemFile) -> DataKeys:
 
 def _under_keys(row: Mapping[str, str], file: ProblemFile) -> dict[str, Any]:
     """Return a toy row with its values under the file's keys."""
-    named: dict[str, Any] = {
+    values: dict[str, Any] = {
         file.prompt_key or "prompt": row["prompt"],
         file.answer_key or "answer": row["answer"],
     }
     if file.metadata_key not in (None, EVERY_COLUMN):
-        named[file.metadata_key] = {}
-    return named
+        values[file.metadata_key] = {}
+    return values

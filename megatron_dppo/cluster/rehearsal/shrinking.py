@@ -1,4 +1,4 @@
-"""The configuration of a rehearsal, made from its recipe: which keys change, and why."""
+"""The configuration of a rehearsal: the recipe's with changed keys, and the parts of the recipe that it leaves out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_dppo.cluster.planner.devices import ceil_to
 from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.cluster.rehearsal.layout import small_stages
 from megatron_dppo.config import TrainConfig
@@ -18,22 +19,31 @@ from megatron_dppo.config.schema import ParallelConfig
 STEPS = 3
 """Number of rollout batches: one before the stop, and at least one after the resume."""
 RESPONSE_TOKENS = 16
+"""Largest number of tokens of a response without an environment."""
 TURN_TOKENS = 8
+"""Largest number of sampled tokens of a turn."""
 _TURNS = 2
-_GROUP = 4
+"""Largest number of turns of an episode."""
+_GROUP_SIZE = 4
+"""Largest number of responses for each prompt."""
 _CHECKPOINTS = 2
+"""Number of checkpoints to keep."""
 _MICRO_BATCH_SEQUENCES = 2
+"""Sequences of the greatest length in a micro-batch."""
 _LEARNING_RATE = 1e-4
-"""Large enough to change bfloat16 weights in every step, small enough to keep the policy nearly random."""
+"""Least learning rate: large enough to change bfloat16 weights in every step, small enough to keep the policy nearly
+random.
+"""
 _ANY_PROCESSES = 1024
-"""Value of ``run.processes_per_core``."""
-_PATIENCE_S = 3600.0
-"""Time limit of collectives, starts and requests. It is long, because many ranks share few cores."""
+"""Value of ``run.processes_per_core`` with which no number of processes is refused."""
+# Least time limits. They are long, because many ranks share few cores.
+_WAIT_S = 3600.0
+"""Limit of collectives, starts of servers and weight updates."""
 _HANG_S = 600.0
 _SCORE_S = 120.0
 
-Nodes = Literal["cpu", "gpu"]
-SIZES_OF_ENGINE = (
+DeviceOfNodes = Literal["cpu", "gpu"]
+ENGINE_SIZES = (
     "tp_size",
     "ep_size",
     "attn_dp_size",
@@ -59,7 +69,7 @@ KEPT_ENGINE_OPTIONS = frozenset(
         "watchdog_timeout",
     )
 )
-"""Options of SGLang with the same meaning on a CPU; all others are left out there."""
+"""Options of SGLang that mean on a CPU what they mean on a GPU. A rehearsal on CPUs leaves out all other options."""
 DROPPED_MEGATRON_OPTIONS = frozenset(
     (
         "fp8",
@@ -103,7 +113,7 @@ class Stage:
         servers: number of servers to start.
         unreachable: keys of tables whose service does not answer, each with the reason.
         scores_toys: whether the recipe's reward scores the toy problems that replace its data.
-        nodes: kind of device on the cluster's nodes that the rehearsal uses; None: it runs on this machine's CPUs.
+        nodes: devices of a cluster's nodes on which the rehearsal runs; None: it runs on this machine's CPUs.
     """
 
     directory: Path
@@ -115,7 +125,7 @@ class Stage:
     servers: int = 1
     unreachable: Mapping[str, str] = field(default_factory=dict)
     scores_toys: bool = True
-    nodes: Nodes | None = None
+    nodes: DeviceOfNodes | None = None
 
     @property
     def on_gpus(self) -> bool:
@@ -125,7 +135,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Omission:
-    """A part of the recipe that the rehearsal does not run. ``key``: the recipe's key, or words for a part."""
+    """A part of the recipe that the rehearsal does not run. ``key``: the recipe's key, or the part in words."""
 
     key: str
     reason: str
@@ -134,16 +144,20 @@ class Omission:
 NO_TOKENIZER = "no tokenizer in it; a byte-level one replaces it"
 
 
-def changed_values(config: TrainConfig, derived: TrainConfig) -> dict[str, tuple[Any, Any]]:
+def changed_values(
+    config: TrainConfig,
+    rehearsal_config: TrainConfig,
+) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ, each with the recipe's value and the rehearsal's."""
-    before = config.model_dump()
-    after = derived.model_dump()
+    recipe_tables = config.model_dump()
     changes = {}
-    for section, table in after.items():
-        for key in {**before[section], **table}:
-            values = (before[section].get(key), table.get(key))
-            if values[0] != values[1]:
-                changes[f"{section}.{key}"] = values
+    for section, table in rehearsal_config.model_dump().items():
+        recipe_table = recipe_tables[section]
+        for key in {**recipe_table, **table}:
+            recipe_value = recipe_table.get(key)
+            value = table.get(key)
+            if recipe_value != value:
+                changes[f"{section}.{key}"] = (recipe_value, value)
     return changes
 
 
@@ -156,8 +170,9 @@ def longest_sequence(environment: EnvironmentConfig, longest_prompt: int) -> int
 
 
 def problems_needed(config: TrainConfig, parallel: ParallelConfig) -> int:
-    """Return twice the number of training problems that the steps draw: some may be left out or drawn ahead."""
-    return 2 * STEPS * _prompts(config, parallel)[1]
+    """Return twice the number of training problems of all steps: filters may drop some, and staleness draws ahead."""
+    _, prompts_per_step = _prompts(config, parallel)
+    return 2 * STEPS * prompts_per_step
 
 
 def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> TrainConfig:
@@ -168,29 +183,32 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
         parallel: the layout to rehearse, the recipe's own or a smaller one (``smaller_layout``).
         stage: the model, the problems and the folder of the rehearsal.
     """
-    tree = merged(config.model_dump(), _changes(config, parallel, stage))
-    # Replace these tables entirely: a merge would keep the keys to drop.
-    dropped = _dropped_options(config, stage)
-    sizes = () if stage.on_gpus else SIZES_OF_ENGINE
-    dropped_keys = {**dropped, "sglang": [*dropped["sglang"], *sizes]}
+    values = merged(config.model_dump(), _changes(config, parallel, stage))
+    # Replace these tables as a whole: a merge would keep the keys to drop.
+    dropped_keys = _dropped_options(config, stage)
+    if not stage.on_gpus:
+        dropped_keys["sglang"] += ENGINE_SIZES
     for table, keys in dropped_keys.items():
-        tree[table] = {k: v for k, v in getattr(config, table).items() if k not in keys}
-    tree["data"] = {**tree["data"], **_data(config, stage)}
-    tree["reward"] = _reward(config, stage)
-    return TrainConfig.model_validate(tree)
+        options = getattr(config, table)
+        values[table] = {key: value for key, value in options.items() if key not in keys}
+    values["data"] = {**values["data"], **_data(config, stage)}
+    values["reward"] = _reward(config, stage)
+    return TrainConfig.model_validate(values)
 
 
 def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dict[str, Any]:
-    mini_batch, prompts = _prompts(config, parallel)
-    has_turns = _has_environment(config, stage)
-    longest = longest_sequence(
-        config.environment if has_turns else EnvironmentConfig(), stage.longest_prompt
-    )
-    response = TURN_TOKENS if has_turns else RESPONSE_TOKENS
+    """Return the changed keys by section, except those of data, reward and the libraries' tables."""
+    prompts_per_mini_batch, prompts_per_step = _prompts(config, parallel)
+    environment = EnvironmentConfig()
+    max_response_tokens = RESPONSE_TOKENS
+    if _has_environment(config, stage):
+        environment = config.environment
+        max_response_tokens = TURN_TOKENS
+    longest = longest_sequence(environment, stage.longest_prompt)
     rollout: dict[str, Any] = {
-        "prompts_per_step": prompts,
-        "group_size": _group(config),
-        "max_response_tokens": response,
+        "prompts_per_step": prompts_per_step,
+        "group_size": _group_size(config),
+        "max_response_tokens": max_response_tokens,
         "request_timeout_s": None,
         "max_concurrent_requests": min(config.rollout.max_concurrent_requests, 64),
         "replay_from": None,
@@ -213,17 +231,17 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
         "rollout": rollout,
         "algorithm": {
             "aggregation_constant": None,
-            "overlong_tokens": min(config.algorithm.overlong_tokens, response // 2),
+            "overlong_tokens": min(config.algorithm.overlong_tokens, max_response_tokens // 2),
         },
         "environment": _environment(config, stage),
         "parallel": {
             **parallel.model_dump(),
             **small_stages(parallel),
             "interface": None if stage.nodes is None else config.parallel.interface,
-            "collective_timeout_s": max(parallel.collective_timeout_s, _PATIENCE_S),
+            "collective_timeout_s": max(parallel.collective_timeout_s, _WAIT_S),
         },
         "training": {
-            "prompts_per_mini_batch": mini_batch,
+            "prompts_per_mini_batch": prompts_per_mini_batch,
             "micro_batch_tokens": _MICRO_BATCH_SEQUENCES * longest,
         },
         "optimizer": {
@@ -242,13 +260,13 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             "device": "cuda" if stage.on_gpus else "cpu",
             "python": None if stage.nodes is None else config.engine.python,
             "max_restarts": 0,
-            "start_timeout_s": max(config.engine.start_timeout_s, _PATIENCE_S),
+            "start_timeout_s": max(config.engine.start_timeout_s, _WAIT_S),
             "hang_timeout_s": max(config.engine.hang_timeout_s, _HANG_S),
         },
         "weight_sync": {
             "bucket_mib": 1,
             "directory": None,
-            "timeout_s": max(config.weight_sync.timeout_s, _PATIENCE_S),
+            "timeout_s": max(config.weight_sync.timeout_s, _WAIT_S),
         },
         "evaluation": {"every": STEPS, "samples_per_prompt": 1, "max_response_tokens": None},
         "checkpoint": {
@@ -263,61 +281,61 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
     }
 
 
-def _group(config: TrainConfig) -> int:
-    return min(config.rollout.group_size, _GROUP)
+def _group_size(config: TrainConfig) -> int:
+    return min(config.rollout.group_size, _GROUP_SIZE)
 
 
 def _prompts(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
     """Return the prompts of an optimiser step and of a rollout batch.
 
-    A batch has two optimiser steps if the recipe's has several.
+    A rollout batch has two optimiser steps if the recipe's batch has several, else one.
     """
     # Every replica needs a micro-batch for each pipeline stage.
-    responses = parallel.data * parallel.pipeline
-    group = _group(config)
-    mini_batch = max(2, parallel.data, -(-responses // group))
-    # The replicas share a batch evenly.
-    mini_batch = -(-mini_batch // parallel.data) * parallel.data
+    least_responses = parallel.data * parallel.pipeline
+    mini_batch = max(2, parallel.data, -(-least_responses // _group_size(config)))
+    # The replicas divide a mini-batch evenly.
+    mini_batch = ceil_to(mini_batch, parallel.data)
     recipe_steps = config.rollout.prompts_per_step // config.training.prompts_per_mini_batch
-    return mini_batch, mini_batch * min(2, max(1, recipe_steps))
+    steps = 2 if recipe_steps > 1 else 1
+    return mini_batch, mini_batch * steps
 
 
 def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
-    files = config.data.train_files
+    """Return the changed keys of ``data``: the paths of the rehearsal's problems, under the recipe's other settings."""
+    train: Any
     if isinstance(config.data.train, str):
-        train: Any = stage.train[0]
+        train = stage.train[0]
     else:
-        train = [
-            file.model_copy(update={"path": path}).model_dump()
-            for file, path in zip(files, stage.train, strict=True)
-        ]
-    evaluation = {
-        name: file.model_copy(update={"path": stage.evaluation[name]}).model_dump()
-        for name, file in config.data.evaluation_files.items()
-    }
+        train = []
+        for file, path in zip(config.data.train_files, stage.train, strict=True):
+            train.append(file.model_copy(update={"path": path}).model_dump())
+    evaluation = {}
+    for name, file in config.data.evaluation_files.items():
+        path = stage.evaluation[name]
+        evaluation[name] = file.model_copy(update={"path": path}).model_dump()
     return {"train": train, "evaluation": evaluation, "max_prompt_tokens": stage.longest_prompt}
 
 
 def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
-    """Return the recipe's rewards that work here, and a reward that differs between responses."""
+    """Return the recipe's rewards that work here, and a reward that differs between responses (``signal.py``)."""
     reward = config.reward.model_dump()
     timeout_s = max(config.reward.timeout_s, _SCORE_S)
     if "reward.options" in stage.unreachable or not stage.scores_toys:
         reward |= {"name": signal.TARGET, "options": {}, "batch_size": 1}
     reward["timeout_s"] = timeout_s
     reward["workers"] = 1
-    further: dict[str, Any] = {}
+    further_rewards: dict[str, Any] = {}
     for name, term in reward["further"].items():
         if f"reward.further.{name}.options" not in stage.unreachable and stage.scores_toys:
-            further[name] = term
+            further_rewards[name] = term
     if reward["name"] != signal.TARGET:
-        further["rehearsal"] = {
+        further_rewards["rehearsal"] = {
             "name": signal.TARGET,
             "weight": 1.0,
             "timeout_s": timeout_s,
             "workers": 1,
         }
-    reward["further"] = further
+    reward["further"] = further_rewards
     return reward
 
 
@@ -326,6 +344,7 @@ def _has_environment(config: TrainConfig, stage: Stage) -> bool:
 
 
 def _environment(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+    """Return the changed keys of ``environment``."""
     if not _has_environment(config, stage):
         return {"name": None}
     turns = min(config.environment.max_turns, _TURNS)
@@ -338,12 +357,12 @@ def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> It
     for key, reason in stage.unreachable.items():
         yield Omission(key, reason)
     yield from _engine_parts(config, stage)
-    for table, dropped in _dropped_options(config, stage).items():
-        if dropped:
-            yield Omission(table, f"{', '.join(dropped)}: for GPUs")
-    other = [name for name in config.tracking.trackers if name != "tensorboard"]
-    if other:
-        yield Omission("tracking.trackers", f"{', '.join(other)}: nothing is sent")
+    for table, keys in _dropped_options(config, stage).items():
+        if keys:
+            yield Omission(table, f"{', '.join(keys)}: for GPUs")
+    services = [name for name in config.tracking.trackers if name != "tensorboard"]
+    if services:
+        yield Omission("tracking.trackers", f"{', '.join(services)}: nothing is sent")
     if config.checkpoint.upload is not None:
         yield Omission("checkpoint.upload", "nothing is sent")
 
@@ -353,11 +372,11 @@ def _replaced_parts(
     parallel: ParallelConfig,
     stage: Stage,
 ) -> Iterator[Omission]:
-    asked = config.parallel
-    if asked.sizes != parallel.sizes:
+    recipe_ranks = config.parallel.world_size
+    if config.parallel.sizes != parallel.sizes:
         yield Omission(
             "parallel",
-            f"the recipe's {asked.world_size} ranks are rehearsed as {parallel.world_size} (--ranks)",
+            f"the recipe's {recipe_ranks} ranks are rehearsed as {parallel.world_size} (--ranks)",
         )
     if not stage.has_own_tokenizer:
         yield Omission("model.hf_checkpoint", NO_TOKENIZER)
@@ -376,29 +395,34 @@ def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
         yield Omission("parallel.interface", "all ranks are on one machine")
     engine = config.engine
     if engine.servers_to_start != stage.servers or engine.urls:
-        there = f"{engine.servers_to_start} servers"
+        recipe_servers = f"{engine.servers_to_start} servers"
         if engine.urls:
-            there += f" and {len(engine.urls)} urls"
-        yield Omission("engine.servers", f"{stage.servers} instead of {there} (--servers)")
-    tensor = config.sglang.get("tp_size") or 1
-    if tensor != 1 and not stage.on_gpus:
-        yield Omission("sglang.tp_size", f"1 instead of {tensor}: a server on a CPU is one process")
+            recipe_servers += f" and {len(engine.urls)} urls"
+        yield Omission("engine.servers", f"{stage.servers} instead of {recipe_servers} (--servers)")
+    tp_size = config.sglang.get("tp_size") or 1
+    if tp_size != 1 and not stage.on_gpus:
+        yield Omission(
+            "sglang.tp_size", f"1 instead of {tp_size}: a server on a CPU is one process"
+        )
 
 
 def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
     """Return the options of each table that choose GPU kernels or GPU memory; none where the rehearsal has GPUs."""
     if stage.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
-    left_out = KEPT_ENGINE_OPTIONS | set(SIZES_OF_ENGINE)
+    # The sizes of a server are no GPU options: ``shrink`` drops them, and ``omissions`` reports ``tp_size`` by itself.
+    unlisted_keys = {*KEPT_ENGINE_OPTIONS, *ENGINE_SIZES}
     return {
-        "sglang": [key for key in config.sglang if key not in left_out],
+        "sglang": [key for key in config.sglang if key not in unlisted_keys],
         "megatron": [key for key in config.megatron if key in DROPPED_MEGATRON_OPTIONS],
         "megatron_optimizer": _dropped_adam_options(config.megatron_optimizer),
     }
 
 
 def _dropped_adam_options(optimizer: Mapping[str, Any]) -> list[str]:
-    """Options of Transformer Engine's Adam; an offloaded optimizer is rehearsed as it is."""
+    """Return the options that only Transformer Engine's Adam has. An offloaded optimizer, which runs on the CPU, keeps
+    its options.
+    """
     if optimizer.get(OFFLOAD):
         return []
     return [key for key in optimizer if key in {PRECISION_AWARE, *MOMENT_DTYPES}]

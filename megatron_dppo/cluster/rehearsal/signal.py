@@ -8,5 +8,5 @@ TARGET = "megatron_dppo.cluster.rehearsal.signal:spread"
 
 
 def spread(response: str) -> float:
-    """Return a number in [0, 1) that depends on every character of the response, and on nothing else."""
+    """Return a hash of the response as a number in [0, 1)."""
     return zlib.crc32(response.encode()) / 2**32

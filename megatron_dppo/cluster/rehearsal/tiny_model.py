@@ -1,4 +1,4 @@
-"""A random model of a recipe's family, as small as the recipe's layout allows, as a Hugging Face folder."""
+"""The config.json of a model of the recipe's family that is as small as the recipe's layout allows."""
 
 from __future__ import annotations
 
@@ -10,33 +10,43 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.cluster.rehearsal.tokenizer import SPECIAL, byte_vocabulary_size
+from megatron_dppo.cluster.rehearsal.tokenizer import SPECIAL_TOKENS, byte_vocabulary_size
 from megatron_dppo.model.families import family_of, language_model_values, load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
 from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
 
 KNOWN_MODELS = EXAMPLES / "model_configs"
-_GUESSED = {True: "qwen3-30b-a3b-base", False: "qwen3-1.7b-base"}
-"""Models of ``KNOWN_MODELS`` that stand in for an unknown one: a mixture of experts, a dense model."""
+_GUESSED_MOE, _GUESSED_DENSE = "qwen3-30b-a3b-base", "qwen3-1.7b-base"
+"""Models of ``KNOWN_MODELS`` for which an unknown model is taken."""
 HEAD_DIM = 16
 HIDDEN = 64
-_ROW = 32
+_MLP_ROWS = 32
 """Rows of an MLP on each tensor-parallel rank."""
 _LEAST_LAYERS = 2
 _MOST_CHOICES = 4
-"""Experts of a token, at most."""
+"""Largest number of experts of a token."""
 _LEAST_POSITIONS = 512
 _SPARE_POSITIONS = 64
-_INITIAL = 0.05
-"""Standard deviation of the random weights; larger than usual, so that a wrong block shows in the outputs."""
+_DEVIATION = 0.05
+"""Standard deviation of the random weights: larger than usual, so that an error in a block shows in the outputs."""
 
 
 @dataclass(frozen=True)
 class TinySizes:
     """Sizes of the tiny model.
 
-    ``experts``: 0 for a dense model. ``choices``: experts of a token. ``positions``: largest number of positions.
+    Attributes:
+        layers: number of layers.
+        heads: number of query heads.
+        groups: number of key-value heads.
+        hidden: hidden size.
+        ffn: width of a dense MLP.
+        experts: number of experts; 0 for a dense model.
+        choices: number of experts of a token.
+        moe_ffn: width of an expert.
+        positions: largest number of positions.
+        head_dim: width of a head.
     """
 
     layers: int
@@ -60,9 +70,12 @@ class TinySizes:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """The config.json of the recipe's model.
+    """The config.json of the recipe's model, or of a known model in its place.
 
-    ``missing``: the reason why another model's config.json was read; empty if the file is the recipe's own.
+    Attributes:
+        values: the content of config.json.
+        shape: the model that it describes.
+        missing: the reason why the config.json of a guessed model was read; empty if none was guessed.
     """
 
     values: Mapping[str, Any]
@@ -71,23 +84,23 @@ class KnownModel:
 
 
 def read_model(checkpoint: str, *, is_moe: bool) -> KnownModel:
-    """Read the config.json of ``checkpoint``, or of a known model of the same name.
+    """Read the config.json of ``checkpoint``, of a known model with the checkpoint's name, or else of a guessed model.
 
     ``is_moe``: whether an unknown model is taken for a mixture of experts. Raises ModelError for a config.json that is
     damaged or outside the families.
     """
     folder = Path(checkpoint)
-    named = KNOWN_MODELS / folder.name.lower()
-    for candidate in (folder, named):
+    known_folder = KNOWN_MODELS / folder.name.lower()
+    for candidate in (folder, known_folder):
         if (candidate / "config.json").is_file():
             return _read(candidate)
-    guess = KNOWN_MODELS / _GUESSED[is_moe]
-    found = _read(guess)
+    guessed_name = _GUESSED_MOE if is_moe else _GUESSED_DENSE
+    guessed_model = _read(KNOWN_MODELS / guessed_name)
     missing = (
         f"no config.json in {folder} and no model {folder.name!r} among the known ones, so the model is taken for "
-        f"{found.shape.family}, as {guess.name}"
+        f"{guessed_model.shape.family}, as {guessed_name}"
     )
-    return KnownModel(found.values, found.shape, missing)
+    return replace(guessed_model, missing=missing)
 
 
 def _read(folder: Path) -> KnownModel:
@@ -102,48 +115,53 @@ def tiny_sizes(
     *,
     all_to_all: bool = False,
 ) -> TinySizes:
-    """Return the smallest sizes of a model of ``shape``'s kind that ``layout`` divides.
+    """Return the smallest sizes that ``layout`` divides, of a model with the same parts as the recipe's model.
 
     Args:
         layout: layout of the trainer.
         shape: the recipe's own model.
         longest: tokens of the longest sequence.
-        all_to_all: whether on GPUs too the context-parallel ranks exchange heads for tokens, so that they divide a
-            rank's key-value heads. On CPUs they divide its query heads in any case.
+        all_to_all: whether context-parallel ranks exchange heads for tokens on GPUs too (``cp_comm_type: a2a``). They
+            then divide a rank's key-value heads. On CPUs they exchange heads in any case, and divide the query heads.
     """
     tensor = layout.tensor
-    share = tensor * (layout.context if all_to_all else 1)
+    group_ranks = tensor
+    if all_to_all:
+        group_ranks *= layout.context
     if shape.num_query_groups % tensor == 0:
-        groups = max(share, min(2, shape.num_query_groups))
-        groups = math.lcm(share, groups)
+        groups = max(group_ranks, min(2, shape.num_query_groups))
+        groups = math.lcm(group_ranks, groups)
     else:
-        # With fewer key-value heads than ranks, each rank holds a part of a head, as in the recipe's model.
+        # As in the recipe's model, there are fewer key-value heads than ranks, and each rank holds a part of a head.
         groups = shape.num_query_groups
-    is_grouped = shape.num_attention_heads > shape.num_query_groups
-    heads = math.lcm(groups * (2 if is_grouped else 1), tensor * layout.context)
-    if not is_grouped:
-        groups = heads
-    # Families without a key for it take head_dim = hidden / heads.
+    if shape.num_attention_heads > shape.num_query_groups:
+        heads = math.lcm(2 * groups, tensor * layout.context)
+    else:
+        heads = groups = math.lcm(groups, tensor * layout.context)
+    # In families whose config.json has no width of a head, the width is hidden / heads.
     hidden = HIDDEN if _has_own_head_dim(shape) else heads * HEAD_DIM
     experts = choices = moe_ffn = 0
     if shape.is_moe:
         experts = max(4, 2 * layout.expert)
         choices = min(shape.experts_per_token, _MOST_CHOICES, experts // 2)
-        moe_ffn = _ROW * layout.expert_tensor_size
+        moe_ffn = _MLP_ROWS * layout.expert_tensor_size
         if shape.router.has_bias:
-            # The shared expert of such a model is as wide as some experts, and tensor parallelism divides it.
-            moe_ffn = _ROW * math.lcm(layout.expert_tensor_size, tensor)
-    layers = layout.pipeline * (layout.virtual_pipeline or 1)
+            # In models whose router has a bias, the shared expert has the width of one or several experts, and tensor
+            # parallelism divides it.
+            moe_ffn = _MLP_ROWS * math.lcm(layout.expert_tensor_size, tensor)
+    chunks = layout.virtual_pipeline or 1
+    layers = layout.pipeline * chunks
     if layout.given_stages:
-        # ``small_stages`` gives these stages one layer a chunk; two for the others keep the stages uneven.
-        layers += (layout.pipeline - len(layout.given_stages)) * (layout.virtual_pipeline or 1)
+        # The recipe sets the layers of some stages. ``small_stages`` sets one in each chunk of these; the other stages
+        # have two, so that the stages stay uneven.
+        layers += (layout.pipeline - len(layout.given_stages)) * chunks
     positions = -(-(longest + _SPARE_POSITIONS) // 256) * 256
     return TinySizes(
         layers=max(layers, _LEAST_LAYERS),
         heads=heads,
         groups=groups,
         hidden=hidden,
-        ffn=_ROW * 2 * tensor,
+        ffn=_MLP_ROWS * 2 * tensor,
         experts=experts,
         choices=choices,
         moe_ffn=moe_ffn,
@@ -152,7 +170,7 @@ def tiny_sizes(
 
 
 _WINDOW = 16
-"""Largest window of attention: responses of a rehearsal are longer."""
+"""Largest window of attention, in tokens. A rehearsal's sequences are longer, so that the window has an effect."""
 _KERNEL_ROWS = 128
 """Rows of an MLP on each rank that GPU kernels support."""
 
@@ -167,22 +185,26 @@ def sizes_for_kernels(
 
     A head is as wide as in the recipe's model, because attention kernels support only few widths. Not yet run on a GPU.
     """
-    ranks = math.lcm(layout.tensor, engine)
     groups = sizes.groups
     heads = math.lcm(sizes.heads, engine)
+    # Servers divide the key-value heads, or repeat each on as many ranks.
     if groups % engine and engine % groups:
         groups = math.lcm(groups, engine)
         heads = math.lcm(heads, groups)
-    head_dim = shape.head_dim
-    has_width = _has_own_head_dim(shape)
+    hidden = 4 * _KERNEL_ROWS
+    if not _has_own_head_dim(shape):
+        hidden = heads * shape.head_dim
+    moe_ffn = 0
+    if sizes.experts:
+        moe_ffn = _KERNEL_ROWS * math.lcm(layout.expert_tensor_size, engine)
     return replace(
         sizes,
         heads=heads,
         groups=groups,
-        hidden=4 * _KERNEL_ROWS if has_width else heads * head_dim,
-        ffn=2 * _KERNEL_ROWS * ranks,
-        moe_ffn=_KERNEL_ROWS * math.lcm(layout.expert_tensor_size, engine) if sizes.experts else 0,
-        head_dim=head_dim,
+        hidden=hidden,
+        ffn=2 * _KERNEL_ROWS * math.lcm(layout.tensor, engine),
+        moe_ffn=moe_ffn,
+        head_dim=shape.head_dim,
     )
 
 
@@ -192,19 +214,28 @@ def sizes_for_blocks(
     shape: ModelShape,
     engine: int,
 ) -> TinySizes:
-    """Return ``sizes`` whose shares on servers of ``engine`` ranks are whole blocks of 128 x 128, for FP8 weights."""
-    wide = sizes_for_kernels(sizes, layout, shape, engine)
-    hidden = wide.hidden if _has_own_head_dim(shape) else wide.heads * BLOCK
-    return replace(wide, head_dim=BLOCK, hidden=hidden)
+    """Return ``sizes`` with which each rank of a server (of ``engine`` ranks) has whole blocks of 128 x 128, for FP8
+    weights.
+    """
+    wide_sizes = sizes_for_kernels(sizes, layout, shape, engine)
+    hidden = wide_sizes.hidden
+    if not _has_own_head_dim(shape):
+        hidden = wide_sizes.heads * BLOCK
+    return replace(wide_sizes, head_dim=BLOCK, hidden=hidden)
 
 
 def _has_own_head_dim(shape: ModelShape) -> bool:
+    """Return whether the family's config.json has the width of a head, so that it need not be hidden / heads."""
     return shape.family.startswith("qwen3")
 
 
 def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> dict[str, Any]:
-    """Return the recipe's config.json with the tiny sizes and, unless ``own_tokenizer``, the byte tokenizer's ids."""
+    """Return the recipe's config.json with the tiny sizes.
+
+    ``own_tokenizer``: whether the tokenizer is the recipe's. Otherwise the file gets the ids of the byte tokenizer.
+    """
     values = dict(language_model_values(known.values))
+    # Keys that depend on the number of layers, or that transformers writes itself.
     for key in ("layer_types", "max_window_layers", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
     values |= {
@@ -214,7 +245,7 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.ffn,
         "max_position_embeddings": sizes.positions,
-        "initializer_range": _INITIAL,
+        "initializer_range": _DEVIATION,
     }
     if _has_own_head_dim(known.shape) or "head_dim" in values:
         values["head_dim"] = sizes.head_dim
@@ -232,46 +263,60 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
             original = min(table["original_max_position_embeddings"], sizes.positions // 2)
             values[key] = {**table, "original_max_position_embeddings": original}
     if not own_tokenizer:
-        end = SPECIAL.index("<|im_end|>")
+        end = SPECIAL_TOKENS.index("<|im_end|>")
         values |= {"vocab_size": byte_vocabulary_size(), "eos_token_id": end, "pad_token_id": 0}
         values["bos_token_id"] = None
-    return _with_further_parts(known, values)
+    return _with_outer_values(known, values)
 
 
 def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any]:
     """Return the sizes of experts by the keys of the recipe's config.json."""
-    names = [key for key in ("num_experts", "n_routed_experts") if key in values]
-    name = names[0] if names else "num_local_experts"
-    # A family without a key for the width of an expert takes the MLP's.
-    width = "intermediate_size"
+    count_key = "num_local_experts"
+    for key in ("num_experts", "n_routed_experts"):
+        if key in values:
+            count_key = key
+            break
+    # In a family without a key for the width of an expert, it is the width of the MLP.
+    width_key = "intermediate_size"
     if "moe_intermediate_size" in values:
-        width = "moe_intermediate_size"
-    found = {name: sizes.experts, "num_experts_per_tok": sizes.choices, width: sizes.moe_ffn}
+        width_key = "moe_intermediate_size"
+    new_values = {
+        count_key: sizes.experts,
+        "num_experts_per_tok": sizes.choices,
+        width_key: sizes.moe_ffn,
+    }
     if "experts_per_token" in values:
-        found["experts_per_token"] = sizes.choices
+        new_values["experts_per_token"] = sizes.choices
     if "expert_hidden_dim" in values:
-        found["expert_hidden_dim"] = sizes.moe_ffn
+        new_values["expert_hidden_dim"] = sizes.moe_ffn
     if "shared_expert_intermediate_size" in values:
-        found["shared_expert_intermediate_size"] = sizes.ffn
+        new_values["shared_expert_intermediate_size"] = sizes.ffn
     if "first_k_dense_replace" in values:
-        found["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
+        new_values["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
     if "n_group" in values:
-        found |= {"n_group": 1, "topk_group": 1}
-    return found
+        # Routing over groups of experts: one group.
+        new_values |= {"n_group": 1, "topk_group": 1}
+    return new_values
 
 
-def _with_further_parts(known: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the language model ``values`` in the place where the recipe's file has them."""
+def _with_outer_values(known: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the language model's ``values`` in the place where the recipe's file has them.
+
+    In families with a vision tower, the language model's values are in a table of their own.
+    """
     table = family_of(known.shape).text_table
     if table is None:
         return dict(values)
-    outer = {key: values[key] for key in known.values if key in values}
-    inner = {key: value for key, value in values.items() if key not in outer}
-    inner["model_type"] = known.values[table]["model_type"]
-    if "vision_config" in outer:
-        width = {"out_hidden_size": values["hidden_size"]}
-        outer["vision_config"] = {**outer["vision_config"], **_VISION_TOWER, **width}
-    return {**outer, table: inner}
+    outer_values = {key: values[key] for key in known.values if key in values}
+    text_values = {key: value for key, value in values.items() if key not in outer_values}
+    text_values["model_type"] = known.values[table]["model_type"]
+    if "vision_config" in outer_values:
+        outer_values["vision_config"] = {
+            **outer_values["vision_config"],
+            **_VISION_TOWER,
+            "out_hidden_size": values["hidden_size"],
+        }
+    return {**outer_values, table: text_values}
 
 
 _VISION_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
@@ -279,6 +324,7 @@ _VISION_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_he
 
 
 def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:
+    """Return the sizes of latent attention, with a latent of queries if the recipe's model has one."""
     return {
         "q_lora_rank": None if latent.query_rank is None else 3 * HEAD_DIM,
         "kv_lora_rank": 2 * HEAD_DIM,
@@ -289,10 +335,10 @@ def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:
 
 
 def _delta_sizes(delta: DeltaNet, sizes: TinySizes) -> dict[str, Any]:
-    """Sizes of delta nets, of which a model of two layers has one."""
+    """Return the sizes of delta nets. The interval is at most the number of layers, so that a layer has attention."""
     return {
         "full_attention_interval": min(delta.attention_interval, sizes.layers),
-        # Trainer and servers divide them as they divide the heads of attention.
+        # Trainer and servers divide the key heads like the heads of attention.
         "linear_num_key_heads": sizes.heads,
         "linear_num_value_heads": sizes.heads * delta.value_heads // delta.key_heads,
         "linear_key_head_dim": HEAD_DIM,

@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -32,7 +32,7 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 def byte_vocabulary_size() -> int:
     """Return the number of bytes and special tokens, rounded up to a multiple of 4."""
-    return -(-(256 + len(SPECIAL)) // 4) * 4
+    return -(-(256 + len(SPECIAL_TOKENS)) // 4) * 4
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -40,12 +40,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {word: token_id for token_id, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -56,16 +56,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copy the tokenizer's files of a Hugging Face folder."""
+    """Copy the tokenizer's files of the Hugging Face folder ``source`` into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in TOKENIZER_FILES:
         for path in sorted(Path(source).glob(pattern)):
             shutil.copyfile(path, folder / path.name)
 
 
-def write_tokenizer(folder: Path, own: str | Path | None) -> None:
-    """Write the tokenizer of the folder ``own`` into ``folder``; None: the byte tokenizer."""
-    if own is None:
+def write_tokenizer(folder: Path, source: str | Path | None) -> None:
+    """Write the tokenizer of the folder ``source`` into ``folder``; None: the byte tokenizer."""
+    if source is None:
         byte_tokenizer().save_pretrained(folder)
     else:
-        copy_tokenizer(own, folder)
+        copy_tokenizer(source, folder)

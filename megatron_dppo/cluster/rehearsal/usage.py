@@ -12,7 +12,7 @@ import psutil
 
 from megatron_dppo.system.processes import is_rank_name
 
-_PROPORTIONAL = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
+_PROPORTIONAL_SIZE = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 MIB = 1 << 20
 
 
@@ -48,9 +48,13 @@ class UsageSample:
 
 @dataclass
 class PhaseUsage:
-    """Usage of one phase: wall-clock seconds, processor seconds, and the sample with the most memory (``fullest``).
+    """Usage of one phase.
 
-    ``fullest`` is None if no sample has a rank.
+    Attributes:
+        seconds: wall-clock seconds.
+        rank_seconds: processor seconds of all ranks.
+        other_seconds: processor seconds of all other processes.
+        fullest: the sample with the most memory; None if no sample has a rank.
     """
 
     seconds: float = 0.0
@@ -67,42 +71,47 @@ class UsageByPhase:
     """
 
     by_phase: dict[str, PhaseUsage] = field(default_factory=dict)
-    _seen: dict[psutil.Process, float] = field(default_factory=dict)
-    _measured: float | None = None
+    _seconds_of_process: dict[psutil.Process, float] = field(default_factory=dict)
+    _last_time: float | None = None
 
     def begin(self) -> None:
         """Start the clock at the start of a run."""
-        self._measured = time.monotonic()
+        self._last_time = time.monotonic()
 
     def add(self, phase: str, sample: UsageSample) -> None:
         """Add the usage since the previous sample to ``phase``."""
         usage = self.by_phase.setdefault(phase, PhaseUsage())
         now = time.monotonic()
-        usage.seconds += now - (now if self._measured is None else self._measured)
-        self._measured = now
+        if self._last_time is not None:
+            usage.seconds += now - self._last_time
+        self._last_time = now
         usage.rank_seconds += self._increase(sample.rank_seconds)
         usage.other_seconds += self._increase(sample.other_seconds)
-        before = usage.fullest
-        if sample.ranks and (before is None or sample.total > before.total):
+        fullest = usage.fullest
+        if sample.ranks and (fullest is None or sample.total > fullest.total):
             usage.fullest = sample
 
     def _increase(self, seconds: Mapping[psutil.Process, float]) -> float:
-        increase = sum(value - self._seen.get(process, 0.0) for process, value in seconds.items())
-        self._seen |= seconds
+        """Return the processor seconds of these processes since their previous samples."""
+        increase = 0.0
+        for process, value in seconds.items():
+            increase += value - self._seconds_of_process.get(process, 0.0)
+        self._seconds_of_process |= seconds
         return increase
 
 
 def usage_of(root: int) -> UsageSample:
-    """Measure all processes below the process ``root``."""
+    """Measure all descendants of the process ``root``."""
     ranks: list[int] = []
-    others, is_proportional = 0, True
+    others = 0
+    is_proportional = True
     rank_seconds: dict[psutil.Process, float] = {}
     other_seconds: dict[psutil.Process, float] = {}
     try:
-        family = psutil.Process(root).children(recursive=True)
+        descendants = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:
-        family = []
-    for process in family:
+        descendants = []
+    for process in descendants:
         try:
             size = _proportional_bytes(process.pid)
             if size is None:
@@ -128,5 +137,5 @@ def _proportional_bytes(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except PermissionError:
         return None
-    match = _PROPORTIONAL.search(text)
+    match = _PROPORTIONAL_SIZE.search(text)
     return int(match[1]) * 1024 if match else 0

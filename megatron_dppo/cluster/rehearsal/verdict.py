@@ -1,4 +1,4 @@
-"""The verdict of a rehearsal: its findings, the parts of the recipe that ran and that did not, and its cost."""
+"""The verdict of a rehearsal as text: findings, the parts of the recipe that ran and that did not, and the cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def exercised(config: TrainConfig) -> list[str]:
 def features(config: TrainConfig) -> list[str]:
     """Name the algorithm, the reward and the options of a recipe that decide which code it runs."""
     rollout, lora = config.rollout, config.lora
-    parts = {
+    is_used = {
         f"algorithm {config.algorithm.name}": True,
         f"reward {config.reward.name}": True,
         f"environment {config.environment.name}": config.environment.name is not None,
@@ -61,22 +61,31 @@ def features(config: TrainConfig) -> list[str]:
         "dynamic filtering": rollout.drop_zero_variance_groups,
         "reference KL": config.algorithm.reference_kl > 0,
     }
-    return [part for part, is_used in parts.items() if is_used]
+    return [part for part in is_used if is_used[part]]
 
 
 def show(
     console: Console,
-    found: Sequence[VerdictRow],
-    left_out: Iterable[Omission],
+    rows: Sequence[VerdictRow],
+    omissions: Iterable[Omission],
     usage: UsageByPhase,
     parts: Sequence[str],
     never: Sequence[Omission] = NEVER,
 ) -> None:
-    """Print the verdict's tables. ``never``: parts that such a rehearsal covers for no recipe."""
-    console.print(verdict_table("Rehearsal", found))
+    """Print the verdict's tables.
+
+    Args:
+        console: the console.
+        rows: findings.
+        omissions: parts of this recipe that the rehearsal left out.
+        usage: seconds and memory.
+        parts: parts of the recipe that ran.
+        never: parts that this kind of rehearsal covers for no recipe.
+    """
+    console.print(verdict_table("Rehearsal", rows))
     console.print(f"exercised: {', '.join(parts)}", soft_wrap=True)
     console.print("not exercised:")
-    for omission in (*left_out, *never):
+    for omission in (*omissions, *never):
         console.print(f"  {omission.key}: {omission.reason}", soft_wrap=True)
     console.print(usage_table(usage))
 
@@ -97,10 +106,10 @@ def usage_table(usage: UsageByPhase) -> Table:
         seconds = (used.seconds, used.rank_seconds, used.other_seconds)
         cells = [f"{value:.0f}" for value in seconds]
         if (sample := used.fullest) is not None:
-            kind = "" if sample.is_proportional else " (resident)"
+            remark = "" if sample.is_proportional else " (resident)"
             cells += [
                 str(len(sample.ranks)),
-                f"{sample.mean_rank / MIB:.0f}{kind}",
+                f"{sample.mean_rank / MIB:.0f}{remark}",
                 f"{max(sample.ranks) / MIB:.0f}",
                 f"{sample.total / MIB:.0f}",
             ]

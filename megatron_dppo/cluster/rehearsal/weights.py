@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 END_PROBABILITY = 0.15
-_COMMON_PART = 1.5
-"""Length of the part that all embeddings share, relative to the rest."""
+"""Probability of the end-of-sequence token after a random token."""
+_COMMON_LENGTH = 1.5
+"""Length of the vector that is added to all embeddings / the mean length of an embedding."""
+# Random tokens on which the end's probability is measured.
 _SAMPLED_SEQUENCES = 8
 _SAMPLED_TOKENS = 32
 _HALVINGS = 20
+"""Number of halvings of the interval in which the scale of the end's row is searched."""
 
 
 def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) -> int:
@@ -33,25 +36,27 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
     disable_progress_bar()
     torch.manual_seed(seed)
     values = dict(config)
-    ends = language_model_values(values).get("eos_token_id")
-    kind = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
-    model = kind.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    end = ends[0] if isinstance(ends, list) else ends
+    end = language_model_values(values).get("eos_token_id")
+    if isinstance(end, list):
+        end = end[0]
+    model_class = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
+    model = model_class.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     if end is not None:
         with torch.no_grad():
             _make_likely(model, end)
-    model = model.to(getattr(torch, dtype))
-    for written in (model.config, model.config.get_text_config()):
-        written.dtype = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
+    model = model.to(torch_dtype)
+    for model_config in (model.config, model.config.get_text_config()):
+        model_config.dtype = torch_dtype
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _make_likely(model: PreTrainedModel, end: int) -> None:
-    """Set the row of token ``end`` in the output layer so that it has ``END_PROBABILITY`` after random tokens.
+    """Set the row of token ``end`` in the output layer so that the token has ``END_PROBABILITY`` after random tokens.
 
-    A common vector is added to all embeddings, so that the hidden states have a part along it; the row is a multiple of
-    that vector.
+    One vector is added to all embeddings, so that all hidden states have a part along it. The row is a multiple of this
+    vector; bisection finds the multiple.
     """
     import torch
 
@@ -59,18 +64,21 @@ def _make_likely(model: PreTrainedModel, end: int) -> None:
     rows = cast("torch.nn.Linear", model.get_output_embeddings()).weight
     vocabulary, hidden = embeddings.shape
     common = torch.randn(hidden)
-    common *= _COMMON_PART * embeddings.norm(dim=1).mean() / common.norm()
+    common *= _COMMON_LENGTH * embeddings.norm(dim=1).mean() / common.norm()
     embeddings += common
     tokens = torch.randint(0, vocabulary, (_SAMPLED_SEQUENCES, _SAMPLED_TOKENS))
     states = model.base_model(tokens).last_hidden_state.flatten(0, 1)
-    others = (states @ rows.T).index_fill(1, torch.tensor([end]), -math.inf).logsumexp(dim=1)
-    shared = states @ common
-    lowest = 0.0
-    highest = 4 * float(others.mean() / shared.mean())
+    logits = (states @ rows.T).index_fill(1, torch.tensor([end]), -math.inf)
+    log_sum_of_others = logits.logsumexp(dim=1)
+    # With the row scale * common, the logit of ``end`` is scale * end_logit.
+    end_logit = states @ common
+    lowest_scale = 0.0
+    highest_scale = 4 * float(log_sum_of_others.mean() / end_logit.mean())
     for _ in range(_HALVINGS):
-        scale = (lowest + highest) / 2
-        if torch.sigmoid(scale * shared - others).mean() < END_PROBABILITY:
-            lowest = scale
+        scale = (lowest_scale + highest_scale) / 2
+        end_probability = torch.sigmoid(scale * end_logit - log_sum_of_others)
+        if end_probability.mean() < END_PROBABILITY:
+            lowest_scale = scale
         else:
-            highest = scale
-    rows[end] = common * lowest
+            highest_scale = scale
+    rows[end] = common * lowest_scale
