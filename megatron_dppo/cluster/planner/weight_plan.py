@@ -98,7 +98,7 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     largest_bucket = 0
     sender_elements = 0
     for bucket in buckets:
-        # With one rank on each node, all elements that the receiver does not hold travel between nodes.
+        # A node of one rank makes all elements that the receiver does not hold travel between nodes.
         received_elements = gather_plan.elements_between_nodes(bucket, 1)
         tensors += len(bucket.tensors)
         gathered_elements += received_elements

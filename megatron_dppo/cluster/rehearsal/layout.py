@@ -75,7 +75,7 @@ def _with_fitting_experts(sizes: LayoutSizes) -> LayoutSizes:
     while size_faults(sizes) and sizes.expert > 1:
         sizes = replace(sizes, expert=sizes.expert // _smallest_factor(sizes.expert))
     if sizes.expert == 1:
-        # Without expert parallelism, Megatron-Core cuts experts like the dense layers.
+        # Megatron-Core cuts experts like the dense layers if there is no expert parallelism.
         sizes = replace(sizes, expert_tensor=None)
     return sizes
 

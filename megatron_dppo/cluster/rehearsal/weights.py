@@ -70,7 +70,7 @@ def _make_likely(model: PreTrainedModel, end: int) -> None:
     states = model.base_model(tokens).last_hidden_state.flatten(0, 1)
     logits = (states @ rows.T).index_fill(1, torch.tensor([end]), -math.inf)
     log_sum_of_others = logits.logsumexp(dim=1)
-    # With the row scale * common, the logit of ``end`` is scale * end_logit.
+    # The row will be scale * common, so that the logit of ``end`` is scale * end_logit.
     end_logit = states @ common
     lowest_scale = 0.0
     highest_scale = 4 * float(log_sum_of_others.mean() / end_logit.mean())

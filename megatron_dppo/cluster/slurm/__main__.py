@@ -102,7 +102,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Command]] 
     "submit": (_add_submission_arguments, _submit),
     "supervise": (_add_supervision_arguments, _supervise),
 }
-"""For each command, the function that adds its arguments to a parser, and the one that executes it."""
+"""The commands by name: a function that adds the arguments to a parser, and a function that executes the command."""
 _COMMANDS_OF_EVERY_RUN: dict[str, tuple[str, list[str]]] = {
     "status": ("megatron_dppo.launch.status", []),
     "watch": ("megatron_dppo.launch.status", ["--follow"]),

@@ -78,6 +78,7 @@ log = logging.getLogger(__name__)
 
 # Time before the limit to end the processes of a run that has not saved its checkpoint.
 _END_S = 60.0
+# Period in which the time limit is read again.
 _LIMIT_EVERY_S = 60.0
 
 
@@ -117,7 +118,7 @@ class Job:
         return cls(job, attempt, tuple(hosts), commands.end_time(job), gpus)
 
     def stops(self, margin_s: float) -> StopRequests:
-        """Return the stops that Slurm's signals request, and the time limit ``margin_s`` seconds before it."""
+        """Return the stops that Slurm's signals request, or the clock ``margin_s`` seconds before the time limit."""
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
@@ -200,6 +201,7 @@ class Spares:
 MODULE = "megatron_dppo.train"
 _POLL_S = 0.1
 _STEP_LIMIT_S = 900.0
+"""Longest time of a step before the run, such as the preflight."""
 
 
 class PreflightError(RunError):
@@ -226,7 +228,10 @@ class Steps:
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         text = path.read_text(errors="replace")
         log.error("the check on %s refused:\n%s", host.name, quote(text.strip()))
-        return Outcome(code or 1, "refused" if code == REFUSED else "failed", text)
+        if code == REFUSED:
+            return Outcome(code, "refused", text)
+        # A step that was ended after its longest time has no exit code.
+        return Outcome(code or 1, "failed", text)
 
     def preflight(self, needs: Needs, job: Job, skipped: Sequence[str]) -> dict[str, str]:
         """Return the nodes that must be left out, each with the reason.
