@@ -82,10 +82,10 @@ def make_problems(
         data.chat_template_arguments,
     )
     files: list[tuple[str, ProblemFile, int]] = []
-    for file in data.train_files:
-        files.append(("data.train", file, count))
-    for name, file in data.evaluation_files.items():
-        files.append((f"data.evaluation.{name}", file, HELD_OUT))
+    for train_file in data.train_files:
+        files.append(("data.train", train_file, count))
+    for name, evaluation_file in data.evaluation_files.items():
+        files.append((f"data.evaluation.{name}", evaluation_file, HELD_OUT))
     paths = []
     absences = []
     longest = 1

@@ -310,9 +310,9 @@ def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
         for file, path in zip(config.data.train_files, stage.train, strict=True):
             train.append(file.model_copy(update={"path": path}).model_dump())
     evaluation = {}
-    for name, file in config.data.evaluation_files.items():
+    for name, evaluation_file in config.data.evaluation_files.items():
         path = stage.evaluation[name]
-        evaluation[name] = file.model_copy(update={"path": path}).model_dump()
+        evaluation[name] = evaluation_file.model_copy(update={"path": path}).model_dump()
     return {"train": train, "evaluation": evaluation, "max_prompt_tokens": stage.longest_prompt}
 
 

@@ -48,7 +48,7 @@ _UNLIMITED = ("INFINITE", "UNLIMITED")
 
 
 def seconds_of(text: str) -> float | None:
-    """Return a Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None where it has no end.
+    """Return a Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None for a time without an end (UNLIMITED).
 
     Raises ValueError for a text that is no time.
     """
@@ -57,13 +57,15 @@ def seconds_of(text: str) -> float | None:
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"got {text!r}, expected a Slurm time such as 1-00:00:00 or 90 (minutes)")
-    days, first_number, second, third = match.groups()
-    numbers = [int(first_number), int(second or 0), int(third or 0)]
-    if days is not None:  # days-hours:minutes:seconds
-        return int(days) * 86400.0 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
-    if third is not None:  # hours:minutes:seconds
-        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
-    return numbers[0] * 60.0 + numbers[1]  # minutes:seconds
+    days, *texts = match.groups()
+    first, second, third = (int(text or 0) for text in texts)
+    # The forms are days-hours:minutes:seconds, hours:minutes:seconds, and minutes:seconds.
+    begins_with_hours = days is not None or texts[2] is not None
+    if begins_with_hours:
+        hours, minutes, seconds = first, second, third
+    else:
+        hours, minutes, seconds = 0, first, second
+    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
 
 
 def directory_faults(directory: Path) -> Iterator[str]:
@@ -124,6 +126,7 @@ def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
 
 
 def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str | None:
+    """Return what is wrong with an option, or None; the value of a short option may be the word in ``following``."""
     if word.startswith("--") and len(word) > 2:
         if "=" in word or word[2:] in form.alone:
             return None
@@ -132,7 +135,7 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
         return "expected an option such as --constraint=h100"
     for end, letter in enumerate(word[1:], start=2):
         if letter in form.refused:
-            return f"after -{letter} no job could be told of"
+            return f"with -{letter} the program starts nothing, or returns only at the job's end"
         if letter in form.with_value:
             value = word[end:] or next(following, "")
             return None if value else "which lacks its value"
