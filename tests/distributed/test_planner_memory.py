@@ -154,3 +154,65 @@ def test_planned_is_measured(name: str, found: tuple[Path, list[dict]]) -> None:
         saved = expected[members[0]][1].saved
         print(f"{name}, ranks {members}: measured {measured:,.0f}, planned {saved:,}")
         assert saved == pytest.approx(measured, rel=ACTIVATION_TOLERANCE)
+
+
+def measure_gate(hidden: int) -> list[int]:
+    """Bytes that a shared expert without a gate, and one with a gate, keep for ``TOKENS`` tokens."""
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_dppo.diagnostics.gpu_check import held_memory as memory
+    from megatron_dppo.model.layout import Layout
+    from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
+
+    init_distributed(1)
+    init_topology(Layout())
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=4,
+        moe_shared_expert_intermediate_size=hidden,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+    )
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    peaks = []
+    for has_gate in (False, True):
+        expert = SharedExpertMLP(
+            config, linears, has_gate, ProcessGroupCollection.use_mpu_process_groups()
+        )
+        states = torch.randn(TOKENS, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+        with memory.saved_for_backward(expert.parameters()) as saved:
+            expert(states)
+        peaks.append(saved.peak)
+    destroy_topology()
+    return peaks
+
+
+@pytest.mark.distributed
+def test_the_gate_of_a_shared_expert(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from megatron_dppo.cluster.planner.activations import layer_bytes
+    from megatron_dppo.cluster.planner.facts import trainer_facts
+    from megatron_dppo.model.families import load_model_shape
+    from tests.distributed.test_trainer_parity import run_config
+
+    save_tiny_model(tmp_path, "qwen2_moe", layers=LAYERS)
+    config = run_config(str(tmp_path), {"world_size": 1}, {"dtype": "bfloat16"})
+    shape = load_model_shape(tmp_path)
+    planned_bytes = []
+    for has_gate in (False, True):
+        job = trainer_facts(
+            config, replace(shape, gates_shared_expert=has_gate), 1, TOKENS, gpu=False
+        )
+        planned_bytes.append(round(TOKENS * layer_bytes(job).mlp))
+    [peaks] = run_ranks("tests.distributed.test_planner_memory:measure_gate", 1, shape.hidden_size)
+    assert planned_bytes[1] - planned_bytes[0] == peaks[1] - peaks[0]

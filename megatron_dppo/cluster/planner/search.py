@@ -30,6 +30,7 @@ from megatron_dppo.model.shape import ModelShape
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
 MOST_TENSOR = 8
+"""The largest tensor-parallel size that the search tries, for trainer and servers."""
 LEAST_CONTEXT = 8192
 """The smallest part of the longest sequence, in tokens, for which a context-parallel rank's attention takes longer than
 the exchange of keys and values. Assumption."""
@@ -178,6 +179,7 @@ def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
 
 
 def _fitting(question: Question, question_before: Question) -> Iterator[Proposal]:
+    """Yield the layouts that fit, with their changes to the recipe of ``question_before``."""
     for candidate in _candidates(question):
         if candidate.layout_faults():
             continue

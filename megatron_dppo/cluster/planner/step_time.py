@@ -52,10 +52,10 @@ with eight channels of DDR5 each."""
 HOST_ADAM_BYTES = 40
 """Bytes that torch's fused Adam and the casts of gradient and weight read and write for an offloaded element."""
 
-_BACKWARD = {"none": 3.0, "selective": 3.0, "full": 4.0}
+_LINEAR_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
 """Cost of training the linear layers, in forward passes: 1 for forward, 2 for backward, and 1 more under full
 recomputation."""
-_ATTENTION = {"none": 3.5, "selective": 4.5, "full": 4.5}
+_ATTENTION_PASSES = {"none": 3.5, "selective": 4.5, "full": 4.5}
 """Cost of training flash attention, in forward passes. The backward pass costs 2.5 (Dao, arXiv 2307.08691, section
 4.1)."""
 
@@ -64,7 +64,7 @@ def training_flops(shape: ModelShape, length: float, recompute: str) -> float:
     """Return the FLOPs of one token's forward and backward pass under ``training.recompute`` = ``recompute``."""
     linear = linear_flops(shape)
     attention = attention_flops(shape, length)
-    return _BACKWARD[recompute] * linear + _ATTENTION[recompute] * attention
+    return _LINEAR_PASSES[recompute] * linear + _ATTENTION_PASSES[recompute] * attention
 
 
 @dataclass(frozen=True)
