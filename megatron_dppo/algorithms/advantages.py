@@ -68,7 +68,7 @@ def turn_relative(
 
     The k-th turn of a response is compared with the k-th turns of the other responses in its group; a response with
     fewer turns counts with its last turn. A_i1 equals ``group_relative`` of the total rewards. If only last turns have
-    rewards, every A_ik does.
+    rewards, every A_ik equals it.
 
     Args:
         returns: For each response G_i1 .. G_iK: G_ik is the sum of its rewards from turn k on. Responses are in the

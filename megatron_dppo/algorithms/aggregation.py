@@ -20,8 +20,8 @@ class Aggregation:
     among micro-batches. So the gradient does not depend on packing or on the parallel layout.
 
     Attributes:
-        denominator: (lengths, constant) -> the divisor of the sum over all tokens. ``lengths`` are the numbers of
-            tokens of the responses that train on any rank.
+        denominator: (lengths, constant) -> the divisor of the sum over all tokens. ``lengths`` has the number of
+            trained tokens of each response that trains, from all ranks.
         token_scale: The factor of each token's loss before the sum, float64. None stands for 1.
     """
 

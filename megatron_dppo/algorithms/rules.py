@@ -5,9 +5,9 @@ A row of ``table.py`` names these functions. None of them carries a gradient. Ru
 ``sequence_rules.py``, rules that need a whole optimiser step in ``step_rules.py``.
 
 Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: the policy
-that pi is compared with), then their numbers by keyword. A mask is True where the token trains. It is True exactly at a
-threshold, and at an advantage of 0, where there is no gradient to block. Comparisons with NaN are False, and every test
-is written so that the token is then blocked.
+that pi is compared with), then their numbers by keyword. A mask is True for tokens that train. It is True exactly at a
+threshold, and for an advantage of 0, because there is no gradient to block. Comparisons with NaN are False, and every
+test is written so that a token with a NaN is blocked.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ def train_all(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 @torch.no_grad()
 def ratio_clip(inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's clip as a mask: blocked when A > 0 and r > 1 + clip_high, or A < 0 and r < 1 -
-    clip_low.
+    """PPO's clip as a mask: block tokens with A > 0 and r > 1 + ``clip_high``, or A < 0 and r < 1 - ``clip_low``.
 
-    r = pi / anchor: mu for GRPO, the recomputed policy for MiniRL.
+    r = pi / anchor. The anchor is mu for GRPO, and the recomputed policy for MiniRL.
     """
     ratio = _ratio(inputs, anchor)
     return inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
@@ -106,7 +105,7 @@ def topk_kl(
 
 @torch.no_grad()
 def large_drop(inputs: TokenInputs, anchor: Anchor, *, max_drop: float) -> Tensor:
-    """Minimal mask "Mask-x": blocked when A < 0 and anchor(a) - pi(a) >= ``max_drop``."""
+    """Minimal mask "Mask-x": block tokens with A < 0 and anchor(a) - pi(a) >= ``max_drop``."""
     drop = anchor(inputs).double().exp() - inputs.log_probs.double().exp()
     return (inputs.advantages >= 0) | (drop < max_drop)
 
@@ -192,11 +191,11 @@ def complementary_clip(
 
 @torch.no_grad()
 def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail) -> Tensor:
-    """Predictive divergence mask (arXiv 2607.10848): block tokens where the Top-K KL(mu || pi) exceeds ``kl_threshold``
-    nats and the update raises it, A times ``divergence.topk_kl_change`` > 0.
+    """Predictive divergence mask (arXiv 2607.10848): block tokens if the Top-K KL(mu || pi) exceeds ``kl_threshold``
+    nats and the update raises this KL: A times ``divergence.topk_kl_change`` > 0.
 
-    Sources: the abstract, a description, and the formula of the authors' code as others quote it. The paper's text was
-    not read.
+    Sources: the abstract, a description, and quotations of the formula in the authors' code. The paper's text was not
+    read.
 
     Args:
         inputs: The tokens.
@@ -366,7 +365,7 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
     topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs, rollout))
     pi = torch.where(valid, topk.detach().double().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk.double().clamp(max=0).exp(), 0.0)
-    # If pi is peaked, 1 - sum pi is only rounding error; the factor is at most 1 for any value of it.
+    # If pi is peaked, 1 - sum pi is only rounding error. The clamp of ``scale`` keeps the error from making c large.
     resolution = 4 * torch.finfo(topk.dtype).eps
     rest_mu = (1 - mu.sum(-1, keepdim=True)).clamp(min=resolution)
     rest_pi = (1 - pi.sum(-1, keepdim=True)).clamp(min=resolution)

@@ -1,5 +1,5 @@
-"""Masks that depend on all tokens of an optimiser step: a pass without gradient finds the step's bound, which the mask
-reads.
+"""Masks that depend on all tokens of an optimiser step. A pass without gradient computes the step's bound, and the mask
+reads the bound.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def template_argument_faults(arguments: Mapping[str, Any]) -> layout.Faults:
 LONGEST_TEXT = 4096
 """Characters of the longest text that is not in ``PROSE``: Linux has no longer paths."""
 LONGEST_PROSE = 65536
-"""Characters of the longest text for the model, or script."""
+"""Characters of the longest text in ``PROSE``."""
 PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue"}
 """Keys whose text is for the model, or is a script (``prologue`` of Slurm's site file). It may have several lines."""
 LARGEST_NUMBER = 2**63 - 1
@@ -168,7 +168,7 @@ libraries accept less than ``threading``."""
 
 
 def unusable_values(config: Section) -> list[str]:
-    """Report texts with control characters, and texts, numbers and times beyond what libraries take."""
+    """Report texts with control characters, and texts, numbers and times above the limits of libraries."""
     faults: list[str] = []
     for key, value in _leaves(config.model_dump(), ""):
         if value_fault := _value_fault(key, value):
@@ -371,7 +371,7 @@ tenth of this number."""
 
 
 def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout.Faults:
-    """Report why servers can't hold this model as ``engine.quantization`` says."""
+    """Report why servers can't hold this model in the precision of ``engine.quantization``."""
     value = config.engine.quantization
     if value is None:
         return
@@ -514,7 +514,7 @@ def _checked_model(
 ) -> ModelShape:
     """Read the model's shape and run ``checks`` on it.
 
-    Raises ConfigError with their faults and the earlier ``faults``.
+    Raises ConfigError with the earlier ``faults`` and the faults of ``checks``.
     """
     model = None
     try:
@@ -615,7 +615,7 @@ def length_penalty_faults(
 
 
 def _reference(algorithm: schema.AlgorithmConfig) -> layout.Faults:
-    """Report settings of the KL penalty where it is off."""
+    """Report settings of the KL penalty if the penalty is off."""
     defaults = schema.AlgorithmConfig()
     if algorithm.reference_kl > 0:
         return

@@ -95,13 +95,13 @@ class DataConfig(Section):
     shuffle: bool = True
     """Use a new seeded order in every epoch."""
     on_bad_answer: Literal["refuse", "drop"] = "refuse"
-    """Action for a problem without an answer, or whose answer the reward can't parse, or scores as wrong. ``refuse``:
-    the run does not start. ``drop``: the problem is left out, and counted.
+    """Action for a problem that has no answer, or an answer that the reward can't parse or scores as wrong.
+    ``refuse``: the run does not start. ``drop``: the problem is left out, and counted.
     """
 
     @property
     def train_files(self) -> tuple[TrainingFile, ...]:
-        """``train`` as a list of files, also where it is a single path."""
+        """``train`` as a list of files, also if it is a single path."""
         if isinstance(self.train, str):
             return (TrainingFile(path=self.train),)
         return tuple(self.train)
@@ -186,9 +186,9 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class."""
     credit: Credit = "trajectory"
-    """Reward that the advantage of a token compares with the group. ``trajectory``: the whole trajectory's. ``turn``:
-    the reward from the token's turn on; docs/environments.md#credit. Turns of two trajectories are paired by the order
-    of branches in each trajectory, not by time.
+    """Reward that the advantage of a token compares with the group. ``trajectory``: the reward of the whole trajectory.
+    ``turn``: the reward from the token's turn on; docs/environments.md#credit. Turns of two trajectories are paired by
+    the order of branches in each trajectory, not by time.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""
@@ -211,13 +211,14 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for an answer of the environment. A later answer is a fault of the episode."""
     retries: int = Field(default=2, ge=0)
-    """Number of faults of an episode after which its turns are replayed in a new environment. After one more fault,
-    another response to the episode's problem replaces it, up to ``reward.max_replacements`` times.
+    """Largest number of faults of an episode. After each of these faults, the episode's turns are replayed in a new
+    environment. After one more fault, another response to its problem replaces the episode, up to
+    ``reward.max_replacements`` times.
     """
     workers: int = Field(default=1, gt=0, le=1024)
     """Worker processes for environments in each data-parallel leader; each runs many environments at the same time."""
     concurrent: int | None = Field(default=None, gt=0)
-    """Episodes that are open at the same time in each data-parallel leader; others wait. Empty: four times
+    """Episodes that are open at the same time in each data-parallel leader; further episodes wait. Empty: four times
     ``rollout.max_concurrent_requests``, because some environments compute while other turns are sampled.
     """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)

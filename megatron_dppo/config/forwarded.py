@@ -68,8 +68,8 @@ def field_fault(
 def read_value(annotation: Any, value: Any) -> Any:
     """Convert ``value``, as YAML gave it, to the type of ``annotation``.
 
-    A list is converted to a tuple, and a name to the member of an enumeration, if that is the annotation. Raises
-    ValueError with what was expected.
+    A list is converted to a tuple if the annotation is a tuple, and a name to a member if it is an enumeration. Raises
+    ValueError with the expectation.
     """
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         if isinstance(value, str) and value in annotation.__members__:
@@ -244,7 +244,7 @@ MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0),
     "cuda_graph_impl": ("none",),
 }
-"""Field of MEGATRON_UNUSABLE -> the values that turn it off, where these are not ``_USUALLY_OFF``."""
+"""Field of MEGATRON_UNUSABLE -> the values that turn it off, if they differ from ``_USUALLY_OFF``."""
 
 MEGATRON_KNOWN: frozenset[str] = frozenset(
     (
@@ -354,8 +354,8 @@ SGLANG_OTHER_SHARES = (
     "enable_shared_experts_attn_tp",
     "enable_dense_mlp_attn_tp",
 )
-"""Fields of ServerArgs that change which part of the weights a rank of a server holds, in ways that the weight update
-does not support."""
+"""Fields of ServerArgs that divide the weights among the ranks of a server in ways that the weight update does not
+support."""
 SGLANG_UNUSABLE: Mapping[str, str] = {
     "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
     **speculation.UNUSABLE,
@@ -428,7 +428,7 @@ SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "weight_cache_mode": (None, "off"),
     **dict.fromkeys(speculation.THRESHOLDS, (None, 1)),
 }
-"""Field of SGLANG_UNUSABLE -> the values that turn it off, where these are not ``_USUALLY_OFF``."""
+"""Field of SGLANG_UNUSABLE -> the values that turn it off, if they differ from ``_USUALLY_OFF``."""
 
 SGLANG_KNOWN: frozenset[str] = frozenset(
     (
@@ -554,8 +554,8 @@ class ForwardedTable:
         owned: option -> this package's key that sets it.
         fixed: option -> reason why nothing may set it.
         off: option -> reason why it must be off.
-        neutral: option of ``off`` -> values that turn it off, where these are not ``_USUALLY_OFF``.
-        known: options whose effect on a run is known; None: not listed, so ``untried`` warns of none.
+        neutral: option of ``off`` -> values that turn it off, if they differ from ``_USUALLY_OFF``.
+        known: options whose effect on a run is known. None: there is no list, and ``untried`` yields no warnings.
     """
 
     name: str
@@ -686,7 +686,7 @@ def _capability_fault(
 
 
 def recompute_faults(table: Mapping[str, Any], recompute: str) -> Iterator[str]:
-    """Report an FP8 recipe of a mixture of experts that selective recomputation excludes.
+    """Report an FP8 recipe that a mixture of experts can't have with selective recomputation.
 
     ``recompute``: ``training.recompute``; on a GPU ``selective`` recomputes the experts' activation and the norms.
     """

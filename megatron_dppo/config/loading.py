@@ -190,7 +190,8 @@ _CONSTRUCTORS: dict[str, Callable[[Any, Any], Any]] = {
     "seq": yaml.SafeLoader.construct_yaml_seq,
     "map": yaml.SafeLoader.construct_yaml_map,
 }
-# Tags that only YAML 1.1 has (``!!timestamp``, ``!!binary``, ``!!set``) are unknown here, as any other tag is.
+# All tags without a constructor are unknown, also the tags that only YAML 1.1 has (``!!timestamp``, ``!!binary``,
+# ``!!set``).
 _Loader.yaml_constructors = {None: yaml.SafeLoader.construct_undefined}
 for _name, _constructor in _CONSTRUCTORS.items():
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _constructor)
@@ -205,7 +206,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value of ``key=text``: a plain scalar, or flow YAML where the text begins with a bracket or a quote.
+    """Return the value of ``key=text``: a plain scalar, or flow YAML if the text begins with a bracket or a quote.
 
     Text with ``#``, ``: `` or ``@`` in it needs no quotes. Empty text is null. Raises yaml.YAMLError.
     """
@@ -294,9 +295,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
     """Read ``path`` (None: an empty file) as ``schema``, apply the overrides, and validate every field separately.
 
-    Of several overrides of a key, the last one counts. An override's value is a YAML scalar or a flow list; nothing
-    after ``=`` means null; a missing table is created. ``{key.path}`` in ``run.directory`` is replaced by the value of
-    that key. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises ConfigError.
+    If a key has several overrides, the last override counts. An override's value is a YAML scalar or a flow list;
+    nothing after ``=`` means null; a missing table is created. ``{key.path}`` in ``run.directory`` is replaced by the
+    value of the key. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises ConfigError.
     """
     tree = {}
     if path is not None:
@@ -342,7 +343,7 @@ class Remainder:
     """The values of a faulty configuration that can still be checked.
 
     Attributes:
-        config: has a default, or one of ``_STAND_INS``, in place of each faulty value.
+        config: the configuration, with a default or one of ``_STAND_INS`` in place of each faulty value.
         faulty_keys: dotted keys of the values that were replaced.
     """
 
@@ -356,8 +357,8 @@ class Remainder:
     def is_certain(self, fault: str) -> bool:
         """Whether the fault that a check reports about ``config`` does not come from a replaced value.
 
-        It may come from a replaced value if its text has the key of that value, if it is about a table with that key,
-        or if it is about the section of a function with that key.
+        The fault may come from a replaced value if its text has the value's key, if it is about a table that contains
+        this key, or if it is about the section of a function that contains this key.
         """
         fault_key = fault.partition(":")[0]
         for key in self.faulty_keys:

@@ -47,9 +47,9 @@ def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -
 def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, str]) -> None:
     """Set environment variables that the ``megatron:`` table needs. Variables that the user has set keep their values.
 
-    Call it before torch is imported. On Hopper, block FP8 gets fp32 scales, as the engine's block FP8 has; Transformer
-    Engine's default is powers of two. ``deterministic_mode`` needs Transformer Engine's deterministic attention. Not
-    yet run on a GPU.
+    Call it before torch is imported. On Hopper, block FP8 gets fp32 scales, because the engine's block FP8 has fp32
+    scales; Transformer Engine's default is powers of two. ``deterministic_mode`` needs Transformer Engine's
+    deterministic attention. Not yet run on a GPU.
     """
     if is_blockwise(megatron) and has_hopper():
         environment.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
