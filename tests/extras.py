@@ -29,7 +29,7 @@ def extra_packages(name: str) -> Path:
 def python_of(name: str) -> Path:
     """The Python of a separate environment with only the pins of ``tools/environment/<name>.txt``.
 
-    It is for packages that clash with the project's packages.
+    Use this environment for packages that clash with the project's packages.
     """
 
     def words(folder: Path) -> list[str]:

@@ -194,7 +194,7 @@ def show(results: list[Measured], bytes_of_state: int) -> None:
 
 
 def rows(results: list[Measured], bytes_of_state: int, ranks: int) -> Iterator[Quantity]:
-    """For the scale report."""
+    """Yield the quantities for the scale report."""
     how = f"{bytes_of_state / 1e9:.2f} GB of state in {ranks} ranks of one machine, median of the saves after the first"
     for result in results:
         yield Quantity(

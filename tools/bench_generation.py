@@ -160,7 +160,7 @@ def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
 
 
 def run_peer(clock: Path, words: Sequence[str]) -> None:
-    """In the child: run SGLang's command line; write the CPU seconds of its measured part to ``clock``."""
+    """Run SGLang's command line in the child, and write the CPU seconds of the measured part to ``clock``."""
     if importlib.util.find_spec("datasets") is None:
         # SGLang's client imports it for a data set that is not used here.
         sys.modules["datasets"] = ModuleType("datasets")

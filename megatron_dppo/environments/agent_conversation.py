@@ -42,7 +42,7 @@ Raises KeyError, TypeError or ValueError for a call that can't be parsed.
 
 
 def of_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """Parse ``<tool_call>{"name", "arguments"}</tool_call>``, any number of them between text."""
+    """Parse any number of calls ``<tool_call>{"name", "arguments"}</tool_call>`` between text."""
     calls = [json.loads(call) for call in _CALL.findall(text)]
     return _CALL.sub("", text).strip(), [(call["name"], call["arguments"]) for call in calls]
 

@@ -49,7 +49,7 @@ class TurnTemplateError(DataError):
 
 
 class TurnTemplate:
-    """The tokens that the chat template inserts after a turn.
+    """Encodes the text that the chat template inserts after a turn.
 
     If an observation contains the characters of a control token, for example ``<|im_end|>``, they are encoded as
     ordinary text, so an observation never ends a turn. Control tokens are the tokenizer's special tokens, and the added
@@ -138,7 +138,8 @@ class TurnTemplate:
         return self._encoded(self._held_text(prompt_text))
 
     def delta(self, turn_ids: Sequence[int], observation: Observation) -> list[int]:
-        """Return the tokens between a turn that ends with ``turn_ids`` and the next turn. None of them is sampled.
+        """Return the tokens between a turn that ends with ``turn_ids`` and the next turn. The policy samples none of
+        them.
 
         Raises TurnTemplateError for a role of a ChatCall that the template can't write after a turn.
         """

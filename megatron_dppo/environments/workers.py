@@ -269,7 +269,7 @@ class EnvironmentWorker(RestrictedWorker):
             self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
-        """Store whether the process had several episodes at its end. Their number falls as their requests fail.
+        """Store whether the process had several episodes at its end. Later the number falls, as their requests fail.
 
         A process that did not start counts as not shared, because no episode is at fault then.
         """
@@ -341,7 +341,7 @@ class EnvironmentHost:
     def _listen(self, loop: asyncio.AbstractEventLoop, calls: asyncio.Queue[WorkerCall]) -> None:
         """Receive calls, and end the process when the rank has closed the connection.
 
-        It runs in a thread, because an environment may block the loop.
+        The method runs in a thread, because an environment may block the event loop.
         """
         try:
             while True:

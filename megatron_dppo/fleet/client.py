@@ -218,7 +218,7 @@ class FleetClient:
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
         """Suspend servers that hang, and stop using a lost router. Raises EngineLostError when no server is left."""
-        # Several generations run at the same time, but each server is watched once for all of them.
+        # Several generations run at the same time, but each server is watched once for all generations.
         self._watchers += 1
         self._hang_timeout_s = hang_timeout_s
         try:

@@ -325,9 +325,9 @@ class Generation:
         on_response: called with each response.
         order: of two open generations, the calls of the generation with the lower ``order`` get slots first.
         done: the finished responses of ended attempts.
-        running: the attempt under way, or the last one.
-        responses: number of responses of that attempt.
-        tokens: number of sampled tokens of that attempt.
+        running: the attempt under way, or the last attempt.
+        responses: number of responses of ``running``.
+        tokens: number of sampled tokens of ``running``.
         timed_out: number of responses, or turns, that were sampled again after a timeout.
         continuation: keeps the tokens of unfinished responses.
     """

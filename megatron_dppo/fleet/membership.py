@@ -281,7 +281,7 @@ def _reason_of(error: BaseException) -> str:
 
 
 class FleetMembership:
-    """Rank 0's view of the servers: which of them are healthy, left out, lost or refused, and why.
+    """Rank 0's view of the servers: which servers are healthy, left out, lost or refused, and why.
 
     Args:
         record: client of the server registry.

@@ -94,7 +94,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of ``fleet.json``: the published servers by name, the ranks' view of them, the ranks' newest start."""
+    """Content of ``fleet.json``: the published servers by name, the ranks' view of the servers, the ranks' newest
+    start."""
 
     servers: dict[str, Server] = field(default_factory=dict)
     status: Json = field(default_factory=dict)
@@ -180,7 +181,7 @@ class FleetRecord:
         return server
 
     def detach(self, url: str) -> Server:
-        """Remove an attached server. Raises ValueError if there is none at ``url``, or the run started it."""
+        """Remove an attached server. Raises ValueError if no server is at ``url``, or if the run started the server."""
         with self._lock:
             for server in self.servers():
                 if server.url == url.rstrip("/") and not server.replaceable:

@@ -95,7 +95,7 @@ class HttpRouterLink:
     ``usable`` tells whether calls may go through the router.
 
     Args:
-        find: returns the published router and its keys; None while there is none.
+        find: returns the published router and its keys; None while no router is published.
         registers: whether this client registers the servers with the router. Exactly one client of the run registers
             them. Every other client waits until the router has the servers.
     """

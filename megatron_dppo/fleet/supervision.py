@@ -95,7 +95,7 @@ class _Published:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """No process runs; the next one starts at ``due``, by the budget's clock."""
+    """No process runs. The next process starts at the time ``due`` of the budget's clock."""
 
     due: float
 

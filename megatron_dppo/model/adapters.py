@@ -75,7 +75,8 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def _is_cut_evenly(rule: Rule, index: int, shape: ModelShape, ranks: int) -> bool:
-    """Return whether ``ranks`` tensor-parallel ranks have equal parts of the rule's source ``index``, or all of it."""
+    """Return whether each of ``ranks`` tensor-parallel ranks has an equal part of the rule's source ``index``, or the
+    whole source."""
     if rule.split is replicated:
         return True
     sizes = shape.sizes()
@@ -327,7 +328,7 @@ def _parameter(
     expert: int | None,
     suffix: str,
 ) -> mapping.LocalParameter:
-    # Every rank of the stage holds a shared adapter of experts as a whole, and uses its own rows or columns of it.
+    # Every rank of the stage holds the whole adapter that experts share, and uses its own rows or columns.
     is_shared = linear.of_experts and not linear.experts
     is_cut = part.is_cut(which) and not is_shared
     if is_cut:

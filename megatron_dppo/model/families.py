@@ -585,7 +585,7 @@ def packed_experts_of(experts: Iterable[Rule], *names: str) -> tuple[PackedExper
 
 
 def shared_expert(block: str = "mlp.shared_expert") -> tuple[Rule, ...]:
-    """Return the rules of a shared expert, a gated MLP for every token; ``block`` is the family's name of it."""
+    """Return the rules of a shared expert, a gated MLP for every token. ``block`` is its name in the family."""
     return (
         layer_rule(
             "mlp.shared_experts.linear_fc1.weight",
@@ -683,7 +683,7 @@ class Family:
         layer: the rows of a layer, before its experts.
         expert: the rows of each expert in a layer that routes.
         engine: SGLang's tensors in a layer that combine the sources of several rows, or hold a part of a row's sources.
-            They replace the tensors that the rows of these sources imply.
+            These tensors replace the tensors that the rows of the sources imply.
         carries: the tensors of published checkpoints that are only copied: not trained, and not sent to engines.
         megatron: fields of Megatron's TransformerConfig that cannot be derived from the shape and the table.
         engine_keeps_output: whether SGLang's model has an output matrix beside the embedding even if both are tied.
@@ -928,7 +928,7 @@ def language_model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_language_model_values(
     values: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a config.json with ``changes`` to the entries of its language model, in its table or outside of it."""
+    """Return a config.json with ``changes`` to the entries of its language model, inside or outside of the table."""
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None or family.text_table is None:
         return {**values, **changes}
@@ -1183,7 +1183,7 @@ def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
 def read_first_layers(facts: ConfigFacts, default: int) -> tuple[int, ...]:
     """Return the numbers of the first layers, whose MLP is dense.
 
-    ``default`` is how many of them transformers assumes if the file does not have the key.
+    ``default`` is transformers' number of first layers if the file does not have the key.
     """
     count = facts.count("first_k_dense_replace", default)
     layers = facts.positive("num_hidden_layers")

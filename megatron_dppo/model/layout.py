@@ -377,7 +377,7 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
         return
     stages = sizes.pipeline - len(given_stages)
     layers = num_layers - sum(given_stages)
-    # If both keys are set, report the last one: the first may be right.
+    # If both keys are set, report the last key: the first key may be right.
     first_key, last_key = _STAGE_KEYS
     key = first_key if sizes.last_stage_layers is None else last_key
     if stages == 0 and layers != 0:

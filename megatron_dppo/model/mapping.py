@@ -150,7 +150,7 @@ def _hf_sources(shape: ModelShape) -> Iterator[tuple[str, Source]]:
 
 
 def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return, sorted, the tensors in ``names`` that checkpoints of the model carry along without being a part of it."""
+    """Return, sorted, the tensors in ``names`` that are no part of the model but are carried along in checkpoints."""
     model_tensors = hf_tensors(shape)
     carries = family_of(shape).carries
     return sorted(name for name in names if name not in model_tensors and carries(shape, name))
@@ -292,8 +292,8 @@ def shard_of(
     rank: int,
     size: int,
 ) -> Shard:
-    """Return the part of a table row on tensor-parallel ``rank`` of ``size``. It is the same for every layer and
-    expert."""
+    """Return the part of a table row on tensor-parallel ``rank`` of ``size``. All layers and experts have equal
+    parts."""
     sizes = shape.sizes()
     dims = [tuple(sizes[d] for d in source.dims) for source in sources]
     return split(dims, shape, rank, size)

@@ -1,7 +1,8 @@
 """Failpoints: named points at which a test makes this process fail.
 
-They are before and after each durable step, and in each phase of a weight update. ``failpoint("checkpoint/publish")``
-does nothing unless the environment variable MEGATRON_DPPO_FAILPOINT has a plan ``POINT,KIND,NUMBER`` for this point::
+There are points before and after each durable step, and in each phase of a weight update.
+``failpoint("checkpoint/publish")`` does nothing unless the environment variable MEGATRON_DPPO_FAILPOINT has a plan
+``POINT,KIND,NUMBER`` for this point::
 
     MEGATRON_DPPO_FAILPOINT=checkpoint/publish,kill,3     fail the third time that the point is reached
 

@@ -475,7 +475,8 @@ def run_forked(module: str, arguments: Sequence[str]) -> int | None:
 def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a text that is equal for two fork servers whose imports leave the same state.
 
-    It has the interpreter, the libraries and a hash of the environment variables, without keys and variables of a run.
+    The text has the interpreter, the libraries, and a hash of the environment variables except keys and variables of a
+    run.
     """
     lines: list[str] = []
     for name, value in sorted(without_secrets(environment).items()):

@@ -1,6 +1,6 @@
 """Plugins: parts of this package and of other packages that are registered as entry points.
 
-They are found without importing them.
+Plugins are found without an import of their modules.
 
 A package registers a part under a group in its pyproject.toml::
 

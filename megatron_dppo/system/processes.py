@@ -214,7 +214,8 @@ def continue_guarded(descriptor: int) -> None:
 
 @contextmanager
 def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` under a guard process, and yield the guard. It ends with the command's exit code or signal.
+    """Start ``command`` under a guard process, and yield the guard. The guard ends with the command's exit code or
+    signal.
 
     ``settings`` are arguments of ``start_process``. When the command, the guard or the block ends, every process that
     the command started is killed, even if the process has changed its session or parent.
@@ -598,8 +599,8 @@ class StopFile:
 HEARTBEAT_VARIABLE = "MEGATRON_DPPO_HEARTBEAT"
 """Environment variable with the path of the file whose renewal a process watches (``Lease.heartbeat``)."""
 PATIENCE_VARIABLE = "MEGATRON_DPPO_HEARTBEAT_PATIENCE_S"
-"""Environment variable with the longest time between two renewals, after which the process ends. It is far longer than
-the usual time between two renewals, so that a file system that hangs for a while ends no process.
+"""Environment variable with the longest time between two renewals. After a longer time the process ends. The time is
+far longer than usual, so that a file system that hangs for a while ends no process.
 """
 _LOOK_EVERY_S = 5.0
 

@@ -84,8 +84,8 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def program_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program that acts for a model.
 
-    It has the paths of programs and libraries, the language, certificates, proxies, and the keys that this process has
-    received by ``receive_passed``.
+    The environment has the paths of programs and libraries, the language, certificates, proxies, and the keys that this
+    process has received by ``receive_passed``.
     """
     allowed_variables: dict[str, str] = {}
     for name, value in worker_environment(environment).items():
@@ -166,7 +166,8 @@ def receive_passed(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def withheld() -> Iterator[None]:
-    """Remove the keys from ``os.environ`` in the block, for a library that starts a process with a copy of it."""
+    """Remove the keys from ``os.environ`` in the block: a library in the block starts a process with a copy of
+    ``os.environ``."""
     secrets = secrets_of(os.environ)
     for name in secrets:
         os.environ.pop(name, None)

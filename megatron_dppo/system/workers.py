@@ -262,8 +262,8 @@ class WorkerPool(Generic[W]):
     def take(self) -> W:
         """Return a worker for one more user, who calls ``release`` afterwards.
 
-        If all workers have users and there are fewer than ``size``, it is a new worker; else the worker with the fewest
-        users. Raises WorkerLostError in a closed pool.
+        If all workers have users and there are fewer than ``size`` workers, the result is a new worker. Otherwise it is
+        the worker with the fewest users. Raises WorkerLostError in a closed pool.
         """
         with self._lock:
             if self._is_closed:

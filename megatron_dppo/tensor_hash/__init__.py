@@ -10,7 +10,7 @@ number::
 
 A tile is a run of 8192 words. Each of the two lanes has its own multiplier P, seed s and rotation r (``LANES``).
 ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. The hash detects accidents, not adversaries.
-The sums over tiles run in C++ on a CPU, in torch where there is no compiler, and in Triton on a GPU.
+The sums over tiles run in C++ on a CPU, in torch if there is no compiler, and in Triton on a GPU.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def sums_by_torch(run: WordRun) -> PartSums:
     blocks = []
     first = run.first
     while remaining_words.numel():
-        # A block is the rest of a tile, or as many whole tiles as there are.
+        # A block is the rest of a tile, or several whole tiles.
         size = TILE - first % TILE
         if size == TILE and remaining_words.numel() > TILE:
             size = min(remaining_words.numel() // TILE, BLOCK_TILES) * TILE
@@ -209,7 +209,7 @@ def _rows(part: Tensor) -> Tensor | None:
 
 
 def _mix(data: Tensor, first: int) -> Tensor:
-    """Compute both lanes' inner sums of one tile (or of a part of it), or of several whole tiles: int64 [2, tiles].
+    """Compute both lanes' inner sums of a tile, of a part of a tile, or of several whole tiles: int64 [2, tiles].
 
     int32 overflows modulo 2^32, as the formula requires.
     """

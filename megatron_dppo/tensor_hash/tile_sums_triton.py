@@ -1,6 +1,6 @@
 """A Triton kernel that computes the tile sums of many parts, on a GPU or in Triton's interpreter.
 
-It follows SGLang's own kernel of the same sums, and has run on an H100 (docs/evidence/gpu_first_day.md).
+The kernel follows SGLang's own kernel of these sums, and has run on an H100 (docs/evidence/gpu_first_day.md).
 """
 
 from __future__ import annotations

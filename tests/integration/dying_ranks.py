@@ -1,4 +1,4 @@
-"""Ranks that die at a chosen point of a weight update, each a fork of one process that has imported all of it.
+"""Ranks that die at a chosen point of a weight update. Each rank is a fork of one process with all imports.
 
 ``python -m tests.integration.dying_ranks URL MODEL WEIGHTS`` reads names of points, POINTS or PARKED, in lines of
 standard input. For each line, a rank updates the server at URL, which serves MODEL, to the weights in the folder

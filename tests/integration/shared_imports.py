@@ -18,7 +18,7 @@ from megatron_dppo.system.fork_server import SharedForkServers
 
 @functools.cache
 def _servers() -> SharedForkServers:
-    """The fork servers of this process. They end with it."""
+    """The fork servers of this process. They end when this process ends."""
     return SharedForkServers()
 
 

@@ -294,7 +294,7 @@ def test_binary_topk_equals_the_list_form_and_transformers(runner, client, refer
 
 
 def test_recorded_routing_is_the_same_by_each_way(runner, engine, model, monkeypatch, caplog):
-    """Through shared memory, and by binary HTTP answers."""
+    """Routing through shared memory equals routing in binary HTTP answers."""
     caplog.set_level(logging.INFO)
     shape = RoutedShape.of_model(load_model_shape(model))
     greedy = ask(3, max_new_tokens=8, temperature=0.0, ignore_eos=True, routed_experts=shape)
@@ -342,7 +342,7 @@ def test_routed_experts_agree_with_transformers(runner, client, reference, model
 
 @pytest.fixture(scope="module")
 def other(model) -> tuple[Path, Any]:
-    """Another model of the same shape: its weights have nothing to do with the first one's."""
+    """Another model of the same shape, with unrelated weights."""
     folder = model.parent / "other"
     save_tiny_model(folder, "qwen3_moe", seed=4, eos_token_id=list(END_TOKENS))
     return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

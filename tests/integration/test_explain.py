@@ -155,7 +155,8 @@ def test_another_algorithm_on_the_same_numbers_is_told_as_such(run, tmp_path, ca
 
 
 def test_another_rule_on_the_whole_run_token_by_token(run, tmp_path, capsys):
-    """Two thresholds of one divergence: every token that only one of them blocks lies between them."""
+    """Two thresholds of one divergence: if only one threshold blocks a token, the token's divergence is between
+    them."""
     out, page = tmp_path / "blocked.json", tmp_path / "blocked.html"
     wider = ["--option", f"tv_threshold={1.5 * THRESHOLD}"]
     assert replay.main([str(run), *wider, "--json", str(out), "--html", str(page)]) == 0

@@ -163,7 +163,7 @@ def small_arena(folder: Path) -> None:
 
 
 def test_an_arena_that_was_interrupted_goes_on_and_is_drawn_again(tmp_path: Path) -> None:
-    # In a process without threads: each run is a fork of it.
+    # Run in a process without threads, because each run is a fork of the process.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(small_arena, tmp_path).result()
 

@@ -35,7 +35,8 @@ KEY, VARIABLE = "5c0ffee5-rewards", "MEGATRON_DPPO_TEST_REWARD_KEY"
 
 
 class RewardServer(EngineProcess):
-    """A server of a model without a trainer. It need not generate to count as healthy: a classifier can't generate."""
+    """A server of a model without a trainer. The check of its health requests no generation: a classifier can't
+    generate."""
 
     def serve(self, folder: Path) -> None:
         """Start with this model instead of the configured one."""
