@@ -221,8 +221,14 @@ class EngineWeights:
         except BaseException:
             await client.close()
             raise
-        limits = {"timeout_s": timeout_s, "patience_s": patience_s}
-        return cls(client, tensors, getattr(torch, dtype), **limits, state=state)
+        return cls(
+            client,
+            tensors,
+            getattr(torch, dtype),
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+            state=state,
+        )
 
     async def close(self) -> None:
         """Close the connections."""
@@ -319,10 +325,8 @@ class EngineWeights:
         """
         answer = await self._generate(prompts, 1, adapter)
         with self._reading("/generate"):
-            # SGLang has an entry (log-probability, token, text) of each token; the first token has no log-probability.
-            scored = [a["meta_info"]["input_token_logprobs"][1:] for a in orjson.loads(answer)]
-            tokens = [[entry[1] for entry in entries] for entries in scored]
-            log_probs = [[float(entry[0]) for entry in entries] for entries in scored]
+            # The first token has no log-probability.
+            tokens, log_probs = _tokens_and_log_probs(answer, "input_token_logprobs", start=1)
         if tokens != [list(prompt[1:]) for prompt in prompts]:
             raise EngineAnswerError(f"{self.url}/generate: log-probs of other tokens than asked")
         return log_probs
@@ -342,9 +346,7 @@ class EngineWeights:
         """
         answer = await self._generate(prompts, 1 + count, adapter)
         with self._reading("/generate"):
-            generated = [a["meta_info"]["output_token_logprobs"] for a in orjson.loads(answer)]
-            tokens = [[int(entry[1]) for entry in entries] for entries in generated]
-            log_probs = [[float(entry[0]) for entry in entries] for entries in generated]
+            tokens, log_probs = _tokens_and_log_probs(answer, "output_token_logprobs", start=0)
         if any(len(new_ids) != 1 + count for new_ids in tokens):
             raise EngineAnswerError(
                 f"{self.url}/generate: continuations have {[len(new_ids) for new_ids in tokens]} tokens, "
@@ -365,6 +367,7 @@ class EngineWeights:
             prompts, new_tokens, log_probs, scores, strict=True
         ):
             decode.append(new_scores[1 : len(new_ids)])
+            # ``sequence_scores`` begins with the sequence's second token, so this slice begins with the second new one.
             prefill.append(sequence_scores[len(prompt) :])
         return DecodedScores(decode, prefill)
 
@@ -407,9 +410,11 @@ class EngineWeights:
 
         The key-value cache is empty afterwards, and a weight update must send the weights. Raises MemoryOrderError.
         """
-        restored_tags = self.occupation.released or TAGS if tags is None else tags
-        with self.occupation.changing("restore", "released", "resident", restored_tags):
-            await self._bare_order("/resume_memory_occupation", {"tags": list(restored_tags)})
+        if tags is None:
+            # If no memory is released, ``changing`` below raises MemoryOrderError for all tags.
+            tags = self.occupation.released or TAGS
+        with self.occupation.changing("restore", "released", "resident", tags):
+            await self._bare_order("/resume_memory_occupation", {"tags": list(tags)})
 
     async def open_group(
         self,
@@ -453,6 +458,7 @@ class EngineWeights:
         try:
             await self._order("/begin_weight_update", _SERVED)
         except EngineRequestError:
+            # The server rejects a second session: close the open one first.
             await self._order("/end_weight_update")
             await self._order("/begin_weight_update", _SERVED)
 
@@ -508,10 +514,10 @@ class EngineWeights:
         """Return the answer of each engine rank to an ``action`` of ``/weights_checker``."""
         answer = await self._move("/weights_checker", {"action": action, **_SERVED})
         with self._reading("/weights_checker"):
-            by_rank = {
-                rank["parallelism_info"][0]["tp_rank"]: _without_constants(rank["checksums"])
-                for rank in answer["ranks"]
-            }
+            by_rank: dict[int, dict[str, str]] = {}
+            for rank_answer in answer["ranks"]:
+                rank = rank_answer["parallelism_info"][0]["tp_rank"]
+                by_rank[rank] = _without_constants(rank_answer["checksums"])
         if sorted(by_rank) != list(range(self.ranks)):
             raise EngineAnswerError(
                 f"{self.url}: checksums of ranks {sorted(by_rank)}, expected 0 to {self.ranks - 1}"
@@ -636,6 +642,7 @@ class EngineWeights:
         return await self._long_order(path, body)
 
     async def _long_order(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a call that may take as long as a transfer of weights."""
         # A caller that waits for several engines has ``timeout_s`` as its own limit, and a more detailed error. The
         # slack lets the caller's limit end first.
         limit = self._timeout + _SLACK_S
@@ -664,6 +671,25 @@ class EngineWeights:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             form = f"{type(error).__name__}: {error}"
             raise EngineAnswerError(f"{self.url}{path}: an unexpected answer ({form})") from error
+
+
+def _tokens_and_log_probs(
+    answer: bytes,
+    key: str,
+    *,
+    start: int,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the ids and the log-probabilities ``[prompt][token]`` under ``key`` of an answer, from token ``start`` on.
+
+    SGLang has an entry (log-probability, id, text) for each token.
+    """
+    tokens: list[list[int]] = []
+    log_probs: list[list[float]] = []
+    for prompt_answer in orjson.loads(answer):
+        entries = prompt_answer["meta_info"][key][start:]
+        tokens.append([int(entry[1]) for entry in entries])
+        log_probs.append([float(entry[0]) for entry in entries])
+    return tokens, log_probs
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -67,21 +67,23 @@ class Stages:
 
     def cuts(self, name: str) -> bool:
         """Return whether the column has one part for each stage."""
-        return (
-            bool(self.layers)
-            and name not in TOKENS
-            and LAYERS in declared_column(name).trailing[:1]
-        )
+        if name in TOKENS or not self.layers:
+            return False
+        trailing = declared_column(name).trailing
+        return bool(trailing) and trailing[0] == LAYERS
 
     def parts(self, position: int, name: str) -> list[ColumnPart]:
-        stages = range(self.count if self.cuts(name) else 1)
-        return [ColumnPart(position, name, stage) for stage in stages]
+        """Return the parts of the column ``name`` of the trajectory at ``position``."""
+        part_count = self.count if self.cuts(name) else 1
+        return [ColumnPart(position, name, stage) for stage in range(part_count)]
 
     def needs(self, part: ColumnPart, stage: int) -> bool:
+        """Return whether the ranks of the pipeline stage ``stage`` read the part."""
         if part.name in TOKENS:
             return True
-        is_read = declared_column(part.name).read_by.includes(stage, self.count)
-        return is_read and (not self.cuts(part.name) or part.stage == stage)
+        if self.cuts(part.name) and part.stage != stage:
+            return False
+        return declared_column(part.name).read_by.includes(stage, self.count)
 
     def form(self, part: ColumnPart, forms: Mapping[str, Form]) -> Form:
         """Return the dtype and the trailing shape of the part's array. ``forms``: of the unsplit columns, by name."""
@@ -130,9 +132,9 @@ class Stages:
         first_part = next(iter(by_stage.values()))
         if len(by_stage) == 1:
             return first_part
-        column = np.empty(
-            (len(first_part), sum(map(len, self.layers)), *first_part.shape[2:]), first_part.dtype
-        )
+        rows, _, *further_sizes = first_part.shape
+        layer_count = sum(map(len, self.layers))
+        column = np.empty((rows, layer_count, *further_sizes), first_part.dtype)
         for stage, array in by_stage.items():
             column[:, list(self.layers[stage])] = array
         return column
@@ -221,7 +223,8 @@ class PartDirectory:
         faults: list[str] = []
         positions_of: dict[str, set[int]] = {}
         for leader in topology.leaders:
-            for (name, (dtype, trailing)), positions in rows_by_rank[leader][0]:
+            leader_positions, _ = rows_by_rank[leader]
+            for (name, (dtype, trailing)), positions in leader_positions:
                 form = Form(dtype, tuple(trailing))
                 first_form = forms.setdefault(name, form)
                 fault = _misfit(name, form, first_form, sizes)
@@ -234,7 +237,8 @@ class PartDirectory:
             raise ExchangeError("\n".join(dict.fromkeys(faults)))
         holders: dict[ColumnPart, dict[int, str]] = {}
         for leader in topology.leaders:
-            for (name, stage), entries in rows_by_rank[leader][1]:
+            _, leader_hashes = rows_by_rank[leader]
+            for (name, stage), entries in leader_hashes:
                 for position, array_hash in entries:
                     part_holders = holders.setdefault(ColumnPart(position, name, stage), {})
                     part_holders[leader] = array_hash
@@ -250,11 +254,9 @@ class PartDirectory:
     def shape(self, part: ColumnPart) -> tuple[int, ...]:
         """Return the shape of the part's array: the rows from the outline, the trailing shape from ``forms``."""
         outline = self.outlines[part.position]
-        rows = (
-            outline.length
-            if part.name in TOKENS
-            else row_count(declared_column(part.name), outline)
-        )
+        rows = outline.length
+        if part.name not in TOKENS:
+            rows = row_count(declared_column(part.name), outline)
         return (rows, *self.stages.form(part, self.forms).trailing)
 
     def share(self, parts: Sequence[ColumnPart]) -> Share:
@@ -321,7 +323,8 @@ def _form_text(form: Form) -> str:
 def _misfit(name: str, form: Form, first_form: Form, sizes: Mapping[str, int]) -> str | None:
     """Return how ``form`` differs from ``sizes`` or from the ``first_form`` of the column; None if it fits both."""
     for size, value in zip(declared_column(name).trailing, form.trailing, strict=True):
-        if value != sizes.get(size, value):
+        # A size that is not in ``sizes`` may have any value.
+        if size in sizes and value != sizes[size]:
             return f"{name} has {size} {value}, expected {sizes[size]}"
     if form != first_form:
         form_text = _form_text(form)
@@ -483,7 +486,8 @@ class ColumnExchange:
         rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
         groups = host_groups(rows)
         sizes = {group.head: share_of(group).size for group in groups}
-        groups = with_room(groups, sizes, [stage for _, stage, *_ in rows])
+        stage_of = [stage for _, stage, *_ in rows]
+        groups = with_room(groups, sizes, stage_of)
         own_group = next(group for group in groups if topology.rank in group.ranks)
         shares = {group.head: share_of(group) for group in groups}
         received = self._received(own_group, shares, directory, arrays)
@@ -540,7 +544,8 @@ def _shared_buffer(size: int | None) -> SharedBuffer | None:
 
     Raises ExchangeError, on all ranks, if another process allocated the memory meanwhile.
     """
-    buffer, own_fault = None, None
+    buffer = None
+    own_fault = None
     if size is not None:
         try:
             buffer = SharedBuffer(size)
@@ -571,7 +576,7 @@ def transfer(
         shares: the layout of each host group's buffer, by the rank of the group's head.
         arrays: the arrays that this rank holds.
         buffer: uint8 [size of this rank's share].
-        rank: this global rank.
+        rank: this process's global rank.
     """
     if rank in shares:
         for part, (begin, end) in shares[rank].spans.items():

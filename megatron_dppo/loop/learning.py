@@ -237,7 +237,7 @@ def plan_mini_batches(
     algorithm: AlgorithmConfig,
     layout: BatchLayout,
 ) -> list[MiniBatchPlan]:
-    """Cut a batch, groups adjacent, into optimiser steps, without reading columns.
+    """Cut a batch, whose groups are adjacent, into optimiser steps. Columns are not read.
 
     Every rank computes the same plan from the same trajectories. The denominator counts all ranks' samples, so the
     gradient does not depend on the layout or on the packing. A mini-batch in which no response trains is left out.
@@ -401,13 +401,13 @@ class Learner:
         self._canary_of_other_weights = FrequencyCanary(
             config.rollout, config.algorithm, at_equal_weights=False
         )
-        shape = trainer.shape
-        sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
-        self._exchange = ColumnExchange(
-            trainer.topology,
-            sizes if config.router_replay else {},
-            stages_of(trainer, replays=config.router_replay),
-        )
+        required_sizes: dict[str, int] = {}
+        if config.router_replay:
+            shape = trainer.shape
+            required_sizes["moe_layers"] = len(shape.moe_layers)
+            required_sizes["experts_per_token"] = shape.experts_per_token
+        stages = stages_of(trainer, replays=config.router_replay)
+        self._exchange = ColumnExchange(trainer.topology, required_sizes, stages)
 
     def plan(self, batch: RolloutBatch) -> PlannedBatch:
         """Plan the mini-batches of ``batch``, and deliver each trajectory to the ranks that train on it. Collective.
@@ -523,7 +523,7 @@ class Learner:
 
         Activation recomputation and passes without gradient are not counted as FLOP.
         """
-        # FLOP of a backward pass, in forward passes.
+        # The FLOP of a backward pass, as a multiple of a forward pass's.
         backward_forwards = BACKWARD_FORWARDS
         if self._config.lora.rank:
             backward_forwards = FROZEN_BACKWARD_FORWARDS
@@ -600,6 +600,7 @@ def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
     topology = trainer.topology
     if topology.pp_size == 1 or not replays:
         return Stages(topology.pp_size)
+    # Each rank contributes the pair (stage, layers); ranks of one stage contribute equal pairs.
     layers_by_stage = dict(all_gather_json([topology.pp_rank, trainer.replayed_layers]))
     return Stages(topology.pp_size, [layers_by_stage[stage] for stage in range(topology.pp_size)])
 
@@ -659,9 +660,10 @@ def arithmetic_speed(
 ) -> dict[str, float]:
     """Return the FLOP/s of a rank as metrics, with its share of ``peak`` FLOP/s if the peak is known."""
     rate = flops / seconds / ranks
-    return {metric_names.TFLOPS: rate / 1e12} | (
-        {} if peak is None else {metric_names.MFU: rate / peak}
-    )
+    metrics = {metric_names.TFLOPS: rate / 1e12}
+    if peak is not None:
+        metrics[metric_names.MFU] = rate / peak
+    return metrics
 
 
 def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:

@@ -106,7 +106,7 @@ def run_rank(config: TrainConfig) -> None:
 def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence) -> None:
     """Run to the end; after altered memory, begin again at the newest checkpoint if the configuration allows it.
 
-    Every rank raises the same AlteredMemoryError, so all of them restore. The error is raised on if no restore is left.
+    Every rank raises the same AlteredMemoryError, so all of them restore. If no restore is left, they end with it.
     """
     checks = config.memory_checks
     max_restores = 0
@@ -120,6 +120,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         except AlteredMemoryError as error:
             if restores == max_restores:
                 raise
+            # Keep only the text: the error's traceback refers to the failed run, which must be freed.
             reason = str(error)
         else:
             return
@@ -134,7 +135,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         # With ``resume: never``, the next Run would set aside the records and checkpoints of this start.
         run = config.run.model_copy(update={"resume": "auto"})
         config = config.model_copy(update={"run": run})
-        # The old object has left problems out (``RunData.settle``).
+        # Read the problems again: ``RunData.settle`` has removed those with bad answers from the old object.
         data = RunData(config)
 
 
@@ -147,7 +148,12 @@ def _rows_after(directory: str, step: int) -> dict[str, Any]:
         rows = read_records(directory)
     except RecordsError:
         return {}
-    return {str(step_of(row)): row for row in rows if step_of(row) > step or step == 0}
+    first_step = step + 1 if step > 0 else 0
+    rows_after: dict[str, Any] = {}
+    for row in rows:
+        if step_of(row) >= first_step:
+            rows_after[str(step_of(row))] = row
+    return rows_after
 
 
 def _require_services(config: TrainConfig) -> None:
@@ -269,14 +275,15 @@ class Run:
         folder = None
         if config.checkpoint.keep_responses and config.rollout.replay_from is None:
             folder = Path(config.run.directory) / SPOOL_FOLDER
-        spool = ResponseSpool(
-            folder,
-            self.trainer.topology.rank,
-            lambda step: max(0, step - 1 - config.rollout.max_staleness),
-        )
+
+        def oldest_version(step: int) -> int:
+            """Return the oldest weight version that may sample the batch of ``step``."""
+            return max(0, step - 1 - config.rollout.max_staleness)
+
+        spool = ResponseSpool(folder, self.trainer.topology.rank, oldest_version)
         identity = identity_of(config, self.data.train.sha256)
-        settings = text_digest(settings_of_responses(settings_of(config)), identity)
-        spool.open(settings, self.state.step, is_fresh=self._is_fresh)
+        settings_digest = text_digest(settings_of_responses(settings_of(config)), identity)
+        spool.open(settings_digest, self.state.step, is_fresh=self._is_fresh)
         repeated_steps = spool.last_trained - self.state.step
         if repeated_steps > 0:
             log.info("repeating %d steps from the responses of earlier ranks", repeated_steps)
@@ -312,7 +319,7 @@ class Run:
             keeps=rollout.save,
             replays=rollout.replay_from is not None,
         )
-        # Versions of before the checkpoint may have sampled stored responses.
+        # Stored responses may have been sampled by versions older than the checkpoint.
         for version, stored_digest in sorted(self.spool.known_digests.items()):
             seals.remember(version, stored_digest)
         digest = self.memory.remember_weights(self.state.step)
@@ -399,7 +406,7 @@ class Run:
         self._check_records()
 
     def _complete_step(self, step: int, weights: str, sampler: dict[str, Any]) -> None:
-        """Make ``step`` the newest completed one. ``weights``: the hash of the weights that it made. Collective."""
+        """Record that ``step`` is complete. ``weights``: the hash of the weights that the step made. Collective."""
         self.state.step = step
         self.state.sampler = sampler
         self.spool.flush()
@@ -457,8 +464,8 @@ class Run:
             failpoint("step/generate_ahead")
             self.source.run_ahead(step)
         finally:
-            # A stop above leaves a checkpoint of this step, so write its metrics row too.
-            measured |= {**self._failed_checks(), **self.store.figures()}
+            # If a stop ends the block above, it leaves a checkpoint of this step: write the step's metrics row too.
+            measured |= {**self._failed_rewards(), **self.store.figures()}
             self._write_row(step, {**measured, **self.timer.finish_step()})
             self.recorder.write_samples(samples)
         # While the trainer is parked, the checkpoint waits for the trainer's next turn.
@@ -587,8 +594,8 @@ class Run:
             self.stop("the run's records can't be written")
         except CheckpointError as error:
             log.warning("no checkpoint of step %d: %s", self.state.step, error)
-        # Save the batch after the checkpoint, which matters more. The batch is needed with the checkpoint; without one,
-        # a later start makes the step and its batch again.
+        # Save the batch after the checkpoint, because the checkpoint matters more: without a checkpoint of the step, a
+        # later start makes the step and its batch again.
         if self._unsaved_batch is not None:
             self._unsaved_batch.save_again()
 
@@ -618,7 +625,11 @@ class Run:
         nonce = self.fence.nonce
         has_begun = on_rank_0(partial(has_begun_run, run.directory, nonce))
         state = resume(
-            *(run, checkpoints, self.trainer, self.store, identity),
+            run,
+            checkpoints,
+            self.trainer,
+            self.store,
+            identity,
             replays=replays,
             nonce=nonce,
         )
@@ -713,19 +724,19 @@ class Run:
             **report.metrics(),
         }
 
-    def _failed_checks(self) -> dict[str, float]:
+    def _failed_rewards(self) -> dict[str, float]:
         """Return the counts of failed rewards since the last call, over all leaders.
 
         A reward failed if it timed out or crashed, or if its response was replaced.
         """
-        rows = (
+        names = (
             metric_names.REWARD_TIMEOUTS,
             metric_names.REWARD_CRASHES,
             metric_names.REWARD_REPLACED,
         )
-        counted = {name: float(self.scorer.failures[name]) for name in rows}
+        counts = {name: float(self.scorer.failures[name]) for name in names}
         self.scorer.failures.clear()
-        return counted
+        return counts
 
     def _record_faults(self, faults: Counter[str]) -> None:
         name = self.config.environment.name
@@ -733,6 +744,7 @@ class Run:
             self.recorder.write_environment_faults(self.state.step, name, faults)
 
     def _is_due(self, every: int) -> bool:
+        """Whether an action after every ``every``-th step, and after the last one, is due after the present step."""
         return last_due(self.state.step, every, self.config.run.steps) == self.state.step
 
     def _save_batch(self, step: int, batch: Mapping[int, Trajectory], seal: Seal | None) -> None:
@@ -746,6 +758,7 @@ class Run:
                 save_batch(folder, step, trajectories, seal)
             except OSError as error:
                 failure = RecordingError(f"rollout.save: {folder}: {error.strerror}")
+                # ``_check_records`` raises the first failure on every rank.
                 self.recorder.failure = self.recorder.failure or failure
                 self._unsaved_batch = _UnsavedBatch(folder, step, trajectories, seal)
 

@@ -187,8 +187,9 @@ class UpdateReport:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
         bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
-        bytes_bound: lower bound of ``bytes_moved`` for every plan: for each tensor the bytes that the rank which holds
-            most of it lacks, and all weights once for each engine rank (SGLang receives whole tensors).
+        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank, which
+            takes at least the bytes that the rank with its largest part lacks. Each engine rank receives all weights
+            once (SGLang receives whole tensors).
         seconds: time that the caller waited, by phase: drain, begin, gather (the trainer's collective), transfer (for
             the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
@@ -232,7 +233,7 @@ class UpdateReport:
             metric_names.UPDATE_BYTES_INTO_NODE_BOUND: self.bytes_into_node_bound,
             metric_names.UPDATE_SECONDS: self.update_s,
             metric_names.UPDATE_STALL: self.stall_s,
-            metric_names.UPDATE_RATE: self.bytes / max(self.stall_s, 1e-9) / 1e9,
+            metric_names.UPDATE_RATE: self.bytes / max(self.stall_s, 1e-9) / _GB,
         }
         if self.network is not None:
             values[metric_names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
@@ -248,7 +249,7 @@ class UpdateReport:
 
 
 def _mismatches_of(error: Exception | None) -> str | None:
-    """Return the mismatches of each engine if ``error`` says that all engines at fault hold other tensors."""
+    """Return the mismatches of all engines at fault as one text; None if one of them failed for another reason."""
     if not isinstance(error, EngineFaultError) or not error.faults:
         return None
     texts = []
@@ -267,8 +268,8 @@ class RankFacts(NamedTuple):
         received_bytes: bytes received from other ranks.
         partials: the rank's partial checksums; None without any.
         foreign_hosts: engine hosts other than the rank's own.
-        copies: on rank 0: how many times bytes move to engines.
-        whole_bytes: on rank 0: bytes of all weights in the form that engines receive.
+        copies: how many times each byte is sent to engines; rank 0's counts.
+        whole_bytes: bytes of all weights in the form that engines receive; rank 0's counts.
     """
 
     sent_bytes: int
@@ -292,13 +293,13 @@ def count_bytes(facts: Sequence[RankFacts], bound: int, between_nodes: int) -> d
     sent_bytes = 0
     received_bytes = 0
     foreign_hosts_by_sender: list[set[str]] = []
-    for rank in facts:
-        sent_bytes += rank.sent_bytes
-        received_bytes += rank.received_bytes
-        between_nodes += rank.sent_bytes * len(rank.foreign_hosts)
-        if rank.sent_bytes:
-            foreign_hosts_by_sender.append(set(rank.foreign_hosts))
-    # Hosts of engines that every sender reaches through the network.
+    for rank_facts in facts:
+        sent_bytes += rank_facts.sent_bytes
+        received_bytes += rank_facts.received_bytes
+        between_nodes += rank_facts.sent_bytes * len(rank_facts.foreign_hosts)
+        if rank_facts.sent_bytes:
+            foreign_hosts_by_sender.append(set(rank_facts.foreign_hosts))
+    # The engine hosts without a sender: every sender reaches them through the network.
     foreign_to_all = set.intersection(*foreign_hosts_by_sender)
     return {
         "bytes": sent_bytes,
@@ -397,7 +398,7 @@ class WeightUpdater:
         self.committed_version = None
         title = f"weight update to version {version}"
         phases = Phases()
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         self.fence()
         try:
             compared_version = self._compared_version(phases, previous_version)
@@ -409,14 +410,12 @@ class WeightUpdater:
             # Share failures only now: until the last bucket every rank is in the gathers, and no rank may leave them.
             self._with_strategy(phases, "arrive", Strategy.arrive)
             self._share(phases.error, title)
-            own_facts = RankFacts(
-                sent, received, partials, self._foreign_hosts(), *self._copies_and_bytes()
-            )
-            facts = [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
+            facts = self._gather_facts(sent, received, partials)
             self._on_rank_0(phases, "end", self._end)
             compared_tensors = 0
             if verify:
-                compared_tensors = self._verify(phases, [r.partials for r in facts if r.partials])
+                all_partials = [rank.partials for rank in facts if rank.partials]
+                compared_tensors = self._verify(phases, all_partials)
             self._share(phases.error, title)
             trainer_scores = self._trainer_scores(phases) if score else None
             self._hand_back(phases, title)
@@ -457,7 +456,7 @@ class WeightUpdater:
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=compared_tensors,
-            update_s=committed_at - started,
+            update_s=committed_at - started_at,
             stall_s=committed_at - paused_at,
             canary=canary_report,
             network=self._network_rate(),
@@ -466,7 +465,7 @@ class WeightUpdater:
     def held_tensors(self) -> list[HeldTensors]:
         """Return what each engine holds; on rank 0. Raises EngineFaultError with the engines that do not answer."""
         assert self._engines is not None
-        return [*self._engines.each(EngineWeights.held_tensors).values()]
+        return list(self._engines.each(EngineWeights.held_tensors).values())
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
         """Interrupt the engines' responses until the next update, and release their memory of ``tags``.
@@ -488,7 +487,8 @@ class WeightUpdater:
             self._strategy.close()
         if self._engines is not None:
             self._engines.close()
-        self._strategy = self._engines = None
+        self._strategy = None
+        self._engines = None
 
     def _begin(
         self,
@@ -504,7 +504,8 @@ class WeightUpdater:
         """
         busy_urls = self._on_rank_0(phases, "drain", self._pause)
         self._share(phases.error, title)
-        refusal = self.agree(json.dumps(busy_urls) if busy_urls else None)
+        own_refusal = json.dumps(busy_urls) if busy_urls else None
+        refusal = self.agree(own_refusal)
         if refusal is not None:
             raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refusal))
         paused_at = time.perf_counter()
@@ -547,7 +548,8 @@ class WeightUpdater:
             expected_checksums = verification.ExpectedByLayout(self._engines)
         if self._sent_weights is not None:
             self._sent_weights.begin(is_base=sends_changes)
-        sent = received = 0
+        sent = 0
+        received = 0
         buckets = self.source.gather(self._plan)
         while True:
             with phases.timed("gather"):
@@ -579,6 +581,7 @@ class WeightUpdater:
             return self._engines.first.encode(bucket)
 
     def _end(self, engines: Engines) -> None:
+        """Close the transfer, and drop the engines' cached keys and values of the old weights."""
         assert self._strategy is not None
         self._strategy.end()
         engines.flush()
@@ -611,18 +614,23 @@ class WeightUpdater:
     def _compared_version(self, phases: Phases, previous_version: int | None) -> int | None:
         """Return the version with which the engines are compared before the update; None: they are not. Collective.
 
-        An engine that was started again holds no update's weights: all of them are sent to it.
+        If an engine was started again, its weights are not those of ``previous_version``: nothing is compared, and the
+        update sends all weights.
         """
         is_due = self._sends_changes(previous_version) or self._is_memory_due(previous_version)
         if not is_due:
             return None
+        own_notice = None
         restarted_urls = self._on_rank_0(phases, "drain", Engines.restarted)
-        found = self.agree(json.dumps(restarted_urls) if restarted_urls else None)
-        if found is None:
+        if restarted_urls:
+            own_notice = json.dumps(restarted_urls)
+        # Only rank 0 can have a notice; ``agree`` gives it to every rank.
+        notice = self.agree(own_notice)
+        if notice is None:
             return previous_version
         log.warning(
             "engines at %s were started again after weight version %s: all weights are sent",
-            ", ".join(json.loads(found)),
+            ", ".join(json.loads(notice)),
             previous_version,
         )
         return None
@@ -637,7 +645,11 @@ class WeightUpdater:
         return self._engines_take_changes
 
     def _is_memory_due(self, previous_version: int | None) -> bool:
-        if not self.compare_before_every or previous_version is None or not self._has_digests:
+        """Whether ``compare_before_every`` asks for a comparison of the engines' weights before this update."""
+        if not self.compare_before_every:
+            return False
+        if previous_version is None or not self._has_digests:
+            # There are no checksums to compare with.
             return False
         if self.leave_devices is not None:
             # Engines on shared devices have released their weights.
@@ -701,6 +713,7 @@ class WeightUpdater:
         )
 
     def _commit(self, engines: Engines, version: int) -> None:
+        """Make the engines report ``version`` and resume generation."""
         engines.commit(version)
 
     def _abort(self, phases: Phases, version: int) -> None:
@@ -718,6 +731,7 @@ class WeightUpdater:
         return self.source.rank == 0
 
     def _sends(self) -> bool:
+        """Whether the plan has buckets that this rank sends."""
         return any(bucket.receiver == self.source.rank for bucket in self._plan or ())
 
     @property
@@ -742,9 +756,9 @@ class WeightUpdater:
             self._sent_weights = SentWeights()
         sent_weights = self._sent_weights
         try:
-            self._strategy = self._strategy_of(
-                Transfer(self.source.rank, engines, self._plan, dtype, limit, folder, sent_weights)
-            )
+            rank = self.source.rank
+            transfer = Transfer(rank, engines, self._plan, dtype, limit, folder, sent_weights)
+            self._strategy = self._strategy_of(transfer)
         except BaseException:
             engines.close()
             raise
@@ -789,6 +803,14 @@ class WeightUpdater:
             total_bytes += first_engine.planned_header(bucket).bytes
         return self._strategy.copies, total_bytes
 
+    def _gather_facts(
+        self, sent: int, received: int, partials: list[Any] | None
+    ) -> list[RankFacts]:
+        """Return the RankFacts of all ranks, by rank. Collective."""
+        copies, whole_bytes = self._copies_and_bytes()
+        own_facts = RankFacts(sent, received, partials, self._foreign_hosts(), copies, whole_bytes)
+        return [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
+
     def _foreign_hosts(self) -> list[str]:
         """Return the engine hosts to which this rank's bytes must travel."""
         if self._engines is None or self._strategy is None or not self._sends():
@@ -796,6 +818,7 @@ class WeightUpdater:
         return self._engines.foreign_hosts
 
     def _is_due(self, check: str, period: int) -> bool:
+        """Whether this update makes ``check``, which every ``period``-th update makes; 0: none does."""
         if check == "verify" and self.config.changes_only:
             # Changes are applied to weights that were compared, and the next update needs such weights again.
             return True
