@@ -56,7 +56,8 @@ class _Place(NamedTuple):
 
     Attributes:
         target: the view of the engine's tensor that holds the block; a vector if the block is one run of elements.
-        run: start and length of the block in the flat received tensor; None: the whole tensor, or no run.
+        run: start and length of the block in the flat received tensor; None if the block is the whole tensor, or is no
+            run of elements.
         cut: dimension, start and length of a block that is no run of elements; None for a run.
         padding: the view of the engine's tensor that zeros fill; None without padding.
         part: the table's entry if the engine's values differ from the received values; None if they are equal.
@@ -108,6 +109,7 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
 
     buckets: list[ReceivedBucket] = []
     for path in weight_files(folder):
+        # Only the header is needed here: the tensors are mapped below.
         file = SafetensorsFile(path)
         file.close()
         offset_of = {name: entry.offset for name, entry in file.entries.items()}
@@ -207,6 +209,7 @@ class TensorPlaces:
 
         from megatron_dppo.engine.changes import Changes, apply_changes
 
+        # Between the positions and the values is one empty tensor for each tensor of the whole bucket.
         positions, *_, values = bucket.flat_tensors()
         names = bucket.names[1:-1]
         unknown_names = [name for name in names if name not in self._places]
@@ -216,9 +219,9 @@ class TensorPlaces:
             )
         dtypes = bucket.dtypes[1:-1]
         shapes = [self._shapes[name] for name in names]
-        size = sum(
-            math.prod(dims) * dtype.itemsize for dims, dtype in zip(shapes, dtypes, strict=True)
-        )
+        size = 0
+        for dims, dtype in zip(shapes, dtypes, strict=True):
+            size += math.prod(dims) * dtype.itemsize
         data = torch.empty(size, dtype=torch.uint8, device=positions.device)
         flat_tensors = ReceivedBucket(names, dtypes, shapes, data).flat_tensors()
         targets: list[Tensor] = []
@@ -439,11 +442,13 @@ def register() -> None:
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
     """Give the model that ``runner`` has loaded a DirectLoader."""
     if runner.is_draft_worker:
+        # Updates are for the served model alone.
         return
     from sglang.srt.runtime_context import get_parallel
 
     arguments = runner.server_args
     folder = str(runner.model_config.model_path)
+    rank = get_parallel().tp_rank
 
     def read_table() -> EngineTensors:
         from megatron_dppo.engine.checksums import EngineTensors
@@ -451,7 +456,6 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
 
         return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict(), rank)
 
-    rank = get_parallel().tp_rank
     runner.model.load_weights = DirectLoader(runner.model, rank, read_table)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
@@ -74,6 +74,22 @@ class CommittedUpdates:
     version: int | None = None
     count: int = 0
     verified: int = 0
+
+
+class _RankEnd(NamedTuple):
+    """How one rank's wait for a generation ended.
+
+    Attributes:
+        end: a GenerationEnd as an integer.
+        reason: the reason of a loss or a failure.
+        has_new_responses: whether responses have arrived during the wait.
+        has_servers: whether the rank knows a server that runs.
+    """
+
+    end: int
+    reason: str
+    has_new_responses: bool
+    has_servers: bool
 
 
 class EngineSession:
@@ -231,6 +247,7 @@ class EngineSession:
             return report
 
     def _commit(self, version: int, report: UpdateReport) -> None:
+        """Count the update, and let every rank generate with the updated servers. Collective."""
         # Sending the same version again is no progress: the fleet may be lost again for the same reason.
         if version != self.updates.version:
             self._failures.forget_losses()
@@ -264,7 +281,8 @@ class EngineSession:
             suspect = None
             if rank == self._rank:
                 suspect = connections.question_suspects()
-            fault = collectives.first_failure(None if suspect is None else self._fault_of(suspect))
+            own_fault = None if suspect is None else self._fault_of(suspect)
+            fault = collectives.first_failure(own_fault)
             if fault is not None:
                 raise membership.FatalPromptError(fault)
 
@@ -393,10 +411,9 @@ class EngineSession:
             end, reason = self._connections.wait(generation)
             has_new_responses = len(generation.done) > done_before
             has_servers = self._connections.client.has_servers
-            ends_by_rank = collectives.all_gather_json(
-                [int(end), reason, has_new_responses, has_servers]
-            )
-            worst_end = max(GenerationEnd(rank_end) for rank_end, *_ in ends_by_rank)
+            own_end = [int(end), reason, has_new_responses, has_servers]
+            rank_ends = [_RankEnd(*values) for values in collectives.all_gather_json(own_end)]
+            worst_end = max(GenerationEnd(rank.end) for rank in rank_ends)
             if worst_end is GenerationEnd.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst_end is GenerationEnd.DONE:
@@ -404,13 +421,13 @@ class EngineSession:
                 self._connections.drop(generation)
                 return generation.job.trajectories(generation.done)
             # Only ranks with the worst end, a loss or a failure, decide how the generation goes on.
-            worst_rows = [row for row in ends_by_rank if row[0] == worst_end]
-            reason = worst_rows[0][1]
+            worst_ranks = [rank for rank in rank_ends if rank.end == worst_end]
+            reason = worst_ranks[0].reason
             if worst_end is GenerationEnd.FAILED:
                 raise membership.EngineUnavailableError(reason)
-            if any(is_progress for _, _, is_progress, _ in ends_by_rank):
+            if any(rank.has_new_responses for rank in rank_ends):
                 self._failures.forget_losses()
-            servers_run = all(has_servers for *_, has_servers in worst_rows)
+            servers_run = all(rank.has_servers for rank in worst_ranks)
             is_same_version = trainer_version in (None, self.updates.version)
             if not (servers_run or mixes or is_same_version):
                 raise WeightsLostError(f"weight version {self.updates.version} is lost: {reason}")
@@ -457,10 +474,12 @@ class EngineSession:
             return
 
     def _agree_on_members(self) -> list[membership.Member]:
+        """Return the members of the next update, which rank 0 chooses among the servers. Collective."""
         suspended: dict[str, str] = {}
         for losses in collectives.all_gather_json(self._connections.client.take_losses()):
             suspended |= losses
-        members_json, fault = None, None
+        members_json = None
+        fault = None
         if self._membership is not None:
             try:
                 members = self._membership.choose(self._members, suspended)

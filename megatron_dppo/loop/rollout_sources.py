@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ class _Draft:
     ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
     ``generation``: this rank's part of the latest round. ``is_received``: whether all its responses have arrived.
     ``drawn_indices``: indices of ``problems`` in the data. ``seconds``: duration of all rounds.
-    ``waited``: seconds that the trainer waited for responses. ``redrawn``: number of tokens that were discarded and
+    ``waited_s``: seconds that the trainer waited for responses. ``redrawn``: number of tokens that were discarded and
     sampled again, because a weight update ended their responses. ``timed_out``: number of responses that were sampled
     again after a timeout.
     ``components``: sums of the reward's components.
@@ -117,7 +117,7 @@ class _Draft:
     is_received: bool = False
     drawn_indices: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    waited: float = 0.0
+    waited_s: float = 0.0
     redrawn: int = 0
     timed_out: int = 0
     components: ComponentSums = field(default_factory=ComponentSums)
@@ -257,7 +257,7 @@ class GeneratedRollouts:
         )
 
     def _draw(self, step: int, round_: int, count: int) -> list[int]:
-        """Return the indices of ``count`` problems: those that earlier ranks drew for this round, or else the next."""
+        """Return the indices of ``count`` problems: those that earlier ranks drew for this round, or new ones."""
         if self.spool is None:
             return self.sampler.next(count)
         indices = self.spool.draws(step, round_, count)
@@ -275,7 +275,7 @@ class GeneratedRollouts:
         with self.timer("generate"):
             draft.generation.wait(version)
         waited_s = time.monotonic() - start_time
-        draft.waited += waited_s
+        draft.waited_s += waited_s
         self._waited_s += waited_s
         draft.is_received = True
 
@@ -287,23 +287,27 @@ class GeneratedRollouts:
             responses = draft.generation.scored(self.algorithm, self.credit, version=version)
             draft.components.add(draft.generation.components.to_json())
             draft.groups |= dict(zip(new_positions, self._groups(responses), strict=True))
-            rows_by_rank = all_gather_json(
-                [
-                    [rollout_figures.GroupRow.of(draft.groups[p]) for p in new_positions],
-                    draft.generation.seconds,
-                    draft.generation.redrawn,
-                    draft.generation.timed_out,
-                ]
+            own_rows = [rollout_figures.GroupRow.of(draft.groups[p]) for p in new_positions]
+            generation = draft.generation
+            results_by_rank = all_gather_json(
+                [own_rows, generation.seconds, generation.redrawn, generation.timed_out]
             )
-        leader_rows = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
+        # Each leader sends its rows in the order of positions: take the next row of the leader that owns the position.
+        rows_of_leader: list[Iterator[list[Any]]] = []
+        for leader in self.topology.leaders:
+            leader_rows, *_ = results_by_rank[leader]
+            rows_of_leader.append(iter(leader_rows))
         # Copy the range first: ``unjudged`` depends on ``rows``, which grows here.
         for position in list(draft.unjudged):
-            leader = owner(position, self.topology)
-            draft.rows.append(rollout_figures.GroupRow(*next(leader_rows[leader])))
+            row = next(rows_of_leader[owner(position, self.topology)])
+            draft.rows.append(rollout_figures.GroupRow(*row))
+        slowest_s = 0.0
+        for _, seconds, redrawn, timed_out in results_by_rank:
+            slowest_s = max(slowest_s, seconds)
+            draft.redrawn += redrawn
+            draft.timed_out += timed_out
         # A round takes as long as the part of its slowest leader.
-        draft.seconds += max(seconds for _, seconds, _, _ in rows_by_rank)
-        draft.redrawn += sum(redrawn for _, _, redrawn, _ in rows_by_rank)
-        draft.timed_out += sum(timed_out for *_, timed_out in rows_by_rank)
+        draft.seconds += slowest_s
 
     def _batch(self, draft: _Draft, sampler_state: dict[str, Any]) -> RolloutBatch:
         """Announce the batch to every rank and return it with its figures. Collective."""
@@ -329,9 +333,9 @@ class GeneratedRollouts:
         if self.episodes is not None:
             figures[metric_names.ENVIRONMENT_FAULTS] = faults.total()
         figures |= rollout_figures.speed_figures(
-            figures[metric_names.TOKENS], draft.seconds, draft.waited
+            figures[metric_names.TOKENS], draft.seconds, draft.waited_s
         )
-        figures |= self._waiting()
+        figures |= self._idle_shares()
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
@@ -345,7 +349,7 @@ class GeneratedRollouts:
         """
         return time.monotonic(), self._waited_s, self.engine.busy_s
 
-    def _waiting(self) -> dict[str, float]:
+    def _idle_shares(self) -> dict[str, float]:
         """Return the shares of the time since the previous batch in which trainers waited, and in which servers idled.
 
         Trainers wait for responses. Servers idle while a leader has nothing to generate. Both shares are means over the
@@ -459,6 +463,7 @@ class ReplayedRollouts:
     def _check_order(
         self, step: int, problems: Sequence[int], wanted_problems: Sequence[Problem]
     ) -> None:
+        """Check that the saved responses answer ``wanted_problems`` in their order. ``problems``: of each response."""
         saved_ids = list(dict.fromkeys(problems))
         expected_ids = list(dict.fromkeys(p.problem_id for p in wanted_problems))
         if saved_ids != expected_ids:
@@ -469,6 +474,7 @@ class ReplayedRollouts:
             )
 
     def _check_prompts(self, step: int, batch: Sequence[Trajectory]) -> None:
+        """Check that each response's prompt is the prompt of its problem in the training data."""
         for trajectory in batch:
             if not self._origin.has_prompt(trajectory):
                 raise BatchFormatError(

@@ -225,7 +225,7 @@ class AdaptedPolicy:
         transformer.finalize_model_grads_func = reduce_all_grads
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Disable the adapters in this context. If they started without effect, the model is then the policy before
         training.
         """

@@ -95,6 +95,7 @@ def max_log_prob_difference(
     """
     # Drop all columns: recorded routing would send tokens to other experts than transformers does.
     sequences = [t.without(*t.columns) for t in trajectories]
+    # The first micro-batch has all sequences; any others are empty.
     batches = trainer.packed(sequences)
     trainer_values = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
     difference = None

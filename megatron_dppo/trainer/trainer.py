@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -118,9 +118,12 @@ class Trainer:
     Attributes:
         topology: position and process groups of this rank.
         adapted: the policy's LoRA adapters; None if ``lora.rank`` is 0.
-        shape, layout: dimensions of the model; its parallel sizes.
-        chunks, ddp_chunks: the GPTModels of this rank, without and with Megatron's wrappers.
-        optimizer, scheduler: the optimizer and the schedule of Megatron-Core.
+        shape: dimensions of the model.
+        layout: the sizes of the parallel layout.
+        chunks: this rank's GPTModels.
+        ddp_chunks: ``chunks`` with Megatron's wrappers around them.
+        optimizer: Megatron-Core's optimizer.
+        scheduler: Megatron-Core's schedule of the learning rate and the weight decay.
         step_count: number of optimiser steps so far.
         reference_sha256: hash of the tensors that the reference policy was loaded from; None without a reference.
         share: the tokens of a micro-batch that this rank's layers compute.
@@ -213,7 +216,10 @@ class Trainer:
         self._parker = Parker(self.held_tensors)
         self.step_count = 0
         self.pad_multiple = self.share.pad_multiple * config.token_multiple
-        self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
+        self.micro_batch_multiple = 1
+        if self.layout.chunks > 1:
+            # The interleaved schedule takes micro-batches in rounds of the pipeline's size.
+            self.micro_batch_multiple = self.layout.pipeline
         model.leave_out_logits(self.chunks)
         self._stats = step.StatsFunction(
             self.chunks[-1],
@@ -311,12 +317,11 @@ class Trainer:
         if self._reference is None:
             raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
         self.check_resident("score by the reference policy", "weights", "reference")
-        omitted_adapters = None
-        if not self._starts_with_adapters:
-            omitted_adapters = self.adapted
-        without_adapters = nullcontext() if omitted_adapters is None else omitted_adapters.frozen()
-        with self._reference.in_place(), without_adapters:
-            return self.log_probs(micro_batches)
+        with self._reference.in_place():
+            if self.adapted is None or self._starts_with_adapters:
+                return self.log_probs(micro_batches)
+            with self.adapted.disabled():
+                return self.log_probs(micro_batches)
 
     def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
         """Compute log pi of the ids in each micro-batch's column ``topk_ids``, as ``log_probs`` does: fp32 [T, K]."""
@@ -329,14 +334,15 @@ class Trainer:
         *,
         topk: bool,
     ) -> list[Tensor]:
+        """Compute log pi as ``log_probs`` does, or as ``topk_log_probs`` with ``topk``. Collective."""
         self.check_resident("score", "weights")
         batches = self._place_micro_batches(micro_batches)
         for chunk in self.ddp_chunks:
             # Disable the adapters' dropout: with it the log-probabilities would be those of another policy.
             chunk.eval()
-        stats = (
-            self._stats if temperature is None else replace(self._stats, temperature=temperature)
-        )
+        stats = self._stats
+        if temperature is not None:
+            stats = replace(stats, temperature=temperature)
         log_probs, fault_counts = step.forward_log_probs(
             self.ddp_chunks, batches, stats, self._replay, topk=topk
         )
@@ -362,6 +368,7 @@ class Trainer:
         if fault_counts:
             totals += torch.stack(fault_counts).sum(0)
         dist.all_reduce(totals, dist.ReduceOp.MAX)
+        # The last of ``FAULTS`` counts rows of logits, the others count ids.
         *bad_ids, bad_rows = totals.cpu()
         if message := describe(bad_ids):
             raise ValueError(message)
@@ -404,12 +411,10 @@ class Trainer:
     def parameter_hashes(self) -> dict[str, str]:
         """Return the hash of each of this rank's parameters, by "chunk/name". Not collective."""
         self.check_resident("hash weights", "weights")
-        return tensor_hashes(
-            {
-                parameter_name(chunk, name): p.detach()
-                for (chunk, name), p in model.named_parameters(self.chunks).items()
-            }
-        )
+        tensors: dict[str, Tensor] = {}
+        for (chunk, name), parameter in model.named_parameters(self.chunks).items():
+            tensors[parameter_name(chunk, name)] = parameter.detach()
+        return tensor_hashes(tensors)
 
     def weights_form(self) -> str:
         """Hash the names, shapes and dtypes of all ranks' parameters and their placement on ranks, without the values.
@@ -484,19 +489,22 @@ class Trainer:
         return platform.current().device
 
     def packed(self, trajectories: Sequence[Trajectory]) -> list[PackedBatch]:
-        """Pack ``trajectories`` into one micro-batch; append the empty ones that the schedule needs. Not collective."""
+        """Pack ``trajectories`` into one micro-batch, and append the empty micro-batches that the interleaved schedule
+        needs. Not collective.
+        """
         packed_batch = pack(
             trajectories,
             pad_multiple=self.pad_multiple,
             sequence_multiple=self.share.sequence_multiple,
         )
         empty_batch = pack([], pad_multiple=self.pad_multiple)
-        return [packed_batch, *[empty_batch] * (self.micro_batch_multiple - 1)]
+        empty_count = self.micro_batch_multiple - 1
+        return [packed_batch] + empty_count * [empty_batch]
 
     def _place_micro_batches(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
         """Check and pad the micro-batches, load their recorded routing and move them to the device. Collective."""
-        # Compare the counts, because experts exchange tokens in every micro-batch: a rank with fewer of them would
-        # block all others.
+        # Compare the counts, because experts exchange tokens in every micro-batch: a rank with fewer micro-batches
+        # would block all others.
         agree(len(micro_batches), "the number of micro-batches")
         step.check_micro_batches(
             micro_batches,
@@ -512,7 +520,7 @@ class Trainer:
         if self._replay is not None:
             self._replay.load(micro_batches)
         elif any(RECORDING in b.columns for b in micro_batches):
-            # Reject the batch: without replay other experts than in the rollout would train on it, unnoticed.
+            # Reject the batch: without replay the router may choose other experts than in the rollout, unnoticed.
             raise ValueError("a micro-batch carries recorded routing without rollout.router_replay")
         return [b.without(RECORDING).to(self.device) for b in micro_batches]
 
@@ -531,6 +539,7 @@ class Trainer:
                 metrics = metrics.add(name, count)
         reduced = step.reduce_metrics(metrics, self.topology)
         sums = dict(reduced.sums)
+        # The last of ``FAULTS`` counts rows of logits, the others count ids.
         *bad_ids, bad_rows = (sums.pop(name) for name in _FAULT_COUNTS)
         if message := describe(bad_ids):
             raise ValueError(message)
