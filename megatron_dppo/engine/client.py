@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answer:
+    """A server's whole answer to one request."""
+
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -77,6 +79,7 @@ class Answer:
         return ""
 
     def _error(self) -> Any:
+        """Return the body's JSON, or the entry ``error`` of a JSON object; None if the body is no JSON."""
         try:
             answer = orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -280,6 +283,7 @@ class HttpClient:
         return True
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
+        """Return the JSON object in an answer's ``text``. Raises EngineAnswerError for anything else."""
         try:
             value = orjson.loads(text)
         except orjson.JSONDecodeError:
@@ -290,6 +294,7 @@ class HttpClient:
         return value
 
     def _open_session(self) -> aiohttp.ClientSession:
+        """Return the session, made at the first request: aiohttp makes sessions inside an event loop only."""
         if self._session is None:
             certificates: ssl.SSLContext | bool = True
             if self.url.startswith("https:"):
@@ -314,12 +319,15 @@ class EngineClient(HttpClient):
     """
 
     _last_life = 0.0
-    _answered = False
+    """The event loop's time at which the server last showed life."""
+    _has_answered = False
+    """Whether the server has answered a request since this client was made."""
     first_answer_s: float = 0.0
     """Time limit in seconds of the first answer, if it is longer than the limit of later answers."""
     is_paused = False
     """Set by the code that pauses the server; ``watch`` does not test a paused server, which generates nothing."""
     _ways: frozenset[Way] = frozenset()
+    """The ways by which recordings arrived when that was last logged."""
     parser = AnswerParser(smallest=None)
 
     async def generate(
@@ -366,7 +374,9 @@ class EngineClient(HttpClient):
         received = ReceivedAnswer(payload, requests, versions, {})
         parsed = await self.parser.parse(received)
         if parsed.missing:
-            contents = {notice.id: await self.fetch_recording(notice) for notice in parsed.missing}
+            contents: dict[str, bytes] = {}
+            for notice in parsed.missing:
+                contents[notice.id] = await self.fetch_recording(notice)
             parsed = await self.parser.parse(received._replace(downloaded=contents))
         if parsed.ways - self._ways:
             self._ways = parsed.ways
@@ -392,7 +402,8 @@ class EngineClient(HttpClient):
 
     async def offers_recordings(self) -> bool:
         """Whether the server stores recordings in files. Such a server accepts the deletion of an unknown recording."""
-        answer = await self.exchange("DELETE", f"{ROUTE}/{'0' * 32}")
+        unknown_id = "0" * 32
+        answer = await self.exchange("DELETE", f"{ROUTE}/{unknown_id}")
         return answer.status == 204
 
     async def abort(self, rid: str, count: int = 1) -> None:
@@ -411,8 +422,8 @@ class EngineClient(HttpClient):
     async def generates(self, timeout_s: float = 30.0) -> bool:
         """Whether the server generates a token in time, for any request. An idle server samples a token for this test.
 
-        ``/health`` would not do: the HTTP process answers it alone, also if the scheduler hangs. A paused server
-        fails this test.
+        ``/health`` would not do: on the servers of ``launch_server`` the HTTP process answers it alone, also if the
+        scheduler hangs. A paused server fails this test.
         """
         return await self.is_ok("/health_generate", timeout_s)
 
@@ -422,7 +433,7 @@ class EngineClient(HttpClient):
 
     def note_answer(self) -> None:
         """Note that a request was answered now. From now on ``first_answer_s`` does not apply."""
-        self._answered = True
+        self._has_answered = True
         self.note_life()
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
@@ -440,7 +451,9 @@ class EngineClient(HttpClient):
 
         self._last_life = clock()
         while True:
-            limit = max(hang_timeout_s, 0 if self._answered else self.first_answer_s)
+            limit = hang_timeout_s
+            if not self._has_answered:
+                limit = max(hang_timeout_s, self.first_answer_s)
             sleep_start = clock()
             sleep_s = min(pause, max(self._last_life + limit - sleep_start, 0))
             await asyncio.sleep(sleep_s)

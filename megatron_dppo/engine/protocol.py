@@ -201,7 +201,13 @@ def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
+def _log_probs_fields(_: None) -> dict[str, Any]:
+    # A start of -1 asks for no log-probabilities of the prompt.
+    return {"return_logprob": True, "logprob_start_len": -1}
+
+
 def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]:
+    """Read the log-probability of each output token, float32 [R]."""
     entries = meta["output_token_logprobs"]
     expected_ids = answered.response_ids
     if [entry[1] for entry in entries] != expected_ids.tolist():
@@ -221,7 +227,13 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
     return {"rollout_log_probs": values.astype(np.float32)}
 
 
+def _weight_version_fields(_: None) -> dict[str, Any]:
+    # SGLang reports weight versions in every answer.
+    return {}
+
+
 def _weight_version(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]:
+    """Read the weight version of each output token, int32 [R], from spans of tokens with one version."""
     spans = meta["weight_versions"]
     length = len(answered.response_ids)
     versions = []
@@ -270,6 +282,7 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
+    """Read the experts of each input token, [prompt + output - 1, MoE layers, top-k]."""
     # ``recordings`` has replaced the server's notice of a recording by the array itself, [prompt + output - 1, hidden
     # layers, top-k]. The last token has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
@@ -282,6 +295,7 @@ def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[
         captured = np.ascontiguousarray(captured[:, list(shape.moe_layers)])
     check_recording(captured, shape.experts)
     if is_unwritten(captured):
+        # The server never wrote the recording, so the column is missing.
         return {}
     all_rows = np.zeros((shape.start + len(captured), *captured.shape[1:]), shape.dtype)
     all_rows[shape.start :] = captured
@@ -294,11 +308,9 @@ def _routed_experts_fields(shape: RoutedShape) -> dict[str, Any]:
 
 provide(
     "rollout_log_probs",
-    ColumnSource(
-        lambda _: {"return_logprob": True, "logprob_start_len": -1}, _log_probs, always=True
-    ),
+    ColumnSource(_log_probs_fields, _log_probs, always=True),
 )
-provide("weight_version", ColumnSource(lambda _: {}, _weight_version, always=True))
+provide("weight_version", ColumnSource(_weight_version_fields, _weight_version, always=True))
 provide("topk", ColumnSource(_topk_fields, _topk))
 provide("routed_experts", ColumnSource(_routed_experts_fields, _routed_experts))
 
@@ -453,16 +465,22 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
 
 
 def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
-    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+    """Return a trajectory's name of SGLang's finish reason. Raises AbortedError for an abort that ends the request."""
+    reason_of_type: dict[str, FinishReason] = {
+        "stop": "stop",
+        "length": "length",
+        "abort": "aborted",
+    }
     # An abort with a status code is an error of the server, not the result of a client's call.
     if reason["type"] == "abort" and (reason.get("status_code") or not request.continues):
         raise AbortedError(f"aborted by the engine: {reason.get('message')}")
-    if reason["type"] not in kinds:
+    if reason["type"] not in reason_of_type:
         raise ValueError(f"finish reason {reason['type']!r}, expected stop or length")
-    return kinds[reason["type"]]
+    return reason_of_type[reason["type"]]
 
 
 def _check_length(tokens: int, reason: FinishReason, request: GenerationRequest) -> None:
+    """Raise ValueError if the response is longer than the request allows, or was cut off at another length."""
     # SGLang silently reduces max_new_tokens to the room in its context and cache, which would look like a truncation.
     limit = request.sampling.max_new_tokens
     is_empty = tokens == 0 and reason != "aborted"

@@ -127,9 +127,11 @@ class LinearAdapter(torch.nn.Module):
         return self.options.adapters.scale * (b.detach().float() @ a.detach().float())
 
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
+        """Return the shape of the parameter for ``part``'s A or B: ``which`` is LORA_A or LORA_B."""
         return list(part.local(which, self.options.adapters.rank))
 
     def _mark_parameters(self) -> None:
+        """Set the attributes by which Megatron-Core finds how A and B are divided, and how to reduce gradients."""
         raise NotImplementedError
 
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
@@ -161,6 +163,7 @@ class LinearAdapter(torch.nn.Module):
         return a, b
 
     def _dropped(self, x: Tensor, generator: AbstractContextManager) -> Tensor:
+        """Apply dropout to ``x`` in training. ``generator``: the context of the random state for it."""
         if not self.training or self.options.dropout == 0:
             return x
         with generator:
@@ -204,7 +207,9 @@ class DenseAdapter(LinearAdapter):
             for which in (LORA_A, LORA_B):
                 parameter = getattr(self.matrices(part.name), which)
                 if part.is_cut(which):
-                    set_tensor_model_parallel_attributes(parameter, True, self.linear.axis, 1)
+                    set_tensor_model_parallel_attributes(
+                        parameter, is_parallel=True, dim=self.linear.axis, stride=1
+                    )
                 else:
                     parameter.sequence_parallel = self.options.sequence_parallel
 
@@ -289,7 +294,11 @@ class ExpertAdapter(LinearAdapter):
         for part in self.linear.parts:
             for which in (LORA_A, LORA_B):
                 parameter = getattr(self.matrices(part.name), which)
-                set_tensor_model_parallel_attributes(parameter, True, self.linear.axis + 1, 1)
+                # The parameter's first axis counts experts.
+                axis = self.linear.axis + 1
+                set_tensor_model_parallel_attributes(
+                    parameter, is_parallel=True, dim=axis, stride=1
+                )
                 # Megatron's DDP reduces parameters with a false ``allreduce`` only over expert-data ranks.
                 parameter.allreduce = parallel_state.get_expert_model_parallel_world_size() == 1
                 if not part.is_cut(which) and group.size() > 1:
@@ -399,7 +408,7 @@ Init = Callable[[tuple[int, ...], int, torch.Generator], Tensor]
 
 
 def _kaiming(dims: tuple[int, ...], rank: int, generator: torch.Generator) -> Tensor:
-    # This is PEFT's ``kaiming_uniform_(a=sqrt(5))``.
+    # PEFT's ``kaiming_uniform_(a=sqrt(5))`` has the bound sqrt(3) sqrt(2 / (1 + 5)) / sqrt(in) = 1 / sqrt(in).
     bound = 1 / math.sqrt(dims[1])
     return torch.empty(dims).uniform_(-bound, bound, generator=generator)
 

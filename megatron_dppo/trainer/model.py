@@ -150,7 +150,7 @@ def wrap_chunks(
     ``options``: fields of DistributedDataParallelConfig, which override the defaults of this function.
     """
     defaults = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed_optimizer}
-    ddp = DistributedDataParallelConfig(**{**defaults, **options})
+    ddp = DistributedDataParallelConfig(**(defaults | dict(options)))
     wrapped = []
     for i, chunk in enumerate(chunks):
         module = chunk
@@ -192,6 +192,7 @@ def _build_chunk(
     vp_stage: int | None,
     spec: LayerSpecFunction,
 ) -> GPTModel:
+    """Build the chunk of the virtual stage ``vp_stage`` (None: the only chunk) with the layers of ``spec``."""
     layer_spec = spec(transformer, vp_stage)
     if shape.norms_all_heads:
         norm_all_heads(layer_spec, transformer)
@@ -209,11 +210,12 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    _mark_divided_parameters(model)
     if shape.latent is None and isinstance(shape.rope_scaling, YarnRopeScaling):
+        # Megatron-Core has YaRN of its own for latent attention only.
         model.rotary_pos_emb.inv_freq = yarn_frequencies(
             model.rotary_pos_emb.inv_freq, shape.rope_theta, shape.rope_scaling
         )
-    _mark_divided_parameters(model)
     if isinstance(shape.rope_scaling, Llama3RopeScaling):
         rope = model.rotary_pos_emb
         # Scale the frequencies here, because GPTModel's own option fixes three of these four numbers to those of
@@ -234,7 +236,9 @@ Megatron-Core nor Transformer Engine marks as such."""
 
 
 def _mark_divided_parameters(model: GPTModel) -> None:
-    """Mark these parameters: the norm of gradients would count those of the first tensor-parallel rank only."""
+    """Mark the parameters of ``_UNMARKED`` as divided: otherwise the norm of the gradients would count them on the
+    first tensor-parallel rank alone.
+    """
     for name, parameter in model.named_parameters():
         if _UNMARKED.fullmatch(name):
             parameter.tensor_model_parallel = True
@@ -258,6 +262,7 @@ def yarn_frequencies(plain: Tensor, theta: float, yarn: YarnRopeScaling) -> Tens
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     if low == high:
+        # The ramp divides by high - low.
         high += 0.001
     indices = torch.arange(pairs, dtype=torch.float32, device=plain.device)
     ramp = ((indices - low) / (high - low)).clamp(0, 1)
@@ -327,7 +332,9 @@ def _stored_buffers(chunk: Module) -> Iterator[tuple[str, Module, str]]:
     for path, module in chunk.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                yield f"{path}.{leaf}" if path else leaf, module, leaf
+                # The path of the chunk itself is empty.
+                name = f"{path}.{leaf}" if path else leaf
+                yield name, module, leaf
 
 
 def meta_parameters(

@@ -51,6 +51,7 @@ NEEDED = (
     Variable("NCCL_CUMEM_ENABLE", "0", _AS_SGLANG),
     Variable("NCCL_NVLS_ENABLE", "0", _AS_SGLANG),
 )
+"""The variables that a rank on a GPU needs."""
 
 
 def complete(environment: MutableMapping[str, str]) -> list[str]:
@@ -265,8 +266,12 @@ class HostMemory:
     """
 
     def __init__(self, size: int) -> None:
-        self._file = None if has_cuda() else FileBuffer(size)
-        self.bytes = host_buffer(size) if self._file is None else torch.from_numpy(self._file.array)
+        self._file: FileBuffer | None = None
+        if has_cuda():
+            self.bytes = host_buffer(size)
+        else:
+            self._file = FileBuffer(size)
+            self.bytes = torch.from_numpy(self._file.array)
 
     def settle(self) -> None:
         """Release the memory that caches the file, because the parked tensors are not needed for a while."""
@@ -365,9 +370,10 @@ def _te_layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterable[LayoutF
 
 
 def _cuda() -> Platform:
+    """Select the GPU of LOCAL_RANK and return its Platform."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    layers = Platform(
+    platform = Platform(
         device=device,
         distributed_backend="nccl",
         decoder_spec=_te_decoder_spec,
@@ -383,9 +389,9 @@ def _cuda() -> Platform:
         layout_faults=_te_layout_faults,
     )
     if not has_transformer_engine():
-        return _with_torch_layers(layers)
+        return _with_torch_layers(platform)
     _make_output_layer_without_apex()
-    return layers
+    return platform
 
 
 def _with_torch_layers(cuda: Platform) -> Platform:
@@ -408,6 +414,7 @@ def _with_torch_layers(cuda: Platform) -> Platform:
 
 
 def _cpu() -> Platform:
+    """Return the Platform of a machine without a GPU."""
     from megatron_dppo.trainer.cpu.layer_spec import decoder_spec, layout_faults
 
     return Platform(

@@ -214,14 +214,20 @@ class StatsFunction:
             ValueError: ``spec.topk`` is set and the batch has no ``topk_ids``.
         """
         spec = spec or self.spec
+        group = None
+        if self.topology.tp_size > 1:
+            group = self.topology.tensor_group
+        topk_ids = None
+        if spec.topk:
+            topk_ids = batch.column("topk_ids").long()
         stats = head_stats(
             # Pairs of (states, weight), whose products add up to the logits.
             head_factors(self.last_chunk, hidden.squeeze(0)),
             batch.target_ids,
-            self.topology.tensor_group if self.topology.tp_size > 1 else None,
+            group,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
-            topk_ids=batch.column("topk_ids").long() if spec.topk else None,
+            topk_ids=topk_ids,
             with_entropy=spec.entropy,
             with_squares=spec.squares,
             counted=batch.loss_mask,
@@ -290,17 +296,18 @@ def forward_backward(
 
     def loss_of(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         own_stats = stats(hidden, own_batch(batch, topology))
-        policy = whole_stats(own_stats, batch, topology)
-        sums = token_loss(policy, batch)
+        batch_stats = whole_stats(own_stats, batch, topology)
+        sums = token_loss(batch_stats, batch)
         loss = sums.loss / denominator
         if not loss.requires_grad:
             raise ValueError("the token loss has no gradient: it does not depend on log_probs")
-        results.metrics = (
-            sums.metrics if results.metrics is None else results.metrics + sums.metrics
-        )
+        if results.metrics is None:
+            results.metrics = sums.metrics
+        else:
+            results.metrics += sums.metrics
         results.losses.append(loss.detach())
-        results.log_probs.append(policy.log_probs.detach())
-        results.fault_counts.append(policy.fault_counts)
+        results.log_probs.append(batch_stats.log_probs.detach())
+        results.fault_counts.append(batch_stats.fault_counts)
         return loss, _no_scaling(loss.device), {}
 
     _run_schedule(chunks, batches, loss_of, topology, replay, forward_only=False)
@@ -328,11 +335,11 @@ def forward_log_probs(
 
     def keep(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         own_stats = stats(hidden, own_batch(batch, topology), StatsSpec(topk=topk))
-        policy = whole_stats(own_stats, batch, topology)
-        batch_log_probs = policy.topk_log_probs if topk else policy.log_probs
+        batch_stats = whole_stats(own_stats, batch, topology)
+        batch_log_probs = batch_stats.topk_log_probs if topk else batch_stats.log_probs
         assert batch_log_probs is not None
         log_probs.append(batch_log_probs.float())
-        fault_counts.append(policy.fault_counts)
+        fault_counts.append(batch_stats.fault_counts)
         no_loss = torch.zeros((), device=hidden.device)
         return no_loss, _no_scaling(hidden.device), {}
 
@@ -373,9 +380,10 @@ def _run_schedule(
             # An argument of Float16Module, which wraps a bfloat16 model: do not convert its output to fp32.
             inputs["fp32_output"] = False
         run = partial(model, **inputs)
-        output = replay.forward(chunks.index(model), number, run) if replay else run()
+        output = run() if replay is None else replay.forward(chunks.index(model), number, run)
         return output, partial(loss_of, batch)
 
+    # The interleaved schedule takes an iterator for each chunk, the plain one an iterator alone.
     iterators = [iter(enumerate(batches)) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -388,7 +396,7 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    if replay:
+    if replay is not None:
         replay.unload()
 
 

@@ -136,6 +136,7 @@ class EngineFaultError(EngineError):
         faults: Mapping[str, BaseException],
         reason: BaseException | None = None,
     ) -> None:
+        # Several engines may have the same exception.
         errors = list(dict.fromkeys(faults.values()))
         if not errors and reason is not None:
             errors = [reason]
@@ -281,11 +282,11 @@ class Engines:
 
         If an engine is busy for longer than ``timeout_s``, all engines generate again.
         """
-        idle = self.each(lambda engine: engine.pause_when_idle(timeout_s))
-        busy = [url for url, is_idle in idle.items() if not is_idle]
-        if busy:
+        is_idle_by_url = self.each(lambda engine: engine.pause_when_idle(timeout_s))
+        busy_urls = [url for url, is_idle in is_idle_by_url.items() if not is_idle]
+        if busy_urls:
             self.each(lambda engine: engine.resume())
-        return busy
+        return busy_urls
 
     def interrupt(self) -> list[str]:
         """Pause all engines inside their responses, which continue later with other weights.
@@ -415,6 +416,7 @@ class Packer:
         pieces: list[Tensor],
         allocate: Callable[[int, torch.device], Tensor],
     ) -> Tensor:
+        """Copy ``pieces`` into the buffer that the call before the last one used, or into a larger new one."""
         size = sum(piece.numel() for piece in pieces)
         self._buffers.reverse()
         buffer = self._buffers[0]
@@ -434,9 +436,8 @@ def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
         if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
             return None
         end += piece.numel()
-    return first_piece.as_strided(
-        (end - first_piece.data_ptr(),), (1,), first_piece.storage_offset()
-    )
+    size = end - first_piece.data_ptr()
+    return first_piece.as_strided((size,), (1,), first_piece.storage_offset())
 
 
 def _empty(size: int, device: torch.device) -> Tensor:

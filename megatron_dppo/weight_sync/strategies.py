@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -57,6 +57,15 @@ _WHOLE = -1
 """Announced in place of the number of changes of a bucket that is sent whole."""
 
 
+class _MeetingPoint(NamedTuple):
+    """The rendezvous of a sender's broadcast group, its name and its backend of torch.distributed."""
+
+    address: str
+    port: int
+    name: str
+    backend: str
+
+
 class DistributedStrategy(Strategy):
     """Sends buckets by broadcasts. Groups live from one update to the next, and are opened again after an abort.
 
@@ -71,7 +80,8 @@ class DistributedStrategy(Strategy):
         super().__init__(transfer)
         self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
-        self._meeting_points: list[Any] = []
+        self._meeting_points: list[_MeetingPoint | None] = []
+        """On rank 0: the meeting point of each rank's group, by rank; None for a rank that sends nothing."""
         self._aborted_groups: list[str] = []
         """On rank 0: names of aborted groups, which the engines keep with their connections until they leave."""
         self._packer = Packer(transfer.engines.first.pieces)
@@ -82,7 +92,7 @@ class DistributedStrategy(Strategy):
         self._announcements: dict[str, Announcements] = {}
 
     def meeting_point(self) -> Any:
-        """Return address, port, name and backend of this rank's group; None on a rank that sends nothing."""
+        """Return the _MeetingPoint of this rank's group, as a list; None on a rank that sends nothing."""
         if not self._transfer.sends:
             return None
         if self._group is None:
@@ -97,24 +107,29 @@ class DistributedStrategy(Strategy):
         return [group.address, group.port, group.name, group.backend]
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
+        """Open the update in the engines, and connect them with new groups. Then rank 0 starts the engines' requests
+        for all buckets, in the background.
+        """
         new_groups: list[str] = []
         if self._transfer.is_rank_0:
             self._leave_aborted_groups()
             former_points = self._meeting_points
-            self._meeting_points = list(meeting_points)
-            for point in meeting_points:
-                if point is not None and point not in former_points:
-                    address, port, name, backend = point
-                    self._open_group(address, port, name, backend)
-                    new_groups.append(name)
+            self._meeting_points = []
+            for values in meeting_points:
+                point = None if values is None else _MeetingPoint(*values)
+                self._meeting_points.append(point)
+            for point in self._points_of_senders():
+                if point not in former_points:
+                    self._open_group(point)
+                    new_groups.append(point.name)
             self._transfer.engines.each(lambda e: e.begin())
         if self._group is not None:
             self._group.wait(self._group.joined)
-            connected = self._group.connect(self._transfer.engines.first.probe_header().bytes)
+            connection = self._group.connect(self._transfer.engines.first.probe_header().bytes)
         for name in new_groups:
             self._receive_probe(name)
         if self._group is not None:
-            self._group.wait(connected)
+            self._group.wait(connection)
         if self._transfer.is_rank_0:
             self._requests = in_background(self._receive_all)
 
@@ -160,8 +175,11 @@ class DistributedStrategy(Strategy):
         self._meeting_points = []
         self.abort()
 
+    def _points_of_senders(self) -> list[_MeetingPoint]:
+        return [point for point in self._meeting_points if point is not None]
+
     def _group_names(self) -> list[str]:
-        return [name for _, _, name, _ in filter(None, self._meeting_points)]
+        return [point.name for point in self._points_of_senders()]
 
     def _leave_aborted_groups(self) -> None:
         self._leave(self._aborted_groups)
@@ -175,15 +193,14 @@ class DistributedStrategy(Strategy):
             except ENGINE_FAULTS as error:
                 log.info("an engine did not leave the weight group: %s", error)
 
-    def _open_group(self, address: str, port: int, name: str, backend: str) -> None:
+    def _open_group(self, point: _MeetingPoint) -> None:
         """Have every engine join the group."""
         engines = self._transfer.engines
         ranks = engines.first_ranks()
+        # The group has all engines' ranks and the sender.
         size = engines.ranks + 1
-        calls = engines.start(
-            lambda e: e.open_group(address, port, name, backend, first_rank=ranks[e.url], size=size)
-        )
-        self._all_arrive(calls, f"opening the broadcast group {name}")
+        calls = engines.start(lambda e: e.open_group(*point, first_rank=ranks[e.url], size=size))
+        self._all_arrive(calls, f"opening the broadcast group {point.name}")
 
     def _receive_probe(self, name: str) -> None:
         """Have every engine receive the bucket that changes nothing."""
@@ -200,7 +217,7 @@ class DistributedStrategy(Strategy):
     def _receive(self, planned: PlannedBucket) -> None:
         """Have every engine enter the broadcast of a bucket by its sender, and load the bucket."""
         engines = self._transfer.engines
-        _, _, name, _ = self._meeting_points[planned.receiver]
+        name = self._point_of(planned.receiver).name
         header = engines.first.planned_header(planned)
         if self._transfer.sent_weights is not None:
             count = self._announced_count(planned.receiver)
@@ -210,26 +227,33 @@ class DistributedStrategy(Strategy):
         sender = f"trainer rank {planned.receiver}"
         self._all_arrive(calls, f"a broadcast of {header.bytes} bytes from {sender}")
 
+    def _point_of(self, sender: int) -> _MeetingPoint:
+        """Return the meeting point of a rank that sends."""
+        point = self._meeting_points[sender]
+        assert point is not None
+        return point
+
     def _announced_count(self, sender: int) -> int:
         """Return how many changes the sender's next bucket has; _WHOLE if it is sent whole."""
-        address, port, name, _ = self._meeting_points[sender]
+        point = self._point_of(sender)
         try:
-            if name not in self._announcements:
+            if point.name not in self._announcements:
                 limit = self._transfer.timeout_s
-                self._announcements[name] = Announcements(address, port, limit)
-            return self._announcements[name].next()
+                self._announcements[point.name] = Announcements(point.address, point.port, limit)
+            return self._announcements[point.name].next()
         except ENGINE_FAULTS:
             # Free the other senders. They wait in broadcasts that the engines will not be told to enter.
             self._call_off()
             raise
 
     def _all_arrive(self, calls: dict[str, Future[None]], step: str) -> None:
+        """Wait until every engine has answered its call. A failure frees the ranks and engines that wait in groups."""
         self._transfer.engines.arrive(calls, self._transfer.timeout_s, step, self._call_off)
 
     def _call_off(self) -> None:
         """Make the ranks of every group stop waiting."""
-        for address, port, *_ in filter(None, self._meeting_points):
-            call_off(address, port)
+        for point in self._points_of_senders():
+            call_off(point.address, point.port)
 
     def _wait_for_broadcast(self) -> None:
         """Wait for this rank's last broadcast. A failure aborts the group, so that no engine waits in it."""
