@@ -112,7 +112,9 @@ class EngineTensors:
         self._own_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
             self._own_dtypes[name] = getattr(torch, own_dtype)
-        listed_ranks: Iterable[int] = range(self.ranks) if only_rank is None else (only_rank,)
+        listed_ranks: Iterable[int] = range(self.ranks)
+        if only_rank is not None:
+            listed_ranks = (only_rank,)
         for rank in listed_ranks:
             for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
@@ -165,6 +167,7 @@ class EngineTensors:
         return block_fp8.DTYPE if quantization.is_quantized(name) else weights_dtype
 
     def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
+        """Append the blocks of ``parameter`` to the engine tensor that holds it on ``rank``."""
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
         # The name of an expert's parameter is the engine tensor and the expert's number in brackets.
         tensor, bracket, _ = parameter.name.partition("[")
@@ -310,8 +313,8 @@ class ExpectedChecksums:
                 f"{', ...' if len(missing_names) > 5 else ''}"
             )
         if len(names) > len(self._shapes):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise IncompleteWeightsError(f"weight update: {twice} came from two ranks")
+            repeated_name = next(name for name in names if names.count(name) > 1)
+            raise IncompleteWeightsError(f"weight update: {repeated_name} came from two ranks")
 
     def _check(self, name: str, tensor: Tensor) -> None:
         shape = self._shapes.get(name)
@@ -328,6 +331,7 @@ class ExpectedChecksums:
             )
 
     def _hash(self, rank: int, tensor: str) -> TiledHash:
+        """Return the hash of an engine tensor, to which parts are added."""
         key = (rank, tensor)
         if key not in self._hashes:
             size = self._tensors.sizes[rank][tensor] * self._engine_dtype(tensor).itemsize
@@ -338,4 +342,5 @@ class ExpectedChecksums:
         return self._tensors.dtype_of(tensor, self._dtype)
 
     def _byte(self, part: EnginePart) -> int:
+        """Return the position of the part's first byte in its engine tensor."""
         return part.start * self._engine_dtype(part.tensor).itemsize

@@ -37,6 +37,9 @@ ADAPTER_DIGESTS = "sha256"
 LORA_SLOTS = 2
 """Number of adapters in a server's batch: the adapter of the committed version, and "no adapter" of health checks."""
 
+_STATES_PER_REQUEST = 3
+"""Number of recurrent states that SGLang needs for a request."""
+
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -171,12 +174,13 @@ def server_options(
     if changed_keys:
         options["json_model_override_args"] = json.dumps(changed_keys)
     options |= adapter_options(config)
+    # A null in the table leaves the option as it is.
     options |= {k: v for k, v in current_names(config.sglang).items() if v is not None}
     if hosts is not None:
         options |= hosts.options
     if device == "cuda":
         options["base_gpu_id"] = first_device
-    # SGLang rejects this option without GPUs. It then accepts calls to release memory, and releases nothing.
+    # Without GPUs SGLang rejects this option, and accepts calls to release memory without releasing any.
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
     return options
@@ -247,15 +251,16 @@ def cpu_kv_tokens(config: ServerSections) -> int:
 def cpu_states(config: ServerSections, model: ModelShape) -> int:
     """Return the number of recurrent states that a CPU server of a model with delta nets keeps.
 
-    SGLang needs three states for a request. The result is enough for all concurrent requests, but limited to
+    The result is enough for all concurrent requests, but limited to
     CPU_KV_CACHE_BYTES, and enough for at least two requests. SGLang's default takes half of the machine's memory.
     """
     assert model.delta is not None
     state_bytes = (
         len(model.delta_layers) * sum(model.delta.state_elements()) * ITEM_BYTES["float32"]
     )
-    most_requests = CPU_KV_CACHE_BYTES // state_bytes // 3
-    return 3 * max(2, min(config.rollout.max_concurrent_requests, most_requests))
+    most_requests = CPU_KV_CACHE_BYTES // (_STATES_PER_REQUEST * state_bytes)
+    requests = min(config.rollout.max_concurrent_requests, most_requests)
+    return _STATES_PER_REQUEST * max(2, requests)
 
 
 FLAGS: Mapping[str, str] = {
@@ -319,7 +324,7 @@ def bind_cores(ranks: int) -> str:
     share = max(1, len(cores) // ranks)
     groups: list[str] = []
     for rank in range(ranks):
-        first = rank * share
-        group = [cores[i % len(cores)] for i in range(first, first + share)]
+        first_core = rank * share
+        group = [cores[i % len(cores)] for i in range(first_core, first_core + share)]
         groups.append(",".join(map(str, group)))
     return "|".join(groups)

@@ -169,6 +169,7 @@ class ChildServer:
         return asyncio.run(self._wait_healthy(on_progress))
 
     async def _wait_healthy(self, on_progress: ProgressCallback | None) -> float:
+        """Probe the server until it answers as ``_accepts`` requires, then warm it up; see ``wait_healthy``."""
         from megatron_dppo.engine.client import HttpClient
 
         path, key = self._probe
@@ -177,33 +178,33 @@ class ChildServer:
         warm_up: asyncio.Task[None] | None = None
         async with HttpClient(self.url, key) as client:
             while True:
-                waited = time.monotonic() - self._started_at
+                waited_s = time.monotonic() - self._started_at
                 code = self.poll()
                 if code is not None and not stranger.answered:
                     ending = processes.describe_exit(code, self.last_exception())
-                    self._give_up(f"{self.title} {ending} (after {waited:.0f} s)")
+                    self._give_up(f"{self.title} {ending} (after {waited_s:.0f} s)")
                 if warm_up is None:
                     with contextlib.suppress(EngineLostError):
                         answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
                         if self._accepts(answer):
                             warm_up = asyncio.create_task(self._warm_up(client))
                         else:
-                            stranger.note(answer, waited)
+                            stranger.note(answer, waited_s)
                 elif warm_up.done():
                     error = warm_up.exception()
                     if error is None:
-                        return waited
+                        return waited_s
                     self._give_up(f"{self.title} does not answer its first request: {error}")
                 # If this server has ended although another answers, the port was the reason.
-                if stranger.answered and (code is not None or stranger.stays(waited)):
+                if stranger.answered and (code is not None or stranger.stays(waited_s)):
                     self.kill()
                     raise PortHeldError(stranger.answered)
-                if waited > self._start_timeout:
+                if waited_s > self._start_timeout:
                     self._give_up(f"{self.title} was not healthy after {self._start_timeout:.0f} s")
-                if on_progress is not None and waited >= next_progress:
+                if on_progress is not None and waited_s >= next_progress:
                     stage = self._stage() if warm_up is None else _WARM_UP_STAGE
-                    on_progress(waited, stage)
-                    next_progress = waited + _PROGRESS_SECONDS
+                    on_progress(waited_s, stage)
+                    next_progress = waited_s + _PROGRESS_SECONDS
                 if warm_up is None:
                     await asyncio.sleep(_POLL_SECONDS)
                 else:
@@ -282,6 +283,7 @@ class _Stranger:
 _STAGE_LINES = 400
 """Lines at the end of the log that are searched for the stage of the start."""
 _WARM_UP_PROMPT = tuple(range(1, 9))
+"""Ids that every model's vocabulary has."""
 _STAGES = (
     ("Load weight begin", "loading weights"),
     ("Load weight end", "laying out its cache"),
@@ -347,8 +349,10 @@ class EngineProcess(ChildServer):
 
     def _stage(self) -> str:
         log = self.log_tail(_STAGE_LINES)
-        reached = [stage for line, stage in _STAGES if line in log]
-        return reached[-1] if reached else super()._stage()
+        reached_stages = [stage for line, stage in _STAGES if line in log]
+        if reached_stages:
+            return reached_stages[-1]
+        return super()._stage()
 
     async def _warm_up(self, client: HttpClient) -> None:
         """Sample two tokens with the sampling parameters of training, and two with those of evaluation."""

@@ -39,8 +39,8 @@ FOLDERS_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
 STORED_S = 900.0
 """Seconds after which the server deletes a recording that no client has fetched."""
 _LONGEST_GAP_S = 60.0
-"""Seconds that a longer gap between two recordings counts, because clients read the answers of a paused server only
-after the pause."""
+"""A longer gap between two recordings adds only this many seconds to the age of a recording, because clients read the
+answers of a paused server only after the pause."""
 Way = Literal["shared memory", "binary HTTP answers"]
 """The way by which a client receives recordings."""
 
@@ -239,6 +239,7 @@ def place(
 
 
 def _expected_shape(answer: dict[str, Any], request: GenerationRequest) -> tuple[int, int, int]:
+    """Return the shape that the recording of an answer must have: rows, layers, experts a token."""
     shape = request.columns[FIELD]
     # The last token has no row, because it is never an input.
     rows = len(request.prompt_ids) + len(answer.get("output_ids", ())) - 1
@@ -267,9 +268,9 @@ def is_private(folder: Path) -> bool:
 
     The client reads no other folder, so that a server cannot make it read any other file.
     """
-    is_named = folder.parent == SHARED_MEMORY and folder.name.startswith(f"mdppo-{os.getuid()}-")
+    has_name = folder.parent == SHARED_MEMORY and folder.name.startswith(f"mdppo-{os.getuid()}-")
     try:
-        return is_named and not folder.is_symlink() and folder.stat().st_uid == os.geteuid()
+        return has_name and not folder.is_symlink() and folder.stat().st_uid == os.geteuid()
     except OSError:
         return False
 
@@ -315,6 +316,7 @@ class Outlet:
         is_aborted = isinstance(reason, FINISH_ABORT)
         # A client continues a response that a weight update aborted, but does not after an error of the server.
         is_server_error = is_aborted and reason.status_code is not None
+        # SGLang aborts every request whose id begins with the given one.
         if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):
             request.routed_experts = None
             return

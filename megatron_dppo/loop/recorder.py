@@ -141,6 +141,7 @@ class Recorder(Closing):
         config: Mapping[str, Any],
         resume_step: int,
     ) -> Trackers:
+        """Return the configured trackers. Raises RecordingError if one of them can't be found or opened."""
         directory = Path(self._run.directory)
         try:
             builders = find_trackers(tracking.trackers)

@@ -34,9 +34,10 @@ class GroupRow(NamedTuple):
     """Sums over a group's responses.
 
     ``responses``: number of responses. ``reward``: sum of their rewards. ``flat``: whether all responses, and all their
-    turns, have the same reward. ``truncated``: number of truncated responses. ``distinct``: number of different
-    responses. ``twins``: ordered pairs of equal rare responses, minus the number expected of independent draws
-    (``twins_beyond_chance``). ``concentration``: the group's concentration (``concentration_of``).
+    turns, have the same reward. ``tokens``: number of sampled tokens. ``truncated``: number of truncated responses.
+    ``distinct``: number of different responses. ``twins``: ordered pairs of equal rare responses, minus the number
+    expected of independent draws (``twins_beyond_chance``). ``turns`` to ``verify_steps``: sums of these counts.
+    ``concentration``: the group's concentration (``concentration_of``).
     """
 
     responses: int
@@ -268,15 +269,20 @@ class StalenessError(RunError):
 
 def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, float]:
     """Return mean and largest staleness of the response tokens of the batch of ``step``, in weight versions."""
-    total, tokens, largest = 0, 0, 0
+    total_staleness = 0
+    tokens = 0
+    largest_staleness = 0
     for trajectory in batch:
         for span in trajectory.version_spans:
             span_tokens = span.end - span.start
             staleness = step - 1 - span.weight_version
-            total += staleness * span_tokens
+            total_staleness += staleness * span_tokens
             tokens += span_tokens
-            largest = max(largest, staleness)
-    return {metric_names.STALENESS: total / tokens, metric_names.STALENESS_MAX: largest}
+            largest_staleness = max(largest_staleness, staleness)
+    return {
+        metric_names.STALENESS: total_staleness / tokens,
+        metric_names.STALENESS_MAX: largest_staleness,
+    }
 
 
 def interruption_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +39,9 @@ from megatron_dppo.trainer.collectives import on_rank_0
 
 log = logging.getLogger(__name__)
 
-_SETTINGS, _TRAINED, _DRAWS = "settings", "trained.jsonl", "draws.jsonl"
+_SETTINGS = "settings"
+_TRAINED = "trained.jsonl"
+_DRAWS = "draws.jsonl"
 Key = tuple[int, int]
 """Key of a response: (position of its group, index in the group). In files, groups are counted in the batch; in the
 arguments and results of ``StepPart``, in this rank's job."""
@@ -70,7 +73,8 @@ class ResponseSpool:
 
     def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, "spool")
-        self._failed = self.folder is None
+        # Nothing is written after a write error, or without a folder.
+        self._is_off = self.folder is None
 
     def open(self, settings: str, step: int, *, is_fresh: bool) -> None:
         """Read the responses and draws that earlier ranks stored for the steps after ``step``. Collective.
@@ -82,7 +86,7 @@ class ResponseSpool:
         """
         if self.folder is None:
             return
-        trained, draws = on_rank_0(lambda: self._read(settings, step, is_fresh=is_fresh))
+        trained, draws = on_rank_0(partial(self._read, settings, step, is_fresh=is_fresh))
         self.known_digests = {version: digest for version, digest in trained if version <= step}
         self.trained_digests = {version: digest for version, digest in trained if version > step}
         self._draws = {(number, round_): problems for number, round_, problems in draws}
@@ -119,13 +123,13 @@ class ResponseSpool:
         path = self._frames_of(step)
         if not path.is_file():
             return {}
-        oldest = self.oldest_version(step)
-        found: dict[Key, ScoredResponse] = {}
+        oldest_version = self.oldest_version(step)
+        responses: dict[Key, ScoredResponse] = {}
         for response in read_frames(path):
             versions = {span.weight_version for span in response.trajectory.version_spans}
-            if all(oldest <= version < step for version in versions):
-                found[response.key] = response
-        return found
+            if all(oldest_version <= version < step for version in versions):
+                responses[response.key] = response
+        return responses
 
     def keep(self, step: int, response: ScoredResponse) -> None:
         """Append a response in the background."""
@@ -237,17 +241,17 @@ class ResponseSpool:
 
     def _submit(self, write: Callable[..., None], *arguments: Any) -> None:
         """Call ``write`` in the writing thread, after all earlier calls."""
-        if not self._failed:
+        if not self._is_off:
             self._writer.submit(self._write, write, *arguments)
 
     def _write(self, write: Callable[..., None], *arguments: Any) -> None:
         # An earlier call in the queue may have failed.
-        if self._failed:
+        if self._is_off:
             return
         try:
             write(*arguments)
         except OSError as error:
-            self._failed = True
+            self._is_off = True
             log.warning(
                 "%s: %s; responses are no longer kept for a restart of the ranks",
                 self.folder,
@@ -295,13 +299,13 @@ class StepPart:
     def found(self, problems: Sequence[Problem]) -> dict[Key, tuple[Trajectory, Score]]:
         """Return the stored responses to ``problems`` with their scores, by (position in ``problems``, index)."""
         index_of = {position: index for index, position in enumerate(self.positions)}
-        found: dict[Key, tuple[Trajectory, Score]] = {}
+        scored_responses: dict[Key, tuple[Trajectory, Score]] = {}
         for (position, sample), response in self.spool.found(self.step).items():
             index = index_of.get(position)
             if index is None or response.trajectory.problem_id != problems[index].problem_id:
                 continue
-            found[index, sample] = response.trajectory, Score(**response.score)
-        return found
+            scored_responses[index, sample] = response.trajectory, Score(**response.score)
+        return scored_responses
 
     def keep(self, key: Key, trajectory: Trajectory, score: Score) -> None:
         """Store a response, unless its reward has no value to train on."""

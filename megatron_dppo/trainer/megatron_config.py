@@ -104,7 +104,8 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # The loss is divided before the backward pass. With False Megatron-Core would divide it by the micro-batches.
+        # The loss is divided before the backward pass. With False Megatron-Core would divide it by the number of
+        # micro-batches too.
         "calculate_per_token_loss": True,
     }
 
@@ -123,6 +124,7 @@ def _window_options(shape: ModelShape) -> dict[str, Any]:
     """Fields of TransformerConfig for windows and sinks of attention, and for YaRN without latent attention."""
     options: dict[str, Any] = {}
     if shape.window is not None and shape.window.layers:
+        # The numbers of tokens before and after a token that it attends to, itself not counted.
         options["window_size"] = (shape.window.tokens - 1, 0)
         options["window_attn_skip_freq"] = [
             int(layer in shape.window.layers) for layer in range(shape.num_layers)
@@ -130,8 +132,8 @@ def _window_options(shape: ModelShape) -> dict[str, Any]:
     if shape.has_sinks:
         options["softmax_type"] = "learnable"
     if shape.latent is None and isinstance(shape.rope_scaling, YarnRopeScaling):
-        # Rotated queries and keys have this factor, which Megatron-Core's rotary embedding of packs does not multiply
-        # by. Their product has its square.
+        # YaRN multiplies rotated queries and keys by ``rotated_factor``, so that their product has its square.
+        # Megatron-Core's rotary embedding of packs does not multiply by the factor.
         options["softmax_scale"] = shape.rope_scaling.rotated_factor**2 / math.sqrt(shape.head_dim)
     return options
 

@@ -130,7 +130,9 @@ def _adams_on_device(adam: Optimizer) -> list[Optimizer]:
     """Return the optimizers whose state is on the device: offloaded state is in the host's memory already."""
     if not isinstance(adam, HybridDeviceOptimizer):
         return [adam]
-    return [] if adam.gpu_optimizer is None else [adam.gpu_optimizer]
+    if adam.gpu_optimizer is None:
+        return []
+    return [adam.gpu_optimizer]
 
 
 class Parker:
@@ -171,7 +173,10 @@ class Parker:
         self.check("park", *parts)
         start_time = time.perf_counter()
         tensors = self._tensors_by_part()
-        storages = {part: _storages(part, tensors[part]) for part in TRAINER_PARTS if part in parts}
+        storages: dict[TrainerPart, list[_Storage]] = {}
+        for part in TRAINER_PARTS:
+            if part in parts:
+                storages[part] = _storages(part, tensors[part])
         copied = 0
         for part, part_storages in storages.items():
             if part in COPIED_PARTS:
@@ -231,12 +236,12 @@ class Parker:
 class _Storage:
     """A storage of the trainer: torch's ``untyped`` storage, and its ``size`` in bytes while it is not parked.
 
-    ``constant``: whether its content never changes.
+    ``is_constant``: whether its content never changes.
     """
 
     untyped: UntypedStorage
     size: int
-    constant: bool
+    is_constant: bool
 
     def flat(self) -> Tensor:
         """Return a view of the whole storage, uint8 [size]."""
@@ -261,7 +266,7 @@ class _ParkedCopy:
             self._starts, end = aligned(sizes)
             self._memory = platform.HostMemory(end)
             self._sizes = sizes
-        needs_copy = [is_new_buffer or not s.constant for s in storages]
+        needs_copy = [is_new_buffer or not s.is_constant for s in storages]
         return self._copy(storages, needs_copy, to_host=True)
 
     def restore(self, storages: Sequence[_Storage]) -> int:
@@ -306,7 +311,8 @@ def _storages(part: TrainerPart, tensors: Sequence[Tensor]) -> list[_Storage]:
     storage_by_key = {_key(t): t.untyped_storage() for t in tensors}
     storages = []
     for key, storage in storage_by_key.items():
-        storages.append(_Storage(storage, storage.nbytes(), constant=key not in changing_keys))
+        is_constant = key not in changing_keys
+        storages.append(_Storage(storage, storage.nbytes(), is_constant))
     assert all(s.untyped.resizable() for s in storages), "a storage that is not torch's own"
     return storages
 

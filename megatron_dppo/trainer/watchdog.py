@@ -75,15 +75,15 @@ def pending(*, callers: bool) -> list[Pending]:
     only if the main thread, which may import it too, waits in one of these collectives.
     """
     ranks_by_group = known_groups()
-    waiting: list[Pending] = []
+    collectives: list[Pending] = []
     for name in DUMPS:
         dump: Any = getattr(_distributed_c10d, name, None)
         if dump is not None:
             # Include collectives, call stacks if wanted, and ended entries: the state of a batch of NCCL is in the
             # entry that closes the batch.
             trace = pickle.loads(dump(True, callers, False))
-            waiting += read_trace(_of_groups(trace, ranks_by_group), ranks_by_group)
-    return sorted(waiting, key=attrgetter("since_ns"))
+            collectives += read_trace(_of_groups(trace, ranks_by_group), ranks_by_group)
+    return sorted(collectives, key=attrgetter("since_ns"))
 
 
 def known_groups() -> dict[str, tuple[int, ...]]:
@@ -116,14 +116,14 @@ def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -
     for entry in entries:
         if _closes_batch(entry):
             closed_batches.add(_batch_key(entry))
-    waiting: list[Pending] = []
+    collectives: list[Pending] = []
     for entry in entries:
         # torch's own watchdog retires an entry some time after the device has completed it.
         has_ended = entry["retired"] or entry["state"] == "completed"
         is_closed_by_other = not _closes_batch(entry) and _batch_key(entry) in closed_batches
         if not has_ended and not is_closed_by_other:
-            waiting.append(_pending(entry, ranks))
-    return sorted(waiting, key=attrgetter("since_ns"))
+            collectives.append(_pending(entry, ranks))
+    return sorted(collectives, key=attrgetter("since_ns"))
 
 
 def _closes_batch(entry: Mapping[str, Any]) -> bool:
@@ -137,6 +137,7 @@ def _batch_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _number(entry: Mapping[str, Any]) -> int:
+    """Return the number of the operation in its group. Sends and receives are counted apart from collectives."""
     key = "p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"
     return int(entry[key])
 
@@ -257,6 +258,7 @@ class Watchdog:
                 return
 
     def _report(self, hung: Pending) -> str:
+        """Return what this rank waits in, who called it, and where each other rank of the group waits."""
         reason, limit_s = self._limit
         # Find callers only now: the main thread waits, so it cannot be inside an import.
         waits_with_callers = self._pending(callers=True)

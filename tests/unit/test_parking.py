@@ -156,7 +156,7 @@ def test_without_room_on_the_device_all_stays_parked(held: Held) -> None:
     mine = held.buffer.untyped_storage()
     size = mine.nbytes()
     mine.resize_(0)
-    storages = [parking._Storage(s, size, constant=False) for s in (mine, Full())]
+    storages = [parking._Storage(s, size, is_constant=False) for s in (mine, Full())]
     with pytest.raises(torch.OutOfMemoryError):
         parking._allocate(storages)
     assert mine.nbytes() == 0
