@@ -123,7 +123,8 @@ class PeftReader(Closing):
         self._file = tensor_store.SafetensorsFile(self.folder / PEFT_WEIGHTS)
         faults = list(_config_faults(config, adapters))
         initialization = self.initialization
-        if initialization is not None and not (reversible and initialization in _REVERSIBLE):
+        can_compute_base = reversible and initialization in _REVERSIBLE
+        if initialization is not None and not can_compute_base:
             faults.append(_initialization_fault(initialization))
         try:
             modules = modules_of(config, shape, self._file.entries)

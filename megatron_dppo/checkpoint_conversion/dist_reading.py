@@ -306,9 +306,9 @@ class StoredBlocks(Closing):
         tensor = self.tensors.get(block.key)
         if tensor is None:
             raise CheckpointError(f"{self.folder}: has no tensor {block.key}")
-        fits = tensor.dims == block.dims or (
-            block.resizable and tensor.dims[1:] == block.dims[1:] and len(tensor.dims) > 0
-        )
+        fits = tensor.dims == block.dims
+        if block.resizable and tensor.dims:
+            fits = tensor.dims[1:] == block.dims[1:]
         if not fits or tensor.dtype != block.dtype:
             raise CheckpointError(
                 f"{self.folder}: {block.key} is {tensor.dtype} of shape {tensor.dims}, expected "
@@ -404,7 +404,8 @@ class StoredBlocks(Closing):
             try:
                 fd = self._files.get(info.relative_path)
                 if fd is None:
-                    fd = self._files[info.relative_path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._files[info.relative_path] = fd
                 offset, size = find_saved_tensor(fd, info.offset, info.length)
             except (
                 OSError,

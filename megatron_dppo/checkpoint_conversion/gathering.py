@@ -28,7 +28,7 @@ KEPT_BYTES = 64 << 20
 
 
 class Buffers:
-    """Two flat buffers that alternate, so that the content of one stays valid while the other is filled."""
+    """Two flat buffers that alternate: the content of one buffer stays valid while the other buffer is filled."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
@@ -38,7 +38,8 @@ class Buffers:
         self._buffers.reverse()
         buffer = self._buffers[0]
         if buffer is None or buffer.numel() < elements or buffer.dtype != like.dtype:
-            buffer = self._buffers[0] = like.new_empty(elements)
+            buffer = like.new_empty(elements)
+            self._buffers[0] = buffer
         return buffer[:elements]
 
     def shrink(self) -> None:

@@ -516,7 +516,8 @@ def complete_folder(
         # tensors that are not quantised.
         bytes_of_dtype = Counter[torch.dtype]()
         for name, spec in specs.items():
-            if quantization is None or not (is_quantized(name) or name.endswith(SCALE_SUFFIX)):
+            is_of_quantized_matrix = is_quantized(name) or name.endswith(SCALE_SUFFIX)
+            if quantization is None or not is_of_quantized_matrix:
                 bytes_of_dtype[spec.dtype] += spec.bytes
         ((dtype, _),) = bytes_of_dtype.most_common(1)
         dtype_name = str(dtype).removeprefix("torch.")

@@ -252,7 +252,8 @@ class TorchDistCheckpoint(Closing):
             rows, *widths = self._tensors.dims(p.name)
             # A vocabulary is padded to a multiple of the run's tensor-parallel size.
             is_padded = p.segments[0].hf_name in vocabulary and rows > p.shape[0]
-            if tuple(widths) != p.shape[1:] or not (rows == p.shape[0] or is_padded):
+            has_all_rows = rows == p.shape[0] or is_padded
+            if tuple(widths) != p.shape[1:] or not has_all_rows:
                 raise CheckpointError(
                     f"{self.folder}: {p.name} has shape {(rows, *widths)}, config.json says {p.shape}"
                 )

@@ -115,7 +115,8 @@ class MetricSums:
         max_count = len(names.maxima)
         slots = vector[sum_count:].reshape(world_size, max_count + len(names.minima))
         # torch has no maximum of an empty dimension.
-        maxima = minima = vector.new_empty(0)
+        maxima = vector.new_empty(0)
+        minima = vector.new_empty(0)
         if names.maxima:
             maxima = slots[:, :max_count].amax(0)
         if names.minima:

@@ -138,7 +138,8 @@ class BoundReward:
             raise ValueError(
                 f"{error}; expected parameters named {', '.join(FIELDS)}, {RECORD} or {RECORDS}, and options"
             ) from error
-        if not reads or (RECORDS in reads and len(reads) > 1):
+        has_more_than_records = RECORDS in reads and len(reads) > 1
+        if not reads or has_more_than_records:
             raise ValueError(
                 f"its parameters are {list(parameters)}, expected some of {', '.join(FIELDS)}, {RECORD}, or "
                 f"{RECORDS} alone"

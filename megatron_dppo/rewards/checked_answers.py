@@ -25,7 +25,8 @@ def checked_answers_file() -> Iterator[str]:
     The file is removed at the end of the context.
     """
     with tempfile.TemporaryDirectory(prefix="megatron_dppo-") as folder:
-        path = os.environ[VARIABLE] = str(Path(folder) / "answers.json")
+        path = str(Path(folder) / "answers.json")
+        os.environ[VARIABLE] = path
         try:
             yield path
         finally:

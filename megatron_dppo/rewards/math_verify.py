@@ -90,10 +90,10 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     are_words = candidate_words is not None and expected_words is not None
     # math-verify would parse words as products of letters, and "on" would equal "no". Letters that may be a product,
     # "ab", are left to math-verify.
-    if are_words and (
-        written_as_text or candidate_words == expected_words or expected_words in _VERDICTS
-    ):
-        return candidate_words == expected_words
+    are_equal_words = are_words and candidate_words == expected_words
+    are_no_product = are_words and (written_as_text or expected_words in _VERDICTS)
+    if are_equal_words or are_no_product:
+        return are_equal_words
     gold = _parse_gold(gold_text)
     plain = plain_notation(candidate)
     expected_plain = plain_notation(gold_text)
