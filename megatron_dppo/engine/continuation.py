@@ -61,10 +61,9 @@ class Continuation:
             answer = self._without(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
         response = answer
-        if partial is not None:
-            response = join(partial, answer)
         stop = request.sampling.stop
         if partial is not None:
+            response = join(partial, answer)
             end = seam_end(response.response_ids, partial.sampled, stop, self.decode)
             if end is not None:
                 response = replace(self._without(response, end), finish_reason="stop")
@@ -84,16 +83,17 @@ class Continuation:
             self.redrawn += partial.sampled
 
     def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
+        """Return ``trajectory`` with its first ``sampled`` response tokens; count the others as discarded."""
         self.redrawn += trajectory.sampled - sampled
-        return first(trajectory, sampled)
+        return first_tokens(trajectory, sampled)
 
 
 def rest_of(request: GenerationRequest, partial: Trajectory) -> GenerationRequest:
     """Return the request for the tokens after ``partial``."""
-    return after(request, partial, request.sampling.max_new_tokens - partial.sampled)
+    return request_after(request, partial, request.sampling.max_new_tokens - partial.sampled)
 
 
-def after(
+def request_after(
     request: GenerationRequest,
     partial: Trajectory,
     max_new_tokens: int,
@@ -112,7 +112,7 @@ def after(
     return replace(request, prompt_ids=prompt, sampling=sampling, columns=columns)
 
 
-def first(trajectory: Trajectory, sampled: int) -> Trajectory:
+def first_tokens(trajectory: Trajectory, sampled: int) -> Trajectory:
     """Return the prompt and the first ``sampled`` tokens of the response, with their rows of every column."""
     if sampled == trajectory.sampled:
         return trajectory

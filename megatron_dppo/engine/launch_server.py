@@ -68,8 +68,10 @@ def name_shared_memory() -> None:
     # The process that ends the server removes shared memory by this prefix. Python has no public setting for it.
     prefix = f"/{os.environ[_NAME_VARIABLE]}"
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    # Python puts a hyphen after the prefix of a semaphore.
     config["semprefix"] = prefix.rstrip("-")
     shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    # Python fills the name up to this length with random hexadecimal digits.
     shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 16  # type: ignore[attr-defined]
 
 
@@ -105,13 +107,15 @@ def bind_stores() -> None:
     """Make torch.distributed's stores listen on their own address instead of on all addresses."""
     from torch.distributed import TCPStore
 
-    def bound(host_name: str, port: int, world_size: int, is_master: bool, **options: Any) -> Any:
+    def open_store(
+        host_name: str, port: int, world_size: int, is_master: bool, **options: Any
+    ) -> Any:
         if not is_master:
             return TCPStore(host_name, port, world_size, False, **options)
         return network.listening_store(host_name, port, world_size, **options)
 
     # The package exports a function with the module's name, which hides the module from an import statement.
-    vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = bound
+    vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = open_store
 
 
 KEY_FIELDS = ("api_key", "admin_api_key")
@@ -124,8 +128,8 @@ _PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
 
 def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
     """Return ``configuration`` with ``<redacted>`` in place of each key."""
-    hidden = {name: "<redacted>" for name in KEY_FIELDS if configuration.get(name)}
-    return {**configuration, **hidden}
+    hidden_keys = {name: "<redacted>" for name in KEY_FIELDS if configuration.get(name)}
+    return {**configuration, **hidden_keys}
 
 
 def redact_server_args() -> None:
@@ -216,18 +220,20 @@ def host_flags(environment: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
+    """Run the server: options from the command line, keys from standard input."""
     secret_variables.hide_secrets()
-    start = json.load(sys.stdin)
+    keys = json.load(sys.stdin)
     # Set the tools of the server's own machine before SGLang looks for its compiler.
     if has_visible_gpu():
         print(*offer_tools(os.environ), sep="\n", flush=True)
     # Spawned processes read this variable, and end with this process.
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     with private_place(), recordings.recordings_folders() as folders:
-        _run(start, folders)
+        _run(keys, folders)
 
 
-def _run(start: dict[str, Any], folders: list[Path]) -> None:
+def _run(keys: dict[str, Any], folders: list[Path]) -> None:
+    """Run SGLang's server with ``keys``; it sends the recordings in ``folders`` to clients."""
     name_shared_memory()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -240,7 +246,7 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
     flags = host_flags(os.environ)
     server_args = prepare_server_args([*sys.argv[1:], *flags])
     for name in KEY_FIELDS:
-        setattr(server_args, name, start[name])
+        setattr(server_args, name, keys[name])
     listen_where(server_args.host, several=bool(flags))
     if server_args.enable_lora:
         os.environ[VARIABLE] = "1"

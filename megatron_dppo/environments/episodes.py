@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
-from megatron_dppo.engine.continuation import after, join
+from megatron_dppo.engine.continuation import join, request_after
 from megatron_dppo.engine.protocol import GenerationRequest, seed_of
 from megatron_dppo.environments import (
     ChatCall,
@@ -334,7 +334,7 @@ class Episodes:
         sampling = replace(first_request.sampling, max_new_tokens=max_tokens, seed=seed)
         request = replace(first_request, sampling=sampling)
         if number < len(episode.branches):
-            return after(request, episode.branches[number], max_tokens, episode.delta)
+            return request_after(request, episode.branches[number], max_tokens, episode.delta)
         return replace(request, prompt_ids=episode.delta)
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:

@@ -183,8 +183,8 @@ class Evaluator:
         trainer_version: int,
     ) -> tuple[float, list[Sample], set[int]]:
         """Return avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
-        unpenalised = without_length_penalties(self.algorithm)
-        scored = generation.scored(unpenalised, version=trainer_version, mixes=False)
+        algorithm = without_length_penalties(self.algorithm)
+        scored = generation.scored(algorithm, version=trainer_version, mixes=False)
         size = self.settings.samples_per_prompt
         repeated_problems: list[Problem] = []
         for problem in generation.problems:
@@ -193,17 +193,18 @@ class Evaluator:
         own_lines = [sample.to_json() for sample in own_samples]
         own_reward = sum(t.reward for t in scored)
         own_versions = sorted(sampled_versions(scored))
-        total, count = 0.0, 0
+        total_reward = 0.0
+        count = 0
         samples: list[Sample] = []
         versions: set[int] = set()
         for reward, responses, lines, rank_versions in all_gather_json(
             [own_reward, len(scored), own_lines, own_versions]
         ):
-            total += reward
+            total_reward += reward
             count += responses
             samples += map(Sample.from_json, lines)
             versions.update(rank_versions)
-        return total / count, samples, versions
+        return total_reward / count, samples, versions
 
 
 def last_due(step: int, every: int, steps: int) -> int:
@@ -230,8 +231,9 @@ class Evaluations:
     _: KW_ONLY
     steps: int
     background: bool
-    _under_way: Evaluation | None = field(default=None, init=False)
-    _missed: bool = field(default=False, init=False)
+    _running: Evaluation | None = field(default=None, init=False)
+    _has_missed: bool = field(default=False, init=False)
+    """Whether the last evaluation was lost with its servers."""
 
     def last_due(self, step: int) -> int:
         """Return the last step, up to ``step``, after which the policy is evaluated."""
@@ -246,12 +248,13 @@ class Evaluations:
 
         Returns the figures; an empty dict if no evaluation is due, or if it runs in the background.
         """
-        if not self.evaluator.sets or not (self._missed or self.last_due(step) == step):
+        is_due = self._has_missed or self.last_due(step) == step
+        if not self.evaluator.sets or not is_due:
             return {}
-        self._missed = False
+        self._has_missed = False
         if not self.background or step == self.steps:
             return self.measure(step)
-        self._under_way = self.evaluator.begin(step)
+        self._running = self.evaluator.begin(step)
         return {}
 
     def before_update(self, step: int) -> None:
@@ -260,8 +263,8 @@ class Evaluations:
         If the whole fleet was lost meanwhile, no process has the evaluated weights, and ``after_update`` evaluates the
         new weights instead.
         """
-        evaluation = self._under_way
-        self._under_way = None
+        evaluation = self._running
+        self._running = None
         if evaluation is None:
             return
         start_time = time.monotonic()
@@ -269,7 +272,7 @@ class Evaluations:
             figures = self._wait(evaluation, step)
         except WeightsLostError as error:
             log.warning("%s; step %d is evaluated instead of step %d", error, step, evaluation.step)
-            self._missed = True
+            self._has_missed = True
             return
         figures[metric_names.EVALUATION_WAITED] = time.monotonic() - start_time
         self.recorder.complete(evaluation.step, figures)

@@ -138,10 +138,10 @@ class RunData:
             template,
             rollout.group_size,
             problems,
-            environment.credit,
-            generation_tokens,
-            makes_prompts(environment.name),
-            self._config.algorithm.advantage,
+            credit=environment.credit,
+            generation_tokens=generation_tokens,
+            makes_prompts=makes_prompts(environment.name),
+            advantage=self._config.algorithm.advantage,
         )
 
     @property
@@ -236,6 +236,7 @@ class RunData:
         )
 
     def _load(self, file: ProblemFile) -> ProblemSet:
+        """Load the problems of ``file``. Log a warning if prompts are left out."""
         problem_set = load_problems(
             file.path,
             self._tokenizer,

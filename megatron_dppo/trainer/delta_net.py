@@ -74,7 +74,8 @@ class PackedDeltaNet(GatedDeltaNet):
     def __init__(self, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
         # A layer passes ``cp_comm_type`` to every kind of attention; Megatron-Core's delta net does not accept it.
         super().__init__(*args, **kwargs)
-        # Megatron-Core marks these as divided among the tensor-parallel ranks, but does not say along which dimension.
+        # Megatron-Core marks these parameters as divided among the tensor-parallel ranks, but does not say along which
+        # dimension.
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             parameter.partition_dim = 0
             parameter.partition_stride = 1
@@ -91,28 +92,30 @@ class PackedDeltaNet(GatedDeltaNet):
         cu_seqlens = packed_seq_params.cu_seqlens_q
         projected, _ = self.in_proj(hidden_states)
         heads = self.num_v_heads_local_tp
-        values = self.v_dim // self.tp_size
-        widths = [self.conv_dim_local_tp, values, heads, heads]
-        mixed, gates, b, a = projected.squeeze(1).split(widths, -1)
-        convolved = packed_convolution(mixed, self.conv1d.weight, cu_seqlens)
-        keys = self.qk_dim // self.tp_size
-        q, k, v = convolved.split([keys, keys, values], -1)
+        key_width = self.qk_dim // self.tp_size
+        value_width = self.v_dim // self.tp_size
+        widths = [self.conv_dim_local_tp, value_width, heads, heads]
+        qkv, gates, beta_logits, decay_inputs = projected.squeeze(1).split(widths, -1)
+        convolved = packed_convolution(qkv, self.conv1d.weight, cu_seqlens)
+        q, k, v = convolved.split([key_width, key_width, value_width], -1)
         query = self._key_heads(q)
         key = self._key_heads(k)
         value = v.unflatten(-1, (heads, self.value_head_dim))
-        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        output = packed_delta_rule(query, key, value, decay, b.float().sigmoid(), cu_seqlens)
+        steps = F.softplus(decay_inputs.float() + self.dt_bias.float())
+        decay = -self.A_log.float().exp() * steps
+        beta = beta_logits.float().sigmoid()
+        output = packed_delta_rule(query, key, value, decay, beta, cu_seqlens)
         gated = self._apply_gated_norm(output, gates.unflatten(-1, (heads, self.value_head_dim)))
-        result: tuple[Tensor, Tensor | None] = self.out_proj(gated.view(-1, 1, values))
+        result: tuple[Tensor, Tensor | None] = self.out_proj(gated.view(-1, 1, value_width))
         return result
 
     def _key_heads(self, x: Tensor) -> Tensor:
         """[T, K D] -> normed, one for each value head: [T, V, D]."""
         heads = x.unflatten(-1, (-1, self.key_head_dim))
-        normed = heads.float() * torch.rsqrt(
-            heads.float().square().sum(-1, keepdim=True) + _EPSILON
-        )
-        return normed.to(x.dtype).repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
+        squared_norms = heads.float().square().sum(-1, keepdim=True)
+        normed = heads.float() * torch.rsqrt(squared_norms + _EPSILON)
+        values_per_key = self.num_value_heads // self.num_key_heads
+        return normed.to(x.dtype).repeat_interleave(values_per_key, 1)
 
     def sharded_state_dict(
         self,
@@ -127,15 +130,16 @@ class PackedDeltaNet(GatedDeltaNet):
         is the form of other fused parameters, such as the gate and up projections of an MLP.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
-        keys = self.qk_dim // self.tp_size
-        values = self.v_dim // self.tp_size
+        key_width = self.qk_dim // self.tp_size
+        value_width = self.v_dim // self.tp_size
         heads = self.num_v_heads_local_tp
-        convolved = (keys, keys, values)
+        qkv_widths = (key_width, key_width, value_width)
+        widths_of = {
+            "in_proj.weight": (*qkv_widths, value_width, heads, heads),
+            "conv1d.weight": qkv_widths,
+        }
         group = {"tp_group": self.pg_collection.tp, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        for name, widths in (
-            ("in_proj.weight", (*convolved, values, heads, heads)),
-            ("conv1d.weight", convolved),
-        ):
+        for name, widths in widths_of.items():
             parameter = self.get_parameter(name)
             sharded = make_sharded_tensors_for_checkpoint(
                 {name: parameter}, prefix, {name: 0}, sharded_offsets, **group

@@ -75,6 +75,7 @@ def fill(
     """
     values = adapter_values(adapters)
     for entry in table:
+        # Each A or B of a rank is one block of the whole tensor.
         (segment,) = entry.segments
         source = read(segment.hf_name, dims[segment.hf_name])
         values[entry.chunk, entry.name].copy_(segment.of_hf(source))
@@ -138,6 +139,7 @@ def _sharded(
     tensor: Parameter,
     layout: Layout,
 ) -> ShardedTensor:
+    """Return the ``tensor`` of this rank, A or B of ``part``, as a part of the checkpoint's tensor."""
     linear = adapter.linear
     key = f"{CHECKPOINT_PREFIX}{part.module.format(expert=ANY_EXPERT)}.{which}"
     offsets = []
@@ -156,6 +158,7 @@ def _sharded(
         # The matrix's axes come after the axis of experts, if there is one.
         axis = part.axis + len(offsets)
         offsets.append((axis, tensor_rank, tensor_size))
+    # Every tensor-parallel rank holds a copy of a tensor that is not cut.
     tensor_replica = 0 if is_cut else tensor_rank
     return ShardedTensor.from_rank_offsets(
         key, tensor, *offsets, replica_id=(0, tensor_replica, replica)

@@ -100,7 +100,8 @@ class MemoryChecks:
         Raises AlteredWeightsError where replicas hold different weights.
         """
         hashes, summaries, digest = self._hash_weights()
-        replica_summaries = [summary[1:] for summary in summaries]
+        # The hash of all tensors is not compared: the ranks of a replica group share the dense tensors or the experts.
+        replica_summaries = [[dense, experts] for _, dense, experts in summaries]
         self._compare_replicas(
             AlteredWeightsError, f"weights of step {step}", hashes, replica_summaries
         )
@@ -130,7 +131,8 @@ class MemoryChecks:
         """
         hashes = self._hash_optimizer()
         if is_replicated(self._trainer.optimizer):
-            summaries = all_gather_json(hashes.summary()[1:])
+            _, dense, experts = hashes.summary()
+            summaries = all_gather_json([dense, experts])
             self._compare_replicas(
                 AlteredOptimizerError, f"optimizer state of step {step}", hashes, summaries
             )
@@ -160,15 +162,16 @@ class MemoryChecks:
         trainer = self._trainer
         hashes = RankHashes(trainer.parameter_hashes(), _expert_names(trainer))
         summaries = all_gather_json(hashes.summary())
-        return hashes, summaries, text_digest([summary[0] for summary in summaries])
+        rank_digests = [all_tensors for all_tensors, _, _ in summaries]
+        return hashes, summaries, text_digest(rank_digests)
 
     def _hash_optimizer(self) -> RankHashes:
+        """Return the hashes of this rank's moments and masters."""
         trainer = self._trainer
         trainer.check_resident("hash the optimizer's state", "optimizer")
-        names = {
-            id(p): parameter_name(chunk, name)
-            for (chunk, name), p in model.named_parameters(trainer.chunks).items()
-        }
+        names: dict[int, str] = {}
+        for (chunk, name), parameter in model.named_parameters(trainer.chunks).items():
+            names[id(parameter)] = parameter_name(chunk, name)
         tensors: dict[str, Tensor] = {}
         experts = set()
         for state in state_slices(trainer.optimizer):
@@ -191,23 +194,20 @@ class MemoryChecks:
         ``subject``: the hashed tensors, for the message. ``summaries``: for each rank, the hash of its dense tensors'
         hashes and the hash of its experts' hashes.
         """
-        differing = differing_groups(self._trainer.layout, summaries)
-        if not differing:
+        groups = differing_groups(self._trainer.layout, summaries)
+        if not groups:
             return
         rank = self._trainer.topology.rank
         # Send the hashes, which may be thousands a rank, only from ranks whose group differs.
         sent_hashes: list[Any] = [{}, []]
-        if any(rank in ranks for _, ranks in differing):
+        if any(rank in ranks for _, ranks in groups):
             sent_hashes = [dict(hashes.by_name), sorted(hashes.experts)]
         gathered = all_gather_json(sent_hashes)
         faults: list[str] = []
-        for is_expert, ranks in differing:
+        for is_expert, ranks in groups:
             faults += replica_faults(is_expert, ranks, gathered)
-        more = ""
-        if len(faults) > SHOWN:
-            more = f"; and {len(faults) - SHOWN} more"
         raise error(
-            f"the trainer's replicas have different {subject}: {'; '.join(faults[:SHOWN])}{more}; "
+            f"the trainer's replicas have different {subject}: {_first_of(faults)}; "
             f"{AlteredMemoryError.CONSEQUENCE}"
         )
 
@@ -225,12 +225,16 @@ def replica_groups(layout: Layout) -> list[tuple[bool, list[int]]]:
 def differing_groups(
     layout: Layout, summaries: Sequence[Sequence[str]]
 ) -> list[tuple[bool, list[int]]]:
-    """Return the groups of ``replica_groups`` whose ranks have different summaries."""
-    differing = []
+    """Return the groups of ``replica_groups`` whose ranks have different hashes.
+
+    ``summaries``: for each rank, the hash of its dense tensors and the hash of its experts.
+    """
+    groups: list[tuple[bool, list[int]]] = []
     for is_expert, ranks in replica_groups(layout):
-        if len({summaries[rank][int(is_expert)] for rank in ranks}) > 1:
-            differing.append((is_expert, ranks))
-    return differing
+        hashes = {summaries[rank][int(is_expert)] for rank in ranks}
+        if len(hashes) > 1:
+            groups.append((is_expert, ranks))
+    return groups
 
 
 def replica_faults(
@@ -249,13 +253,13 @@ def replica_faults(
         if (name in experts) != is_expert:
             continue
         digests = {rank: gathered[rank][0].get(name, "none") for rank in ranks}
-        common, count = Counter(digests.values()).most_common(1)[0]
+        common_digest, count = Counter(digests.values()).most_common(1)[0]
         if count == len(ranks):
             continue
         if 2 * count > len(ranks):
-            suspects = [rank for rank, digest in digests.items() if digest != common]
+            suspects = [rank for rank, digest in digests.items() if digest != common_digest]
             faults.append(
-                f"{name} on {_ranks_text(suspects)} has the hash {digests[suspects[0]]}, expected {common}, "
+                f"{name} on {_ranks_text(suspects)} has the hash {digests[suspects[0]]}, expected {common_digest}, "
                 f"which {count} of {len(ranks)} replicas have"
             )
         else:
@@ -269,14 +273,20 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _changes_text(changes_by_rank: Iterable[Sequence[Sequence[str]]]) -> str:
+    """Describe the changes of each rank: [name, hash, expected hash] of each changed tensor."""
     texts = []
     for rank, changes in enumerate(changes_by_rank):
         for name, digest, expected in changes:
             texts.append(f"{name} on rank {rank} has the hash {digest}, expected {expected}")
-    more = ""
-    if len(texts) > SHOWN:
-        more = f"; and {len(texts) - SHOWN} more"
-    return "; ".join(texts[:SHOWN]) + more
+    return _first_of(texts)
+
+
+def _first_of(texts: Sequence[str]) -> str:
+    """Join the first SHOWN texts, and say how many more there are."""
+    joined_texts = "; ".join(texts[:SHOWN])
+    if len(texts) <= SHOWN:
+        return joined_texts
+    return f"{joined_texts}; and {len(texts) - SHOWN} more"
 
 
 def _is_expert(parameter: Any) -> bool:

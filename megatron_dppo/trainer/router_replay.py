@@ -142,7 +142,7 @@ class ModelReplay:
         self._share = share
         # Tensor-parallel ranks route the same tokens, so only the first one counts choices; with sequence parallelism
         # each rank routes its own tokens and counts them.
-        self._counts_here = share.sequence_size > 1 or topology.tp_rank == 0
+        self._counts_choices = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns: list[list[int]] = []
         for chunk, state in zip(chunks, self._states, strict=True):
@@ -192,7 +192,7 @@ class ModelReplay:
     def agreement(self) -> MetricSums:
         """Count how often the natural routing of the loaded micro-batches equals the engine's. Collective."""
         counts = torch.stack([state.counts for state in self._states]).sum(0)
-        counts = counts * int(self._counts_here)
+        counts = counts * int(self._counts_choices)
         dist.all_reduce(counts)
         agreed, compared = counts.double()
         return MetricSums({metric_names.ROUTING_AGREEMENT: agreed, metric_names.COMPARED: compared})
@@ -218,6 +218,7 @@ class ModelReplay:
         return Recording(experts.to(self._device), valid.to(self._device))
 
     def _check(self, batch: PackedBatch) -> None:
+        """Raise ValueError if the micro-batch's recording is of another model."""
         if RECORDING not in batch.columns:
             return
         recorded = batch.columns[RECORDING]

@@ -89,6 +89,7 @@ class AdapterStrategy(Strategy):
             self._written_folder = None
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
+        """Raise EngineFaultError that names the engines whose tensors have other digests than the sent ones."""
         expected_hashes = expected_digests(self._tensors, self._folder)
         faults: dict[str, BaseException] = {}
         for url, digests in digests_by_url.items():
@@ -249,8 +250,11 @@ class AdapterUpdater(transaction.WeightUpdater):
     def _copies_and_bytes(self) -> tuple[int, int]:
         if self._strategy is None or self._plan is None:
             return 0, 0
-        elements = sum(tensor.elements for bucket in self._plan for tensor in bucket.tensors)
-        return self._strategy.copies, elements * getattr(torch, self.source.dtype_name).itemsize
+        elements = 0
+        for bucket in self._plan:
+            elements += sum(tensor.elements for tensor in bucket.tensors)
+        dtype: torch.dtype = getattr(torch, self.source.dtype_name)
+        return self._strategy.copies, elements * dtype.itemsize
 
     def _is_due(self, check: str, period: int) -> bool:
         # ``verify_every`` has no effect here: adapters are compared in every update, and the frozen model, which does

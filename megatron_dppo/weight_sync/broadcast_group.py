@@ -63,6 +63,7 @@ class ConnectionBrokenError(EngineError):
 
 @contextmanager
 def _raising_connection_broken() -> Iterator[None]:
+    """Convert torch's errors in the block to ConnectionBrokenError."""
     # torch raises a plain RuntimeError for most errors of gloo and NCCL.
     try:
         yield
@@ -122,6 +123,7 @@ class BroadcastGroup:
         future.result()
 
     def _join(self, size: int) -> None:
+        """Make the group of ``size`` ranks; return when all of them have joined."""
         limit = self._backend_limit
         options = None
         if self.backend == "gloo":
@@ -138,6 +140,7 @@ class BroadcastGroup:
                 backend_options=options,
                 timeout=limit,
             )
+        # ``destroy_process_group`` expects this entry, which the helper leaves to its callers.
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
 
@@ -223,7 +226,8 @@ def _broadcast(
     """
     # This frame keeps a reference to ``group``: gloo cannot cancel, and releasing the last reference would block.
     options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
+    options.rootRank = 0
+    options.rootTensor = 0
     if filled is None:
         with _raising_connection_broken():
             group.broadcast([data], options).wait(limit)

@@ -148,8 +148,7 @@ def compare_canary(
         tolerance: bounds of the differences.
         sides: names of the two sides.
         is_routed: whether the model has a router. Then one of several prompts may exceed ``tolerance``, up to 10 nats
-        at
-            a token.
+            at a token.
 
     Raises:
         CanaryError: a difference, or the mean of all differences, exceeds ``tolerance`` or is NaN; names the worst
@@ -166,7 +165,7 @@ def compare_canary(
         for token, (pi, mu) in enumerate(zip(trainer_scores, engine_scores, strict=True)):
             differences.append(_Difference(abs(pi - mu), prompt, token))
     mean = _mean(differences)
-    worst = max(differences, key=_rank)
+    worst = max(differences, key=_size_order)
     is_close = _is_within(differences, tolerance)
     is_near_tie = False
     # The tolerances of bfloat16 and fp8 include near ties already.
@@ -213,7 +212,7 @@ def _is_within(differences: Sequence[_Difference], tolerance: Tolerance) -> bool
     return bool(differences) and is_each_small and _mean(differences) <= tolerance.mean
 
 
-def _rank(row: _Difference) -> tuple[bool, float]:
+def _size_order(row: _Difference) -> tuple[bool, float]:
     """Order differences by size; a NaN is larger than any number."""
     is_nan = math.isnan(row.nats)
     return is_nan, 0.0 if is_nan else row.nats

@@ -15,9 +15,9 @@ from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import FinishReason, Trajectory, VersionSpan
 from megatron_dppo.engine.continuation import (
     Continuation,
-    after,
-    first,
+    first_tokens,
     join,
+    request_after,
     rest_of,
     seam_end,
     text_of,
@@ -253,7 +253,7 @@ def test_turns_keep_the_topk_of_their_own_calls_and_what_is_between_has_none():
     turn = answer(asked, [7, 8], 1, "stop").with_columns(
         topk_ids=[[7, 1], [8, 2]], topk_log_probs=[[-0.1, -2.1], [-0.2, -2.2]]
     )
-    further = after(asked, turn, 5, [20, 21, 22])
+    further = request_after(asked, turn, 5, [20, 21, 22])
     assert (further.prompt_ids, further.columns["topk"]) == ([4, 5, 6, 7, 8, 20, 21, 22], 1)
     last = answer(further, [9, 10], 2, "stop").with_columns(
         topk_ids=[[9, 3], [10, 4]], topk_log_probs=[[-0.3, -2.3], [-0.4, -2.4]]
@@ -310,10 +310,10 @@ def test_a_response_in_one_part_is_what_the_engine_answered():
     asked = request()
     single = answer(asked, [7, 8], 1, "stop")
     assert drawn(asked, ([7, 8], 1, "stop")).columns.keys() == single.columns.keys()
-    assert first(single, 2) is single
+    assert first_tokens(single, 2) is single
     with pytest.raises(AssertionError, match="another request"):
         join(single, single)
-    assert rest_of(asked, first(single, 1)).prompt_ids == [4, 5, 6, 7]
+    assert rest_of(asked, first_tokens(single, 1)).prompt_ids == [4, 5, 6, 7]
 
 
 def test_a_column_of_all_tokens_that_another_module_declares_is_joined_too():
