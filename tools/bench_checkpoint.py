@@ -100,26 +100,33 @@ def measure(mode: str, settings: dict[str, Any], before: Path | None) -> Measure
     ranks = start({**settings, "mode": name}, before if mode == "before" else None)
     try:
         wait_for(ranks, [folder / f"ready{rank}" for rank in range(len(ranks))])
-        start_bytes = peak = memory_of(ranks)
+        start_bytes = memory_of(ranks)
+        peak_bytes = start_bytes
         (folder / "go").touch()
         done = [folder / f"timings{rank}.json" for rank in range(len(ranks))]
         while not all(path.exists() for path in done):
             if any(process.poll() not in (None, 0) for process in ranks):
                 raise RanksEndedError(f"a rank ended; see {folder}/log*")
-            peak = max(peak, memory_of(ranks))
+            peak_bytes = max(peak_bytes, memory_of(ranks))
             time.sleep(0.1)
         for process in ranks:
             process.wait()
     finally:
-        kill_families(ranks)  # with the processes that Megatron's writer started
-    timings = [json.loads(path.read_text()) for path in done]
-    slowest = [
-        {key: max(rank[i][key] for rank in timings) for key in timings[0][i]}
-        for i in range(settings["saves"])
-    ]
-    last = max((folder / "saved").iterdir(), key=lambda path: path.stat().st_mtime)
-    written = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-    return Measured(mode, slowest, peak - start_bytes, written)
+        # Megatron's writer has started processes, which are killed with the ranks.
+        kill_families(ranks)
+    timings_by_rank = [json.loads(path.read_text()) for path in done]
+    slowest: list[dict[str, float]] = []
+    for timings_of_save in zip(*timings_by_rank, strict=True):
+        keys = timings_of_save[0]
+        slowest.append({key: max(timings[key] for timings in timings_of_save) for key in keys})
+    last_checkpoint = max((folder / "saved").iterdir(), key=_modification_time)
+    files = [path for path in last_checkpoint.rglob("*") if path.is_file()]
+    written_bytes = sum(path.stat().st_size for path in files)
+    return Measured(mode, slowest, peak_bytes - start_bytes, written_bytes)
+
+
+def _modification_time(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def start(settings: dict[str, Any], before: Path | None) -> list[subprocess.Popen]:
@@ -149,7 +156,11 @@ def wait_for(ranks: list[subprocess.Popen], files: list[Path]) -> None:
 
 def memory_of(ranks: list[subprocess.Popen]) -> int:
     """Bytes of memory of the ranks and their children. A page that several processes share is counted once."""
-    return sum(pss(pid) for rank in ranks for pid in (rank.pid, *descendants(rank.pid)))
+    total = 0
+    for rank in ranks:
+        for pid in (rank.pid, *descendants(rank.pid)):
+            total += pss(pid)
+    return total
 
 
 def descendants(pid: int) -> list[int]:
@@ -158,8 +169,10 @@ def descendants(pid: int) -> list[int]:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
         return []
-    children = [int(child) for child in text.split()]
-    return [*children, *(each for child in children for each in descendants(child))]
+    found = []
+    for child in text.split():
+        found += [int(child), *descendants(int(child))]
+    return found
 
 
 def pss(pid: int) -> int:
@@ -231,7 +244,9 @@ def main() -> None:
         "material": str(material), "folder": str(options.folder / "work"), "ranks": options.ranks,
         "expert": options.expert, "saves": options.saves, "distributed": not options.plain,
     }  # fmt: skip
-    modes = [*options.modes, *(["before"] if options.before else [])]
+    modes = list(options.modes)
+    if options.before:
+        modes.append("before")
     results = []
     for mode in modes:
         CONSOLE.print(f"{mode} ...")

@@ -66,19 +66,30 @@ def copy(root: Path) -> None:
 
 COPY = "plain copy"
 CONVERTED = "m"
+
+
+def convert(root: Path) -> None:
+    """Convert the checkpoint to torch_dist."""
+    hf_to_megatron(root / "hf", root / CONVERTED)
+
+
+def verify_converted(root: Path) -> None:
+    """Compare the converted checkpoint with the original."""
+    verify(root / "hf", root / CONVERTED)
+
+
+def convert_back(root: Path) -> None:
+    """Convert the converted checkpoint back."""
+    megatron_to_hf(root / CONVERTED, root / "back")
+
+
 PHASES: dict[str, tuple[Callable[[Path], object], str]] = {
     COPY: (copy, "copy"),
-    "hf-to-megatron": (
-        lambda root: hf_to_megatron(root / "hf", root / CONVERTED),
-        CONVERTED,
-    ),
-    "verify": (lambda root: verify(root / "hf", root / CONVERTED), ""),
-    "megatron-to-hf": (
-        lambda root: megatron_to_hf(root / CONVERTED, root / "back"),
-        "back",
-    ),
+    "hf-to-megatron": (convert, CONVERTED),
+    "verify": (verify_converted, ""),
+    "megatron-to-hf": (convert_back, "back"),
 }
-"""Name of the phase -> (function, the folder that it writes)."""
+"""Name of the phase -> (function, the folder that it writes; empty if it writes none)."""
 
 
 def run_phase(name: str, root: Path) -> None:
@@ -149,7 +160,9 @@ def measure(arguments: argparse.Namespace) -> None:
             results[name].append(facts | {"ratio": facts["seconds"] / copied["seconds"]})
         shutil.rmtree(root / CONVERTED)
     for name, runs in results.items():
-        seconds, cpu_s, peak = (_median(runs, key) for key in ("seconds", "busy", "peak_mib"))
+        seconds = _median(runs, "seconds")
+        cpu_s = _median(runs, "busy")
+        peak = _median(runs, "peak_mib")
         ratios = sorted(run["ratio"] for run in runs)
         print(
             f"{name:15} {seconds:6.2f} s {size / seconds / 1e6:6.0f} MB/s   {_median(runs, 'ratio'):5.2f} x copy "

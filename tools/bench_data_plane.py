@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,8 @@ def start_ranks(command: list[str], size: Size) -> list[subprocess.Popen[bytes]]
 def main() -> None:
     """Print the figures, and write them."""
     options = parse()
-    size = Size(
-        **{name: value for name, value in vars(options).items() if name in Size.__annotations__}
-    )
+    # The options with the names of Size's fields.
+    size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
     found = run(size)
     runs = {"now": found}
     if options.beside is not None:
@@ -107,15 +106,11 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.rows is not None:
         how = f"{size.responses} responses of up to {size.tokens} tokens, {size.layout.world_size} ranks here"
-        write_rows(
-            options.rows,
-            "data plane",
-            [
-                Quantity(f"{name} ({when})", value, "", how)
-                for when, run_figures in runs.items()
-                for name, value in run_figures.items()
-            ],
-        )
+        quantities = []
+        for when, run_figures in runs.items():
+            for name, value in run_figures.items():
+                quantities.append(Quantity(f"{name} ({when})", value, "", how))
+        write_rows(options.rows, "data plane", quantities)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_weight_sync import ADMIN_KEY, Weights, opener, run_config
+from bench_weight_sync import ADMIN_KEY, Weights, agree_alone, opener, run_config
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.options import ServerSections
@@ -99,7 +99,7 @@ class Bench:
         self._updater = WeightUpdater(
             source,
             WeightSyncConfig(canary_every=0, **settings),
-            lambda error: error,
+            agree_alone,
             opener(config),
             runner,
         )

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -142,10 +143,13 @@ def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
             "--output-file": result,
         }
         flags = ["--tokenize-prompt", "--return-logprob", "--disable-tqdm"]
-        flags += [] if stream else ["--disable-stream"]
+        if not stream:
+            flags.append("--disable-stream")
+        command = [sys.executable, os.path.abspath(__file__), "--as-peer", str(clock), *flags]
+        for option, value in words.items():
+            command += [option, str(value)]
         done = subprocess.run(
-            [sys.executable, os.path.abspath(__file__), "--as-peer", str(clock), *flags]
-            + [str(word) for pair in words.items() for word in pair],
+            command,
             check=False,
             capture_output=True,
             text=True,
@@ -215,8 +219,8 @@ def start_server(work: Work, dtype: str, folder: Path) -> EngineProcess:
 
 CONTENDERS: dict[str, Callable[[Work, str, int], Turn]] = {
     OURS: ours,
-    PEER: lambda work, url, seed: peer(work, url, seed, stream=False),
-    STREAMING: lambda work, url, seed: peer(work, url, seed, stream=True),
+    PEER: partial(peer, stream=False),
+    STREAMING: partial(peer, stream=True),
 }
 
 
@@ -227,7 +231,10 @@ def bench(work: Work, rounds: int, dtype: str) -> dict[str, list[Turn]]:
         server = start_server(work, dtype, Path(scratch))
         try:
             for number in range(rounds + 1):
-                for name in list(CONTENDERS)[:: 1 if number % 2 else -1]:
+                order = list(CONTENDERS)
+                if number % 2 == 0:
+                    order.reverse()
+                for name in order:
                     _flush(server.url)
                     load = os.getloadavg()[0]
                     before = server_cpu(server.pid)

@@ -84,7 +84,8 @@ dL/dweight to ``main``."""
 
 def with_logits(problem: Problem) -> tuple[Tensor, Tensor]:
     """All logits at once. Their gradient overwrites them."""
-    hidden, weight = problem.hidden.detach().requires_grad_(), problem.weight
+    hidden = problem.hidden.detach().requires_grad_()
+    weight = problem.weight
     logits = (hidden.detach() @ weight.T).requires_grad_()
     stats = policy_stats(
         logits, problem.ids, problem.group, vocab_size=problem.vocabulary, backend=problem.backend
@@ -147,7 +148,8 @@ def in_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     hidden, weight = problem.hidden, problem.weight
     owned = _owned(problem, len(weight))
     columns = sum(split.stop - split.start for split in _splits(problem, len(weight)))
-    d_hidden, log_probs = torch.zeros_like(hidden), torch.zeros(len(hidden))
+    d_hidden = torch.zeros_like(hidden)
+    log_probs = torch.zeros(len(hidden))
     gradient = torch.where(problem.counted, problem.gradient, 0.0).float()
     for start in range(0, len(hidden), problem.chunk):
         rows = slice(start, start + problem.chunk)
@@ -353,14 +355,12 @@ def main() -> None:
     console.print(table_of(rows, options))
     if options.json:
         how = f"TP{options.tp}, {options.tokens} tokens"
-        quantities = [
-            Quantity(f"{r['way']}, chunk {r['chunk']}, {r['backend']}: {kind}", value, unit, how)
-            for r in rows
-            for kind, value, unit in (
-                ("peak", r["peak"] / 1e9, "GB"),
-                ("seconds", statistics.median(r["seconds"]), "s"),
-            )
-        ]
+        quantities = []
+        for row in rows:
+            case = f"{row['way']}, chunk {row['chunk']}, {row['backend']}"
+            seconds = statistics.median(row["seconds"])
+            quantities.append(Quantity(f"{case}: peak", row["peak"] / 1e9, "GB", how))
+            quantities.append(Quantity(f"{case}: seconds", seconds, "s", how))
         write_rows(options.json, "head", quantities)
 
 

@@ -90,7 +90,12 @@ class Measured:
         def mean(name: str) -> float:
             return statistics.fmean(record.get(name) or 0.0 for record in middle)
 
-        phases = {n for r in middle for n in r if names.phase_of(n) not in NOT_COUNTED | {None}}
+        phases: set[str] = set()
+        for record in middle:
+            for name in record:
+                phase = names.phase_of(name)
+                if phase is not None and phase not in NOT_COUNTED:
+                    phases.add(name)
         return cls(
             mode=mode,
             step_s=sum(mean(name) for name in phases),
@@ -126,9 +131,9 @@ def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Me
 def show(rounds: Sequence[dict[str, Measured]]) -> dict[str, list[float]]:
     """Print one row for each run. Return each mode's ratios by round: seconds of a synchronous step over the mode's."""
     table = Table(
-        *("round", "mode", "step s", "wait s", "train s", "sync s", "switch s", "stale"),
-        *("interrupted", "trainers wait", "servers idle", "ratio"),
-    )
+        "round", "mode", "step s", "wait s", "train s", "sync s", "switch s", "stale",
+        "interrupted", "trainers wait", "servers idle", "ratio",
+    )  # fmt: skip
     first, *others = MODES
     ratios: dict[str, list[float]] = {mode: [] for mode in others}
     for number, by_mode in enumerate(rounds, start=1):
@@ -169,8 +174,11 @@ def main() -> None:
     rounds: list[dict[str, Measured]] = []
     for number in range(1, options.rounds + 1):
         overrides = [word.replace("{round}", str(number)) for word in options.overrides]
-        overrides = [*(TAIL if options.tail else ()), *overrides]
-        order = list(MODES)[:: 1 if number % 2 else -1]
+        if options.tail:
+            overrides = [*TAIL, *overrides]
+        order = list(MODES)
+        if number % 2 == 0:
+            order.reverse()
         measured: dict[str, Measured] = {}
         for mode in order:
             directory = options.folder / f"{mode.replace(', ', '-').replace(' ', '-')}-{number}"

@@ -150,10 +150,16 @@ def opener(config: TrainConfig) -> OpenEngine:
     return open_engine
 
 
+def agree_alone(error: Any) -> Any:
+    """Return the first failure of all ranks, which is ``error``: there is one rank."""
+    return error
+
+
 def receive(port: int, size: int, rounds: int) -> None:
     """Receiver of the plain broadcast: copies each message, as an engine does."""
     _join(port, rank=1)
-    weights, message = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    weights = torch.zeros(size, dtype=torch.uint8)
+    message = torch.zeros(size, dtype=torch.uint8)
     for _ in range(rounds):
         dist.broadcast(message, src=0)
         weights.copy_(message)
@@ -222,22 +228,18 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
     source = Weights(folder)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         config = run_config(folder, source.dtype_name, {})
-        server, open_engine = start_server(config, Path(scratch) / "engine.log"), opener(config)
+        server = start_server(config, Path(scratch) / "engine.log")
+        open_engine = opener(config)
         port = free_port("127.0.0.1")
         arguments = [f"--receive={port},{source.bytes},{rounds}"]
         peer = subprocess.Popen([sys.executable, os.path.abspath(__file__), *arguments])
         try:
             _join(port, rank=0)
-            verified, unverified = (
-                WeightUpdater(
-                    source,
-                    WeightSyncConfig(verify_every=every, canary_every=0, **settings),
-                    lambda error: error,
-                    open_engine,
-                    runner,
-                )
-                for every in (1, 2 * rounds)
-            )
+            always = WeightSyncConfig(verify_every=1, canary_every=0, **settings)
+            # The unverified updater makes fewer than 2 * rounds updates.
+            never = WeightSyncConfig(verify_every=2 * rounds, canary_every=0, **settings)
+            verified = WeightUpdater(source, always, agree_alone, open_engine, runner)
+            unverified = WeightUpdater(source, never, agree_alone, open_engine, runner)
             for updater in (verified, unverified):
                 updater.attach([server.url])
             message = torch.zeros(source.bytes, dtype=torch.uint8)
@@ -265,7 +267,7 @@ def bench_adapters(
     trainer = Trainer(config)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         server = start_server(config, Path(scratch) / "engine.log")
-        rest = (lambda error: error, opener(config), runner)
+        rest = (agree_alone, opener(config), runner)
         updaters = {
             "merged": WeightUpdater(
                 TrainerWeights(trainer), WeightSyncConfig(canary_every=0, **settings), *rest
@@ -277,9 +279,12 @@ def bench_adapters(
         try:
             for updater in updaters.values():
                 updater.attach([server.url])
-            done = [{n: u.update(v) for n, u in updaters.items()} for v in range(1, rounds + 2)]
-            for name in updaters:
-                report_kind(name, [each[name] for each in done])
+            reports: dict[str, list[UpdateReport]] = {name: [] for name in updaters}
+            for version in range(1, rounds + 2):
+                for name, updater in updaters.items():
+                    reports[name].append(updater.update(version))
+            for name, reports_of_kind in reports.items():
+                report_kind(name, reports_of_kind)
             for updater in updaters.values():
                 updater.close()
         finally:
@@ -290,9 +295,8 @@ def bench_adapters(
 def report_kind(name: str, updates: list[UpdateReport]) -> None:
     """Print bytes and times of one kind of update: of the first update, and the median of all later updates."""
     first, *others = updates
-    total, stall = (
-        statistics.median(getattr(u, what) for u in others) for what in ("update_s", "stall_s")
-    )
+    total = statistics.median(report.update_s for report in others)
+    stall = statistics.median(report.stall_s for report in others)
     phases = {
         phase: statistics.median(u.seconds[phase] for u in others) for phase in others[-1].seconds
     }

@@ -68,8 +68,12 @@ class ShardedFolder(Closing):
             if not expected:
                 continue
             path = self.folder / f"rank-{rank:05d}.safetensors"
-            file = self._files[rank] = SafetensorsFile(path)
-            if {n: TensorSpec(e.shape, e.dtype) for n, e in file.entries.items()} != expected:
+            file = SafetensorsFile(path)
+            self._files[rank] = file
+            present = {
+                name: TensorSpec(entry.shape, entry.dtype) for name, entry in file.entries.items()
+            }
+            if present != expected:
                 raise CheckpointError(f"{path}: its tensors are not those of its layout")
 
     def _stored_name(self, chunk: int, name: str) -> str:

@@ -90,8 +90,11 @@ SETTINGS: dict[str, Setting] = {
     "long, bf16": Setting("long", ROUNDED, HALF),
 }
 LAB = (
-    *("rollout.save=true", "rollout.largest_gap=null", "optimizer.lr=2e-4"),
-    *("rollout.prompts_per_step=8", "training.prompts_per_mini_batch=4"),
+    "rollout.save=true",
+    "rollout.largest_gap=null",
+    "optimizer.lr=2e-4",
+    "rollout.prompts_per_step=8",
+    "training.prompts_per_mini_batch=4",
 )
 """Overrides of the lab's runs. The doctor's trainer side takes four groups of eight. The lab has no bound of the gap: a
 run has its own bound."""
@@ -147,10 +150,12 @@ def lab_steps(name: str, steps: int) -> Seen:
     from megatron_dppo.trainer.topology import destroy_topology
 
     torch.set_num_threads(1)
-    setting, seen = SETTINGS[name], Seen()
+    setting = SETTINGS[name]
+    seen = Seen()
     task = TASKS[setting.task]()
     config = configured(task, setting.mismatch, [*LAB, *setting.changes, f"run.steps={steps}"])
-    lab, weights = Lab(config, task, setting.mismatch), LiveWeights(task.checkpoint)
+    lab = Lab(config, task, setting.mismatch)
+    weights = LiveWeights(task.checkpoint)
     with progress(name, steps) as bar:
         for step in range(1, steps + 1):
             weights.remember(step - 1, lab.weights())
@@ -166,7 +171,8 @@ def lab_steps(name: str, steps: int) -> Seen:
 
 def run_steps(run: Path) -> Seen:
     """Examine every saved batch of a run."""
-    config, seen = load_config(run / "config.yaml"), Seen()
+    config = load_config(run / "config.yaml")
+    seen = Seen()
     folder = run / ROLLOUTS_FOLDER
     options = argparse.Namespace(run=run, weights=[])
     folders = weights_by_version(options, config)
@@ -183,9 +189,10 @@ def run_steps(run: Path) -> Seen:
 
 
 def measured(options: argparse.Namespace) -> Iterator[tuple[str, Seen]]:
+    """Yield the name and the figures of each run and each setting of the command line."""
     for run in options.runs:
         yield run.name, run_steps(run)
-    chosen = [n for n in SETTINGS if options.lab and options.only in n]
+    chosen = [name for name in SETTINGS if options.lab and options.only in name]
     # Threads of a setting's process groups continue, and some use a core, until their process ends.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:

@@ -87,30 +87,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     start = time.monotonic()
-    paths = [p for p in TARGETS if not options.paths or any(p.startswith(w) for w in options.paths)]
-    mutants = [mutant for path in paths for mutant in mutants_of(path)]
-    tests = [name for path in paths for name in TARGETS[path]]
+    paths = list(TARGETS)
+    if options.paths:
+        paths = [path for path in TARGETS if path.startswith(tuple(options.paths))]
+    mutants: list[Mutant] = []
+    tests: list[str] = []
+    for path in paths:
+        mutants += mutants_of(path)
+        tests += TARGETS[path]
     mutant_counts = Counter(mutant.path for mutant in mutants)
-    screen, reading = os.fdopen(os.dup(1), "w"), os.pipe()
+    screen = os.fdopen(os.dup(1), "w")
+    # The children send the verdicts through a pipe: two bytes for each mutant.
+    reading_end, writing_end = os.pipe()
 
     def tell(mutant: Mutant, verdict: Verdict) -> None:
-        os.write(reading[1], bytes([paths.index(mutant.path), verdict]))
+        os.write(writing_end, bytes([paths.index(mutant.path), verdict]))
         if verdict != Verdict.killed:
             print(f"{verdict.name:8}  {mutant}", file=screen, flush=True)
 
     load_libraries()
     found = in_child(lambda: session_of(mutants, tests, tell, processes=options.processes))
     in_child(lambda: load_anew(found, tell, options.processes))
-    os.close(reading[1])
-    records = os.fdopen(reading[0], "rb").read()
+    os.close(writing_end)
+    records = os.fdopen(reading_end, "rb").read()
     ended = Counter(zip(records[::2], records[1::2], strict=True))
     for at, path in enumerate(paths):
-        killed, stopped = ended[at, Verdict.killed], ended[at, Verdict.stopped]
-        line = f"{path}: {mutant_counts[path]} made, {killed} killed ({killed / mutant_counts[path]:.1%})"
-        print(line + (f", {stopped} stopped" if stopped else ""))
+        count = mutant_counts[path]
+        killed = ended[at, Verdict.killed]
+        stopped = ended[at, Verdict.stopped]
+        line = f"{path}: {count} made, {killed} killed ({killed / count:.1%})"
+        if stopped:
+            line += f", {stopped} stopped"
+        print(line)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    took, cpu = time.monotonic() - start, used.ru_utime + used.ru_stime
-    print(f"{len(mutants)} mutants in {took:.0f} s ({cpu:.0f} s of one core)")
+    seconds = time.monotonic() - start
+    cpu_s = used.ru_utime + used.ru_stime
+    print(f"{len(mutants)} mutants in {seconds:.0f} s ({cpu_s:.0f} s of one core)")
     return 1 if any(verdict for _, verdict in ended) else 0
 
 

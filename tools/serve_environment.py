@@ -242,7 +242,8 @@ class Episodes:
             return episode.environment.step(body["text"])
 
     def close(self, body: dict[str, Any]) -> dict[str, Any]:
-        if (episode := self._open.pop(body["episode"], None)) is not None:
+        episode = self._open.pop(body["episode"], None)
+        if episode is not None:
             episode.environment.close()
         return {}
 

@@ -111,6 +111,10 @@ class Simulated:
     servers: float
 
 
+def _running_count(server: Server) -> int:
+    return len(server.running)
+
+
 class Simulation:
     """A run of ``schedule``. ``draw`` draws a batch: a list of lengths in tokens."""
 
@@ -121,37 +125,56 @@ class Simulation:
         servers: Sequence[Server],
         draw: Callable[[], Sequence[float]],
     ) -> None:
-        self.schedule, self.phases, self.servers, self._draw = schedule, phases, servers, draw
+        self.schedule = schedule
+        self.phases = phases
+        self.servers = servers
+        self._draw = draw
         self.now = 0.0
         self._waiting: deque[tuple[int, float]] = deque()
         self._left: dict[int, int] = {}
 
     def run(self, steps: int) -> Simulated:
-        trained, begun = 0.0, 0
-        start = decoded = 0.0
+        """Simulate ``steps`` steps after the warm-up."""
+        start = 0.0
+        trained_s = 0.0
+        earlier_tokens = 0.0
+        last_begun_batch = 0
         for step in range(1, steps + WARM_UP + 1):
             if step == WARM_UP + 1:
-                start, trained = self.now, 0.0
-                decoded = sum(server.decoded for server in self.servers)
-            while begun < step + self.schedule.staleness:
-                begun += 1
-                self._begin(begun)
-            batch = step
-            self._decode_until(partial(self._is_decoded, batch))
+                start = self.now
+                trained_s = 0.0
+                earlier_tokens = self._decoded_tokens()
+            while last_begun_batch < step + self.schedule.staleness:
+                last_begun_batch += 1
+                self._begin(last_begun_batch)
+            # Step n trains on batch n.
+            self._decode_until(partial(self._is_decoded, step))
             self.now += self.phases.switch
             if self.schedule.is_colocated:
                 self.now += self.phases.train
             else:
                 self._decode_for(self.phases.train)
             if self.schedule.drains:
-                self._decode_until(lambda: not any(self._left.values()))
+                self._decode_until(self._is_drained)
             is_interrupted = any(server.running for server in self.servers)
-            self.now += self.phases.update + is_interrupted * self.phases.resume
-            trained += self.phases.train + self.phases.update
-        elapsed = self.now - start
-        decoded = sum(server.decoded for server in self.servers) - decoded
-        full = sum(server.slots / server.step_s(server.slots) for server in self.servers)
-        return Simulated(elapsed / steps, 1 - trained / elapsed, 1 - decoded / full / elapsed)
+            self.now += self.phases.update
+            if is_interrupted:
+                self.now += self.phases.resume
+            trained_s += self.phases.train + self.phases.update
+        elapsed_s = self.now - start
+        tokens_per_s = (self._decoded_tokens() - earlier_tokens) / elapsed_s
+        # The rate of servers whose slots are all in use.
+        full_tokens_per_s = sum(
+            server.slots / server.step_s(server.slots) for server in self.servers
+        )
+        return Simulated(
+            elapsed_s / steps,
+            trainers=1 - trained_s / elapsed_s,
+            servers=1 - tokens_per_s / full_tokens_per_s,
+        )
+
+    def _decoded_tokens(self) -> float:
+        return sum(server.decoded for server in self.servers)
 
     def _begin(self, batch: int) -> None:
         lengths = self._draw()
@@ -161,13 +184,16 @@ class Simulation:
 
     def _fill(self) -> None:
         while self._waiting:
-            server = min(self.servers, key=lambda s: len(s.running))
+            server = min(self.servers, key=_running_count)
             if len(server.running) >= server.slots:
                 return
             server.begin(*self._waiting.popleft())
 
     def _is_decoded(self, batch: int) -> bool:
-        return not self._left[batch]
+        return self._left[batch] == 0
+
+    def _is_drained(self) -> bool:
+        return not any(self._left.values())
 
     def _decode_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
@@ -202,7 +228,10 @@ def location(mean: float, longest: float, spread: float) -> float:
     low, high = math.log(mean) - 20 * spread, end + 20 * spread
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+        if cut_mean(middle) < mean:
+            low = middle
+        else:
+            high = middle
     return low
 
 

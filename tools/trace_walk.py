@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import yaml
@@ -124,7 +125,7 @@ def read_entries(folder: Path) -> list[Entry]:
                 continue
             seconds, event, function = line.split(" ", 2)
             entries.append(Entry(float(seconds), kind, event, function))
-    return sorted(entries, key=lambda entry: entry.seconds)
+    return sorted(entries, key=attrgetter("seconds"))
 
 
 def kind_of(header: str) -> str:
@@ -156,12 +157,19 @@ def all_walks(entries: Sequence[Entry]) -> dict[str, list[str]]:
 
 
 def _last_span(walk: Walk, entries: Sequence[Entry]) -> tuple[float, float]:
-    of_rank_0 = [entry for entry in entries if entry.process == RANK_0]
-    ends = [e.seconds for e in of_rank_0 if e.event == "return" and e.function == walk.end]
-    starts = [e.seconds for e in of_rank_0 if e.event == "call" and e.function == walk.start]
+    """Return the seconds of the last return of the walk's end, and of the last call of its start before."""
+    starts: list[float] = []
+    ends: list[float] = []
+    for entry in entries:
+        if entry.process != RANK_0:
+            continue
+        if entry.event == "call" and entry.function == walk.start:
+            starts.append(entry.seconds)
+        elif entry.event == "return" and entry.function == walk.end:
+            ends.append(entry.seconds)
     if not ends or not starts:
         raise ValueError(f"the trace of rank 0 lacks {walk.start} or {walk.end}")
-    return max(second for second in starts if second < ends[-1]), ends[-1]
+    return max(seconds for seconds in starts if seconds < ends[-1]), ends[-1]
 
 
 def _subjects(walk: Walk, entries: Iterable[Entry]) -> Iterator[str]:
@@ -176,7 +184,7 @@ def trace_run(folder: Path) -> list[Entry]:
     config = write_material(folder)
     record = folder / "trace"
     record.mkdir()
-    bounds = {function for walk in WALKS for function in (walk.start, walk.end)}
+    bounds = {walk.start for walk in WALKS} | {walk.end for walk in WALKS}
     variables = {
         "PYTHONPATH": os.pathsep.join([str(TRACE_FOLDER), str(ROOT)]),
         "TRACE_WALK_FOLDER": str(record),

@@ -156,8 +156,11 @@ def write_findings(claims: Sequence[Claim], records: Mapping[str, Record], folde
     for claim in claims:
         if found[claim.name].word is not None:
             save(claim_figure(claim, records), figures / f"{claim.name}.png")
-    shown = [(setting, rule) for setting, rules in SHOWN.items() for rule in rules]
-    if all(SETTINGS[s].cell(rule, seed).key in records for s, rule in shown for seed in SEEDS):
+    shown: list[tuple[str, str]] = []
+    for setting, rules in SHOWN.items():
+        shown += [(setting, rule) for rule in rules]
+    run_counts = [len(_runs_by_seed(setting, rule, records)) for setting, rule in shown]
+    if min(run_counts) == len(SEEDS):
         save(curves_figure(shown, [names.REWARD], records, SEEDS), figures / "shown.png")
     page = folder / "findings.md"
     write_atomically(page, page_of(claims, records))
@@ -277,12 +280,11 @@ def _rule_of(key: str) -> str:
 
 def cells_by_setting() -> list[Cell]:
     """Return each run of a claim or a survey, with every registered seed."""
-    return [
-        SETTINGS[setting].cell(rule, seed)
-        for setting, rules in rules_by_setting().items()
-        for rule in rules
-        for seed in (*SEEDS, *FURTHER_SEEDS)
-    ]
+    cells = []
+    for setting, rules in rules_by_setting().items():
+        for rule, seed in itertools.product(rules, (*SEEDS, *FURTHER_SEEDS)):
+            cells.append(SETTINGS[setting].cell(rule, seed))
+    return cells
 
 
 def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) -> list[str]:

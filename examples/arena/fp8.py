@@ -113,7 +113,11 @@ REAL_SIDES = (("w8a8", TV), ("w8a8-r3", TV), ("w8a8-unquantised", TV))
 
 def real_cells() -> list[Cell]:
     """Return the runs in the real loop, ordered by seed."""
-    return [SETTINGS[name].cell(rule, seed) for seed in REAL_SEEDS for name, rule in REAL_SIDES]
+    cells = []
+    for seed in REAL_SEEDS:
+        for setting, rule in REAL_SIDES:
+            cells.append(SETTINGS[setting].cell(rule, seed))
+    return cells
 
 
 INTRODUCTION = """\
@@ -149,8 +153,12 @@ def page_of(records: Mapping[str, Record]) -> str:
 def write_page(folder: Path) -> None:
     """Write ``fp8.md`` and its figure into ``folder``."""
     records = read_results(RESULTS)
-    sides = [(s, r) for s in ("w8a8-unquantised", "w8a8", "w8a8-r3") for r in (TV, CLIP, CISPO)]
-    drawn = [(s, r) for s, r in sides if all(Side(s, r).key(seed) in records for seed in SEEDS)]
+    drawn = []
+    for setting in ("w8a8-unquantised", "w8a8", "w8a8-r3"):
+        for rule in (TV, CLIP, CISPO):
+            side = Side(setting, rule)
+            if all(side.key(seed) in records for seed in SEEDS):
+                drawn.append((setting, rule))
     save(curves_figure(drawn, (names.REWARD, names.GAP), records, SEEDS), folder / "fp8.png")
     (folder / "fp8.md").write_text(page_of(records), encoding="utf-8")
 

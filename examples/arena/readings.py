@@ -127,10 +127,9 @@ def fixed_tokens(
     mu, recomputed, pi = _policies()
     if noise is not None:
         generator = torch.Generator().manual_seed(noise)
-        mu, recomputed, pi = (
-            x * (1 + _NOISE * torch.randn(x.shape, generator=generator, dtype=x.dtype))
-            for x in (mu, recomputed, pi)
-        )
+        mu = _with_noise(mu, generator)
+        recomputed = _with_noise(recomputed, generator)
+        pi = _with_noise(pi, generator)
     count = RESPONSES * LENGTH
     responses = torch.arange(count) // LENGTH
     sampled = (torch.arange(count) * 7) % WORDS
@@ -171,6 +170,11 @@ def fixed_tokens(
         step_bound=bound,
     )
     return inputs, [log_pi, topk_pi]
+
+
+def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return x * (1 + _NOISE * noise)
 
 
 def _local_sums(sums: Tensor) -> Tensor:

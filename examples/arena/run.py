@@ -151,7 +151,8 @@ def _forked(
     """
     # This process must not have computed anything with torch: a fork does not inherit threads and process groups.
     fork = multiprocessing.get_context("fork")
-    waiting, running = deque(values), dict[Connection, tuple[BaseProcess, A]]()
+    waiting = deque(values)
+    running: dict[Connection, tuple[BaseProcess, A]] = {}
     while waiting or running:
         while waiting and len(running) < processes:
             value = waiting.popleft()

@@ -138,7 +138,8 @@ class _Cache(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, *place: Any, **more: Any) -> Any:
         """Store a layer's new keys and values; return all that are stored for this layer."""
         if self._rounding is not None:
-            key_states, value_states = self._rounding(key_states), self._rounding(value_states)
+            key_states = self._rounding(key_states)
+            value_states = self._rounding(value_states)
         return super().update(key_states, value_states, *place, **more)
 
 

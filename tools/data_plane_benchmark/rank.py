@@ -51,7 +51,10 @@ def child_seconds() -> float:
 
 def generate(size: Size, url: str, positions: list[int], parser: AnswerParser) -> list[Trajectory]:
     """Return the checked responses of the groups at ``positions``."""
-    indices = [p * size.group + sample for p in positions for sample in range(size.group)]
+    indices: list[int] = []
+    for position in positions:
+        first = position * size.group
+        indices += range(first, first + size.group)
     with AsyncRunner() as runner:
         client = EngineClient(url)
         client.parser = parser
@@ -102,7 +105,9 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
         config = size.config()
         sections = (config.training, config.rollout, config.algorithm)
         plans = plan_mini_batches(outlines, *sections, layout)
-        needed = [set().union(*(p.of_rank(r) for p in plans)) for r in range(topology.dp_size)]
+        needed = []
+        for dp_rank in range(topology.dp_size):
+            needed.append(set().union(*(plan.of_rank(dp_rank) for plan in plans)))
         sizes = {"moe_layers": size.layers, "experts_per_token": size.experts_per_token}
         delivery = ColumnExchange(topology, sizes).deliver(outlines, held, needed)
         held.clear()
@@ -110,10 +115,10 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     responses = list(delivery.trajectories.values())
     with meter("pack"):
         pack_first(size, delivery, plans, layout)
-    columns = sum(
-        t.token_ids.nbytes + t.loss_mask.nbytes + sum(a.nbytes for a in t.columns.values())
-        for t in responses
-    )
+    column_bytes = 0
+    for response in responses:
+        arrays = (response.token_ids, response.loss_mask, *response.columns.values())
+        column_bytes += sum(array.nbytes for array in arrays)
     return {
         **meter.phases,
         "leader": topology.is_leader,
@@ -121,13 +126,15 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
         "generated": generated,
         "trained": sum(t.sampled for t in responses),
         "received": received.total - before,
-        "needed": columns,
+        "needed": column_bytes,
     }
 
 
 def main() -> None:
     """``rank.py SIZE URL FOLDER``: writes ``FOLDER/<rank>.json``."""
-    size, url, folder = Size(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+    size = Size(**json.loads(sys.argv[1]))
+    url = sys.argv[2]
+    folder = Path(sys.argv[3])
     init_distributed(size.layout.world_size)
     topology = init_topology(size.layout)
     result = measured(size, url, topology)

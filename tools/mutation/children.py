@@ -71,8 +71,9 @@ def allow(seconds: float) -> None:
 def verdicts(
     waiting: Sequence[T], survives: Callable[[T], bool], processes: int
 ) -> Iterator[tuple[T, Verdict]]:
-    """Yield each of ``waiting`` with the verdict of ``survives`` in a forked child. If ``survives``
-    raises an error, the verdict is ``killed``. ``survives`` bounds its own work by ``allow``.
+    """Yield each of ``waiting`` with its verdict, which ``survives`` finds in a forked child.
+
+    If ``survives`` raises an error, the verdict is ``killed``. ``survives`` bounds its own work by ``allow``.
     """
     todo = deque(waiting)
     running: dict[int, Any] = {}
@@ -88,8 +89,8 @@ def verdicts(
         for child, (work, folder, limit) in list(running.items()):
             if time.monotonic() > limit:
                 os.kill(child, signal.SIGKILL)
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
+            ended_child, status = os.waitpid(child, os.WNOHANG)
+            if ended_child:
                 del running[child]
                 folder.cleanup()
                 yield work, _verdict(status)
@@ -107,7 +108,9 @@ def _run(survives: Callable[[T], bool], work: T, folder: str) -> None:
     code = 1
     try:
         silence()
-        os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = folder
+        os.environ["TMPDIR"] = folder
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        tempfile.tempdir = folder
         code = 0 if survives(work) else 1
     finally:
         os._exit(code)

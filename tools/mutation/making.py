@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,27 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
 
 
 def _replacements(kind: str, *groups: str) -> list[str]:
-    return [
-        f"Replace{kind}Operator_{a}_{b}"
-        for group in groups
-        for a in group.split()
-        for b in group.split()
-        if a != b
-    ]
+    """Return the operators that replace each word of a group by each other word of it."""
+    names = []
+    for group in groups:
+        for old, new in itertools.permutations(group.split(), 2):
+            names.append(f"Replace{kind}Operator_{old}_{new}")
+    return names
 
 
 OPERATORS = (
     *_replacements("Binary", "Add Sub Mul Div", "BitOr BitAnd", "FloorDiv Mod Mul"),
     *_replacements("Comparison", "Eq NotEq", "Lt LtE Gt GtE", "Is IsNot"),
-    *("ReplaceUnaryOperator_USub_UAdd", "ReplaceUnaryOperator_Delete_Not"),
-    *("ReplaceUnaryOperator_Delete_Invert", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
-    *("ReplaceAndWithOr", "ReplaceOrWithAnd", "AddNot", "ZeroIterationForLoop", "NumberReplacer"),
+    "ReplaceUnaryOperator_USub_UAdd",
+    "ReplaceUnaryOperator_Delete_Not",
+    "ReplaceUnaryOperator_Delete_Invert",
+    "ReplaceTrueWithFalse",
+    "ReplaceFalseWithTrue",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "AddNot",
+    "ZeroIterationForLoop",
+    "NumberReplacer",
 )
 """Cosmic Ray's operators for plausible mistakes: a change of + into >>, for example, is left out."""
 
@@ -63,12 +70,21 @@ def mutants_of(path: str) -> Iterator[Mutant]:
     text = (PACKAGE / path).read_text()
     statements = [node.get_code() for node in get_ast(text).children]
     for at, statement in enumerate(statements):
-        before, after = "".join(statements[:at]), "".join(statements[at + 1 :])
+        before = "".join(statements[:at])
+        after = "".join(statements[at + 1 :])
         for operator, changed in _changed(statement):
             source = before + changed + after
-            pairs = zip(text.splitlines(), source.splitlines(), strict=False)
-            line, found = next((i, b.strip()) for i, (a, b) in enumerate(pairs, 1) if a != b)
-            yield Mutant(path, line, operator, source, found)
+            line, changed_line = _first_difference(text, source)
+            yield Mutant(path, line, operator, source, changed_line.strip())
+
+
+def _first_difference(old: str, new: str) -> tuple[int, str]:
+    """Return the number of the first line in which two texts differ, and this line of ``new``."""
+    pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+    for number, (old_line, new_line) in enumerate(pairs, 1):
+        if old_line != new_line:
+            return number, new_line
+    raise ValueError("the texts do not differ")
 
 
 def _changed(statement: str) -> Iterator[tuple[str, str]]:

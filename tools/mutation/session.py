@@ -45,9 +45,8 @@ def run_pytest(tests: Sequence[str], *plugins: object) -> int:
     for name in dict.fromkeys(tests):
         (path,) = Path("tests/unit").rglob(f"test_{name}.py")
         files.append(str(path))
-    off = ("cacheprovider", "xdist")
-    words = ["-x", "-q", "-s", "--tb=no", *(w for name in off for w in ("-p", f"no:{name}"))]
-    return int(pytest.main([*words, *files], plugins=list(plugins)))
+    options = ["-x", "-q", "-s", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    return int(pytest.main([*options, *files], plugins=list(plugins)))
 
 
 class Session:
@@ -87,12 +86,17 @@ class Session:
         self.found.seconds = {name: seconds for name, (seconds, _) in measured.items()}
         self.found.loaded = [name for name in sys.modules if "megatron_dppo" not in name]
         functions = functions_in(self._files)
-        pairs = [(mutant, Change(mutant, functions)) for mutant in self._mutants]
-        known = {file for file, _, _ in at_load}
-        at_once = {m: c.fits and not c.inner & at_load and str(m.file) in known for m, c in pairs}
-        here = [(mutant, change) for mutant, change in pairs if at_once[mutant]]
-        self.found.left = [mutant for mutant in self._mutants if not at_once[mutant]]
-        self._try(session, here)
+        loaded_files = {file for file, _, _ in at_load}
+        swappable: list[tuple[Mutant, Change]] = []
+        for mutant in self._mutants:
+            change = Change(mutant, functions)
+            runs_at_load = bool(change.inner & at_load)
+            is_loaded = str(mutant.file) in loaded_files
+            if change.fits and is_loaded and not runs_at_load:
+                swappable.append((mutant, change))
+            else:
+                self.found.left.append(mutant)
+        self._try(session, swappable)
         return True
 
     def pytest_internalerror(self, excrepr: object) -> None:
@@ -116,8 +120,11 @@ class Session:
         return measured
 
     def _try(self, session: pytest.Session, mutants: Sequence[tuple[Mutant, Change]]) -> None:
-        forget_answers(self._files)  # the collection of the tests has filled caches
-        gc.freeze()  # children share what they don't change
+        # The collection of the tests has filled caches.
+        forget_answers(self._files)
+        # Without a garbage collection in a child, parent and child share unchanged memory.
+        gc.freeze()
+        # For each mutant, the number of the last test that began, counted from 1.
         killers = RawArray("i", len(mutants))
         for number, verdict in verdicts(
             range(len(mutants)),
@@ -125,9 +132,8 @@ class Session:
             self._processes,
         ):
             mutant, change = mutants[number]
-            if (
-                verdict != Verdict.survived and not killers[number]
-            ):  # it ended before its first test
+            ended_before_tests = verdict != Verdict.survived and not killers[number]
+            if ended_before_tests:
                 self.found.left.append(mutant)
                 continue
             self._tell(mutant, verdict)
@@ -136,25 +142,22 @@ class Session:
 
     def _survives(self, session: pytest.Session, change: Change, killers: Any, number: int) -> bool:
         change.apply()
-        chosen = [
-            (self._cost(change, item.nodeid), at)
-            for at, item in enumerate(session.items)
-            if change.outer in self._calls[item.nodeid]
-        ]
-        order = [at for _, at in sorted(chosen)]
-        allow(START_S + TIMES * sum(self.found.seconds[session.items[at].nodeid] for at in order))
-        for at, following in zip(order, [*order[1:], None], strict=True):
-            killers[number] = at + 1
-            session.items[at].ihook.pytest_runtest_protocol(
-                item=session.items[at],
-                nextitem=None if following is None else session.items[following],
-            )
+        costs: dict[int, float] = {}
+        for index, item in enumerate(session.items):
+            if change.outer in self._calls[item.nodeid]:
+                costs[index] = self._cost(change, item.nodeid)
+        order = sorted(costs, key=costs.__getitem__)
+        items = [session.items[index] for index in order]
+        allow(START_S + TIMES * sum(self.found.seconds[item.nodeid] for item in items))
+        for index, item, next_item in zip(order, items, [*items[1:], None], strict=True):
+            killers[number] = index + 1
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
             if session.testsfailed:
                 return False
         return True
 
     def _cost(self, change: Change, name: str) -> float:
-        """Return the order of a test: its seconds, divided by how likely it kills."""
+        """Return the seconds of a test, divided by the number of mutants of the function that it has killed."""
         return self.found.seconds[name] / (0.1 + self._kills[change.outer, name])
 
 
@@ -166,8 +169,11 @@ class Quickest:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Sort the tests."""
-        items.sort(key=lambda item: self._seconds.get(item.nodeid, 0.0))
-        allow(START_S + TIMES * sum(self._seconds.get(item.nodeid, 0.0) for item in items))
+        items.sort(key=self._seconds_of)
+        allow(START_S + TIMES * sum(map(self._seconds_of, items)))
+
+    def _seconds_of(self, item: pytest.Item) -> float:
+        return self._seconds.get(item.nodeid, 0.0)
 
 
 def session_of(

@@ -25,11 +25,17 @@ def by_flops(plan: RunPlan) -> str:
 
 
 def _idle(plan: RunPlan) -> tuple[float, float]:
-    rollout, trainer = plan.facts.rollout, plan.facts.trainer
+    """Return the idle shares if micro-batches have equal tokens, and if they have equal FLOPs."""
+    trainer = plan.facts.trainer
+    flops = forward_flops(trainer.shape)
     return _simulated(
-        rollout.longest_response, plan.facts.batches()["per_step"], trainer.layout.data, trainer.tokens,
-        *(forward_flops(trainer.shape).linear, forward_flops(trainer.shape).quadratic),
-    )  # fmt: skip
+        plan.facts.rollout.longest_response,
+        plan.facts.batches()["per_step"],
+        trainer.layout.data,
+        trainer.tokens,
+        flops.linear,
+        flops.quadratic,
+    )
 
 
 @cache
@@ -39,8 +45,6 @@ def _simulated(
     drawn = long_tailed(np.random.default_rng(0), responses)
     lengths = [max(1, round(length * longest / LIMIT)) for length in drawn]
     flops = [(linear + quadratic * length) * length for length in lengths]
-    by_length, by_cost = (
-        idle_share(plan_mini_batch(lengths, costs, replicas, budget), flops)
-        for costs in (lengths, flops)
-    )
-    return by_length, by_cost
+    plan_by_tokens = plan_mini_batch(lengths, lengths, replicas, budget)
+    plan_by_flops = plan_mini_batch(lengths, flops, replicas, budget)
+    return idle_share(plan_by_tokens, flops), idle_share(plan_by_flops, flops)

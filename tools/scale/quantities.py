@@ -28,7 +28,11 @@ def _seconds(value: float) -> str:
 
 
 def _columns(name: str) -> Callable[[RunPlan], str]:
-    return lambda plan: gb(getattr(plan.columns, name)) if getattr(plan.columns, name) else _NONE
+    def cell(plan: RunPlan) -> str:
+        column_bytes = getattr(plan.columns, name)
+        return gb(column_bytes) if column_bytes else _NONE
+
+    return cell
 
 
 def _held(plan: RunPlan) -> str:
@@ -36,8 +40,10 @@ def _held(plan: RunPlan) -> str:
 
 
 def _received(plan: RunPlan) -> str:
-    """Bytes of columns that arrive at ranks, over the bytes needed; 1 if no rank receives a copy that it does not train
-    on."""
+    """Bytes of columns that arrive at ranks, over the bytes needed.
+
+    The value is 1 if no rank receives a copy that it does not train on.
+    """
     columns = plan.columns
     wire = columns.routing_wire + columns.topk_wire
     needed = columns.routing + columns.topk
@@ -45,7 +51,10 @@ def _received(plan: RunPlan) -> str:
 
 
 def _host(part: str) -> Callable[[RunPlan], str]:
-    return lambda plan: gib(max(getattr(host, part) for host in plan.hosts))
+    def cell(plan: RunPlan) -> str:
+        return gib(max(getattr(host, part) for host in plan.hosts))
+
+    return cell
 
 
 def _checkpoint_rank(plan: RunPlan) -> str:
@@ -64,7 +73,8 @@ def _between_nodes(plan: RunPlan) -> str:
 def _bound(plan: RunPlan) -> str:
     """Bytes of all weights, divided by the speed of the slowest link that they must cross."""
     device = plan.cluster.device
-    return _seconds(plan.traffic.update / (device.network if _nodes_apart(plan) else device.nvlink))
+    bandwidth = device.network if _nodes_apart(plan) else device.nvlink
+    return _seconds(plan.traffic.update / bandwidth)
 
 
 def _hash_bound(plan: RunPlan) -> str:

@@ -21,7 +21,8 @@ _VERBS = {
 def main() -> int:
     """Start the cluster, print how to use it, and execute lines of input, for example ``crash n1``."""
     options = _parser().parse_args()
-    if missing := what_is_missing():
+    missing = what_is_missing()
+    if missing:
         print(missing, file=sys.stderr)
         return 1
     raise_interrupted()

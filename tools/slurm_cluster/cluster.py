@@ -53,7 +53,8 @@ class Cluster:
         isolated: bool | None = None,
         shared: Sequence[Path] = (),
     ) -> None:
-        if missing := what_is_missing():
+        missing = what_is_missing()
+        if missing:
             raise CommandError(missing)
         # Use a short path: a socket's path has at most 107 characters. Nodes share this folder, not the rest of /tmp.
         self.root = Path(f"/tmp/slurm-{os.getpid()}-{secrets.token_hex(4)}")
@@ -159,7 +160,10 @@ class Cluster:
     def wait_idle(self, timeout_s: float = _START_S) -> None:
         """Wait until every node is idle. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
-        while set((states := self.client.node_states()).values()) != {"idle"}:
+        while True:
+            states = self.client.node_states()
+            if set(states.values()) == {"idle"}:
+                return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nodes not idle after {timeout_s:.0f} s: {states}; {self.root}")
             time.sleep(0.05)
@@ -255,9 +259,10 @@ class Cluster:
         """The remains of a stopped cluster: processes, network links, control groups, its folder."""
         links = run("ip", "-o", "link", "show") if self._network else ""
         bridge = self._network.bridge if self._network else "none"
-        return [
-            *(f"process {pid}" for pid in processes_of(self.configuration)),
-            *(line for line in links.splitlines() if bridge in line),
-            *(str(path) for node in self.nodes for path in cgroups_of(node)),
-            *([str(self.root)] if self.root.exists() else []),
-        ]
+        found = [f"process {pid}" for pid in processes_of(self.configuration)]
+        found += [line for line in links.splitlines() if bridge in line]
+        for node in self.nodes:
+            found += [str(path) for path in cgroups_of(node)]
+        if self.root.exists():
+            found.append(str(self.root))
+        return found

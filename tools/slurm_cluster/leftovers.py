@@ -51,7 +51,8 @@ def processes_of(configuration: Path) -> list[int]:
 
 def cgroups_of(node: str) -> list[Path]:
     """Control groups that a node's daemon made."""
-    return [path for tree in _TREES if (path := _CGROUPS / tree / f"slurm_{node}").exists()]
+    paths = [_CGROUPS / tree / f"slurm_{node}" for tree in _TREES]
+    return [path for path in paths if path.exists()]
 
 
 def remove_cgroups(node: str) -> None:

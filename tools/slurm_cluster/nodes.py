@@ -95,8 +95,14 @@ class IsolatedNode:
             # --fork makes the child process 1 of the node. If unshare is ended, the child ends too.
             outer = subprocess.Popen(
                 [
-                    *("unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc"),
-                    *("bash", "-c", self._boot_script()),
+                    "unshare",
+                    *_NAMESPACES,
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                    "bash",
+                    "-c",
+                    self._boot_script(),
                 ],
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
@@ -153,8 +159,9 @@ class IsolatedNode:
         while time.monotonic() < deadline:
             if outer.poll() is not None:
                 raise CommandError(f"node {self.name} did not start: see {self.root}/log")
-            if found := children.read_text().split():
-                return int(found[0])
+            child_ids = children.read_text().split()
+            if child_ids:
+                return int(child_ids[0])
             time.sleep(0.005)
         raise CommandError(f"node {self.name} did not start within {_START_S:.0f} s")
 
