@@ -138,7 +138,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
 def _roles(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
-    table = figures_table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
+    table = figures_table("Roles of the GPUs", "node", "GPUs", "train", "serve", "servers", "idle")
     gpus_per_node = plan.cluster.gpus_per_node
     for node in plan.nodes:
         servers = "-"
@@ -203,31 +203,31 @@ def _hosts(plan: RunPlan) -> Table | None:
 def _data(plan: RunPlan) -> Table:
     columns = plan.columns
     traffic = plan.traffic
-    table = figures_table("What moves", "what", "bytes", "seconds")
+    table = figures_table("Transfers", "what", "bytes", "seconds")
     table.add_row(
         "a weight update, to each engine GPU",
         gb(traffic.update),
         f"{traffic.update_seconds:.1f} ({traffic.buckets} bucket{'s' if traffic.buckets > 1 else ''})",
     )
-    table.add_row("of them, between trainer ranks first", gb(traffic.gathered), "in these")
+    table.add_row("gathered between trainer ranks before it", gb(traffic.gathered), "included")
     table.add_row("a checkpoint", gb(traffic.checkpoint), f"{traffic.checkpoint_seconds:.0f}")
     table.add_row(
-        "after a rank's death: read from the checkpoint, by each rank its share",
+        "a restart after a rank's death: the checkpoint, read by all ranks",
         gb(traffic.checkpoint),
         f"{traffic.checkpoint_seconds:.0f}",
     )
     table.add_row(
-        "kept for that of each step: scored responses, by each leader",
+        "a step's scored responses, which leaders write for such a restart",
         gb(columns.replicas),
-        "beside generation",
+        "during generation",
     )
     table.add_row(
-        "R3 routing a step: in memory; on the wire",
+        "a step's R3 routing: in memory; on the wire",
         f"{gb(columns.routing)}; {gb(columns.routing_wire)}",
         "",
     )
     table.add_row(
-        "Top-K a step: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
+        "a step's Top-K: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
     )
     return table
 

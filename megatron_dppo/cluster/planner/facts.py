@@ -582,7 +582,7 @@ def facts_of(
         max_concurrent=settings.max_concurrent_requests,
     )
     per_step = training.prompts_per_mini_batch * rollout.group_size
-    # The search tries worlds that are too small for one replica (``data`` = 0); the layout checks reject them.
+    # The search also tries too few ranks for one replica (``data`` = 0); the layout checks reject them.
     replica_responses = -(-per_step // max(1, config.parallel.data))
     budget = max(training.micro_batch_tokens, rollout.longest)
     micro_batches = max(1, round(replica_responses * rollout.mean_length / (budget * PACKING)))

@@ -138,7 +138,6 @@ def tiny_sizes(
         heads = math.lcm(2 * groups, tensor * layout.context)
     else:
         heads = groups = math.lcm(groups, tensor * layout.context)
-    # In families whose config.json has no width of a head, the width is hidden / heads.
     hidden = HIDDEN if _has_own_head_dim(shape) else heads * HEAD_DIM
     experts = choices = moe_ffn = 0
     if shape.is_moe:
@@ -187,7 +186,7 @@ def sizes_for_kernels(
     """
     groups = sizes.groups
     heads = math.lcm(sizes.heads, engine)
-    # Servers divide the key-value heads, or repeat each on as many ranks.
+    # The ranks of a server divide the key-value heads, or several ranks hold the same head.
     if groups % engine and engine % groups:
         groups = math.lcm(groups, engine)
         heads = math.lcm(heads, groups)
@@ -225,7 +224,10 @@ def sizes_for_blocks(
 
 
 def _has_own_head_dim(shape: ModelShape) -> bool:
-    """Return whether the family's config.json has the width of a head, so that it need not be hidden / heads."""
+    """Return whether the family's hidden size does not follow from the heads: every Qwen3 config.json has ``head_dim``.
+
+    All other families get hidden = heads x width of a head, which agrees with a config.json without ``head_dim``.
+    """
     return shape.family.startswith("qwen3")
 
 
@@ -294,7 +296,7 @@ def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any
     if "first_k_dense_replace" in values:
         new_values["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
     if "n_group" in values:
-        # Routing over groups of experts: one group.
+        # With one group, the router selects among all experts.
         new_values |= {"n_group": 1, "topk_group": 1}
     return new_values
 

@@ -686,7 +686,7 @@ def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
     words = ["examples/recipes/qwen3_30b_a3b_base_r3.yaml", "--gpu", "h100", "--nodes", "4"]
     assert command.main(words) == 0
     out = capsys.readouterr().out
-    for part in ("Who runs where", "A trainer rank's GPU", "A server's GPU", "Host memory", "What moves",
+    for part in ("Roles of the GPUs", "A trainer rank's GPU", "A server's GPU", "Host memory", "Transfers",
                  "after a rank's death", "A step, seconds", "It fits."):  # fmt: skip
         assert part in out
     assert command.main([*words, "--json"]) == 0
