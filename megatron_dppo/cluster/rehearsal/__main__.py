@@ -154,7 +154,7 @@ class Rehearsal:
         """Run all phases."""
         with self.phases.phase("read the recipe"):
             config = load_config(self.recipe, self.options.overrides)
-            known = self._known_model(config)
+            known_model = self._known_model(config)
             parallel = self._layout(config)
             self._set_aside()
             placement = self._placement(config)
@@ -165,14 +165,14 @@ class Rehearsal:
             model = self.directory / "model"
             write_tokenizer(model, tokenizer_source)
             problems = self._problems(config, parallel, model)
-            self._print_sources(config, known, tokenizer_source, problems)
+            self._print_sources(config, known_model, tokenizer_source, problems)
         with self.phases.phase("check the recipe's values"):
-            self._check_recipe(config, known, tokenizer_source, problems)
+            self._check_recipe(config, known_model, tokenizer_source, problems)
             say(f"  {self._outline(config, parallel)}")
         has_own_tokenizer = tokenizer_source is not None
         stage = self._stage(config, model, problems, has_own_tokenizer=has_own_tokenizer)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
-            self._make_model(config, parallel, known, stage)
+            self._make_model(config, parallel, known_model, stage)
             rehearsal_config = shrinking.shrink(config, parallel, stage)
             path = self.directory / CONFIG
             changes = shrinking.changed_values(config, rehearsal_config)
@@ -186,8 +186,8 @@ class Rehearsal:
             say(f"nothing was started; megatron-dppo train {path} is the rehearsal's run")
             return 0
         omissions = [Omission(absence.key, absence.reason) for absence in problems.absent]
-        if known.missing:
-            omissions.append(Omission("model.hf_checkpoint", known.missing))
+        if known_model.missing:
+            omissions.append(Omission("model.hf_checkpoint", known_model.missing))
         omissions += shrinking.omissions(config, parallel, stage)
         if self.options.on_nodes is not None:
             entries = [asdict(omission) for omission in omissions]
@@ -211,10 +211,10 @@ class Rehearsal:
 
     def _known_model(self, config: TrainConfig) -> KnownModel:
         is_moe = config.parallel.expert > 1 or config.rollout.router_replay
-        known = tiny_model.read_model(config.model.hf_checkpoint, is_moe=is_moe)
-        if known.missing and self.options.strict:
-            raise ConfigError([f"model.hf_checkpoint: {known.missing}"], str(self.recipe))
-        return known
+        known_model = tiny_model.read_model(config.model.hf_checkpoint, is_moe=is_moe)
+        if known_model.missing and self.options.strict:
+            raise ConfigError([f"model.hf_checkpoint: {known_model.missing}"], str(self.recipe))
+        return known_model
 
     def _outline(self, config: TrainConfig, parallel: ParallelConfig) -> str:
         """Describe the recipe in a line: algorithm, features, layout."""
@@ -226,14 +226,14 @@ class Rehearsal:
     def _print_sources(
         self,
         config: TrainConfig,
-        known: KnownModel,
+        known_model: KnownModel,
         tokenizer_source: str | None,
         problems: Problems,
     ) -> None:
         """Print which inputs are the recipe's own, and what replaces the missing inputs."""
         replacements = {absence.key: absence.reason for absence in problems.absent}
-        if known.missing:
-            replacements["model.hf_checkpoint"] = known.missing
+        if known_model.missing:
+            replacements["model.hf_checkpoint"] = known_model.missing
         elif tokenizer_source is None:
             replacements["model.hf_checkpoint"] = shrinking.NO_TOKENIZER
         keys = ["model.hf_checkpoint", "data.train"]
@@ -293,7 +293,7 @@ class Rehearsal:
     def _check_recipe(
         self,
         config: TrainConfig,
-        known: KnownModel,
+        known_model: KnownModel,
         tokenizer_source: str | None,
         problems: Problems,
     ) -> None:
@@ -304,7 +304,7 @@ class Rehearsal:
         """
         folder = self.directory / "check"
         write_tokenizer(folder, tokenizer_source)
-        (folder / "config.json").write_text(json.dumps(dict(known.values)), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(dict(known_model.values)), encoding="utf-8")
         absent_keys = {absence.key for absence in problems.absent}
         evaluation = dict(config.data.evaluation)
         for name in evaluation:
@@ -362,24 +362,24 @@ class Rehearsal:
         self,
         config: TrainConfig,
         parallel: ParallelConfig,
-        known: KnownModel,
+        known_model: KnownModel,
         stage: Stage,
     ) -> None:
         longest = shrinking.longest_sequence(config.environment, stage.longest_prompt)
         sizes = tiny_model.tiny_sizes(
             parallel.sizes,
-            known.shape,
+            known_model.shape,
             longest,
             all_to_all=config.megatron.get("cp_comm_type") == "a2a",
         )
         engine = config.sglang.get("tp_size") or 1
         if config.engine.quantization is not None:
-            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, known.shape, engine)
+            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, known_model.shape, engine)
         elif stage.on_gpus:
-            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known.shape, engine)
-        values = tiny_model.tiny_config(known, sizes, own_tokenizer=stage.has_own_tokenizer)
+            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known_model.shape, engine)
+        values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=stage.has_own_tokenizer)
         count = write_model(stage.model, values, config.model.dtype, config.run.seed)
-        say(f"  a random {known.shape.family} of {count:,} parameters: {sizes.describe()}")
+        say(f"  a random {known_model.shape.family} of {count:,} parameters: {sizes.describe()}")
 
     def _print_estimate(self, rehearsal_config: TrainConfig) -> None:
         """Print a rough estimate of the runs' memory and time, and warn of too little memory."""

@@ -231,12 +231,14 @@ def _has_own_head_dim(shape: ModelShape) -> bool:
     return shape.family.startswith("qwen3")
 
 
-def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> dict[str, Any]:
+def tiny_config(
+    known_model: KnownModel, sizes: TinySizes, *, own_tokenizer: bool
+) -> dict[str, Any]:
     """Return the recipe's config.json with the tiny sizes.
 
     ``own_tokenizer``: whether the tokenizer is the recipe's. Otherwise the file gets the ids of the byte tokenizer.
     """
-    values = dict(language_model_values(known.values))
+    values = dict(language_model_values(known_model.values))
     # Keys that depend on the number of layers, or that transformers writes itself.
     for key in ("layer_types", "max_window_layers", "torch_dtype", "dtype", "transformers_version"):
         values.pop(key, None)
@@ -249,16 +251,16 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         "max_position_embeddings": sizes.positions,
         "initializer_range": _DEVIATION,
     }
-    if _has_own_head_dim(known.shape) or "head_dim" in values:
+    if _has_own_head_dim(known_model.shape) or "head_dim" in values:
         values["head_dim"] = sizes.head_dim
     if sizes.experts:
         values |= _expert_values(values, sizes)
-    if known.shape.latent is not None:
-        values |= _latent_sizes(known.shape.latent)
-    if known.shape.delta is not None:
-        values |= _delta_sizes(known.shape.delta, sizes)
-    if known.shape.window is not None:
-        values["sliding_window"] = min(_WINDOW, known.shape.window.tokens)
+    if known_model.shape.latent is not None:
+        values |= _latent_sizes(known_model.shape.latent)
+    if known_model.shape.delta is not None:
+        values |= _delta_sizes(known_model.shape.delta, sizes)
+    if known_model.shape.window is not None:
+        values["sliding_window"] = min(_WINDOW, known_model.shape.window.tokens)
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
@@ -268,7 +270,7 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         end = SPECIAL_TOKENS.index("<|im_end|>")
         values |= {"vocab_size": byte_vocabulary_size(), "eos_token_id": end, "pad_token_id": 0}
         values["bos_token_id"] = None
-    return _with_outer_values(known, values)
+    return _with_outer_values(known_model, values)
 
 
 def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any]:
@@ -301,17 +303,17 @@ def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any
     return new_values
 
 
-def _with_outer_values(known: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_outer_values(known_model: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with the language model's ``values`` in the place where the recipe's file has them.
 
     In families with a vision tower, the language model's values are in a table of their own.
     """
-    table = family_of(known.shape).text_table
+    table = family_of(known_model.shape).text_table
     if table is None:
         return dict(values)
-    outer_values = {key: values[key] for key in known.values if key in values}
+    outer_values = {key: values[key] for key in known_model.values if key in values}
     text_values = {key: value for key, value in values.items() if key not in outer_values}
-    text_values["model_type"] = known.values[table]["model_type"]
+    text_values["model_type"] = known_model.values[table]["model_type"]
     if "vision_config" in outer_values:
         outer_values["vision_config"] = {
             **outer_values["vision_config"],
