@@ -45,14 +45,16 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
     meeting = site.meeting
     network = site.evidence.get("network", {})
     if "reached" not in network:
-        raise CheckError("the network was not checked, which tells the interface to use")
+        raise CheckError(
+            "the check of the network, which finds the interface to use, did not succeed"
+        )
     meeting.write(_INTERFACE, network)
     networks = meeting.wait_for_all(_INTERFACE)
     hosts = sorted(networks)
     process_count = max(1, site.needs.gpus)
     world_size = len(hosts) * process_count
     if world_size == 1:
-        return {"skipped": "one process has nobody to exchange with"}
+        return {"skipped": "there is only one process"}
     interface = reachable_interface(networks, meeting.host)
     if interface is None:
         raise CheckError("no interface of this node has an address")
@@ -82,7 +84,7 @@ def _master(site: Site, first_host: str) -> dict[str, Any]:
         if first_host in masters:
             return masters[first_host]
         time.sleep(_POLL_S)
-    raise CheckError(f"{first_host} does not say where the processes meet")
+    raise CheckError(f"{first_host} has not written where the processes meet")
 
 
 def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:
