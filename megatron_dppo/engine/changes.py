@@ -96,10 +96,10 @@ def _true_positions(mask: Tensor) -> Tensor:
 def apply_changes(data: Tensor, changes: Changes) -> None:
     """Write the changed items into the flat bytes ``data``. Raises PositionError for a position outside of them."""
     items = data.view(changes.values.dtype)
-    first, last = torch.aminmax(changes.positions)
-    if int(first) < 0 or int(last) >= items.numel():
+    lowest_position, highest_position = map(int, torch.aminmax(changes.positions))
+    if lowest_position < 0 or highest_position >= items.numel():
         raise PositionError(
-            f"weight update: changes at the items {int(first)} to {int(last)} were received for a bucket of "
-            f"{items.numel()} items"
+            f"weight update: changes at the items {lowest_position} to {highest_position} were received for a bucket "
+            f"of {items.numel()} items"
         )
     items.index_copy_(0, changes.positions.long(), changes.values)

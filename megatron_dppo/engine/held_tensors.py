@@ -104,7 +104,11 @@ def answer_with_blocks(
         return original(checker, action=action, **options)
     answer = original(checker, action="checksum", **options)
     checksums = answer["checksums"]
-    checksums |= blocks_of(item for item in checker._model_state() if item[0] in checksums)
+    hashed_tensors: list[tuple[str, Tensor]] = []
+    for name, tensor in checker._model_state():
+        if name in checksums:
+            hashed_tensors.append((name, tensor))
+    checksums |= blocks_of(hashed_tensors)
     return answer
 
 

@@ -48,6 +48,8 @@ def note_accepted(batch: Any, accept_index: Tensor, *_: Any) -> None:
 
 @functools.cache
 def _right_worker(worker: Any) -> type:
+    """Return a subclass of SGLang's n-gram ``worker`` with distinct drafts and the routing of accepted tokens."""
+
     class RightDrafts(worker):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
@@ -115,9 +117,9 @@ def accepted_first(accepted_nodes: Tensor) -> Tensor:
     """
     import torch
 
-    own = torch.arange(accepted_nodes.numel(), device=accepted_nodes.device)
-    own = own.view(accepted_nodes.shape)
-    return torch.where(accepted_nodes >= 0, accepted_nodes, own).view(-1).long()
+    own_nodes = torch.arange(accepted_nodes.numel(), device=accepted_nodes.device)
+    own_nodes = own_nodes.view(accepted_nodes.shape)
+    return torch.where(accepted_nodes >= 0, accepted_nodes, own_nodes).view(-1).long()
 
 
 def detach_repetitions(tokens: np.ndarray, mask: np.ndarray, nodes: int) -> np.ndarray:

@@ -54,6 +54,7 @@ def table_faults(table: Mapping[str, Any]) -> list[str]:
     """
     table = current_names(table)
     faults = list(SGLANG.library_faults(table, server_args_fields()))
+    # A fault begins with the table's name and the key.
     undeclared = {fault.partition(":")[0] for fault in faults}
     for key, value in SGLANG.free(table).items():
         if value is not None and f"{SGLANG.name}.{key}" not in undeclared:

@@ -106,6 +106,8 @@ def _metadata(header: WireHeader) -> list[SimpleNamespace]:
 
 
 class _Pickler(ForkingPickler):
+    """Pickles handles of tensors in shared memory; a CUDA device is named by its UUID."""
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_cuda:
             rebuild, arguments = reductions.reduce_tensor(value)

@@ -89,9 +89,9 @@ class RunFence:
             self.check()
         except FencedError as fenced:
             error = str(fenced)
-        first = first_failure(error, group)
-        if first is not None:
-            raise FencedError(first)
+        first_error = first_failure(error, group)
+        if first_error is not None:
+            raise FencedError(first_error)
 
 
 @contextmanager

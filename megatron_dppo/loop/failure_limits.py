@@ -47,4 +47,6 @@ class FailureLimits:
         self._losses = 0
 
     def forget_refusals(self) -> None:
-        self._refusal, self._refusals = "", 0
+        """Count refusals from 0 again: an update was committed."""
+        self._refusal = ""
+        self._refusals = 0

@@ -72,13 +72,14 @@ class FrequencyCanary:
         self._tokens += float(sums[metric_names.TRAINED_TOKENS])
         if self.evidence < LARGEST_EVIDENCE:
             return
-        surprise, side = max((self._sums[name], side) for side, (name, _) in _SIDES.items())
-        mean_surprise = surprise / self._tokens
+        # Name the sign with the larger sum.
+        surprise_of_side = {side: self._sums[name] for side, (name, _) in _SIDES.items()}
+        side = max(surprise_of_side, key=surprise_of_side.__getitem__)
+        mean_surprise = surprise_of_side[side] / self._tokens
         message = (
             f"sampled tokens are {mean_surprise:.3g} nats {side} surprising than the distribution that trainer and "
             f"engine agree on lets expect, mean of {self._tokens:.0f} tokens; the evidence is "
-            f"10^{self.evidence:.1f}, expected "
-            f"below 10^{LARGEST_EVIDENCE:g}"
+            f"10^{self.evidence:.1f}, expected below 10^{LARGEST_EVIDENCE:g}"
         )
         if self._stops_run:
             raise FrequencyError(

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,13 @@ def check_input_hashes(path: str | Path) -> None:
     Raises InputError with every file that is missing or has other bytes.
     """
     path = Path(path)
-    expected = dict(_listed(path))
+    expected_hashes = dict(_listed(path))
     with (
         ThreadPoolExecutor(_THREADS, "sha256") as pool,
-        progress("check inputs", len(expected)) as bar,
+        progress("check inputs", len(expected_hashes)) as bar,
     ):
         faults: list[str] = []
-        for fault in pool.map(_fault, expected.keys(), expected.values()):
+        for fault in pool.map(_fault, expected_hashes.keys(), expected_hashes.values()):
             if fault is not None:
                 faults.append(fault)
             bar.advance(1)
@@ -54,6 +55,7 @@ def check_input_hashes(path: str | Path) -> None:
 
 
 def _listed(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield path and hash of each file in the list at ``path``. Raises InputError for a line of another form."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -74,15 +76,13 @@ class BackgroundHashes:
     """
 
     def __init__(self, files: Mapping[str, Path], topology: Topology) -> None:
-        sizes = on_rank_0(
-            lambda: {name: path.stat().st_size for name, path in files.items()}, error=InputError
-        )
+        sizes = on_rank_0(partial(_sizes_of, files), error=InputError)
         self._bytes = sum(sizes.values())
         names = list(sizes)
         shares = partition_by_cost(list(sizes.values()), topology.world_size)
-        own_names = [names[i] for i in shares[topology.rank]]
+        own_files = {names[i]: files[names[i]] for i in shares[topology.rank]}
         pool = ThreadPoolExecutor(1, "hash")
-        self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own_names})
+        self._own = pool.submit(_hashes_of, own_files)
         # The submitted job still runs; the thread ends after it.
         pool.shutdown(wait=False)
 
@@ -102,12 +102,20 @@ class BackgroundHashes:
         return hashes
 
 
-def _fault(file: Path, expected: str) -> str | None:
-    """Return how ``file`` differs from the ``expected`` hash; None if it does not."""
+def _sizes_of(files: Mapping[str, Path]) -> dict[str, int]:
+    return {name: path.stat().st_size for name, path in files.items()}
+
+
+def _hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: sha256_of(path) for name, path in files.items()}
+
+
+def _fault(file: Path, expected_hash: str) -> str | None:
+    """Return how ``file`` differs from the expected hash; None if it does not."""
     try:
         digest = sha256_of(file)
     except OSError as error:
         return f"{file}: {error.strerror}"
-    if digest == expected:
+    if digest == expected_hash:
         return None
-    return f"{file}: its SHA-256 is {digest[:12]}..., expected {expected[:12]}..."
+    return f"{file}: its SHA-256 is {digest[:12]}..., expected {expected_hash[:12]}..."

@@ -64,7 +64,9 @@ def refuse_fresh_start(run: RunConfig, unusable: Sequence[str], history: records
     directory = run.directory
     remains = []
     if unusable:
-        shown_reasons = "; ".join(unusable[:_SHOWN]) + ("; ..." if len(unusable) > _SHOWN else "")
+        shown_reasons = "; ".join(unusable[:_SHOWN])
+        if len(unusable) > _SHOWN:
+            shown_reasons += "; ..."
         remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown_reasons})")
     elif history.saved_step is not None:
         remains.append(f"no checkpoint, though one of step {history.saved_step} was written")
@@ -176,7 +178,9 @@ def _set_aside(directory: str, *, rollouts: bool) -> None:
 
     def move() -> str | None:
         new_folder = records.set_aside(directory, rollouts=rollouts)
-        return None if new_folder is None else str(new_folder)
+        if new_folder is None:
+            return None
+        return str(new_folder)
 
     folder = on_rank_0(move)
     if folder is not None:

@@ -54,10 +54,10 @@ def _on_or_off(is_on: bool) -> str:
 def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
     """Return the statistics that a forward pass computes for ``algorithm`` with ``topk`` log-probabilities."""
     return StatsSpec(
-        topk > 0 or algorithm.needs_recomputed_distribution,
-        True,
-        algorithm.needs_topk_gradient,
-        algorithm.needs_sum_squares,
+        topk=topk > 0 or algorithm.needs_recomputed_distribution,
+        entropy=True,
+        topk_gradient=algorithm.needs_topk_gradient,
+        squares=algorithm.needs_sum_squares,
     )
 
 

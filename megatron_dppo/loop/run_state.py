@@ -110,16 +110,14 @@ class RunState:
         New and missing files are the subject of ``check_file_names``.
         """
         hashes = self.identity.get(FILES, {})
-        changed_files = sorted(
-            name for name in files if hashes.get(name, files[name]) != files[name]
-        )
-        if changed_files:
-            changes = "; ".join(
-                f"{name}: its SHA-256 is {files[name][:12]}..., was {hashes[name][:12]}..."
-                for name in changed_files
-            )
+        changes: list[str] = []
+        for name, digest in sorted(files.items()):
+            if name in hashes and hashes[name] != digest:
+                old_digest = hashes[name]
+                changes.append(f"{name}: its SHA-256 is {digest[:12]}..., was {old_digest[:12]}...")
+        if changes:
             raise ResumeError(
-                f"{checkpoint} was begun with other files ({changes}); give them back, or start anew with "
+                f"{checkpoint} was begun with other files ({'; '.join(changes)}); give them back, or start anew with "
                 "run.resume=never"
             )
 

@@ -53,10 +53,10 @@ def data_and_resume_faults(
             with _noting(faults, "reward"):
                 faults += data.reward_faults()
             with _noting(faults, "data"):
-                bad = data.bad_answers()
+                bad_answers = data.bad_answers()
                 if answers is not None:
-                    hand_over(Path(answers), data.scored, bad)
-                data.settle(bad)
+                    hand_over(Path(answers), data.scored, bad_answers)
+                data.settle(bad_answers)
     return faults
 
 

@@ -55,7 +55,7 @@ class AllHeadsNorm(torch.nn.Module):
         self.elements = heads * hidden_size
         own_size = self.elements // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(own_size, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         # Megatron-Core must not sum this gradient over the tensor-parallel ranks, also under sequence parallelism: the
         # ranks have different parts of the weight, and each rank's attention computes all tokens.
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]

@@ -66,6 +66,7 @@ def _whole_blocks(parameter: LocalParameter) -> list[list[Segment]]:
 
 
 def _round(tensor: Tensor, segments: list[Segment]) -> None:
+    """Quantise and dequantise, in place, the ``segments`` of a matrix in this rank's ``tensor``."""
     dim = segments[0].dim
     matrix = torch.cat([segment.of_local(tensor) for segment in segments], dim)
     rounded = dequantize(*quantize(matrix), dtype=tensor.dtype)

@@ -37,6 +37,7 @@ def build_optimizer(
         options: further fields of Megatron-Core's OptimizerConfig.
         distributed: whether to use the distributed optimizer.
     """
+    # Keep a whole fp32 master of each weight, which checkpoints hold, instead of its difference from the bf16 weight.
     defaults: dict[str, Any] = {"store_param_remainders": False}
     if options.get("optimizer_cpu_offload"):
         # Megatron-Core's default offloads nothing.
@@ -57,7 +58,7 @@ def build_optimizer(
                 params_dtype=dtype,
                 use_distributed_optimizer=distributed,
                 overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-                **{**defaults, **options},
+                **(defaults | dict(options)),
             ),
             chunks,
             use_gloo_process_groups=False,

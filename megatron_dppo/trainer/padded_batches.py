@@ -65,6 +65,7 @@ def padding_plan(cu_seqlens: Tensor) -> PaddingPlan:
 
 
 def _build_plan(bounds: list[int]) -> PaddingPlan:
+    """Return the plan for the sequences between ``bounds``: batches of similar lengths, the longest first."""
     lengths = [end - start for start, end in pairwise(bounds)]
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     order = [i for i in longest_first if lengths[i]]

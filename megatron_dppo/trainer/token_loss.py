@@ -76,7 +76,9 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
     ValueError if the batch lacks its own Top-K, or the rollout log-probabilities.
     """
     batch = batch.to(stats.log_probs.device)
-    topk = rollout_topk = valid = None
+    topk = None
+    rollout_topk = None
+    valid = None
     if stats.topk_log_probs is not None:
         topk, rollout_topk, valid = with_sampled(
             stats.topk_log_probs,

@@ -113,8 +113,9 @@ def init_distributed(
             timeout=COLLECTIVE_TIMEOUT,
         )
         if given_size > 1:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            Watchdog(rank, limit_s, client_of(*address, _CONNECT_TIMEOUT)).start()
+            host = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
+            Watchdog(rank, limit_s, client_of(host, port, _CONNECT_TIMEOUT)).start()
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -123,7 +124,8 @@ def _name_interface(interface: str | None) -> None:
     """Set the variables that name the interface to gloo and NCCL for all groups of this process."""
     if interface is not None:
         name = interfaces.interface_of(interfaces.interface_address(interface)) or interface
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        os.environ["NCCL_SOCKET_IFNAME"] = name
     elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
         loopback = interfaces.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:

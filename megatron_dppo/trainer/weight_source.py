@@ -124,6 +124,7 @@ class TrainerWeights:
         batches = self._trainer.packed(samples)
         with self._rounded_weights(quantized):
             flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
+        # The prompts' values follow each other; a prompt has one value fewer than tokens.
         values = iter(flat[batches[0].loss_mask].tolist())
         return [list(islice(values, len(prompt) - 1)) for prompt in prompts]
 
@@ -174,5 +175,8 @@ class AdapterWeights(TrainerWeights):
 
 def ranks_per_sender(senders: str | None) -> int:
     """Return the ranks for each sender by ``weight_sync.senders``: 1, or the ranks of a node (None: on GPUs)."""
-    has_node_senders = platform.has_cuda() if senders is None else senders == "nodes"
-    return ranks_per_node() if has_node_senders else 1
+    if senders is None:
+        senders = "nodes" if platform.has_cuda() else "holders"
+    if senders == "nodes":
+        return ranks_per_node()
+    return 1

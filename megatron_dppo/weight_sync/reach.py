@@ -31,6 +31,7 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
 
 
 async def _join_and_leave(engine: EngineWeights) -> None:
+    """Make ``engine`` join a group of this process, receive a bucket, and leave. Raises EngineMismatchError."""
     address = local_address(engine.url)
     group = BroadcastGroup(
         ranks=engine.ranks,
@@ -59,8 +60,8 @@ async def _connect(engine: EngineWeights, group: BroadcastGroup) -> None:
     header = engine.probe_header()
     await engine.begin()
     try:
-        sent = group.connect(header.bytes)
+        broadcast = group.connect(header.bytes)
         await engine.receive(header, group.name)
-        await asyncio.wrap_future(sent)
+        await asyncio.wrap_future(broadcast)
     finally:
         await engine.end()
