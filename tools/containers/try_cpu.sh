@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the RUN lines of Dockerfile.cpu, then `megatron-dppo` with the words given, where there is no docker: in the plain
-# Debian of tools/environment/fresh.sh, whose clone of HEAD stands for COPY.
+# Runs the RUN lines of Dockerfile.cpu, then `megatron-dppo` with the given words, on a machine without docker. It runs them in the
+# plain Debian of tools/environment/fresh.sh, whose clone of HEAD takes the place of COPY.
 #
 #   tools/containers/try_cpu.sh demo
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds transformer-engine-torch from source against the torch that is installed; `make setup GPU=1` calls it. PyPI has the
-# source alone, and its metadata names transformer-engine-cu12 whatever CUDA it is built for: so without its requirements.
-# With --variables it builds nothing and prints what another installer's build needs, for `eval` (docs/environment.md: uv).
+# Builds transformer-engine-torch from source against the installed torch; `make setup GPU=1` calls it. PyPI has only the source,
+# whose metadata requires transformer-engine-cu12 for every CUDA: so it is installed without its requirements. With --variables,
+# the script builds nothing and prints the variables that the build of another installer needs, for `eval` (docs/environment.md: uv).
 # PYTHON: the environment's interpreter (.venv/bin/python). MAX_JOBS: compilers at once (all cores, a compiler for each 4 GB).
 # Not yet run on a GPU machine.
 set -euo pipefail
@@ -28,7 +28,7 @@ done
 jobs=$(($(awk '/MemAvailable/ {print $2}' /proc/meminfo) / 4000000))
 jobs=$((jobs < 1 ? 1 : jobs > $(nproc) ? $(nproc) : jobs))
 export MAX_JOBS=${MAX_JOBS:-$jobs}
-# The last one: cusparse.h and the like, which a toolkit without the libraries' headers lacks.
+# The last folder has headers such as cusparse.h, which a toolkit without the libraries lacks.
 export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}:$site/nvidia/cu13/include
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE # no wheel that was built against another torch
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH # ninja

@@ -1,4 +1,5 @@
-# Sourced by the scripts beside it that build a package against the CUDA of $python's torch; they define say and stop.
+# Functions for scripts that build a package against the CUDA of $python's torch. The scripts source this file after they have
+# defined say and stop.
 . tools/environment/progress.sh
 python=${PYTHON:-.venv/bin/python}
 
@@ -15,7 +16,7 @@ find_toolkit() { # sets and exports CUDA_HOME; sets found, its version
   [ -n "$found" ] || stop "$CUDA_HOME has no nvcc that answers"
 }
 
-build() { # MODULE WORD...: has pip build what the words name, a line a minute; MODULE must load then
+build() { # MODULE WORD...: calls pip install with the words, and prints a line every minute; MODULE must load afterwards
   local log ticker module=$1
   shift
   log=$(mktemp)
