@@ -261,7 +261,7 @@ def test_a_console_on_a_full_disk_leaves_the_exit_code_as_it_is():
 
 
 def test_a_killed_rank_ends_the_run_at_once(start):
-    rank = RANK + "note(f'{rank} {os.getpid()}'); subprocess.Popen(['sleep', '300'])\n" + SLEEP
+    rank = RANK + "subprocess.Popen(['sleep', '300']); note(f'{rank} {os.getpid()}')\n" + SLEEP
     run = start(rank, STAYS_UP)
     run.wait_until(lambda: len(run.notes()) == 2 and run.endpoint())
     family, pids = run.family(), dict(line.split() for line in run.notes())
