@@ -45,7 +45,7 @@ class CheckRow(VerdictRow):
 
 @dataclass(frozen=True)
 class Bench:
-    """The resources of a part. ``folder``: the folder for files that the part keeps. ``gpus``: number of GPUs."""
+    """The resources of a part. ``folder``: the folder for the files that the part keeps. ``gpus``: number of GPUs."""
 
     folder: Path
     gpus: int
@@ -106,7 +106,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def must_run(arguments: Sequence[str]) -> None:
     """Run a command like ``run_command``. Raises RuntimeError for an exit code other than 0."""
-    if code := run_command(arguments):
+    code = run_command(arguments)
+    if code:
         raise RuntimeError(f"megatron-dppo {' '.join(arguments)} ended with exit code {code}")
 
 
@@ -162,8 +163,10 @@ def random_batch(
     pad_multiple: int = 1,
     sequence_multiple: int = 1,
 ) -> PackedBatch:
-    """Sequences of random tokens as one micro-batch; all but their first token were sampled. The multiples are
-    ``pack``'s."""
+    """Return a micro-batch of sequences of random tokens; in each, the first token is the prompt.
+
+    ``pad_multiple`` and ``sequence_multiple`` are arguments of ``pack``.
+    """
     from megatron_dppo.data.packing import pack
     from megatron_dppo.data.trajectory import Trajectory
 

@@ -2,7 +2,7 @@
 
 ``megatron-dppo gpu-check [--only kernels,mask] [--directory runs/gpu_check]``.
 
-Exit codes: 0 no part failed (parts may have been skipped), 1 a part failed, 2 refused.
+Exit codes: 0 no part failed (parts may have been skipped), 1 a part failed, 2 an option cannot be used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{part.name:10} {part.limit_s:5.0f} s  {part.shows}")
         return 0
     try:
-        wanted_parts = chosen(parts, options.only)
+        wanted_parts = chosen_parts(parts, options.only)
     except ValueError as error:
         fatal(str(error))
     gpus = this_machine().gpus
@@ -54,18 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"[{number}/{len(wanted_parts)}] {part.name}, at most {limit:.0f} s: {part.shows}",
             flush=True,
         )
-        results.append(run_part(part, folder / part.name, gpus, limit, _say, options.parts))
-        _say_end(results[-1])
+        result = run_part(part, folder / part.name, gpus, limit, _print_row, options.parts)
+        results.append(result)
+        _print_end(result)
         done_parts = {r.name for r in results}
         write(folder, results, [name for name in names if name not in done_parts], gpus)
     faults = [result.name for result in results if result.is_fault]
-    print(f"{'wrong: ' + ', '.join(faults) if faults else 'nothing is wrong'}")
+    if faults:
+        print(f"wrong: {', '.join(faults)}")
+    else:
+        print("nothing is wrong")
     print(f"read {folder / PAGE_FILE}; every number is in {folder / JSON_FILE}")
     return int(bool(faults))
 
 
-def chosen(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart]:
-    """Return the parts whose names ``only`` lists, separated by commas; None: all.
+def chosen_parts(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart]:
+    """Return the parts whose names ``only`` lists, separated by commas; all parts if ``only`` is None.
 
     Raises ValueError for an unknown name.
     """
@@ -90,15 +94,17 @@ def fresh_folder(directory: Path) -> Path:
     return directory
 
 
-def _say(row: CheckRow) -> None:
+def _print_row(row: CheckRow) -> None:
     expected_text = ""
     if row.expected:
         expected_text = f" (expected {row.expected})"
     print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected_text}", flush=True)
 
 
-def _say_end(result: PartResult) -> None:
-    reason = f": {result.why}" if result.why else ""
+def _print_end(result: PartResult) -> None:
+    reason = ""
+    if result.why:
+        reason = f": {result.why}"
     print(f"  {result.verdict} in {result.seconds:.0f} s{reason}", flush=True)
 
 
@@ -111,10 +117,12 @@ def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], g
 
 def page(results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> str:
     """Return the page in Markdown: a table of all parts, then a section for each."""
-    machine_lines = "on a machine without a GPU"
-    if gpus:
-        machine_lines = f"on a machine with {gpus} GPU{'s' * (gpus != 1)}"
-    blocks = [f"# GPU check {machine_lines}", _summary(results)]
+    machine = "a machine without a GPU"
+    if gpus == 1:
+        machine = "a machine with 1 GPU"
+    elif gpus > 1:
+        machine = f"a machine with {gpus} GPUs"
+    blocks = [f"# GPU check on {machine}", _summary(results)]
     if not_run:
         blocks.append(f"Not run: {', '.join(not_run)}.")
     for result in results:
@@ -135,10 +143,9 @@ def _section(result: PartResult) -> Iterator[str]:
     if result.why:
         yield f"```\n{result.why}\n```"
     if result.rows:
-        rows = [
-            tuple(map(_cell, (r.label, r.measured, r.expected, _HOLDS[r.holds])))
-            for r in result.rows
-        ]
+        rows: list[tuple[str, ...]] = []
+        for r in result.rows:
+            rows.append((_cell(r.label), _cell(r.measured), _cell(r.expected), _HOLDS[r.holds]))
         yield _table(("what", "measured", "expected", "holds"), rows)
     for name in result.files:
         if name.endswith(_PICTURES):
@@ -160,16 +167,16 @@ def _cell(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-dppo gpu-check",
-        description="Check this machine's GPUs with this project's own parts; without a GPU, what can be.",
-        epilog="Exit codes: 0 nothing is wrong, 1 something is, 2 refused. docs/gpu_check.md",
+        description="Check this machine's GPUs. Without a GPU, each part checks what it can.",
+        epilog="Exit codes: 0 no part failed, 1 a part failed, 2 an option cannot be used. See docs/gpu_check.md.",
     )
-    parser.add_argument("--only", metavar="NAME,...", help="these parts alone")
-    parser.add_argument("--list", action="store_true", help="the parts and their time limits")
+    parser.add_argument("--only", metavar="NAME,...", help="run only these parts")
+    parser.add_argument("--list", action="store_true", help="list the parts and their time limits")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="default %(default)s")
     parser.add_argument(
         "--time-limit",
         type=float,
-        help="seconds of each part, in place of its own",
+        help="seconds for each part, instead of the part's own limit",
     )
     parser.add_argument("--parts", default=PARTS, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""Measured memory of a trainer, counted tensor by tensor: storages, and the tensors that autograd saves."""
+"""Count the memory of a trainer tensor by tensor: storages, and the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from torch.utils._pytree import tree_leaves
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
+    """Return the bytes of the tensors' storages; a storage of several tensors counts once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 @dataclass
 class SavedPeak:
-    """Bytes that autograd keeps for backward: ``live`` now and ``peak``; storages counted once."""
+    """Bytes that autograd keeps for backward: ``live`` now, and at most ``peak``; each storage counts once."""
 
     live: int = 0
     peak: int = 0
+    # Number of saved tensors, and bytes, of each storage, by its address.
     _users: dict[int, int] = field(default_factory=dict)
     _bytes: dict[int, int] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> int:
+        """Add a tensor that autograd saves; returns the key with which ``drop`` removes it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._users[key] = self._users.get(key, 0) + 1
@@ -49,7 +51,7 @@ class SavedPeak:
 
 class _SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
-        # Detach: an output of a function that kept a reference to itself would never be freed.
+        # Detach: if a function saves its own output, the tensor and the graph would keep each other alive for ever.
         self.tensor = tensor.detach()
 
 
@@ -73,7 +75,7 @@ class LiveTensors(TorchDispatchMode):
     """A dispatch mode that counts the bytes of the storages that operations allocate, until they are freed.
 
     ``peak``: the largest sum of these bytes since the mode began. It excludes temporaries inside an operation, and
-    storages that existed before.
+    storages that existed before the mode began.
     """
 
     def __init__(self) -> None:

@@ -36,8 +36,9 @@ PartVerdict = Literal["good", "bad", "lacking", "crashed", "timed out"]
 class PartResult:
     """The result of one part.
 
-    ``verdict``: ``good``, or ``bad`` where a row does not hold. ``why``: the missing requirement, or how the worker
-    ended and the end of its log. ``files``: names of the files that the part left in its folder.
+    ``verdict``: ``good``; ``bad`` if a row does not hold; ``lacking`` if the machine lacks a requirement; else how the
+    worker ended. ``why``: the missing requirement, or how the worker ended and the end of its log. ``files``: names of
+    the files that the part left in its folder.
     """
 
     name: str
@@ -59,12 +60,12 @@ def run_part(
     folder: Path,
     gpus: int,
     limit_s: float,
-    tell: Callable[[CheckRow], None],
+    on_row: Callable[[CheckRow], None],
     package: str = PARTS,
 ) -> PartResult:
     """Run ``part`` of ``package`` in ``folder``, which must not exist, for at most ``limit_s`` seconds.
 
-    ``tell`` is called with each row.
+    ``on_row`` is called with each row.
     """
     folder.mkdir(parents=True)
     result = PartResult(part.name, part.shows)
@@ -75,11 +76,12 @@ def run_part(
         worker = WorkerProcess(_MODULE, start, environment=os.environ, output=log.fileno())
     code = None
     try:
-        _receive_rows(worker, deadline, result, tell)
-        code = worker.ended.result(_left(deadline)).code
+        _receive_rows(worker, deadline, result, on_row)
+        code = worker.ended.result(_remaining_s(deadline)).code
     except WorkerLostError as lost:
         code = lost.code
     except TimeoutError:
+        # A code of None stands for a part that timed out.
         pass
     finally:
         worker.kill()
@@ -93,23 +95,27 @@ def _receive_rows(
     worker: WorkerProcess,
     deadline: float,
     result: PartResult,
-    tell: Callable[[CheckRow], None],
+    on_row: Callable[[CheckRow], None],
 ) -> None:
     """Ask the worker for one row after the other. Raises TimeoutError at the deadline, and WorkerLostError."""
-    while (message := pickle.loads(worker.ask(b"", _left(deadline)))) is not None:
+    while True:
+        message = pickle.loads(worker.ask(b"", _remaining_s(deadline)))
+        if message is None:
+            return
         if isinstance(message, CheckRow):
             result.rows.append(message)
-            tell(message)
+            on_row(message)
         else:
             result.verdict = "lacking"
             result.why = message
 
 
-def _left(deadline: float) -> float:
+def _remaining_s(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
 def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -> None:
+    """Set the verdict and its reason; ``code`` is the worker's exit code, None if it did not end in time."""
     if code is None:
         result.verdict = "timed out"
         ending = f"did not end within {limit_s:.0f} s"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dppo.diagnostics.gpu_check import Bench, discover, random_batch
-from megatron_dppo.diagnostics.gpu_check.__main__ import chosen, fresh_folder, main, page
+from megatron_dppo.diagnostics.gpu_check.__main__ import chosen_parts, fresh_folder, main, page
 from megatron_dppo.diagnostics.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
 from megatron_dppo.diagnostics.gpu_check.parts.loop import (
     cause_rows,
@@ -20,7 +20,7 @@ from megatron_dppo.diagnostics.gpu_check.parts.loop import (
     routing_rows,
     updates_row,
 )
-from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, Passed, compared
+from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, PassResult, compared
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _layout_row as layout_row
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _passed as passed
 from megatron_dppo.diagnostics.gpu_check.runner import run_part
@@ -56,12 +56,12 @@ def test_every_part_is_told_of_in_the_docs():
 
 def test_parts_are_chosen_by_name():
     parts = discover(PLANTED)
-    assert chosen(parts, None) == parts
-    assert [part.name for part in chosen(parts, "wrong, good")] == ["good", "wrong"]
+    assert chosen_parts(parts, None) == parts
+    assert [part.name for part in chosen_parts(parts, "wrong, good")] == ["good", "wrong"]
     with pytest.raises(ValueError, match=mentioning("nobody", "good", "lacking")):
-        chosen(parts, "good,nobody")
+        chosen_parts(parts, "good,nobody")
     with pytest.raises(ValueError, match=mentioning("good", "lacking")):
-        chosen(parts, "")
+        chosen_parts(parts, "")
 
 
 def test_layers_without_ddp_have_no_gradients_that_apexs_kernel_could_add_to(tmp_path, monkeypatch):
@@ -222,8 +222,12 @@ def test_bytes_are_compared_with_the_plan_within_the_tolerance(measured, holds):
 
 
 def test_errors_of_a_pass_are_relative_to_the_norms():
-    exact = Passed(torch.tensor([3.0, 4.0]), {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
-    other = Passed(torch.tensor([3.0, 4.5]), {"a": torch.tensor([3.3]), "b": torch.tensor([4.4])})
+    exact = PassResult(
+        torch.tensor([3.0, 4.0]), {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    )
+    other = PassResult(
+        torch.tensor([3.0, 4.5]), {"a": torch.tensor([3.3]), "b": torch.tensor([4.4])}
+    )
     assert other.logit_error(exact) == pytest.approx(0.1)
     assert other.gradient_error(exact) == pytest.approx(0.1)
 

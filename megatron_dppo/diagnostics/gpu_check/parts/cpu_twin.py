@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 @part("three steps in float32 on a GPU and on the CPU; parking, a checkpoint and hashes", 300.0)
 def cpu_twin(bench: Bench) -> Iterator[CheckRow]:
-    """Yield for each case the errors, and whether the state was restored bit for bit."""
+    """Yield for each case the differences of the two trainers, and whether states were restored bit for bit."""
     checkpoint = tiny_model(bench.folder / "model")
     for case in CASES:
         folders = [bench.folder / f"{case} {side}" for side in ("here", "twin")]
@@ -81,8 +81,8 @@ def _start(case: str, checkpoint: Path, folder: Path, *, on_gpu: bool) -> subpro
 def _compared(case: str, here: dict[str, Any], twin: dict[str, Any]) -> Iterator[CheckRow]:
     devices = f"{here['device']} against {twin['device']}"
     log_prob_error = 0.0
-    for passed, expected in zip(here["log_probs"], twin["log_probs"], strict=True):
-        differences = [abs(a - b) for a, b in zip(passed, expected, strict=True)]
+    for values, expected in zip(here["log_probs"], twin["log_probs"], strict=True):
+        differences = [abs(a - b) for a, b in zip(values, expected, strict=True)]
         log_prob_error = max(log_prob_error, *differences)
     yield at_most(
         f"{case}, {devices}: log-probabilities of {STEPS} steps",
@@ -160,7 +160,7 @@ def _are_equal(state: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def _has_torch_hash(trainer: Trainer) -> bool:
-    """Whether the device's hash kernel computes the same sums as plain torch on the CPU."""
+    """Return whether the device's hash kernel computes the same sums as plain torch on the CPU."""
     from megatron_dppo.tensor_hash import run_of, start_sums, sums_by_torch
 
     for tensor in trainer.held_tensors()["weights"]:
@@ -181,7 +181,7 @@ def _is_equal_after_parking(trainer: Trainer) -> bool:
 
 
 def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
-    """Whether loading a checkpoint undoes a further step."""
+    """Return whether loading a checkpoint undoes the step after it."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints", keep=1, background=True)

@@ -1,4 +1,4 @@
-"""A bucket of weights that another process opens by its handle: CUDA IPC on a GPU, a file in /dev/shm on a CPU.
+"""Check that another process can open a bucket of weights by its handle: CUDA IPC on a GPU, /dev/shm on a CPU.
 
 ``python -m megatron_dppo.diagnostics.gpu_check.parts.handles`` is the other process, which reads the handle from stdin.
 """
@@ -17,7 +17,7 @@ BUCKET_BYTES = 64 << 20
 
 @part("a bucket of weights opened by its handle in another process", 120.0)
 def handles(bench: Bench) -> Iterator[CheckRow]:
-    """Yield whether the other process hashes the bytes that this one wrote."""
+    """Yield whether the other process computes the hash of the bytes that this process wrote."""
     import torch
 
     from megatron_dppo.engine.shared_buckets import WireHeader, shared_empty, shared_payloads

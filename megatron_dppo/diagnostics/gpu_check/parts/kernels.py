@@ -39,10 +39,11 @@ K = 20
 
 @dataclass(frozen=True)
 class KernelCase:
-    """Logits with every case that kernels must handle.
+    """Logits with every special case that kernels must handle.
 
     ``logits`` [T, C]: the columns from ``vocab`` on are padding; the first row begins with a long run of -inf.
-    ``weights`` float64 [2, T]: dL/d log pi and dL/dH; the third row has no gradient.
+    ``targets`` [T] and ``topk`` [T, K] are token ids. ``weights`` float64 [2, T]: dL/d log pi and dL/d entropy. Both
+    are 0 for the third token, so its row of logits has no gradient.
     """
 
     logits: Tensor
@@ -161,8 +162,8 @@ def _largest(values: Tensor, expected: Tensor) -> float:
 @part("log-probabilities, entropy, Top-K and gradients of every kernel against float64", 300.0)
 def kernels(bench: Bench) -> Iterator[CheckRow]:
     """Yield a row for each backend and dtype, then rows of tensor parallelism over all GPUs, or over two processes."""
-    interpreted = not bench.gpus and importlib.util.find_spec("triton") is not None
-    if interpreted:
+    is_interpreted = not bench.gpus and importlib.util.find_spec("triton") is not None
+    if is_interpreted:
         # Set the variable first: Triton reads it when it compiles the kernels.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
@@ -176,7 +177,7 @@ def kernels(bench: Bench) -> Iterator[CheckRow]:
         case = KernelCase.drawn(tokens, vocab, 64, getattr(torch, dtype), device)
         for name, backend in BACKENDS.items():
             reason = backend.unavailable(case.logits)
-            place = " in its interpreter" if name == "triton" and interpreted else ""
+            place = " in its interpreter" if name == "triton" and is_interpreted else ""
             label = f"{name}{place}, {dtype}"
             if reason is not None:
                 yield CheckRow(label, f"not here: {reason}")
@@ -210,6 +211,7 @@ def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
 
     ranks = 2
     if bench.gpus:
+        # The largest power of two that is at most 8 and the number of GPUs.
         ranks = 1 << (min(bench.gpus, 8).bit_length() - 1)
     torch.multiprocessing.spawn(
         _worker, (ranks, free_port(), bench.gpus > 0, str(bench.folder)), ranks
@@ -221,12 +223,11 @@ def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
     if bench.gpus:
         kind = "GPUs over NCCL"
     for dtype in DTYPES:
-        worst = {
-            key: max(rank[dtype][key] for rank in errors_by_rank)
-            for key in errors_by_rank[0][dtype]
-        }
+        largest_errors: dict[str, float] = {}
+        for name in errors_by_rank[0][dtype]:
+            largest_errors[name] = max(rank_errors[dtype][name] for rank_errors in errors_by_rank)
         label = f"TP{ranks}, {ranks} {kind}, {dtype}"
-        yield kernel_row(label, worst, dtype)
+        yield kernel_row(label, largest_errors, dtype)
 
 
 def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> None:
@@ -248,6 +249,7 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
         timeout=_TIMEOUT,
     )
     tokens, vocab = (512, 151_936) if on_gpus else (8, 8_990)
+    # Fill up to a multiple of 64 columns on each rank, and add 64 more, so that there is padding in any case.
     padding = -vocab % (64 * ranks) + 64 * ranks
     errors_by_dtype = {}
     for dtype in DTYPES:
@@ -265,6 +267,7 @@ HEAD_LIMITS = {"model": (3e-2, 1e-2), "float32": (LOG_PROB_LIMIT, 2**-8)}
 GPU_PRODUCT_ERROR = 2e-5
 """Nats: a GPU's matrix units truncate float32 sums. An H100's logits of size 1 had errors of 1e-5."""
 _MOST_CHUNKS = 2.0
+"""Largest peak memory of the output layer, in chunks of logits."""
 
 
 @part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
@@ -283,18 +286,18 @@ def head(bench: Bench) -> Iterator[CheckRow]:
     weight = random(columns, hidden) * hidden**-0.5
     ids = torch.randint(columns, (tokens,), generator=generator, device=device)
     for name, dtype in (("model", None), ("float32", torch.float32)):
-        errors = _head_errors(states, weight, ids, dtype)
-        limits = HEAD_LIMITS[name]
+        head_errors = _head_errors(states, weight, ids, dtype)
+        log_prob_limit, gradient_limit = HEAD_LIMITS[name]
         if bench.gpus:
-            limits = max(limits[0], GPU_PRODUCT_ERROR), limits[1]
+            log_prob_limit = max(log_prob_limit, GPU_PRODUCT_ERROR)
+        gradient_error = max(head_errors["hidden"], head_errors["weight"])
         yield CheckRow(
             f"head.dtype {name}, against float64",
-            f"log-prob {errors['log_prob']:.1e}, gradient of hidden states {errors['hidden']:.1e}, of the weight "
-            f"{errors['weight']:.1e}",
-            f"at most {limits[0]:.0e} nats; gradients {limits[1]:.0e}",
-            errors["log_prob"] <= limits[0]
-            and max(errors["hidden"], errors["weight"]) <= limits[1],
-            errors,
+            f"log-prob {head_errors['log_prob']:.1e}, gradient of hidden states {head_errors['hidden']:.1e}, of the "
+            f"weight {head_errors['weight']:.1e}",
+            f"at most {log_prob_limit:.0e} nats; gradients {gradient_limit:.0e}",
+            head_errors["log_prob"] <= log_prob_limit and gradient_error <= gradient_limit,
+            head_errors,
         )
         for chunk in (tokens // 4, tokens):
             figures = _head_cost(states, weight, ids, dtype, chunk)
@@ -326,12 +329,13 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
     twin = dense_head_stats([HeadFactor(*twins)], **arguments)
     for head_result in (stats, twin):
         head_result.log_probs.sum().backward()
-    errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
+    head_errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
     for name, leaf, exact in zip(("hidden", "weight"), leaves, twins, strict=True):
         assert leaf.grad is not None
         assert exact.grad is not None
-        errors[name] = float(torch.norm(leaf.grad.double() - exact.grad) / torch.norm(exact.grad))
-    return errors
+        difference = torch.norm(leaf.grad.double() - exact.grad)
+        head_errors[name] = float(difference / torch.norm(exact.grad))
+    return head_errors
 
 
 def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> dict[str, float]:
@@ -347,11 +351,12 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
     main = torch.zeros_like(weight, dtype=torch.float32)
     hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
     live, seconds = LiveTensors(), 0.0
-    for within in (live, nullcontext()):
+    # The first pass is also the warm-up. Counting tensors takes time, so the second pass runs without it.
+    for context in (live, nullcontext()):
         if states.is_cuda:
             torch.cuda.synchronize()
         start_time = time.perf_counter()
-        with within:
+        with context:
             factor = HeadFactor(hidden, leaf, main)
             options = HeadOptions(chunk, dtype)
             stats = head_stats([factor], ids, vocab_size=len(weight), options=options)
@@ -359,8 +364,8 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
         if states.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start_time
-    logits = chunk * len(weight) * (dtype or weight.dtype).itemsize
-    return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / logits}
+    chunk_bytes = chunk * len(weight) * (dtype or weight.dtype).itemsize
+    return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / chunk_bytes}
 
 
 def _liger_head(states: Any, weight: Any, ids: Any) -> Any:
@@ -419,28 +424,28 @@ _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's
     "bandwidth of policy statistics beside TE, Liger, Megatron and torch; what a mask adds", 420.0
 )
 def mask(bench: Bench) -> Iterator[CheckRow]:
-    """Run ``megatron-dppo bench-mask`` on one GPU, and on two if there are; yield its figures."""
+    """Run ``megatron-dppo bench-mask`` on one rank, and on two GPUs if there are two; yield its figures."""
     for name, owner in _PEERS.items():
         if package_version(name) is None:
             yield CheckRow(f"{owner} cross entropy", f"not here: {name} is not installed")
         elif not bench.gpus:
             yield CheckRow(f"{owner} cross entropy", "not here: it needs a GPU")
-    for ranks in (1, 2) if bench.gpus > 1 else (1,):
-        result = _measured(bench, ranks)
-        yield from mask_rows(result)
+    yield from mask_rows(_measured(bench, ranks=1))
+    if bench.gpus > 1:
+        yield from mask_rows(_measured(bench, ranks=2))
     if bench.gpus == 1:
         yield CheckRow("TP2", "not here: one GPU only")
 
 
 def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
+    """Run ``megatron-dppo bench-mask`` on ``ranks`` ranks, and return the content of its JSON file."""
     stem = bench.folder / f"mask_tp{ranks}"
-    size = ("4096", "151936", "30") if bench.gpus else ("48", "32768", "5")
-    tokens, vocab, repetitions = size
-    files = [
-        f"--{kind}={stem}.{end}"
-        for kind, end in (("json", "json"), ("png", "png"), ("markdown", "md"))
-    ]
-    device = ["--device=cuda", "--compile"] if bench.gpus else ["--device=cpu"]
+    tokens, vocab, repetitions = 48, 32_768, 5
+    device = ["--device=cpu"]
+    if bench.gpus:
+        tokens, vocab, repetitions = 4096, 151_936, 30
+        device = ["--device=cuda", "--compile"]
+    files = [f"--json={stem}.json", f"--png={stem}.png", f"--markdown={stem}.md"]
     sizes = [
         f"--tokens={tokens}",
         f"--vocab={vocab}",
@@ -452,23 +457,26 @@ def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
 
 
 def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:
+    """Yield a row for each implementation and each mask in ``result``, the measurements of ``bench-mask``.
+
+    Only the rows of this project's implementations can fail.
+    """
     ranks = result["settings"]["tp"]
-    for timed in result["implementations"]:
-        ms = timed["forward_ms"] + timed["backward_ms"]
-        share = timed["floor_share_of_copy_bandwidth"]
+    for measured in result["implementations"]:
+        ms = measured["forward_ms"] + measured["backward_ms"]
+        share = measured["floor_share_of_copy_bandwidth"]
+        error = measured["max_log_prob_error"]
         text = (
-            f"{ms:.2f} ms, {timed['floor_mb'] / ms:.0f} GB/s ({share:.0%} of a copy), peak "
-            f"{timed['peak_extra_over_logits']:.2f} x logits, log-prob error {timed['max_log_prob_error']:.1e}"
+            f"{ms:.2f} ms, {measured['floor_mb'] / ms:.0f} GB/s ({share:.0%} of a copy), peak "
+            f"{measured['peak_extra_over_logits']:.2f} x logits, log-prob error {error:.1e}"
         )
-        ours = timed["name"].startswith("policy_stats")
-        holds = None
-        if ours:
-            holds = timed["max_log_prob_error"] <= LOG_PROB_LIMIT
-        expectation = ""
-        if ours:
+        expectation, holds = "", None
+        if measured["name"].startswith("policy_stats"):
             expectation = f"log-prob error at most {LOG_PROB_LIMIT:.0e}"
-        numbers = {key: value for key, value in timed.items() if isinstance(value, float)}
-        yield CheckRow(f"TP{ranks}, {timed['name']}", text, expectation, holds, numbers)
+            holds = error <= LOG_PROB_LIMIT
+        numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
+        yield CheckRow(f"TP{ranks}, {measured['name']}", text, expectation, holds, numbers)
+    # The first update has no mask.
     for update in result["masks"][1:]:
         text = (
             f"{update['overhead']:+.2%} ± {update['overhead_iqr']:.2%} of the update, "

@@ -87,17 +87,19 @@ def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
     """Return a row that holds if every weight update was verified, with the figures of the last one."""
     updates = sum(record.get(names.WEIGHT_UPDATES) or 0 for record in records)
     verified = sum(record.get(names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
-    last = records[-1]
-    figures = {
-        k: v for k, v in last.items() if k.startswith("weights/") and isinstance(v, float | int)
-    }
+    figures: dict[str, float] = {}
+    for name, value in records[-1].items():
+        if name.startswith("weights/") and isinstance(value, float | int):
+            figures[name] = value
     text = f"{verified:.0f} of {updates:.0f} verified tensor by tensor"
     if "weights/bytes_moved" in figures:
-        moved, bound = (figures[f"weights/bytes_{kind}"] / 1e6 for kind in ("moved", "bound"))
-        text += f", {moved:.2f} MB moved, bound {bound:.2f}"
+        moved_mb = figures["weights/bytes_moved"] / 1e6
+        bound_mb = figures["weights/bytes_bound"] / 1e6
+        text += f", {moved_mb:.2f} MB moved, bound {bound_mb:.2f}"
     if "weights/canary_max_abs_diff" in figures:
         text += f", canary {figures['weights/canary_max_abs_diff']:.1e} nats"
-    return CheckRow(label, text, "all, at least 2", bool(verified == updates >= 2), figures)
+    holds = bool(updates >= 2 and verified == updates)
+    return CheckRow(label, text, "all, at least 2", holds, figures)
 
 
 def gap_row(record: Record, dtype: Dtype) -> CheckRow:
@@ -117,8 +119,9 @@ def gap_row(record: Record, dtype: Dtype) -> CheckRow:
 
 @part("router replay: what the server recorded is what the trainer routes by", 500.0)
 def r3(bench: Bench) -> Iterator[CheckRow]:
-    """Train two steps in bfloat16 with recorded routing; yield the first one's routing and gap, and both updates."""
+    """Train two steps in bfloat16 with recorded routing; yield routing and gap of step 1, and the weight updates."""
     run = tiny_run(bench, "run", "bfloat16", ["rollout.router_replay=true", "run.steps=2"])
+    # The first record is that of step 0, the work before training.
     records = read_records(run)
     yield from routing_rows(records[1])
     yield gap_row(records[1], "bfloat16")
@@ -166,6 +169,7 @@ def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
     """Yield each cause's part of the gap. The part ``numerics`` must be in the normal range."""
     bound = BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16")
     for cause, gap in ladder["parts"].items():
+        # The other parts only inform.
         expected_text, holds = "", None
         if cause == "numerics":
             expected_text, holds = f"at most {bound:.2g}", gap <= bound
@@ -188,10 +192,10 @@ UPDATE_LABELS = {
 @part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
 def weights(bench: Bench) -> Iterator[CheckRow]:
     """Run one step by each strategy, with two updates: the first one into a server that has just started."""
-    for strategy, labels in UPDATE_LABELS.items():
-        label = labels[bench.gpus > 0]
+    for strategy, (label_without_gpu, label_with_gpus) in UPDATE_LABELS.items():
+        label = label_with_gpus if bench.gpus else label_without_gpu
         if strategy == "distributed" and bench.gpus == 1:
-            yield CheckRow(label, "not here: one GPU only, which NCCL takes once")
+            yield CheckRow(label, "not here: NCCL needs a second GPU")
             continue
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
         run = tiny_run(bench, strategy, dtype, [f"weight_sync.strategy={strategy}"])
@@ -201,7 +205,7 @@ def weights(bench: Bench) -> Iterator[CheckRow]:
 UPDATE_LIMIT_S = 10.0
 """``weight_sync.timeout_s`` of the updates that ``broken_update`` interrupts."""
 _ENTER_S = 2.0
-"""Seconds until a server is inside the broadcast after its call."""
+"""Seconds after its call within which a server has entered the broadcast."""
 _FREED_S = 60.0
 """Seconds within which the scheduler of a resumed server must answer."""
 
@@ -212,14 +216,12 @@ _FREED_S = 60.0
 def broken_update(bench: Bench) -> Iterator[CheckRow]:
     """Interrupt a server inside a broadcast, as a fault of a node would.
 
-    This process must survive, and a server that is resumed must work again. Without GPUs the broadcast is gloo's. Not
-    yet run on a GPU.
+    This process must survive, and a stopped server must work again after it is resumed. Without GPUs gloo broadcasts.
+    Not yet run on a GPU.
     """
     require_engine()
     if bench.gpus == 1:
-        yield CheckRow(
-            "broken broadcast over NCCL", "not here: one GPU only, which NCCL takes once"
-        )
+        yield CheckRow("broken broadcast over NCCL", "not here: NCCL needs a second GPU")
         return
     model = tiny_model(bench.folder / "model")
     with AsyncRunner() as runner:
@@ -306,6 +308,7 @@ class InterruptedServer:
         *,
         probe: bool = False,
     ) -> None:
+        """Have the server receive a bucket, and send it: with ``probe`` the group's first one, else all weights."""
         calls = self.engines.start(lambda engine: engine.receive(header, group.name))
         if not probe:
             time.sleep(_ENTER_S)
@@ -323,7 +326,7 @@ class InterruptedServer:
         os.killpg(os.getpgid(self.process.pid), number)
 
     def answers_within(self, limit_s: float) -> bool:
-        """Whether the server's scheduler answers within ``limit_s``."""
+        """Return whether the server's scheduler answers within ``limit_s`` seconds."""
         return self.runner.run(self.engine.schedules(limit_s))
 
     def kill(self) -> None:
@@ -333,7 +336,7 @@ class InterruptedServer:
 
 
 def _server_config(model: Path, dtype: Dtype, gpus: int) -> TrainConfig:
-    # The heads of the tiny model have 32 elements, which Triton's attention takes.
+    # The heads of the tiny model have 32 elements. Triton's attention supports this size.
     sglang = {"attention_backend": "triton"} if gpus else {}
     return TrainConfig.model_validate(
         {
@@ -353,7 +356,7 @@ def interrupted_rows(
     what: str,
     signal_number: signal.Signals,
 ) -> Iterator[CheckRow]:
-    """Send a bucket, then one during which the server gets the signal, then one to a server that was resumed."""
+    """Send a bucket, then one during which the server gets the signal, then one after a stopped server was resumed."""
     server.send()
     start_time = time.monotonic()
     fault: EngineFaultError | None = None
@@ -366,18 +369,18 @@ def interrupted_rows(
     yield CheckRow(
         f"{what}: the update fails and names the server", str(fault), "it is named", is_named
     )
-    # Add a minute for a busy machine. The limits of torch and SGLang are 30 minutes.
+    # Add a minute for a busy machine. The sum stays far below the limits of torch and SGLang, 30 minutes.
     limit = _ENTER_S + UPDATE_LIMIT_S + 2 * GRACE_S + 60
     yield at_most(f"{what}: seconds until then", seconds, limit, " s")
-    # Wait: NCCL's watchdog would end this process seconds after the failure.
+    # Wait, because NCCL's watchdog would end this process only seconds after the failure.
     time.sleep(GRACE_S)
     total = float(server._bytes().sum(dtype=torch.int64))
-    yield CheckRow(f"{what}: this process and its device go on", f"{total:.0f}", "a sum", True)
+    yield CheckRow(f"{what}: this process and its device still work", f"{total:.0f}", "a sum", True)
     if signal_number == signal.SIGSTOP:
         server.signal(signal.SIGCONT)
         answers = server.answers_within(_FREED_S)
         yield CheckRow(
-            f"{what}: once it goes on, its scheduler answers", str(answers), "True", answers
+            f"{what}: after it is resumed, its scheduler answers", str(answers), "True", answers
         )
         server.send()
         yield CheckRow(f"{what}: the next bucket", "received", "received", True)

@@ -1,4 +1,4 @@
-"""Adam's state in less GPU memory: steps against those of plain Adam, and a restart from a checkpoint."""
+"""Check Adam with its state in less GPU memory: its steps against those of plain Adam, and a restart."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ the difference is 0 with torch's plain kernels (ATEN_CPU_CAPABILITY=default) and
 differs by about 1.
 """
 NARROW: Mapping[str, Any] = {PRECISION_AWARE: True, **dict.fromkeys(MOMENT_DTYPES, "bfloat16")}
+"""Options of bfloat16 moments, which need Transformer Engine's FusedAdam."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "offloaded": {OFFLOAD: True},
     "offloaded, precision-aware": {OFFLOAD: True, PRECISION_AWARE: True},
     "bfloat16 moments": NARROW,
 }
+"""Kind of the state -> its options of Megatron-Core's optimizer."""
 
 
 @part("Adam's state in host memory and with bfloat16 moments: steps and a restart", 240.0)
 def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
-    """Two rows of each kind: the distance from plain Adam, and from the weights without a restart."""
+    """Yield two rows for each kind: the distance from plain Adam's weights, and from those without a restart."""
     folder = tiny_model(bench.folder / "model")
     plain = _trainer(folder, {})
     before = _weights(plain)
@@ -65,7 +67,7 @@ def _with_restart(
     table: Mapping[str, Any],
     checkpoints: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of an uninterrupted trainer, and of one that starts from its checkpoint."""
+    """Return the weights of an uninterrupted trainer, and of a trainer that continues from its checkpoint."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = _trainer(folder, table)

@@ -1,8 +1,8 @@
 """Check the trainer in three parts.
 
-``layers`` compares logits and gradients of a tiny model by Transformer Engine's layers and by torch's. ``full_layer``
-compares memory and time of one layer of Qwen3-30B-A3B in full size with the plan. ``context`` compares a step of two
-context-parallel ranks with the same step of one.
+``layers`` compares logits and gradients of a tiny model by Transformer Engine's layers and by torch's layers.
+``full_layer`` compares memory and time of one layer of Qwen3-30B-A3B in full size with the plan. ``context`` compares a
+step of two context-parallel ranks with the same step of one rank.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ _NO_FUSION = {
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """Logits, float32 [T, V] on the CPU, and the gradient of the summed log-probabilities, by parameter."""
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
 
-    def logit_error(self, other: Passed) -> float:
-        """Relative difference of the logits' norms."""
+    def logit_error(self, other: PassResult) -> float:
+        """Return the norm of the difference of the logits / the norm of the logits of ``other``."""
         return float((self.logits - other.logits).norm() / other.logits.norm())
 
-    def gradient_error(self, other: Passed) -> float:
-        """Relative difference of all gradients together."""
+    def gradient_error(self, other: PassResult) -> float:
+        """Return the norm of the difference of all gradients / the norm of all gradients of ``other``."""
         pairs = [(self.gradients[name], value) for name, value in other.gradients.items()]
         difference = sum(float((a - b).square().sum()) for a, b in pairs)
         whole = sum(float(b.square().sum()) for _, b in pairs)
@@ -77,38 +77,43 @@ class Passed:
 
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
 def layers(bench: Bench) -> Iterator[CheckRow]:
-    """Compare torch's layers in float32 with transformers, then both kinds in bfloat16 with these."""
+    """Compare torch's layers in float32 with transformers, then both kinds of layers in bfloat16 with float32."""
     folder = tiny_model(bench.folder / "model")
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
-    exact = _passed(folder, "float32", batch, torch_layers=True)
+    exact = _run_pass(folder, "float32", batch, torch_layers=True)
     difference = (exact.logits - _of_transformers(folder, batch)).abs().max()
     yield at_most(
         "torch layers, float32: logits against transformers'", float(difference), FP32_LIMIT
     )
-    ours = _passed(folder, "bfloat16", batch, torch_layers=True)
-    yield from _against("torch layers, bfloat16", ours, exact, BF16_LIMIT, BF16_LIMIT)
+    by_torch = _run_pass(folder, "bfloat16", batch, torch_layers=True)
+    yield from _against("torch layers, bfloat16", by_torch, exact, BF16_LIMIT, BF16_LIMIT)
     if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
         why = "it is not installed" if bench.gpus else "it needs a GPU"
         yield CheckRow("Transformer Engine's layers", f"not here: {why}")
         return
-    theirs = _passed(folder, "bfloat16", batch, torch_layers=False)
+    by_engine = _run_pass(folder, "bfloat16", batch, torch_layers=False)
     # Transformer Engine's errors may be twice those of torch's layers in bfloat16.
-    bounds = (2 * error + 1e-3 for error in (ours.logit_error(exact), ours.gradient_error(exact)))
-    yield from _against("Transformer Engine's layers, bfloat16", theirs, exact, *bounds)
+    logit_limit = 2 * by_torch.logit_error(exact) + 1e-3
+    gradient_limit = 2 * by_torch.gradient_error(exact) + 1e-3
+    label = "Transformer Engine's layers, bfloat16"
+    yield from _against(label, by_engine, exact, logit_limit, gradient_limit)
 
 
 def _against(
     label: str,
-    passed: Passed,
-    exact: Passed,
-    logits: float,
-    gradients: float,
+    result: PassResult,
+    exact: PassResult,
+    logit_limit: float,
+    gradient_limit: float,
 ) -> Iterator[CheckRow]:
-    yield at_most(f"{label}: logits against float32", passed.logit_error(exact), logits)
-    yield at_most(f"{label}: gradients against float32", passed.gradient_error(exact), gradients)
+    logit_error = result.logit_error(exact)
+    gradient_error = result.gradient_error(exact)
+    yield at_most(f"{label}: logits against float32", logit_error, logit_limit)
+    yield at_most(f"{label}: gradients against float32", gradient_error, gradient_limit)
 
 
-def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> Passed:
+def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> PassResult:
+    """Run a forward and a backward pass of the model in ``folder`` on one rank."""
     from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
@@ -122,8 +127,10 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     shape = load_model_shape(folder)
     layout = Layout()
     # Without DDP there is no main_grad to which apex's kernel could add gradients.
-    unfused = {"gradient_accumulation_fusion": False} | (_NO_FUSION if torch_layers else {})
-    config = policy_config(folder, dtype, megatron=unfused)
+    megatron_options = {"gradient_accumulation_fusion": False}
+    if torch_layers:
+        megatron_options |= _NO_FUSION
+    config = policy_config(folder, dtype, megatron=megatron_options)
     init_distributed(1)
     init_topology(layout)
     platform.seed_everything(0)
@@ -141,7 +148,7 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
         if parameter.grad is not None:
             gradients[name] = parameter.grad.float().cpu()
     destroy_topology()
-    return Passed(logits_before[:, : shape.vocab_size], gradients)
+    return PassResult(logits_before[:, : shape.vocab_size], gradients)
 
 
 def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
@@ -152,10 +159,10 @@ def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
-        rows = [
-            model(batch.token_ids[None, first:last]).logits[0] for first, last in pairwise(bounds)
-        ]
-    return torch.cat(rows)
+        logits: list[torch.Tensor] = []
+        for start, end in pairwise(bounds):
+            logits.append(model(batch.token_ids[None, start:end]).logits[0])
+    return torch.cat(logits)
 
 
 MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
@@ -167,6 +174,7 @@ SMALL = {
 }  # fmt: skip
 SMALL_LENGTHS = [192, 64]
 STATE_TOLERANCE, SAVED_TOLERANCE = 0.01, 0.10
+"""Largest relative errors of the plan: for weights, gradients and optimizer, and for memory of a step."""
 STEPS = 3
 
 
@@ -200,17 +208,17 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
     shape = load_model_shape(checkpoint)
-    job = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
+    facts = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
     # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
     is_planned = bench.gpus == 0 or platform.has_transformer_engine()
     if not is_planned:
         yield CheckRow("layers", "of torch modules: Transformer Engine is not installed")
     if bench.gpus:
-        _require_memory(job)
+        _require_memory(facts)
     trainer = Trainer(policy)
     batch = random_batch(trainer.shape.vocab_size, lengths)
     held_bytes = _held(trainer, batch, bench.gpus)
-    yield from _memory(held_bytes, job, is_planned=is_planned)
+    yield from _memory(held_bytes, facts, is_planned=is_planned)
     yield _time(trainer, batch, lengths)
     yield from _state_times(trainer, held_bytes)
     for file in checkpoint.glob("*.safetensors"):
@@ -218,11 +226,13 @@ def full_layer(bench: Bench) -> Iterator[CheckRow]:
         file.unlink()
 
 
-def _require_memory(job: TrainerFacts) -> None:
+def _require_memory(facts: TrainerFacts) -> None:
+    """Raise LackingError if the GPU has less free memory than the plan needs, with a reserve of 10%."""
     import torch
 
     free, _ = torch.cuda.mem_get_info()
-    needed = CONTEXT + round(1.1 * (activation_bytes(job, 0).total + state_bytes(job, 0).total))
+    planned = activation_bytes(facts, 0).total + state_bytes(facts, 0).total
+    needed = CONTEXT + round(1.1 * planned)
     if free < needed:
         raise LackingError(f"GPU memory: {gib(free)} free, {gib(needed)} needed by the plan")
 
@@ -245,6 +255,7 @@ def take_step(
 
 
 def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
+    """Measure the trainer's memory in two optimiser steps, or in one without a GPU."""
     import torch
 
     from megatron_dppo.diagnostics.gpu_check import held_memory
@@ -265,28 +276,31 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
 
 
-def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
-    state = state_bytes(job, 0)
-    live = activation_bytes(job, 0, busiest=1.0)
+def _memory(held_bytes: HeldBytes, facts: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
+    """Yield a row for each kind of memory; rows of a step's memory only inform unless ``is_planned``."""
+    state = state_bytes(facts, 0)
+    live = activation_bytes(facts, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
     yield compared("optimizer", held_bytes.optimizer, state.optimizer, STATE_TOLERANCE)
-    measured = {"kept for backward": (held_bytes.saved, live.saved)}
+    pairs = {"kept for backward": (held_bytes.saved, live.saved)}
     if held_bytes.peak is not None:
-        measured["peak of a step above its start"] = held_bytes.peak, live.total
-    for label, (held, planned) in measured.items():
-        row = compared(label, held, planned, SAVED_TOLERANCE)
-        yield row if is_planned else replace(row, holds=None)
+        pairs["peak of a step above its start"] = held_bytes.peak, live.total
+    for label, (measured, planned) in pairs.items():
+        row = compared(label, measured, planned, SAVED_TOLERANCE)
+        if not is_planned:
+            row = replace(row, holds=None)
+        yield row
 
 
 def compared(label: str, measured: int, planned: int, tolerance: float) -> CheckRow:
     """Return a row that holds if ``planned`` bytes differ by at most the share ``tolerance`` from ``measured``."""
-    off = planned / measured - 1
+    difference = planned / measured - 1
     return CheckRow(
         label,
         gib(measured),
-        f"{gib(planned)} by the plan ({off:+.1%}), within {tolerance:.0%}",
-        abs(off) <= tolerance,
+        f"{gib(planned)} by the plan ({difference:+.1%}), within {tolerance:.0%}",
+        abs(difference) <= tolerance,
         {"measured": measured, "planned": planned},
     )
 
@@ -318,10 +332,10 @@ def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[CheckRow]:
     """Yield the speed of hashing the weights and of parking; the first parking also allocates host memory."""
     digest_seconds = _seconds(trainer.weights_digest), _seconds(trainer.weights_digest)
     yield _speed_row("the hash of the weights", held_bytes.weights, digest_seconds)
-    kept = held_bytes.weights + held_bytes.optimizer
+    parked_bytes = held_bytes.weights + held_bytes.optimizer
     rounds = [(_seconds(trainer.park), _seconds(trainer.unpark)) for _ in range(2)]
     for name, seconds in zip(("parking", "unparking"), zip(*rounds, strict=True), strict=True):
-        yield _speed_row(name, kept, seconds)
+        yield _speed_row(name, parked_bytes, seconds)
 
 
 def _seconds(action: Callable[[], object]) -> float:
@@ -338,7 +352,7 @@ def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
 
 
 DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
-"""Model for the check of context parallelism. It is dense: rounding in bf16 would change the experts of some tokens."""
+"""Model for the check of context parallelism: a dense one, because bf16 rounding changes the experts of some tokens."""
 SMALL_DENSE = {
     "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
@@ -354,35 +368,33 @@ LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
     "context parallelism: log-probabilities, loss and gradient norm of two ranks against one", 300.0
 )
 def context(bench: Bench) -> Iterator[CheckRow]:
-    """Yield a row for each way to exchange keys and values, then a row that compares the layout of own rows."""
+    """Yield a row for each way to exchange keys and values, then a row about the rows that each rank gets."""
     if bench.gpus == 1:
         yield CheckRow("context parallel", "not here: one GPU only")
         return
-    dtype = "bfloat16" if bench.gpus else "float32"
+    # Without GPUs there is only one exchange, and no option selects it.
+    options_by_exchange: dict[str, dict[str, str]] = {"a2a over gloo": {}}
+    dtype, lengths = "float32", SMALL_CONTEXT
+    if bench.gpus:
+        options_by_exchange = {exchange: {"cp_comm_type": exchange} for exchange in EXCHANGES}
+        dtype, lengths = "bfloat16", CONTEXT_LENGTHS
+    model_config = json.loads(DENSE_MODEL.read_text()) | SMALL_DENSE
     settings = {
-        "checkpoint": str(
-            random_model(
-                bench.folder / "checkpoint", json.loads(DENSE_MODEL.read_text()) | SMALL_DENSE
-            )
-        ),
+        "checkpoint": str(random_model(bench.folder / "checkpoint", model_config)),
         "dtype": dtype,
-        "lengths": CONTEXT_LENGTHS if bench.gpus else SMALL_CONTEXT,
+        "lengths": lengths,
         "folder": str(bench.folder),
     }
     one = _ranks_step(1, {**settings, "name": "one", "megatron": {}})
-    # Without GPUs there is only one exchange, and no option selects it.
-    for exchange in EXCHANGES if bench.gpus else (None,):
-        megatron = {"cp_comm_type": exchange} if exchange else {}
-        name = exchange or "a2a over gloo"
-        yield compared_row(
-            name, dtype, one, _ranks_step(RANKS, {**settings, "name": name, "megatron": megatron})
-        )
+    for name, megatron in options_by_exchange.items():
+        two = _ranks_step(RANKS, {**settings, "name": name, "megatron": megatron})
+        yield compared_row(name, dtype, one, two)
     yield _layout_row(bench)
 
 
 def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> CheckRow:
-    """Return a row that holds if the step of two ranks (``two``) agrees with that of ``one``."""
-    log_prob, norm = LIMITS[dtype]
+    """Return a row that holds if the step of two ranks (``two``) agrees with that of one rank (``one``)."""
+    log_prob_limit, norm_limit = LIMITS[dtype]
     pairs = zip(two["log_probs"], one["log_probs"], strict=True)
     figures = {
         "log_prob": max(abs(a - b) for a, b in pairs),
@@ -391,13 +403,14 @@ def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, 
     return CheckRow(
         f"CP{RANKS}, {exchange}, {dtype}",
         f"log-prob {figures['log_prob']:.1e} nats, gradient norm {figures['norm']:.1e}",
-        f"at most {log_prob:.0e} nats, {norm:.0e}",
-        figures["log_prob"] <= log_prob and figures["norm"] <= norm,
+        f"at most {log_prob_limit:.0e} nats, {norm_limit:.0e}",
+        figures["log_prob"] <= log_prob_limit and figures["norm"] <= norm_limit,
         figures,
     )
 
 
 def _layout_row(bench: Bench) -> CheckRow:
+    """Return a row that holds if ``own_rows`` gives each of four ranks the rows that Transformer Engine gives it."""
     label = "own rows of each rank"
     if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
         return CheckRow(label, "not here: Transformer Engine's layout needs it and a GPU")
@@ -409,18 +422,16 @@ def _layout_row(bench: Bench) -> CheckRow:
     from megatron_dppo.trainer.context_parallel import own_rows
 
     device = platform.current().device
+    # Bounds of four sequences and an empty one; each length is a multiple of 2 x 4 ranks.
     bounds = torch.tensor([0, 8, 24, 24, 88, 152], dtype=torch.int32, device=device)
     is_same = True
     partitioned_indices = transformer_engine_torch.thd_get_partitioned_indices
     for rank in range(4):
         expected_rows = partitioned_indices(bounds, 152, 4, rank).long()
-        is_same = is_same and torch.equal(own_rows(bounds, 152, 4, rank), expected_rows)
-    return CheckRow(
-        label,
-        "as Transformer Engine's" if is_same else "others",
-        "as Transformer Engine's",
-        is_same,
-    )
+        if not torch.equal(own_rows(bounds, 152, 4, rank), expected_rows):
+            is_same = False
+    text = "as Transformer Engine's" if is_same else "different rows"
+    return CheckRow(label, text, "as Transformer Engine's", is_same)
 
 
 def _ranks_step(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -436,7 +447,7 @@ def _report(settings: dict[str, Any]) -> Path:
 
 
 def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> None:
-    """Do a step on one rank; rank 0 writes the log-probabilities before it and its unclipped gradient norm."""
+    """Do a step on one rank; rank 0 writes the log-probabilities before the step and its unclipped gradient norm."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
