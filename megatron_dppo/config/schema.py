@@ -119,7 +119,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(gt=0, le=2**20)
     """Prompts in a rollout batch."""
     group_size: int = Field(gt=1, le=2**16)
-    """Responses for each prompt; the advantage's baseline is their mean reward."""
+    """Responses for each prompt. They form a group, and advantages compare their rewards (``algorithm.advantage``)."""
     max_response_tokens: int = Field(gt=0)
     """Longest response in tokens. A response that reaches this length is truncated."""
     temperature: float = Field(default=1.0, gt=0)
@@ -141,7 +141,7 @@ class RolloutConfig(Section):
     algorithm's own K. If the algorithm has a K, another value than 0 must equal it.
     """
     max_concurrent_requests: int = Field(default=256, gt=0)
-    """Requests in flight from one data-parallel leader."""
+    """Largest number of requests in flight from one data-parallel leader, the rank that generates for its replica."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one response before it is aborted and sampled again. The time of weight updates, and in
     colocated runs of training, does not count. Empty: the time of the longest response at 10 tokens/s, and at least
@@ -291,7 +291,7 @@ class ParallelConfig(Section):
 
     @property
     def sizes(self) -> LayoutSizes:
-        """The section in the form that the layout's checks take."""
+        """The sizes of this section as ``model/layout.py`` checks them."""
         return LayoutSizes(**self.model_dump(exclude={"interface", "collective_timeout_s"}))
 
     @property
@@ -463,8 +463,9 @@ class WeightSyncConfig(Section):
     float32 weights; 10 for bfloat16 and FP8, because rounding may send a token to another expert (docs/weight_sync.md).
     """
     canary_mean: float | None = Field(default=None, gt=0)
-    """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.3 for bfloat16, 0.6 for FP8. Above 8
-    layers this default is multiplied by the cube root of (layers / 8).
+    """Largest mean difference of the log-probabilities, nats, that the canary accepts as rounding. Empty: 1e-4 for
+    float32 weights, 0.3 for bfloat16, 0.6 for FP8. Above 8 layers this default is multiplied by the cube root of
+    (layers / 8).
     """
     directory: str | None = None
     """Folder of the strategy ``disk``; trainer and engines must see it under the same path. Empty: ``/dev/shm``, for
@@ -484,7 +485,7 @@ class EvaluationConfig(Section):
     temperature: float = Field(default=0.7, gt=0)
     """Sampling temperature."""
     top_p: float = Field(default=0.95, gt=0, le=1)
-    """Probability mass that is sampled from."""
+    """Top-p: the engine samples from the fewest tokens whose probabilities add up to this number."""
     max_response_tokens: int | None = Field(default=None, gt=0)
     """Longest response in tokens. Empty: as in training."""
 
@@ -583,7 +584,7 @@ class PolicyConfig(Section):
     """Forwarded to megatron.core's TransformerConfig; keys are checked against its fields."""
     megatron_ddp: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to megatron.core's DistributedDataParallelConfig: overlap_grad_reduce, bucket_size, grad_reduce_in_fp32
-    (true here; false: gradients in the weights' type)."""
+    (default here: true; false: gradients have the dtype of the weights), and further options."""
     megatron_optimizer: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to megatron.core's OptimizerConfig: log_num_zeros_in_grad, options of low-precision and offloaded state
     (docs/checkpoints.md), and further options.

@@ -1,7 +1,7 @@
-"""Agents as environments: a program that knows nothing of training calls the policy by OpenAI's chat completions.
+"""Agents as environments: a program that is not written for training calls the policy by OpenAI's chat completions.
 
-The program's session becomes an episode. Each session has its own server and key, on the machine that the agent runs
-on. A call waits until the policy's turn is sampled. The new messages of a call are the environment's observation. If
+A session of the program becomes an episode. Each session has its own server and key, on the machine on which the agent
+runs. A call waits until the policy's turn is sampled. The new messages of a call are the environment's observation. If
 the messages of a call don't begin with the messages of a branch (because the agent shortened its history, or because
 another agent calls), the call begins a new branch. Simultaneous calls are answered in the order of their arrival.
 """
@@ -31,17 +31,19 @@ from megatron_dppo.system.network import host_fault
 _CANCEL_S = 5.0
 """Longest wait for a cancelled agent to end."""
 _MAX_ERROR_SHOWN = 80
-"""Largest number of characters of an agent's error in a fault."""
+"""Largest number of characters of an agent's error that the error of an episode quotes."""
 
 
 class Agent:
     """An agent's session as an episode.
 
     Args:
-        agent: ``package.module:function``, an AgentFunction, or else a command. A command receives OPENAI_BASE_URL,
-            OPENAI_API_KEY and OPENAI_MODEL as variables and the problem as JSON on standard input. Its result is the
-            last line of its output, ``{"reward": 0.5}`` or ``{"answer": "8"}``. An exit code other than 0 is a fault.
-        ignored: fields of a request that are dropped. Other fields that would change the run's settings are refused.
+        agent: ``package.module:function``, the name of an AgentFunction, or a command. A command receives
+            OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL as environment variables, and the problem as JSON on
+            standard input. The command's result is the last line of its output, ``{"reward": 0.5}`` or
+            ``{"answer": "8"}``. An exit code other than 0 is an error.
+        ignored: fields of a request that are dropped. A request with any other field that would change the run's
+            settings is refused.
         host: address that the session's server listens on.
         branches: largest number of branches in a session.
         tool_format: format of the policy's tool calls, a name in ``TOOL_FORMATS``.
@@ -65,6 +67,7 @@ class Agent:
         _check_sandbox_values(agent, sandbox, sandbox_paths)
         self._agent = agent
         self._host = host
+        # None: without a sandbox.
         self._sandbox_paths = tuple(sandbox_paths) if sandbox else None
         self._ignored = frozenset(ignored)
         self._most_branches = branches
@@ -86,7 +89,7 @@ class Agent:
             check_sandbox(environment._sandbox_paths)
 
     def note_sampling(self, sampling: Mapping[str, float]) -> None:
-        """Accept calls with the run's own ``sampling`` settings. Called before ``reset``."""
+        """Accept calls that repeat the run's own ``sampling`` settings. Called before ``reset``."""
         self._conversation = self._new_conversation(sampling)
 
     def _new_conversation(self, sampling: Mapping[str, float]) -> Conversation:
@@ -138,7 +141,7 @@ class Agent:
         return Step(done=True, is_scored=True, scored_text=result)
 
     def _refusal(self) -> str:
-        """Return the beginning of an error: why a call was refused. The refusal may have ended the agent."""
+        """Return the text that begins an error message if a call was refused: the refusal may have ended the agent."""
         refusal = self._conversation.refusal
         if refusal:
             return f"a call was refused: {refusal}; "
@@ -148,6 +151,7 @@ class Agent:
 def _check_values(ignored: Any, branches: Any, tool_format: str) -> None:
     if not isinstance(ignored, list | tuple):
         raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
+    # ``isinstance`` would accept true and false.
     if type(branches) is not int or branches < 1:
         raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
     if tool_format not in TOOL_FORMATS:

@@ -1,4 +1,4 @@
-"""Files and folders that no other user may write."""
+"""Folders that only this user can enter, and files that only this user can write."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _WRITING_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnsafeFileError(RunError, PermissionError):
-    """A file or folder that another user owns or may write; the message names it."""
+    """Another user owns a file or folder, or may write it; the message has its path."""
 
 
 def make_private_folder(path: Path) -> None:
-    """Create ``path`` with its parents, or restrict an existing folder, so that only this user can enter it.
+    """Create the folder ``path`` and its parents, or change the mode of an existing one, so that only this user can
+    enter it.
 
-    Raises UnsafeFileError if ``path`` belongs to another user or is not a folder; OSError.
+    Raises UnsafeFileError if ``path`` belongs to another user or is not a folder, and OSError if it cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -38,10 +39,11 @@ def make_private_folder(path: Path) -> None:
 def read_own(path: Path) -> str:
     """Return the text of a file that no other user can write.
 
-    Raises UnsafeFileError for a file of another user, or one that a group or everybody may write; OSError,
-    UnicodeDecodeError.
+    Raises UnsafeFileError if the file belongs to another user, if its group or everybody may write it, or if it is a
+    symbolic link. Raises OSError or UnicodeDecodeError if it cannot be read.
     """
-    # O_NOFOLLOW: a link may lead to any file. O_NONBLOCK: opening a FIFO would wait for its writer.
+    # O_NOFOLLOW: do not open a symbolic link, which may lead to any file. O_NONBLOCK: do not wait for the writer of a
+    # FIFO.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -49,7 +51,7 @@ def read_own(path: Path) -> str:
             raise
         raise UnsafeFileError(f"{path}: expected a file, not a symbolic link") from None
     with open(descriptor, encoding="utf-8") as file:
-        # Check the open file: the path may belong to another file by now.
+        # Check the file that is open, because the path may lead to another file by now.
         status = os.fstat(descriptor)
         _require_own(path, status)
         if status.st_mode & _WRITING_BY_OTHERS:
@@ -59,6 +61,7 @@ def read_own(path: Path) -> str:
 
 
 def _require_own(path: Path, status: os.stat_result) -> None:
+    """Raise UnsafeFileError if another user owns the file or folder ``path``, which has ``status``."""
     if status.st_uid != os.geteuid():
         raise UnsafeFileError(
             f"{path}: belongs to user {status.st_uid}, expected this run's, {os.geteuid()}"

@@ -4,7 +4,7 @@ and move them back.
     weights     the parameters, including frozen ones
     reference   the frozen copies of a reference policy
     gradients   the gradient buffers: not copied, zero after unparking
-    optimizer   Adam's moments, and the fp32 main parameters of bfloat16 ones
+    optimizer   Adam's moments, and the fp32 main parameters of bfloat16 parameters
 
 ``park`` copies each storage into a flat host buffer, one per part and reused by later calls, and frees the storage's
 bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them back. Tensors and views stay the same
@@ -16,9 +16,10 @@ state is on the host already, so parking leaves it there.
 
 Modules' buffers (a rotary embedding's frequencies), Adam's step counts and NCCL's communicators stay on the device.
 
-bfloat16 weights are copied, although rounding the fp32 main parameters could restore them, which would save 2 of the 14
-bytes copied for a parameter. With the distributed optimizer a rank has only a slice of the main parameters: restoring
-weights from slices would take a collective, and an update of the engines could not restore the weights alone.
+bfloat16 weights are copied, although rounding the fp32 main parameters could restore them. That would save 2 of the 14
+bytes copied for a parameter (weight 2, main parameter 4, moments 8). But with the distributed optimizer a rank has only
+a slice of the main parameters: restoring weights from slices would need a collective, and would need the optimizer's
+part on the device too, where an update of the engines needs only the weights.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ParkedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Moved:
+class ParkingResult:
     """The result of one call of ``park`` or ``unpark``.
 
     ``bytes``: device memory that was freed or allocated, by part. ``copied``: bytes that were copied.
@@ -155,7 +156,10 @@ class Parker:
         return frozenset(self._parked_storages)
 
     def check(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError if one of ``parts`` (none given: any part) is parked. ``action`` goes into the message."""
+        """Raise ParkedError if one of ``parts`` is parked; without ``parts``, if any part is parked.
+
+        ``action`` goes into the message.
+        """
         required_parts = parts or TRAINER_PARTS
         parked_parts = [part for part in required_parts if part in self._parked_storages]
         if parked_parts:
@@ -163,7 +167,7 @@ class Parker:
                 f"can't {action}: {', '.join(parked_parts)} of the trainer are parked"
             )
 
-    def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
+    def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkingResult:
         """Copy ``parts`` to the host and free their bytes on the device. After an error none of ``parts`` is parked.
 
         Raises:
@@ -180,18 +184,19 @@ class Parker:
         copied = 0
         for part, part_storages in storages.items():
             if part in COPIED_PARTS:
-                copied += self._copies[part].take(part_storages)
+                copied += self._copies[part].save(part_storages)
         platform.wait_for_copies()
         for part_storages in storages.values():
             for storage in part_storages:
                 storage.untyped.resize_(0)
         self._parked_storages |= storages
         self._settle(storages)
-        return _moved(storages, copied, start_time)
+        return _result(storages, copied, start_time)
 
-    def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:
-        """Move ``parts`` (None: all parked parts) back to the device; gradients become 0. After an error all ``parts``
-        are still parked.
+    def unpark(self, parts: Collection[TrainerPart] | None = None) -> ParkingResult:
+        """Move ``parts`` (None: all parked parts) back to the device; gradients become 0.
+
+        After an error all ``parts`` are still parked.
 
         Raises:
             ParkedError: one of ``parts`` is not parked, or no part is.
@@ -222,10 +227,10 @@ class Parker:
         for part in storages:
             del self._parked_storages[part]
         self._settle(storages)
-        return _moved(storages, copied, start_time)
+        return _result(storages, copied, start_time)
 
     def _settle(self, parts: Iterable[TrainerPart]) -> None:
-        """Release host and device memory that is not used after ``parts`` were moved."""
+        """Release the host and device memory that nothing uses once ``parts`` are moved."""
         for part in parts:
             if part in self._copies:
                 self._copies[part].settle()
@@ -256,8 +261,8 @@ class _ParkedCopy:
         self._sizes: list[int] = []
         self._starts: list[int] = []
 
-    def take(self, storages: Sequence[_Storage]) -> int:
-        """Copy ``storages`` to the host, constant ones only the first time. Return the copied bytes."""
+    def save(self, storages: Sequence[_Storage]) -> int:
+        """Copy ``storages`` to the host, constant storages only the first time. Return the copied bytes."""
         sizes = [s.size for s in storages]
         is_new_buffer = self._memory is None or sizes != self._sizes
         if is_new_buffer:
@@ -285,6 +290,7 @@ class _ParkedCopy:
         *,
         to_host: bool,
     ) -> int:
+        """Copy the storages whose entry in ``needs_copy`` is true, to or from their places in the host buffer."""
         assert self._memory is not None
         copied = 0
         for storage, start, is_copied in zip(storages, self._starts, needs_copy, strict=True):
@@ -313,7 +319,7 @@ def _storages(part: TrainerPart, tensors: Sequence[Tensor]) -> list[_Storage]:
     for key, storage in storage_by_key.items():
         is_constant = key not in changing_keys
         storages.append(_Storage(storage, storage.nbytes(), is_constant))
-    assert all(s.untyped.resizable() for s in storages), "a storage that is not torch's own"
+    assert all(s.untyped.resizable() for s in storages), "a storage that torch did not allocate"
     return storages
 
 
@@ -329,12 +335,12 @@ def _allocate(storages: Sequence[_Storage]) -> None:
         raise
 
 
-def _moved(
+def _result(
     storages: Mapping[TrainerPart, Sequence[_Storage]],
     copied: int,
     start_time: float,
-) -> Moved:
+) -> ParkingResult:
     sizes: dict[TrainerPart, int] = {}
     for part, part_storages in storages.items():
         sizes[part] = sum(storage.size for storage in part_storages)
-    return Moved(sizes, copied, time.perf_counter() - start_time)
+    return ParkingResult(sizes, copied, time.perf_counter() - start_time)

@@ -1,6 +1,6 @@
-"""Forward and backward passes over a mini-batch of packed micro-batches on Megatron's schedules, and its metrics.
+"""Forward and backward passes over a mini-batch of packed micro-batches on Megatron's schedules, and their metrics.
 
-``trainer.py`` makes the optimiser step after them. T = tokens of a micro-batch, H = hidden size.
+``trainer.py`` makes the optimiser step after these passes. T = tokens of a micro-batch, H = hidden size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> dict[str, Any]:
     """Return the arguments of ``GPTModel.forward``: one row of T tokens, divided into sequences by cu_seqlens.
 
-    ``rank_batch`` has this rank's tokens under context parallelism; cu_seqlens describes the whole ``batch``.
+    ``rank_batch`` has this rank's tokens under context parallelism (None: all tokens of ``batch``); cu_seqlens
+    describes the whole ``batch``.
 
     There are no labels: the last stage returns its hidden states, [1, T, H] in the model's dtype, because
     ``model.leave_out_logits`` has taken the output layer's matrix product out of the model.
@@ -78,8 +79,8 @@ def _table_length(longest_sequence: int, tokens: int) -> int:
     """Return the number of positions in the rotary embedding's table: a power of two, at least ``longest_sequence``.
 
     Powers of two keep the number of lengths small: Megatron-Core caches the tables of 32 lengths, 64 MiB each at 128k
-    tokens. Megatron-Core applies a table as long as the micro-batch (``tokens``) to it as if it were one sequence. So
-    the length is doubled if it equals ``tokens`` and the micro-batch has several sequences.
+    tokens. If a table is as long as the micro-batch (``tokens``), Megatron-Core treats the micro-batch as one sequence.
+    So the length is doubled if it equals ``tokens`` and the micro-batch has several sequences.
     """
     length = 1 << (longest_sequence - 1).bit_length()
     has_several_sequences = longest_sequence < tokens
@@ -125,7 +126,11 @@ def check_micro_batches(
     count_multiple: int,
     sequence_multiple: int = 1,
 ) -> None:
-    """Raise ValueError unless the micro-batches fit context and sequence parallelism and the pipeline schedule."""
+    """Raise ValueError unless the micro-batches fit context and sequence parallelism and the pipeline schedule.
+
+    Tokens of a micro-batch must be a multiple of ``pad_multiple``, the number of micro-batches one of
+    ``count_multiple``, and the tokens of each sequence a multiple of ``sequence_multiple``.
+    """
     if not batches or len(batches) % count_multiple:
         raise ValueError(
             f"{len(batches)} micro-batches, expected a positive multiple of {count_multiple}"
@@ -327,13 +332,13 @@ def forward_log_probs(
     ``PolicyStats.fault_counts``. Other stages than the last return empty lists.
 
     With ``topk`` log pi is computed at the ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
-    the logits gives NaN and is counted; the caller must check the counts.
+    the logits makes log pi NaN and adds to the fault counts; the caller must check the counts.
     """
     log_probs: list[Tensor] = []
     fault_counts: list[Tensor] = []
     topology = stats.topology
 
-    def keep(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def keep_log_probs(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         own_stats = stats(hidden, own_batch(batch, topology), StatsSpec(topk=topk))
         batch_stats = whole_stats(own_stats, batch, topology)
         batch_log_probs = batch_stats.topk_log_probs if topk else batch_stats.log_probs
@@ -343,7 +348,7 @@ def forward_log_probs(
         no_loss = torch.zeros((), device=hidden.device)
         return no_loss, _no_scaling(hidden.device), {}
 
-    _run_schedule(chunks, batches, keep, topology, replay, forward_only=True)
+    _run_schedule(chunks, batches, keep_log_probs, topology, replay, forward_only=True)
     return log_probs, fault_counts
 
 
@@ -385,7 +390,8 @@ def _run_schedule(
 
     # The interleaved schedule takes an iterator for each chunk, the plain one an iterator alone.
     iterators = [iter(enumerate(batches)) for _ in chunks]
-    get_forward_backward_func()(
+    run_forward_backward = get_forward_backward_func()
+    run_forward_backward(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
@@ -401,7 +407,7 @@ def _run_schedule(
 
 
 def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:
-    """Return the positions in the whole batch of the micro-batch's sequences with any of ``tokens`` (bool [T])."""
+    """Return the positions, in the whole batch, of the sequences that have a token for which ``tokens`` [T] is True."""
     positions = tokens.nonzero().squeeze(1).to(batch.cu_seqlens.dtype)
     sequences = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     return sorted(set(batch.sequence_index[sequences].tolist()))

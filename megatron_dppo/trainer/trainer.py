@@ -38,8 +38,8 @@ from megatron_dppo.trainer.memory_checks import parameter_name, tensor_hashes
 from megatron_dppo.trainer.merged_weights import MergedWeights
 from megatron_dppo.trainer.optimizer import build_optimizer
 from megatron_dppo.trainer.parking import (
-    Moved,
     Parker,
+    ParkingResult,
     check_no_transfer,
     drop_quantised_weights,
     held_tensors,
@@ -455,7 +455,7 @@ class Trainer:
             reference = self._reference.tensors
         return held_tensors(self.chunks, self.ddp_chunks, self.optimizer, reference)
 
-    def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
+    def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkingResult:
         """Move ``parts`` to the host, between two passes; see ``Parker.park``. Not collective.
 
         A background save of a checkpoint may still be running: it has had a copy of its own since ``save`` returned.
@@ -466,7 +466,7 @@ class Trainer:
         drop_quantised_weights(self.chunks)
         return self._parker.park(parts)
 
-    def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:
+    def unpark(self, parts: Collection[TrainerPart] | None = None) -> ParkingResult:
         """Move ``parts`` (None: all that are parked) back; see ``Parker.unpark``. Not collective."""
         return self._parker.unpark(parts)
 

@@ -2,9 +2,10 @@
 
     megatron-dppo bench-mask --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
 
-All implementations run in the same processes on the same logits, interleaved; reported are medians
-and interquartile ranges. A mask's overhead is paired with the same update without a mask; the
-mask's threshold is so high that it blocks nothing. The gain of row skipping is a row of its own.
+All implementations run in the same processes on the same logits, interleaved; the command reports
+medians and interquartile ranges. The overhead of a mask is its update's time beyond that of the
+update without a mask in the same repetition; the mask's threshold is so high that it blocks nothing.
+A row of its own has the gain of skipping rows of logits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_dppo.system.network import free_port
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo bench-mask",
         description=__doc__,
@@ -36,9 +38,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
-    parser.add_argument("--masked-share", type=float, default=0.1, help="for row skipping")
-    parser.add_argument("--compile", action="store_true", help="let peers use torch.compile")
-    parser.add_argument("--json", type=Path, help="write everything that was measured here")
+    parser.add_argument("--masked-share", type=float, default=0.1, help="share of rows to skip")
+    parser.add_argument(
+        "--compile", action="store_true", help="let other implementations use torch.compile"
+    )
+    parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--png", type=Path, help="write a chart here")
     parser.add_argument("--markdown", type=Path, help="write the tables here as Markdown")
     return parser.parse_args(arguments)
@@ -69,8 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_ranks(options: argparse.Namespace, result: Path) -> None:
-    """A process for each tensor-parallel rank, on this machine; rank 0 writes ``result``. Raises torch's
-    ProcessException where one fails, which ends the others."""
+    """Run a process for each tensor-parallel rank on this machine; rank 0 writes the file ``result``.
+
+    If a process fails, the other processes are ended, and torch's ProcessException is raised.
+    """
     from torch import multiprocessing
 
     # Set the variables before ranks start: torch reads them when it is imported.
@@ -81,7 +87,7 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
         "OMP_NUM_THREADS": str(options.threads),
         "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
     }
-    # Daemons end with this process, which by itself would wait for them.
+    # At SIGTERM leave by SystemExit: Python then ends the ranks, because they are daemons.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     multiprocessing.spawn(_rank, (options, result), options.tp, daemon=True)
 

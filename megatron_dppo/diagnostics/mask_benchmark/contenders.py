@@ -1,6 +1,6 @@
-"""The implementations that are measured: this project's, Megatron-Core's, torch's and other installed ones.
+"""The measured implementations: this project's, Megatron-Core's, torch's and those of other installed packages.
 
-Each maps this rank's logits [T, V / TP] to log-probabilities [T] (and entropy [T] or None).
+Each maps this rank's logits [T, V / TP] to log-probabilities [T], and to the entropy [T] or None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 
 @dataclass(frozen=True)
 class Inputs:
-    """Input of every implementation beside the logits; ``group``: the tensor-parallel ranks."""
+    """Input of every implementation beside the logits. ``group`` has the tensor-parallel ranks, ``ranks`` in number."""
 
     target_ids: Tensor
     topk_ids: Tensor
@@ -34,7 +34,7 @@ Forward = Callable[[Tensor, Inputs], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation; ``entropy``, ``topk``: whether it returns these too."""
+    """One implementation; ``entropy``, ``topk``: whether it computes these statistics too."""
 
     name: str
     version: str
@@ -44,7 +44,7 @@ class Contender:
 
 
 def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
-    """Return this project's ``policy_stats`` with or without entropy and Top-K."""
+    """Return this project's ``policy_stats``, with or without entropy and Top-K."""
 
     def forward(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         stats = policy_stats(
@@ -62,32 +62,33 @@ def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
 
 
 def megatron_cross_entropy(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Megatron-Core's unfused vocab-parallel cross entropy."""
+    """Call Megatron-Core's unfused vocab-parallel cross entropy."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     return -vocab_parallel_cross_entropy(logits, inputs.target_ids), None
 
 
 def megatron_fused_cross_entropy(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Megatron-Core's torch.compile cross entropy."""
+    """Call Megatron-Core's cross entropy that uses torch.compile."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     return -fused_vocab_parallel_cross_entropy(logits, inputs.target_ids, inputs.group), None
 
 
 def torch_log_softmax(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """fp32 log_softmax and gather; one rank only."""
+    """Compute log_softmax in fp32, and gather the targets; for one rank only."""
     log_p = logits.float().log_softmax(-1)
     return log_p.gather(1, inputs.target_ids[:, None])[:, 0], None
 
 
 def transformer_engine(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Transformer Engine's Triton cross entropy."""
+    """Call Transformer Engine's Triton cross entropy."""
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     loss = parallel_cross_entropy(
         logits[:, None],
         inputs.target_ids[:, None],
+        # Without label smoothing and without the mean over tokens.
         0.0,
         False,
         inputs.group if inputs.ranks > 1 else None,
@@ -96,7 +97,7 @@ def transformer_engine(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor |
 
 
 def liger(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Liger's Triton cross entropy; one rank only."""
+    """Call Liger's Triton cross entropy; for one rank only."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return -liger_cross_entropy(logits, inputs.target_ids, reduction="none"), None
@@ -130,10 +131,12 @@ def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
             entropy=True,
         ),
     ]
-    megatron = importlib.metadata.version("megatron-core")
-    fused = "Megatron-Core fused CE" + ("" if compiled else " (torch.compile off)")
-    runnable.append(Contender("Megatron-Core CE", megatron, megatron_cross_entropy))
-    runnable.append(Contender(fused, megatron, megatron_fused_cross_entropy))
+    version = importlib.metadata.version("megatron-core")
+    fused_name = "Megatron-Core fused CE"
+    if not compiled:
+        fused_name += " (torch.compile off)"
+    runnable.append(Contender("Megatron-Core CE", version, megatron_cross_entropy))
+    runnable.append(Contender(fused_name, version, megatron_fused_cross_entropy))
     if ranks == 1:
         runnable.append(Contender("torch log_softmax", torch.__version__, torch_log_softmax))
     if device == "cuda" and importlib.util.find_spec("transformer_engine"):

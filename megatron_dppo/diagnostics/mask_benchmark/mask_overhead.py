@@ -12,7 +12,11 @@ from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import ENGINE_WHOLE_VOCABULARY
-from megatron_dppo.diagnostics.mask_benchmark.meters import Clock, counted_collectives
+from megatron_dppo.diagnostics.mask_benchmark.meters import (
+    Clock,
+    Collectives,
+    counted_collectives,
+)
 from megatron_dppo.diagnostics.mask_benchmark.rank_bench import RankBench, median_iqr
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 
@@ -33,6 +37,7 @@ MASKS = (
 
 
 QUADRATIC = "pg-is + (log r)^2"
+"""Name of the update whose loss adds a multiple of the squared log-ratio."""
 
 
 RESPONSE_TOKENS = 128
@@ -42,10 +47,12 @@ RESPONSE_TOKENS = 128
 class Update:
     """Statistics, loss and backward pass of one algorithm on the benchmark's logits.
 
-    ``dead``: bool [T]; these tokens get A = 0, so their rows are skipped.
+    ``skipped``: bool [T]; tokens whose advantage is set to 0, so that the backward pass skips their rows of logits.
     """
 
-    def __init__(self, bench: RankBench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
+    def __init__(
+        self, bench: RankBench, algorithm: Algorithm, skipped: Tensor | None = None
+    ) -> None:
         self.bench = bench
         self.algorithm = algorithm
         tokens = bench.options.tokens
@@ -63,13 +70,14 @@ class Update:
         self.rollout = start.log_probs + noise.to(bench.device)
         self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
         self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
-        # The sampled token is in the whole vocabulary already.
+        # The last column is the sampled token, which the whole vocabulary already contains.
         self.valid[:, -1] = not algorithm.needs_full_distribution
         self.advantages = bench.coefficients.clone()
-        if dead is not None:
-            self.advantages[dead] = 0
+        if skipped is not None:
+            self.advantages[skipped] = 0
         self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
         self.responses = torch.arange(tokens, device=bench.device) // RESPONSE_TOKENS
+        # Number of ids that are neither in the Top-K nor sampled.
         self.tail = torch.full_like(self.responses, max(0, vocab_size - k - 1))
 
     def statistics(self, logits: Tensor, topk: bool, *, entropy: bool = True) -> PolicyStats:
@@ -92,15 +100,17 @@ class Update:
             return None
         stats = self.statistics(logits, topk=False, entropy=False)
         log_ratio = stats.log_probs - self.rollout
+        # All tokens are on this rank: sums need no reduction over replicas.
         bound = self.algorithm.step_bound(log_ratio, self.advantages, lambda sums: sums)
         return torch.full_like(self.rollout, bound)
 
     def inputs(self, stats: PolicyStats, step_bound: Tensor | None) -> TokenInputs:
-        """Inputs of the loss; with Top-K if ``stats`` has it."""
+        """Return the inputs of the loss, with Top-K if ``stats`` has it."""
         assert stats.entropy is not None
         topk = stats.topk_log_probs
         if topk is not None:
-            topk = topk if self.algorithm.needs_topk_gradient else topk.detach()
+            if not self.algorithm.needs_topk_gradient:
+                topk = topk.detach()
             topk = torch.cat([topk, stats.log_probs.detach()[:, None]], 1)
         return TokenInputs(
             log_probs=stats.log_probs,
@@ -122,22 +132,28 @@ class Update:
     def run(self) -> dict[str, float]:
         """Run one update; return the CPU milliseconds (on a GPU: wall-clock) of the loss and of the whole update."""
         leaf = self.bench.fresh()
-        unit = 0 if self.bench.device == "cuda" else 1
         clock = Clock(self.bench.device)
         step_bound = self.step_bound(leaf)
         reads_topk = self.algorithm.topk > 0 or self.algorithm.needs_full_distribution
         stats = self.statistics(leaf, topk=reads_topk)
-        statistics_ms = clock.read()[unit]
+        statistics_ms = self._read_ms(clock)
         clock = Clock(self.bench.device)
         loss = policy_loss(self.algorithm, self.inputs(stats, step_bound)).loss
-        loss_ms = clock.read()[unit]
+        loss_ms = self._read_ms(clock)
         clock = Clock(self.bench.device)
         loss.backward()
-        return {"loss": loss_ms, "total": statistics_ms + loss_ms + clock.read()[unit]}
+        backward_ms = self._read_ms(clock)
+        return {"loss": loss_ms, "total": statistics_ms + loss_ms + backward_ms}
+
+    def _read_ms(self, clock: Clock) -> float:
+        wall_ms, cpu_ms = clock.read()
+        if self.bench.device == "cuda":
+            return wall_ms
+        return cpu_ms
 
 
 def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
-    """Measure every mask and row skipping; return a row for each.
+    """Measure the update without a mask, every mask, and row skipping; return a row for each, in this order.
 
     ``overhead``: median over repetitions of (with mask - without) / without, for the whole update, with its
     interquartile range. ``loss_overhead``: the difference of the loss alone / the update without a mask. It has less
@@ -148,61 +164,69 @@ def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
     names = ["pg-is", *masks, QUADRATIC]
     algorithms = [build_algorithm(n, _never(n, bench.options.topk)) for n in names[:-1]]
-    quadratic = build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3})
-    updates = [Update(bench, algorithm) for algorithm in (*algorithms, quadratic)]
-    dead = evenly_spread(bench.options.tokens, bench.options.masked_share)
-    updates.append(Update(bench, build_algorithm("pg-is"), dead))
-    collectives = []
+    algorithms.append(build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3}))
+    updates = [Update(bench, algorithm) for algorithm in algorithms]
+    skipped = evenly_spread(bench.options.tokens, bench.options.masked_share)
+    updates.append(Update(bench, build_algorithm("pg-is"), skipped))
+    collectives: list[Collectives] = []
     for update in updates:
         with counted_collectives() as counts:
             update.run()
-        collectives.append((counts.payloads, counts.payload_bytes / 1e6))
+        collectives.append(counts)
     runs: list[list[dict[str, float]]] = [[] for _ in updates]
     for repetition in range(bench.options.repetitions):
         for i in range(len(updates)):
             turn = (i + repetition) % len(updates)
             runs[turn].append(updates[turn].run())
-    labels = [*names, f"pg-is, {float(dead.float().mean()):.1%} of rows skipped"]
-    return [
-        _row(labels[i], runs[i], runs[0], *collectives[i], *collectives[0])
-        for i in range(len(updates))
-    ]
+    labels = [*names, f"pg-is, {float(skipped.float().mean()):.1%} of rows skipped"]
+    rows: list[dict[str, Any]] = []
+    for label, update_runs, counts in zip(labels, runs, collectives, strict=True):
+        times = _overheads(update_runs, unmasked=runs[0])
+        extra_payloads = counts.payloads - collectives[0].payloads
+        extra_bytes = counts.payload_bytes - collectives[0].payload_bytes
+        rows.append(
+            {
+                "name": label,
+                **times,
+                "extra_all_reduces": extra_payloads,
+                "extra_wire_mb": extra_bytes / 1e6,
+            }
+        )
+    return rows
 
 
 def evenly_spread(count: int, share: float) -> Tensor:
-    """Bool [count], True for ``share`` of the positions, evenly spaced."""
+    """Return bool [count], True for ``share`` of the positions, evenly spaced."""
     steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
     return steps.diff() > 0
 
 
 def _never(name: str, topk: int) -> dict[str, float | int]:
-    limits = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
-    return {**limits, **({"topk": topk} if build_algorithm(name).topk else {})}
+    """Return the numbers with which the algorithm ``name`` blocks nothing."""
+    algorithm = build_algorithm(name)
+    options: dict[str, float | int] = {k: v for k, v in NEVER.items() if k in algorithm.numbers}
+    if algorithm.topk:
+        options["topk"] = topk
+    return options
 
 
-def _row(
-    name: str,
+def _overheads(
     runs: list[dict[str, float]],
-    base: list[dict[str, float]],
-    payloads: int,
-    wire: float,
-    base_payloads: int,
-    base_wire: float,
-) -> dict[str, Any]:
-    base_seconds = statistics.median(r["total"] for r in base)
-    overhead, spread = median_iqr(
-        [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
-    )
-    loss, loss_spread = median_iqr(
-        [(r["loss"] - b["loss"]) / base_seconds for r, b in zip(runs, base, strict=True)]
-    )
+    unmasked: list[dict[str, float]],
+) -> dict[str, float]:
+    """Return the times of an update against those of the update without a mask, paired by repetition."""
+    unmasked_ms = statistics.median(run["total"] for run in unmasked)
+    overheads: list[float] = []
+    loss_overheads: list[float] = []
+    for run, base in zip(runs, unmasked, strict=True):
+        overheads.append((run["total"] - base["total"]) / base["total"])
+        loss_overheads.append((run["loss"] - base["loss"]) / unmasked_ms)
+    overhead, overhead_iqr = median_iqr(overheads)
+    loss_overhead, loss_overhead_iqr = median_iqr(loss_overheads)
     return {
-        "name": name,
-        "total_ms": statistics.median(r["total"] for r in runs),
+        "total_ms": statistics.median(run["total"] for run in runs),
         "overhead": overhead,
-        "overhead_iqr": spread,
-        "loss_overhead": loss,
-        "loss_overhead_iqr": loss_spread,
-        "extra_all_reduces": payloads - base_payloads,
-        "extra_wire_mb": wire - base_wire,
+        "overhead_iqr": overhead_iqr,
+        "loss_overhead": loss_overhead,
+        "loss_overhead_iqr": loss_overhead_iqr,
     }

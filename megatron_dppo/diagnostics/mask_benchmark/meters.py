@@ -1,4 +1,4 @@
-"""Measurement of one call on a CPU or a GPU: time, memory and collectives."""
+"""Measure one call on a CPU or a GPU: its time, its memory and its collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Clock:
-    """Wall and CPU milliseconds since construction; synchronises the device."""
+    """A clock of wall and CPU milliseconds since its construction, which waits for the device at start and reading."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -46,8 +46,9 @@ def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - bytes_before
-    # Return the allocator's free memory to the system: it would hide the peak of the call.
+    # Return the allocator's free memory to the system: a call that reuses it would show no peak.
     ctypes.CDLL(None).malloc_trim(0)
+    # 5 resets the high-water mark of resident memory (Linux, proc_pid_clear_refs).
     Path("/proc/self/clear_refs").write_text("5")
     bytes_before = _status_kib("VmRSS")
     call()
@@ -55,6 +56,7 @@ def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
 
 
 def _status_kib(field: str) -> int:
+    """Return a field of this process's status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1])
 
@@ -70,9 +72,9 @@ class Collectives:
 
 @contextmanager
 def counted_collectives() -> Iterator[Collectives]:
-    """Count torch.distributed.all_reduce inside the block."""
+    """Count the calls of torch.distributed.all_reduce inside the block."""
     counts = Collectives()
-    plain = dist.all_reduce
+    original = dist.all_reduce
 
     def counting(tensor, *args, **kwargs):
         if tensor.is_floating_point():
@@ -80,22 +82,25 @@ def counted_collectives() -> Iterator[Collectives]:
             counts.payload_bytes += tensor.numel() * tensor.element_size()
         else:
             counts.headers += 1
-        return plain(tensor, *args, **kwargs)
+        return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = torch.distributed.all_reduce = counting
+    dist.all_reduce = counting
     try:
         yield counts
     finally:
-        dist.all_reduce = torch.distributed.all_reduce = plain
+        dist.all_reduce = original
 
 
 def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
     """Measure the GB/s (read plus write) of a plain copy of ``numel`` elements; the best of 5."""
     source = torch.ones(numel, dtype=dtype, device=device)
     target = torch.empty_like(source)
-    best_seconds = float("inf")
+    best_ms = float("inf")
     for _ in range(5):
         clock = Clock(device)
         target.copy_(source)
-        best_seconds = min(best_seconds, clock.read()[0])
-    return 2 * numel * source.element_size() / best_seconds / 1e6
+        wall_ms, _ = clock.read()
+        best_ms = min(best_ms, wall_ms)
+    copied_bytes = 2 * numel * source.element_size()
+    # bytes / ms / 1e6 = GB/s.
+    return copied_bytes / best_ms / 1e6

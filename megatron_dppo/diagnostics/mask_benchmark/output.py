@@ -11,14 +11,14 @@ from rich.table import Column, Table
 from megatron_dppo.diagnostics.pages import SummaryTable
 
 LEGEND = (
-    "x first: time (on a CPU: of all threads) in units of the first row. % copy: the floor (read; read and "
-    "write in place) over the time, against a measured copy. peak: memory beyond the logits, in units of them. "
-    "all-reduces: of payloads, + of a header of integers."
+    "x first: time (on a CPU: of all threads) / time of the first row. % copy: rate at which the least traffic (the "
+    "forward pass reads the logits, the backward pass reads and overwrites them) was done, in % of the rate of a "
+    "measured copy. peak: memory beyond the logits / memory of the logits. all-reduces: of payloads, + of integers."
 )
 
 
 def setting(result: dict[str, Any]) -> str:
-    """One line about the machine and the problem size."""
+    """Return a line about the machine and the sizes of the benchmark."""
     s = result["settings"]
     m = result["machine"]
     return (
@@ -29,7 +29,7 @@ def setting(result: dict[str, Any]) -> str:
 
 
 def sheets(result: dict[str, Any]) -> list[SummaryTable]:
-    """The tables of implementations and of masks."""
+    """Return the table of implementations and the table of masks."""
     on_cpu = result["settings"]["device"] == "cpu"
     return [
         _implementations(result["implementations"], on_cpu),
@@ -38,7 +38,7 @@ def sheets(result: dict[str, Any]) -> list[SummaryTable]:
 
 
 def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
-    """Return the time to compare implementations by: CPU time of all threads, or on a GPU wall-clock time."""
+    """Return the time by which implementations are compared: CPU time of all threads, or on a GPU wall-clock time."""
     if on_cpu:
         return row["cpu_ms"]
     return row["forward_ms"] + row["backward_ms"]
@@ -103,6 +103,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
+    """Return both tables in Markdown."""
     blocks = [setting(result)]
     for sheet in sheets(result):
         rule = ["---", *["---:"] * (len(sheet.columns) - 1)]
@@ -131,10 +132,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left_axes.set_title(
         f"TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, {s['device']}"
     )
+    # In percent. The error bar extends half of the interquartile range to each side.
     right_axes.barh(
         [r["name"] for r in masks],
         [100 * r["overhead"] for r in masks],
-        xerr=[50 * r["overhead_iqr"] for r in masks],
+        xerr=[100 * r["overhead_iqr"] / 2 for r in masks],
     )
     right_axes.axvline(0, color="black", linewidth=0.8)
     right_axes.set_xlabel("% over the update without a mask, median and IQR")

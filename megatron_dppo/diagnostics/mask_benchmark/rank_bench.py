@@ -1,4 +1,4 @@
-"""One rank of the benchmark: builds the logits, runs all implementations in turn, aggregates."""
+"""Run one rank of the benchmark: build the logits, run all implementations in turn, and aggregate the times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class RankBench:
         seeded = torch.Generator().manual_seed(0)
         all_logits = torch.randn(options.tokens, width * self.ranks, generator=seeded)
         all_logits = all_logits.mul_(2.5).to(dtype)
-        # Padding of -inf has no effect on implementations that do not know the unpadded vocabulary.
+        # Some implementations do not know the vocabulary's size without padding. Padding of -inf does not change their
+        # results.
         all_logits[:, options.vocab :] = -torch.inf
         self.checked = all_logits[:CHECKED_ROWS].double()
         self.logits = (
@@ -56,7 +57,8 @@ class RankBench:
         )
 
     def fresh(self) -> Tensor:
-        """Return a leaf tensor with the logits, in the buffer; wait until every rank has one."""
+        """Return a leaf tensor with a copy of the logits, in the buffer; wait until every rank has one."""
+        # A backward pass may have overwritten the buffer.
         self.buffer = self.buffer.detach()
         self.buffer.copy_(self.logits)
         leaf = self.buffer.view_as(self.buffer).requires_grad_()
@@ -64,7 +66,7 @@ class RankBench:
         return leaf
 
     def run(self, contender: Contender) -> dict[str, float]:
-        """Run one forward and backward pass; return their milliseconds."""
+        """Run a forward and a backward pass of ``contender``; return their milliseconds."""
         leaf = self.fresh()
         clock = Clock(self.device)
         log_probs, _ = contender.forward(leaf, self.inputs)
@@ -80,23 +82,25 @@ class RankBench:
 
     def compare(self) -> list[dict[str, Any]]:
         """Time all implementations in turns whose order rotates; returns one row for each."""
-        everyone = contenders(self.device, self.ranks, self.options.compile)
-        # Also the warm-up.
-        rows = [self.facts(c) for c in everyone]
-        times: list[list[dict[str, float]]] = [[] for _ in everyone]
+        runnable = contenders(self.device, self.ranks, self.options.compile)
+        # These untimed calls are also the warm-up.
+        rows = [self.facts(c) for c in runnable]
+        times: list[list[dict[str, float]]] = [[] for _ in runnable]
         for repetition in range(self.options.repetitions):
-            for i in range(len(everyone)):
-                turn = (i + repetition) % len(everyone)
-                times[turn].append(self.run(everyone[turn]))
+            for i in range(len(runnable)):
+                turn = (i + repetition) % len(runnable)
+                times[turn].append(self.run(runnable[turn]))
         bandwidth = copy_bandwidth(self.device, self.logits.numel(), self.logits.dtype)
-        floor = 3 * self.logits.numel() * self.logits.element_size() / 1e6
+        # The least memory traffic: forward reads the logits, backward reads them and writes the gradient in place.
+        floor_mb = 3 * self.logits.numel() * self.logits.element_size() / 1e6
         for row, runs in zip(rows, times, strict=True):
             for name in ("forward_ms", "backward_ms", "cpu_ms"):
                 row[name], row[f"{name}_iqr"] = median_iqr([r[name] for r in runs])
-            total = row["forward_ms"] + row["backward_ms"]
-            row["floor_mb"] = floor
+            total_ms = row["forward_ms"] + row["backward_ms"]
+            row["floor_mb"] = floor_mb
             row["copy_bandwidth_gb_s"] = bandwidth
-            row["floor_share_of_copy_bandwidth"] = floor / total / bandwidth
+            # MB / ms = GB/s.
+            row["floor_share_of_copy_bandwidth"] = floor_mb / total_ms / bandwidth
         return rows
 
     def facts(self, contender: Contender) -> dict[str, Any]:
@@ -145,14 +149,15 @@ class RankBench:
         )
 
     def machine(self) -> dict[str, Any]:
+        """Return the names of processor and libraries on which the times depend."""
         name = machine.processor() or machine.machine()
         if self.device == "cuda":
             name = torch.cuda.get_device_name()
         elif Path("/proc/cpuinfo").exists():
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            name = next(
-                (x.split(":")[1].strip() for x in lines if x.startswith("model name")), name
-            )
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    name = line.split(":")[1].strip()
+                    break
         return {
             "processor": name,
             "torch": torch.__version__,
@@ -162,6 +167,7 @@ class RankBench:
 
 
 def median_iqr(values: list[float]) -> tuple[float, float]:
+    """Return the median and the interquartile range."""
     if len(values) < 2:
         return values[0], 0.0
     quarters = statistics.quantiles(values, n=4, method="inclusive")

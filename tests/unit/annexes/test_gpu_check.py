@@ -22,7 +22,7 @@ from megatron_dppo.diagnostics.gpu_check.parts.loop import (
 )
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, PassResult, compared
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _layout_row as layout_row
-from megatron_dppo.diagnostics.gpu_check.parts.trainer import _passed as passed
+from megatron_dppo.diagnostics.gpu_check.parts.trainer import _run_pass as run_pass
 from megatron_dppo.diagnostics.gpu_check.runner import run_part
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.families import load_model_shape
@@ -71,7 +71,7 @@ def test_layers_without_ddp_have_no_gradients_that_apexs_kernel_could_add_to(tmp
     monkeypatch.setattr(platform, "current", lambda: fused)
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
     try:
-        assert passed(folder, "float32", batch, torch_layers=False).gradients
+        assert run_pass(folder, "float32", batch, torch_layers=False).gradients
     finally:
         torch.distributed.destroy_process_group()
 
