@@ -29,7 +29,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from megatron_dppo.logging import fatal
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
     REPORT_FILE,
     Record,
@@ -336,7 +336,7 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     handles = plot_metrics(axes, runs, in_panel("masked"))
     if handles:
         axes.set_ylim(0, min(max(axes.get_ylim()[1], 0.1), PERCENT[1]))
-        handles += _band(axes, runs, names.MASKED_POSITIVE, 100, "%")
+        handles += _band(axes, runs, metric_names.MASKED_POSITIVE, 100, "%")
     if _has_no_advantage(runs):
         mark_empty(axes, handles, "no token to mask:\nthe responses of each group earned the same")
     else:
@@ -347,7 +347,7 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
 def _has_no_advantage(runs: list[RunRecords]) -> bool:
     """Return whether the rewards in every group of every step of every run were equal."""
     for run in runs:
-        _, shares = series(run.records, names.ZERO_VARIANCE_GROUPS)
+        _, shares = series(run.records, metric_names.ZERO_VARIANCE_GROUPS)
         if set(shares) != {1.0}:
             return False
     return True
@@ -367,7 +367,7 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s of a rank: as a share of the GPU's peak if every run recorded it, else in TFLOP/s."""
     panel, unit = "tflops", "TFLOP/s"
-    if all(is_recorded([run], names.MFU) for run in runs):
+    if all(is_recorded([run], metric_names.MFU) for run in runs):
         panel, unit = "mfu", "% of the GPU's bf16 peak"
     _draw_from_zero(axes, runs, panel, "Model arithmetic in training", unit)
 
@@ -554,7 +554,7 @@ PANELS = (
 )
 USE_PANELS = (draw_arithmetic, draw_memory)
 """Panels of the machine's use, drawn if any run has recorded it."""
-USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
+USE_METRICS = (metric_names.TFLOPS, metric_names.PEAK_MEMORY, metric_names.IDLE_SHARE)
 AHEAD_PANELS = (draw_age, draw_waiting)
 """Panels of generation ahead of the trainer, drawn if any run has trained on tokens of older weights."""
 TURN_PANELS = (
@@ -649,13 +649,13 @@ def _panels(runs: list[RunRecords]) -> list[Callable[[Axes, list[RunRecords]], N
     panels: list[Callable[[Axes, list[RunRecords]], None]] = list(PANELS)
     if is_recorded(runs, *USE_METRICS):
         panels += USE_PANELS
-    if _largest(runs, names.STALENESS_MAX) > 0:
+    if _largest(runs, metric_names.STALENESS_MAX) > 0:
         panels += AHEAD_PANELS
-    if _largest(runs, names.TURNS) > 1:
+    if _largest(runs, metric_names.TURNS) > 1:
         panels += TURN_PANELS
-    if is_recorded(runs, names.ACCEPTED_LENGTH):
+    if is_recorded(runs, metric_names.ACCEPTED_LENGTH):
         panels += DRAFT_PANELS
-    if is_recorded(runs, names.UPDATE_SECONDS):
+    if is_recorded(runs, metric_names.UPDATE_SECONDS):
         panels += UPDATE_PANELS
     return panels
 

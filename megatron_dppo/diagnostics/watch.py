@@ -383,7 +383,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="RUN",
         help="a run's directory; may not exist yet",
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"of {HOST} ({PORT}); 0: a free one")
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=f"port on {HOST} ({PORT}); 0: a free one"
+    )
     options = parser.parse_args(arguments)
     try:
         server = WatchServer(options.run, options.port)

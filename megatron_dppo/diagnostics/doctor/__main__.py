@@ -178,7 +178,8 @@ def report_parts(case: Case) -> None:
     side = engine_side(case.batch)
     if side is None:
         raise ValueError("no response of the batch has one weight version alone")
-    batch = [t for i in side.positions if (t := case.batch[i]).sampled]
+    side_batch = [case.batch[i] for i in side.positions]
+    batch = [t for t in side_batch if t.sampled]
     # Use the weights that trained on the batch if they are known, else the newest.
     trained_version = case.step - 1
     if trained_version not in known_weights.folders:
@@ -201,7 +202,7 @@ def report_parts(case: Case) -> None:
     parts.show(title, facts)
     case.write_json(parts.to_text(case.step, len(batch)))
     if options.png:
-        draw(options.png, title, parts.split, parts.measured, parts.log_mu.numpy())
+        draw(options.png, title, parts.split, parts.results, parts.log_mu.numpy())
         print(f"{options.png}: the parts, and ratio and TV against mu")
 
 

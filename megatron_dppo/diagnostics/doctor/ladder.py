@@ -31,7 +31,7 @@ from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.__main__ import show_facts
 from megatron_dppo.diagnostics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -50,7 +50,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RungResult:
     """Results of one pass.
 
     Attributes:
@@ -86,7 +86,7 @@ def rungs(
     *,
     rollout_policy: Path,
     policy: Path,
-    recorded: bool,
+    has_routing: bool,
     precision: bool = True,
 ) -> list[Rung]:
     """Return the passes for this batch. A cause that is not possible in the run has no pass.
@@ -96,7 +96,7 @@ def rungs(
         temperature: temperature of the run's rollouts.
         rollout_policy: folder of the weights that sampled the batch.
         policy: folder of the trainer's weights, with which it trained on the batch.
-        recorded: whether any response has recorded routing.
+        has_routing: whether any response has recorded routing.
         precision: whether to add a pass in float32.
     """
     ladder = [Rung(fixes=START, weights=policy, temperature=1.0, replay=False, dtype=dtype)]
@@ -104,7 +104,7 @@ def rungs(
         ladder.append(replace(ladder[-1], fixes="sampling transform", temperature=temperature))
     if policy.resolve() != rollout_policy.resolve():
         ladder.append(replace(ladder[-1], fixes="staleness", weights=rollout_policy))
-    if recorded:
+    if has_routing:
         ladder.append(replace(ladder[-1], fixes="routing", replay=True))
     if precision and dtype != "float32":
         ladder.append(replace(ladder[-1], fixes="precision", dtype="float32"))
@@ -116,7 +116,7 @@ def measure(
     build: Callable[[Rung], Trainer],
     micro_batch_tokens: int,
     batch: Sequence[Trajectory],
-) -> Iterator[Measured]:
+) -> Iterator[RungResult]:
     """Run the passes in order, and build a new trainer only if weights or dtype change.
 
     Raises ValueError if a model does not match the batch.
@@ -136,14 +136,14 @@ def measure(
         pi = log_probs.exp()
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
-        compared_count = counts.get(names.COMPARED, 0)
+        compared_count = counts.get(metric_names.COMPARED, 0)
         agreement = None
         if compared_count:
-            agreement = counts[names.ROUTING_AGREEMENT] / compared_count
+            agreement = counts[metric_names.ROUTING_AGREEMENT] / compared_count
         moved = 0.0
         if previous_pi is not None:
             moved = float((pi - previous_pi).abs().mean())
-        yield Measured(
+        yield RungResult(
             rung=rung,
             gap=float(gap.mean()),
             moved=moved,
@@ -159,13 +159,13 @@ def measure(
         trainer.close()
 
 
-def parts(measured: Sequence[Measured]) -> dict[str, float]:
+def parts(results: Sequence[RungResult]) -> dict[str, float]:
     """Split the gap of the first pass: map each cause to the decrease by its fix, and ``numerics`` to the rest.
 
     A part is negative if the fix increased the gap. ``precision`` is not a part: its pass shows how much of the
     numerics a float32 trainer would remove.
     """
-    passes = [m for m in measured if m.rung.fixes != "precision"]
+    passes = [m for m in results if m.rung.fixes != "precision"]
     split: dict[str, float] = {}
     for before, after in pairwise(passes):
         split[after.rung.fixes] = before.gap - after.gap
@@ -182,7 +182,7 @@ def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
 
 def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> Trainer:
     """Build a Trainer of the run's model in this one process, with the rung's weights and dtype."""
-    recorded = any("routed_experts" in t.columns for t in batch)
+    has_routing = any("routed_experts" in t.columns for t in batch)
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}
     )
@@ -193,7 +193,7 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
                 "parallel": ParallelConfig(),
                 # The folder has merged weights: the adapters are already in them.
                 "lora": LoraConfig(),
-                "rollout": config.rollout.model_copy(update={"router_replay": recorded}),
+                "rollout": config.rollout.model_copy(update={"router_replay": has_routing}),
             }
         )
     )
@@ -226,9 +226,9 @@ def log_probs_of(
 class Parts:
     """All passes over a batch, and its gap split into parts."""
 
-    recorded: bool
+    has_routing: bool
     log_mu: Tensor
-    measured: Sequence[Measured]
+    results: Sequence[RungResult]
     split: dict[str, float]
 
     @classmethod
@@ -242,30 +242,30 @@ class Parts:
         precision: bool,
     ) -> Parts:
         """Run the passes over ``batch``, responses with at least one token. See ``rungs`` for the other arguments."""
-        recorded = any("routed_experts" in t.columns for t in batch)
+        has_routing = any("routed_experts" in t.columns for t in batch)
         ladder = rungs(
             config.model.dtype,
             config.temperature,
             rollout_policy=rollout_policy,
             policy=policy,
-            recorded=recorded,
+            has_routing=has_routing,
             precision=precision,
         )
-        measured = []
+        results = []
         with progress("measuring", len(ladder)) as bar:
             build = partial(trainer_of, config, batch)
             for result in measure(ladder, build, config.training.micro_batch_tokens, batch):
-                measured.append(result)
+                results.append(result)
                 bar.advance()
-        return cls(recorded, rollout_log_probs(batch), measured, parts(measured))
+        return cls(has_routing, rollout_log_probs(batch), results, parts(results))
 
     @property
     def routing(self) -> str:
         """Return a line about the agreement of the trainer's routing with the engine's."""
-        if not self.recorded:
+        if not self.has_routing:
             return "no recorded routing in this batch: what routing does is part of the numerics"
         # The routing is compared only in passes that replay it. They all have the rollout's weights.
-        agreement = next(m.agreement for m in self.measured if m.agreement is not None)
+        agreement = next(m.agreement for m in self.results if m.agreement is not None)
         return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
 
     def show(self, title: str, facts: Sequence[str]) -> None:
@@ -273,7 +273,7 @@ class Parts:
         console = show_facts(title, [*facts, self.routing], width=120)
         figures = ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
         passes = _table("pi with one more cause fixed in each row", "fixed", *figures)
-        for i, m in enumerate(self.measured):
+        for i, m in enumerate(self.results):
             passes.add_row(
                 m.rung.fixes,
                 _small(m.gap),
@@ -288,7 +288,7 @@ class Parts:
         )
         console.print(passes)
         table = _table("What mean |pi-mu| is made of", "cause", "part", "share")
-        total = self.measured[0].gap
+        total = self.results[0].gap
         for cause, part in self.split.items():
             table.add_row(cause, _small(part), _share(part, total))
         table.add_row("all", _small(total), _share(total, total), style="bold")
@@ -304,7 +304,7 @@ class Parts:
             "responses": responses,
             "tokens": len(self.log_mu),
             "parts": self.split,
-            "rungs": [m.as_json() for m in self.measured],
+            "rungs": [m.as_json() for m in self.results],
         }
         return json.dumps(figures, indent=2) + "\n"
 
@@ -345,7 +345,7 @@ def draw(
     path: Path,
     title: str,
     split: Mapping[str, float],
-    measured: Sequence[Measured],
+    results: Sequence[RungResult],
     rollout_log_probs: np.ndarray,
 ) -> None:
     """Write the PNG: a row of bars for the parts, then two panels for each of two passes.
@@ -357,10 +357,10 @@ def draw(
         path: path of the PNG.
         title: title of the figure.
         split: part of the gap, by cause.
-        measured: all passes.
+        results: the results of all passes.
         rollout_log_probs: log mu, [tokens].
     """
-    candidates = [m for m in measured if m.rung.dtype == measured[0].rung.dtype]
+    candidates = [m for m in results if m.rung.dtype == results[0].rung.dtype]
     passes = candidates
     if len(candidates) > 1:
         passes = [candidates[0], candidates[-1]]
@@ -369,13 +369,13 @@ def draw(
         figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
         figure.suptitle(title, fontsize=12, fontweight="bold")
         grid = figure.add_gridspec(1 + len(passes), 2, height_ratios=[1, *[2.2] * len(passes)])
-        _draw_parts(figure.add_subplot(grid[0, :]), split, measured[0].gap)
+        _draw_parts(figure.add_subplot(grid[0, :]), split, results[0].gap)
         rows: list[tuple[Axes, Axes]] = []
         for i in range(1, len(passes) + 1):
             rows.append((figure.add_subplot(grid[i, 0]), figure.add_subplot(grid[i, 1])))
         for (left_axes, right_axes), result in zip(rows, passes, strict=True):
             log_pi = result.log_probs.numpy()
-            _draw_ratio(left_axes, rollout_log_probs, log_pi, _name(result, measured))
+            _draw_ratio(left_axes, rollout_log_probs, log_pi, _name(result, results))
             _draw_gap(right_axes, rollout_log_probs, log_pi, result.gap)
         gap_panels = [right_axes for _, right_axes in rows]
         limits = [axes.get_ylim() for axes in gap_panels]
@@ -384,9 +384,9 @@ def draw(
         FigureCanvasAgg(figure).print_png(path)
 
 
-def _name(result: Measured, measured: Sequence[Measured]) -> str:
+def _name(result: RungResult, results: Sequence[RungResult]) -> str:
     """Return the name of a pass in the titles of its panels."""
-    if measured.index(result):
+    if results.index(result):
         return "all but numerics fixed"
     return result.rung.fixes
 

@@ -198,10 +198,12 @@ class Reference(Policy):
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if part in name and not list(module.children()):
-                    hook = module.register_forward_pre_hook(lambda _, xs: tuple(map(rounding, xs)))
+                    hook = module.register_forward_pre_hook(
+                        lambda _, inputs: tuple(map(rounding, inputs))
+                    )
                     stack.callback(hook.remove)
                     if results:
-                        hook = module.register_forward_hook(lambda _, __, out: rounding(out))
+                        hook = module.register_forward_hook(lambda _, __, output: rounding(output))
                         stack.callback(hook.remove)
             stack.enter_context(self._changed(part, rounding))
             yield

@@ -46,7 +46,7 @@ from megatron_dppo.engine.held_tensors import HeldTensors
 from megatron_dppo.loop.gap_guard import is_coarse
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.families import load_model_shape
 
@@ -67,10 +67,10 @@ class DoctorReport:
 
     Attributes:
         batch: the trajectories that were examined.
-        diagnoses: one for each side that was examined.
+        diagnoses: one diagnosis for each side that was examined.
         draws: how the engine sampled the tokens; None if it was not examined.
         prompt_faults: one line for each prompt that differs.
-        tensor_faults: one for each tensor that a server did not hold as the weights of its version.
+        tensor_faults: one fault for each tensor of a server that differs from the weights of the server's version.
         texts: texts of token ids.
         facts: lines about the batch.
         unexamined: the reason why something was not examined, by its name (a side, ``prompts``, ...).
@@ -88,7 +88,7 @@ class DoctorReport:
     @property
     def conclusions(self) -> list[str]:
         """Return ``findings``; if there are none, a line that says which sides agree with the reference."""
-        examined = [diagnosed.side for diagnosed in self.diagnoses]
+        examined = [side_diagnosis.side for side_diagnosis in self.diagnoses]
         if self.findings:
             return self.findings
         if not examined:
@@ -126,7 +126,9 @@ class DoctorReport:
 
 def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str]:
     """Return one line for each side that differs, and one for copied responses or for another sampler."""
-    lines = [_sentence(diagnosed) for diagnosed in diagnoses if not diagnosed.is_healthy]
+    lines = [
+        _sentence(side_diagnosis) for side_diagnosis in diagnoses if not side_diagnosis.is_healthy
+    ]
     if draws is not None and draws.are_copies:
         first_copy, second_copy = draws.copies[0]
         lines.append(
@@ -141,17 +143,17 @@ def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str
     return lines
 
 
-def _sentence(diagnosed: Diagnosis) -> str:
+def _sentence(side_diagnosis: Diagnosis) -> str:
     """Return the line about a side that differs."""
-    if diagnosed.cause is None:
+    if side_diagnosis.cause is None:
         return (
-            f"{diagnosed.side}: unexplained, mean |p - reference| {diagnosed.gap:.1e} at version "
-            f"{diagnosed.version}; no alternative comes near"
+            f"{side_diagnosis.side}: unexplained, mean |p - reference| {side_diagnosis.gap:.1e} at version "
+            f"{side_diagnosis.version}; no alternative comes near"
         )
-    remaining_gap = diagnosed.gaps[diagnosed.cause.name]
+    remaining_gap = side_diagnosis.gaps[side_diagnosis.cause.name]
     return (
-        f"{diagnosed.side}: {diagnosed.axis}: {diagnosed.cause.name} (mean |p - reference| {diagnosed.gap:.1e}, "
-        f"{remaining_gap:.1e} left of it)"
+        f"{side_diagnosis.side}: {side_diagnosis.axis}: {side_diagnosis.cause.name} (mean |p - reference| "
+        f"{side_diagnosis.gap:.1e}, {remaining_gap:.1e} left of it)"
     )
 
 
@@ -264,10 +266,10 @@ class Doctor:
     def _concentration(self) -> list[str]:
         """Return a line about how similar the responses of a group are; no line if the batch lacks TopK(mu)."""
         rows = rows_of(self._batch, self._config.rollout.group_size)
-        value = generated_figures(rows).get(names.CONCENTRATION)
+        value = generated_figures(rows).get(metric_names.CONCENTRATION)
         if value is None:
             return []
-        normal = names.METRICS[names.CONCENTRATION].normal
+        normal = metric_names.METRICS[metric_names.CONCENTRATION].normal
         assert normal is not None
         verdict = "normal"
         if value > normal.high:
@@ -317,12 +319,14 @@ class Doctor:
         for with_all in (False, True):
             plain, by_name, alternatives = self._scored(side, every=with_all)
             rounding = self._rounding(side.name)
-            diagnosed = diagnosis.judge(side, self._batch, plain, by_name, alternatives, rounding)
-            if diagnosed.is_healthy:
+            side_diagnosis = diagnosis.judge(
+                side, self._batch, plain, by_name, alternatives, rounding
+            )
+            if side_diagnosis.is_healthy:
                 break
-        if side.name == "trainer" and diagnosed.may_be_layout:
-            return self._without_layout(diagnosed, side, plain)
-        return diagnosed
+        if side.name == "trainer" and side_diagnosis.may_be_layout:
+            return self._without_layout(side_diagnosis, side, plain)
+        return side_diagnosis
 
     def _scored(
         self,
@@ -360,20 +364,20 @@ class Doctor:
         alternatives = [c for c in scores.alternatives if c.name == causes.ROUNDED]
         side = replace(engine, name=causes.RECORDING, log_probs=tuple(natural))
         rounding = self._rounding("engine")
-        diagnosed = diagnosis.judge(
+        side_diagnosis = diagnosis.judge(
             side, self._batch, recorded, by_alternative, alternatives, rounding
         )
-        if not diagnosed.is_healthy:
+        if not side_diagnosis.is_healthy:
             reference = self._weights.reference(engine.version)
             candidates = causes.alternatives(self._run, reference, is_recorded=True)
             shifts = [c for c in candidates if c.name in causes.MOVED_RECORDINGS]
             for name, values in self._scores_by(reference, "moved recordings", shifts).items():
                 by_alternative[name] = [values[i] for i in engine.positions]
             alternatives += shifts
-            diagnosed = diagnosis.judge(
+            side_diagnosis = diagnosis.judge(
                 side, self._batch, recorded, by_alternative, alternatives, rounding
             )
-        return [diagnosed]
+        return [side_diagnosis]
 
     def _rounding(self, side: str) -> str | None:
         """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
@@ -411,7 +415,7 @@ class Doctor:
     def _is_selected(self) -> bool:
         """Whether rewards or lengths selected the responses of the engine's side.
 
-        If weight updates interrupt responses, the long ones have several versions, and the engine's side lacks them.
+        If weight updates interrupt responses, the long responses have several versions. The engine's side lacks them.
         """
         is_interrupted = any(len(t.version_spans) > 1 for t in self._batch)
         return self._config.rollout.drop_zero_variance_groups or is_interrupted
@@ -472,14 +476,14 @@ class Doctor:
 
     def _without_layout(
         self,
-        diagnosed: Diagnosis,
+        side_diagnosis: Diagnosis,
         side: Side,
         plain: Sequence[Tensor],
     ) -> Diagnosis:
         """Change the cause to ``layout`` if the same trainer in one process agrees with the reference."""
         config = self._config
         if config.parallel.world_size == 1:
-            return diagnosed
+            return side_diagnosis
         folder = self._weights.folder(side.version)
         rung = Rung("layout", folder, config.temperature, config.router_replay, config.model.dtype)
         batch = [self._batch[i] for i in side.positions]
@@ -489,18 +493,18 @@ class Doctor:
         except (OSError, ValueError, RuntimeError) as error:
             # A model that is trained by several processes may not fit into one.
             self._unexamined["layout"] = str(error)
-            return diagnosed
+            return side_diagnosis
         finally:
             # Destroy the process group of this trainer: later code in this process may create another one.
             if dist.is_initialized():
                 dist.destroy_process_group()
         gap = diagnosis.gap(log_pi.exp(), diagnosis.joined(plain).exp())
-        if gap > diagnosed.bound:
-            return diagnosed
+        if gap > side_diagnosis.bound:
+            return side_diagnosis
         cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
-        tokens = [replace(token, with_cause=None) for token in diagnosed.tokens]
-        gaps = {LAYOUT: gap, **diagnosed.gaps}
-        return replace(diagnosed, cause=cause, gaps=gaps, tokens=tokens)
+        tokens = [replace(token, with_cause=None) for token in side_diagnosis.tokens]
+        gaps = {LAYOUT: gap, **side_diagnosis.gaps}
+        return replace(side_diagnosis, cause=cause, gaps=gaps, tokens=tokens)
 
 
 def show(console: Console, doctor_report: DoctorReport) -> None:
@@ -514,41 +518,41 @@ def show(console: Console, doctor_report: DoctorReport) -> None:
 def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
     """Return a table of alternatives for each side, and a table of tokens for each side that differs."""
     summaries = []
-    for diagnosed in doctor_report.diagnoses:
+    for side_diagnosis in doctor_report.diagnoses:
         title = (
-            f"{diagnosed.side}, weights of version {diagnosed.version}: {diagnosed.axis}; mean |p - reference| "
-            f"{diagnosed.gap:.1e}, noise up to {diagnosed.bound:.1e}"
+            f"{side_diagnosis.side}, weights of version {side_diagnosis.version}: {side_diagnosis.axis}; "
+            f"mean |p - reference| {side_diagnosis.gap:.1e}, noise up to {side_diagnosis.bound:.1e}"
         )
-        rows = [(name, f"{gap:.1e}") for name, gap in list(diagnosed.gaps.items())[:SHOWN]]
+        rows = [(name, f"{gap:.1e}") for name, gap in list(side_diagnosis.gaps.items())[:SHOWN]]
         note = (
             "computed otherwise: what the reference does in another way; gap: mean |p - reference| that is left then. "
-            f"{_judged_by(diagnosed)}"
+            f"{_judged_by(side_diagnosis)}"
         )
         summaries.append(SummaryTable(title, ("computed otherwise", "gap"), rows, note))
-        if not diagnosed.is_healthy:
-            summaries.append(_tokens(diagnosed, doctor_report.texts))
+        if not side_diagnosis.is_healthy:
+            summaries.append(_tokens(side_diagnosis, doctor_report.texts))
     return summaries
 
 
-def _judged_by(diagnosed: Diagnosis) -> str:
+def _judged_by(side_diagnosis: Diagnosis) -> str:
     """Return the sentence that explains the verdict from the gaps of a table."""
-    if diagnosed.is_healthy:
+    if side_diagnosis.is_healthy:
         return "The side is within the noise, so none is a cause."
-    return f"The cause is what leaves least, and at most a quarter of {diagnosed.gap:.1e}."
+    return f"The cause is what leaves least, and at most a quarter of {side_diagnosis.gap:.1e}."
 
 
-def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
+def _tokens(side_diagnosis: Diagnosis, texts: TokenTexts) -> SummaryTable:
     """Return the table of the tokens with the largest gaps."""
-    columns = ("token", "response", "at", *diagnosed.columns, "with the cause")
+    columns = ("token", "response", "at", *side_diagnosis.columns, "with the cause")
     rows: list[tuple[str, ...]] = []
-    for token in diagnosed.tokens[:TOKENS]:
+    for token in side_diagnosis.tokens[:TOKENS]:
         text = repr(texts[token.token_id])
         with_cause = ""
         if token.with_cause is not None:
             with_cause = f"{token.with_cause:.4f}"
         probabilities = (f"{token.side:.4f}", f"{token.reference:.4f}", with_cause)
         rows.append((text, str(token.response), str(token.position), *probabilities))
-    side, reference = diagnosed.columns
+    side, reference = side_diagnosis.columns
     note = (
         "response: its number in the batch; at: the token's place in it; then the token's probability: "
         f"{side}, {reference}, and the reference's with the cause."
@@ -564,19 +568,19 @@ def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:
         facts=[*doctor_report.conclusions, *facts],
         tables=tables(doctor_report),
         sides=[
-            (diagnosed.side, _responses(diagnosed, doctor_report))
-            for diagnosed in doctor_report.diagnoses
-            if not diagnosed.is_healthy
+            (side_diagnosis.side, _responses(side_diagnosis, doctor_report))
+            for side_diagnosis in doctor_report.diagnoses
+            if not side_diagnosis.is_healthy
         ],
     )
 
 
-def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> list[ResponseText]:
+def _responses(side_diagnosis: Diagnosis, doctor_report: DoctorReport) -> list[ResponseText]:
     """Return the responses with the largest gaps; the colour of a token shows its gap."""
     by_response: dict[int, list[TokenEvidence]] = {}
-    for token in diagnosed.tokens:
+    for token in side_diagnosis.tokens:
         by_response.setdefault(token.response, []).append(token)
-    largest_gap = diagnosed.tokens[0].gap
+    largest_gap = side_diagnosis.tokens[0].gap
     responses = []
     for index in list(by_response)[:RESPONSES]:
         t = doctor_report.batch[index]
@@ -585,7 +589,7 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> list[Respon
             TokenSpan(
                 "explained" if token.is_explained else "left",
                 doctor_report.texts[token.token_id],
-                _numbers(diagnosed, token),
+                _numbers(side_diagnosis, token),
                 token.gap / largest_gap,
             )
             for token in sorted(tokens, key=lambda token: token.position)
@@ -596,16 +600,16 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> list[Respon
     return responses
 
 
-def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:
+def _numbers(side_diagnosis: Diagnosis, token: TokenEvidence) -> str:
     """Return the tooltip of a token."""
-    side, reference = diagnosed.columns
+    side, reference = side_diagnosis.columns
     lines = [
         f"id {token.token_id}, token {token.position}",
         f"{side} {token.side:.6g}",
         f"{reference} {token.reference:.6g}",
     ]
-    if diagnosed.cause is not None and token.with_cause is not None:
-        lines.append(f"{diagnosed.cause.name}: {token.with_cause:.6g}")
+    if side_diagnosis.cause is not None and token.with_cause is not None:
+        lines.append(f"{side_diagnosis.cause.name}: {token.with_cause:.6g}")
     return "\n".join(lines)
 
 
@@ -613,7 +617,7 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
     """Return every figure of the report as JSON values."""
     return {
         "findings": doctor_report.findings,
-        "sides": [_side_as_json(diagnosed) for diagnosed in doctor_report.diagnoses],
+        "sides": [_side_as_json(side_diagnosis) for side_diagnosis in doctor_report.diagnoses],
         "draws": asdict(doctor_report.draws) if doctor_report.draws else None,
         "prompt_faults": list(doctor_report.prompt_faults),
         "tensor_faults": [asdict(fault) for fault in doctor_report.tensor_faults],
@@ -621,15 +625,15 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
     }
 
 
-def _side_as_json(diagnosed: Diagnosis) -> dict[str, Any]:
+def _side_as_json(side_diagnosis: Diagnosis) -> dict[str, Any]:
     return {
-        "side": diagnosed.side,
-        "version": diagnosed.version,
-        "axis": diagnosed.axis,
-        "cause": diagnosed.cause.name if diagnosed.cause else None,
-        "gap": diagnosed.gap,
-        "noise": diagnosed.noise,
-        "bound": diagnosed.bound,
-        "gaps": dict(diagnosed.gaps),
-        "tokens": [asdict(token) for token in diagnosed.tokens[:TOKENS]],
+        "side": side_diagnosis.side,
+        "version": side_diagnosis.version,
+        "axis": side_diagnosis.axis,
+        "cause": side_diagnosis.cause.name if side_diagnosis.cause else None,
+        "gap": side_diagnosis.gap,
+        "noise": side_diagnosis.noise,
+        "bound": side_diagnosis.bound,
+        "gaps": dict(side_diagnosis.gaps),
+        "tokens": [asdict(token) for token in side_diagnosis.tokens[:TOKENS]],
     }

@@ -29,12 +29,12 @@ from megatron_dppo.algorithms.token_metrics import PPO_CLIP, token_metrics
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics import sums
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
 
-_UNKNOWN = (names.GAP_STALE, names.TOPK_MASS, names.NONFINITE)
+_UNKNOWN = (metric_names.GAP_STALE, metric_names.TOPK_MASS, metric_names.NONFINITE)
 """Metrics that a saved batch does not determine: the weights that sampled, the engine's Top-K and non-finite values are
 not in it."""
 TOKEN_METRICS = tuple(

@@ -33,7 +33,7 @@ from megatron_dppo.diagnostics.explain.__main__ import (
     show_facts,
 )
 from megatron_dppo.diagnostics.pages import SummaryTable
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps, step_of
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
-    """Return those of the ``saved`` steps that the run's metrics have: only their batches were trained on.
+    """Return the ``saved`` steps that have a row in the run's metrics: only their batches were trained on.
 
     A batch that ended the run was saved but not trained on, and batches of an earlier attempt may be in the folder too.
     Raises ValueError if there is no such step.
@@ -209,8 +209,8 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
     columns = ("step", "tokens", run, other, "both block", f"only {run}", f"only {other}")
     rows = [row(str(step.step), [step]) for step in steps]
     note = (
-        f"tokens: trained ones of the step; {run}, {other}: share that each rule blocks; then how many both block, and "
-        "how many one alone."
+        f"tokens: trained tokens of the step; {run}, {other}: share that each rule blocks; then how many tokens both "
+        "rules block, and how many one rule alone."
     )
     return SummaryTable("Blocked tokens", columns, [*rows, row("all", steps)], note)
 
@@ -265,7 +265,7 @@ def derive(options: argparse.Namespace) -> None:
         raise ValueError(f"the derivation ended with exit code {code}; its output is above")
     equal_steps: set[int] = set()
     for row in read_records(directory):
-        if row.get(names.REDERIVED) == 1.0:
+        if row.get(metric_names.REDERIVED) == 1.0:
             equal_steps.add(step_of(row))
     different_steps = [step for step in range(1, last_step + 1) if step not in equal_steps]
     print(f"{last_step - len(different_steps)} of {last_step} steps derived again, bit for bit")

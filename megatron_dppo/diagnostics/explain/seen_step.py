@@ -35,7 +35,7 @@ from megatron_dppo.diagnostics.explain.explanation import (
 )
 from megatron_dppo.loop.learning import trains
 from megatron_dppo.metrics import sums
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
 from megatron_dppo.metrics.sums import means
 from megatron_dppo.system.errors import RunError
@@ -226,7 +226,12 @@ def _sliced(record: R, rows: slice) -> R:
     return replace(record, **cut_tensors)
 
 
-COUNTS = (names.TRAINED_TOKENS, names.POSITIVE, names.NEGATIVE, names.MASKED)
+COUNTS = (
+    metric_names.TRAINED_TOKENS,
+    metric_names.POSITIVE,
+    metric_names.NEGATIVE,
+    metric_names.MASKED,
+)
 """Metrics that are counts, which must agree exactly."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-9
 """Relative and absolute part of the allowed difference of a mean: the run summed the float32 numbers on another device

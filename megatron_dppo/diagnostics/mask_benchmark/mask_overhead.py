@@ -1,4 +1,4 @@
-"""Overhead of a mask in a policy update, paired with the same update without a mask."""
+"""Measure the overhead of a mask in a policy update, beside the same update without a mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of the benchmark: runs all implementations in turn on the same logits, then an update with each mask."""
+"""Run the benchmark on one rank: all implementations in turn on the same logits, then an update with each mask."""
 
 from __future__ import annotations
 

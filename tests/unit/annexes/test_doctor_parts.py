@@ -150,7 +150,7 @@ def test_what_cannot_be_measured_is_said(run, arguments, told):
 def test_the_pass_in_float32_can_be_left_out(tmp_path, precision, passes):
     ladder = rungs(
         "bfloat16", 1.0,
-        rollout_policy=tmp_path, policy=tmp_path, recorded=False, precision=precision,
+        rollout_policy=tmp_path, policy=tmp_path, has_routing=False, precision=precision,
     )  # fmt: skip
     assert len(ladder) == passes
     assert ladder[-1].dtype == ("float32" if precision else "bfloat16")

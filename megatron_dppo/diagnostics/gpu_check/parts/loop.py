@@ -32,7 +32,7 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
-from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
@@ -85,8 +85,8 @@ def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) ->
 
 def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
     """Return a row that holds if every weight update was verified, with the figures of the last one."""
-    updates = sum(record.get(names.WEIGHT_UPDATES) or 0 for record in records)
-    verified = sum(record.get(names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
+    updates = sum(record.get(metric_names.WEIGHT_UPDATES) or 0 for record in records)
+    verified = sum(record.get(metric_names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
     figures: dict[str, float] = {}
     for name, value in records[-1].items():
         if name.startswith("weights/") and isinstance(value, float | int):
@@ -104,8 +104,8 @@ def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
 
 def gap_row(record: Record, dtype: Dtype) -> CheckRow:
     """Return a row that holds if mean |pi - mu| at equal weights is in its normal range."""
-    normal = BY_METRIC[names.GAP_ON_POLICY]
-    gap = record.get(names.GAP_ON_POLICY)
+    normal = BY_METRIC[metric_names.GAP_ON_POLICY]
+    gap = record.get(metric_names.GAP_ON_POLICY)
     value = float("nan") if gap is None else gap
     bound = normal.upper(dtype)
     return CheckRow(
@@ -130,12 +130,12 @@ def r3(bench: Bench) -> Iterator[CheckRow]:
 
 def routing_rows(record: Record) -> Iterator[CheckRow]:
     """Yield whether every token has recorded routing, and how often the trainer's own routers choose the same."""
-    unrecorded_share = record.get(names.ROUTING_UNRECORDED)
+    unrecorded_share = record.get(metric_names.ROUTING_UNRECORDED)
     yield CheckRow(
         "tokens without recorded routing", _percent(unrecorded_share), "0%", unrecorded_share == 0
     )
-    agreement = record.get(names.ROUTING_AGREEMENT_FIRST)
-    low = BY_METRIC[names.ROUTING_AGREEMENT].low
+    agreement = record.get(metric_names.ROUTING_AGREEMENT_FIRST)
+    low = BY_METRIC[metric_names.ROUTING_AGREEMENT].low
     holds = agreement is not None and agreement >= low
     yield CheckRow(
         "natural routing as the server's", _percent(agreement), f"at least {low:.0%}", holds
@@ -167,7 +167,7 @@ def mismatch(bench: Bench) -> Iterator[CheckRow]:
 
 def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
     """Yield each cause's part of the gap. The part ``numerics`` must be in the normal range."""
-    bound = BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16")
+    bound = BY_METRIC[metric_names.GAP_ON_POLICY].upper("bfloat16")
     for cause, gap in ladder["parts"].items():
         # The other parts only inform.
         expected_text, holds = "", None
