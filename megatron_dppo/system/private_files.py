@@ -14,7 +14,7 @@ _WRITING_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnsafeFileError(RunError, PermissionError):
-    """Another user owns a file or folder, or may write it; the message has its path."""
+    """A path is no private file or folder: another user owns it or may write it, or it is of another kind."""
 
 
 def make_private_folder(path: Path) -> None:
