@@ -80,7 +80,7 @@ class TokenInputs:
             value = getattr(self, name)
             if value is not None and value.shape != shape:
                 raise ValueError(
-                    f"TokenInputs.{name} has shape {tuple(value.shape)}, expected that of "
+                    f"TokenInputs.{name} has shape {tuple(value.shape)}, expected the shape of "
                     f"log_probs, {tuple(shape)}"
                 )
         if self.loss_mask.dtype != torch.bool:

@@ -119,7 +119,7 @@ OPTIONS: dict[str, Option] = {
     "mean_k3": Option("largest mean of r - 1 - log r of a response that trains", "mask"),
     "second_moment": Option("largest mean of (log r)^2 over tokens of the optimiser step", "step"),
     "largest_shift": Option(
-        "largest mean of |pi' / mu - 1| of a response whose tokens train whatever A is", "mask"
+        "largest mean of |pi' / mu - 1| at which all tokens of a response train", "mask"
     ),
     "gate_segment": Option(
         "tokens of a segment that is judged by its gap of log pi' and log mu", "weight", whole=True
@@ -522,7 +522,7 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
         if algorithm.preset.mask == algorithm.preset.divergence:
             alternative = (
                 f"dppo-topk-tv and dppo-topk-kl bound it from below; {algorithm.name.replace('dppo', 'recomputed')} "
-                "measures the trainer's own recomputed policy instead, which is another distance"
+                "measures another distance, from the trainer's own recomputed policy"
             )
         raise ValueError(
             f"{algorithm.name} needs mu of the whole vocabulary from the engine, and this model's "

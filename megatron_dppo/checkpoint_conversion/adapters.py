@@ -138,7 +138,7 @@ class PeftReader(Closing):
         if faults:
             self.close()
             raise CheckpointError(
-                f"{self.folder}: its adapters are not those of this run: {'; '.join(faults)}"
+                f"{self.folder}: its adapters differ from this run's: {'; '.join(faults)}"
             )
 
     def read(self, name: str, dims: tuple[int, ...]) -> torch.Tensor:
@@ -341,7 +341,7 @@ def modules_of(
             left_out.append(matrix)
     if not selected:
         raise AdapterError(
-            f"target_modules are {targets!r}, which name nothing in a {shape.family} model with such tensors, "
+            f"target_modules are {targets!r}, which name nothing in a {shape.family} model with these tensors, "
             f"expected some of {[ALL, *all_modules]}"
         )
     if left_out:

@@ -144,8 +144,8 @@ def load_certificate(folder: str | Path) -> Certificate:
     body = read_body(path)
     if body.get("form") == "sharded":
         raise CheckpointError(
-            f"{folder}: of the form 'sharded', one file a rank, which is read no more; "
-            f"tools/convert_sharded_checkpoint.py {folder} NEW_FOLDER makes Megatron-Core's of it"
+            f"{folder}: has the form 'sharded', one file for each rank, expected Megatron-Core's form; "
+            f"tools/convert_sharded_checkpoint.py {folder} NEW_FOLDER converts it"
         )
     try:
         certificate = certificate_of(body)
@@ -158,7 +158,7 @@ def load_certificate(folder: str | Path) -> Certificate:
     names = list(certificate.tensors)
     expected_names = [*hf_tensors(certificate.shape), *carried_names(certificate.shape, names)]
     if names != expected_names:
-        raise CheckpointError(f"{path}: its tensors are not those of its model")
+        raise CheckpointError(f"{path}: its tensors differ from its model's tensors")
     certificate.check_files(path.parent)
     return certificate
 

@@ -397,7 +397,7 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
             more = [f"{len(faults) - SHOWN} more"]
         listed = "; ".join(faults[:SHOWN] + more)
         raise CheckpointError(
-            f"{location}: its tensors are not those of its config.json ({listed})"
+            f"{location}: its tensors differ from the model in its config.json ({listed})"
         )
 
 

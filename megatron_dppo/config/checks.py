@@ -144,8 +144,8 @@ def template_argument_faults(arguments: Mapping[str, Any]) -> layout.Faults:
     """Report arguments of a chat template that the package sets itself."""
     for name in sorted(arguments.keys() & set(RESERVED_ARGUMENTS)):
         yield (
-            f"data.chat_template_arguments.{name}: got {arguments[name]!r}, expected a variable of the chat "
-            "template's own: this one is set for every prompt"
+            f"data.chat_template_arguments.{name}: got {arguments[name]!r}, expected a variable of the chat template: "
+            f"{name} is no variable of it, or is set for every prompt"
         )
 
 
@@ -327,7 +327,7 @@ def environment_faults(
     if rollout.responses_per_call > 1:
         yield (
             f"rollout.responses_per_call: got {rollout.responses_per_call} with an environment, expected 1: "
-            "each turn is a call of its own"
+            "each turn is a separate call"
         )
 
 
@@ -623,7 +623,7 @@ def _reference(algorithm: schema.AlgorithmConfig) -> layout.Faults:
         if getattr(algorithm, key) != getattr(defaults, key):
             yield (
                 f"algorithm.{key}: got {given(getattr(algorithm, key))} with algorithm.reference_kl 0 "
-                "(off), expected a factor above 0, or nothing of it"
+                f"(off), expected algorithm.reference_kl above 0, or no algorithm.{key}"
             )
 
 
@@ -694,7 +694,7 @@ def _engine(
     if engine.deterministic and rollout.responses_per_call > 1:
         yield (
             f"rollout.responses_per_call: got {rollout.responses_per_call}, expected 1 with "
-            "engine.deterministic: each response has a seed of its own"
+            "engine.deterministic: each response has its own seed"
         )
     if engine.ca_file is None:
         return

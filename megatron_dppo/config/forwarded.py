@@ -230,10 +230,11 @@ MEGATRON_UNUSABLE: Mapping[str, str] = {
         ),
         _STAGE_LAYERS,
     ),
-    "tp_comm_overlap": "a training program must create Transformer Engine's buffers for it; this one creates none",
+    "tp_comm_overlap": "it needs buffers that the training program must create in Transformer Engine; this trainer "
+    "does not create them",
     "moe_use_legacy_grouped_gemm": "weights are mapped for Transformer Engine's grouped experts",
-    "qk_clip": "weights are clipped by a call after each step, which this trainer does not make",
-    "use_ring_exchange_p2p": "torch has no such exchange: a build of NVIDIA's own has",
+    "qk_clip": "a call after each step clips the weights, and this trainer does not make this call",
+    "use_ring_exchange_p2p": "torch has no ring exchange; only a build of NVIDIA has it",
 }
 """Field of TransformerConfig that must be off -> the reason."""
 
@@ -357,7 +358,7 @@ SGLANG_OTHER_SHARES = (
 """Fields of ServerArgs that divide the weights among the ranks of a server in ways that the weight update does not
 support."""
 SGLANG_UNUSABLE: Mapping[str, str] = {
-    "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
+    "skip_tokenizer_init": "a run reads the text of responses, and a server without a tokenizer returns no text",
     **speculation.UNUSABLE,
     "dllm_algorithm": "a response is sampled token by token, each with its probability",
     "enable_watermark": "tokens would not be drawn from the probabilities that the server reports",
@@ -625,8 +626,8 @@ class _SglangTable(ForwardedTable):
             )
         if values.get("load_balance_method") == "follow_bootstrap_room":
             yield (
-                "sglang.load_balance_method: got 'follow_bootstrap_room', expected another: it sends a request to the "
-                "attention replica that disaggregated prefill chose, and requests of a run have none"
+                "sglang.load_balance_method: got 'follow_bootstrap_room', expected another method: it sends a request "
+                "to the attention replica that disaggregated prefill chose, and a run has no disaggregated prefill"
             )
         yield from speculation.table_faults(values)
         replicas = values.get("dp_size")
@@ -861,13 +862,13 @@ def _optimizer_memory_faults(
     for key in (PRECISION_AWARE, OFFLOAD):
         if optimizer.get(key) and not distributed:
             yield (
-                f"megatron_optimizer.{key}: got true, expected optimizer.distributed: true with it: Megatron-Core has "
-                "it for the distributed optimizer alone"
+                f"megatron_optimizer.{key}: got true, expected optimizer.distributed: true with it: only "
+                "Megatron-Core's distributed optimizer has this option"
             )
         if optimizer.get(key) and dtype == "float32":
             yield (
                 f"megatron_optimizer.{key}: got true with model.dtype float32, expected bfloat16: Megatron-Core can't "
-                "divide float32 weights so"
+                "divide float32 weights in this way"
             )
     is_offloaded = bool(optimizer.get(OFFLOAD))
     fraction = optimizer.get(OFFLOAD_FRACTION)

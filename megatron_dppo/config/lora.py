@@ -148,7 +148,7 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
         if adapted_modules and adapted_modules != set(group):
             yield (
                 f"lora.target_modules: got {sorted(adapted_modules)} with lora.update 'adapters', expected all of "
-                f"{list(group)} or none: SGLang fuses them and takes no part"
+                f"{list(group)} or none of them: SGLang fuses these matrices"
             )
 
 

@@ -159,18 +159,18 @@ def _draft_run_faults(config: schema.TrainConfig, algorithm: str) -> Iterator[st
         )
     if config.engine.placement == "colocated":
         yield (
-            f"engine.placement: got 'colocated' with {option}, expected another one: a server that releases its memory "
+            f"engine.placement: got 'colocated' with {option}, expected 'separate': a server that releases its memory "
             "loses the weights of its draft, and no update sends them again"
         )
     if config.engine.quantization is not None:
         yield (
-            f"engine.quantization: got {config.engine.quantization} with {option}, expected none: such a server starts "
-            "with arbitrary weights, also of its draft"
+            f"engine.quantization: got {config.engine.quantization} with {option}, expected null: a quantised server "
+            "starts with arbitrary weights, also of its draft"
         )
     if config.weight_sync.strategy == "disk":
         yield (
-            f"weight_sync.strategy: got 'disk' with {option}, expected another one: SGLang would load the folder into "
-            "the draft too"
+            f"weight_sync.strategy: got 'disk' with {option}, expected 'distributed' or 'tensor': SGLang would load "
+            "the folder into the draft too"
         )
     if config.engine.device == "cpu":
         yield (

@@ -160,7 +160,7 @@ class SavedBatch:
         """
         if not np.array_equal(self._rows(HASH + name, i, i + 1), _hashes([array])):
             raise ValueError(
-                f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} are not those of their hash"
+                f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} do not have the recorded hash"
             )
 
     def _check_names(self) -> None:

@@ -79,7 +79,7 @@ class PromptForm:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if any(message["role"] == "system" for message in messages):
             raise DataError(
-                f"{location}: the prompt has a system message, and data.system_prompt is another; expected one of them"
+                f"{location}: the prompt has a system message, and data.system_prompt is set, expected only one of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
@@ -630,14 +630,14 @@ def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> I
         return
     if has_date(tokenizer, form.arguments):
         yield (
-            "the chat template writes the date of the day into prompts, so that prompts differ from one day to the "
-            "next, within a run that goes on and between training and use; set its variable for the date in "
-            "data.chat_template_arguments where it has one (Llama's is date_string), or write a date into the template"
+            "the chat template writes the current date into prompts, so prompts change from day to day, during the run "
+            "and between training and use. If the template has a variable for the date (Llama's is date_string), set "
+            "it in data.chat_template_arguments; otherwise write a fixed date into the template"
         )
     if lacks_generation_prompt(tokenizer, form.arguments):
         yield (
             "the chat template writes no generation prompt: prompts end before the text that begins the assistant's "
-            "turn, which the model then has to write itself; expected a template that heeds add_generation_prompt"
+            "turn, so the model must write this text itself; expected a template that reads add_generation_prompt"
         )
 
 

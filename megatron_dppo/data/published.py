@@ -489,7 +489,7 @@ def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prep
         raise DataError(f"{out}: {reason}")
     preparation = collect(published, files_of(published, source, split))
     if not preparation.answers:
-        raise DataError(f"{source}: no problem is left of it\n" + "\n".join(preparation.report()))
+        raise DataError(f"{source}: no usable problem\n" + "\n".join(preparation.report()))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, preparation.lines(name))
     return preparation

@@ -498,9 +498,9 @@ def refuse_media(record: Mapping[str, Any], prompt: Prompt, location: str) -> No
         if isinstance(value, str) and _MEDIA_MARK.search(_all_text(prompt)) is None:
             continue
         raise DataError(
-            f"{location}: the column {name!r} has a value ({type(value).__name__}), expected an empty one: models are "
-            "trained on text alone, so the prompt would have only a word such as <image>. Leave out such problems, or "
-            f"the column {name!r} where the text is enough"
+            f"{location}: the column {name!r} has a value ({type(value).__name__}), expected an empty column: models "
+            "are trained on text alone, so the prompt would have only a word such as <image>. Leave out this problem, "
+            f"or the column {name!r} if the text is enough"
         )
 
 

@@ -153,7 +153,7 @@ class Seal:
             values = json.loads(text)
             digest = values.pop("digest")
             if digest != text_digest(values):
-                raise ValueError("altered: the seal is not that of its hash")
+                raise ValueError("altered: the seal does not have the recorded hash")
             settings = values["sampling"]
             stamps: list[Stamp] = []
             for index, *stamp_fields in values["stamps"]:

@@ -127,7 +127,7 @@ def read_lines(path: Path) -> list[str]:
         raise RecordsError(f"{path}: can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RecordsError(
-            f"{path}: damaged: not UTF-8 at byte {error.start}; move it away to go on without it"
+            f"{path}: damaged: not UTF-8 at byte {error.start}; move the file away to continue without it"
         ) from error
 
 
@@ -371,7 +371,9 @@ class MetricsWriter:
         """
         last_record = self.hash.last
         if last_record is None or step_of(last_record) != step:
-            raise RecordsError(f"{self._lines.path}: the last record is not that of step {step}")
+            raise RecordsError(
+                f"{self._lines.path}: the last record is not the record of step {step}"
+            )
         completed_values: dict[str, float] = {}
         for name, value in last_record.items():
             completed_values[name] = math.nan if value is None else value

@@ -149,7 +149,7 @@ MASKED_NEGATIVE = _metric(
     share=True,
     normal=NormalRange(
         "masked tokens of negative advantage",
-        "The causes are those of positive advantages. The mask also prevents that unlikely tokens are pushed to "
+        "The causes are the same as for positive advantages. The mask also keeps unlikely tokens from being pushed to "
         "probability 0.",
         high=0.01,
     ),
