@@ -95,7 +95,8 @@ class CheckpointDirectory:
 
     def survey(self) -> CheckpointSurvey:
         """List complete and unusable checkpoints. Only manifests and file sizes are read, not the files' content."""
-        complete, unusable = [], []
+        complete: list[StoredCheckpoint] = []
+        unusable: list[UnusableCheckpoint] = []
         for path in self._folders():
             if match := _COMPLETE_NAME.fullmatch(path.name):
                 step = int(match[1])

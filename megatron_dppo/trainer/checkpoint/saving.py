@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,36 +119,37 @@ class SaveTask:
             FencedError: another start of the run took over.
         """
         start_time = time.perf_counter()
-        partial = self.target.partial
+        stored = self.target.partial
         folders = self.target.folders
         try:
             path, size = self._write_and_publish()
         except CheckpointError as error:
             if self.group.rank() == 0:
-                folders.discard(partial)
+                folders.discard(stored)
             raise CheckpointError(
-                f"can't save step {partial.step} in {folders.directory}: {error}; it needs about "
+                f"can't save step {stored.step} in {folders.directory}: {error}; it needs about "
                 f"{self.target.needed / MIB:.1f} MiB, {self.target.free / MIB:.1f} MiB were free; older "
                 "checkpoints are as they were"
             ) from error
         if not self.suspect:
             self.fence(self.group)
             collectives.on_rank_0(self._prune, self.group, error=CheckpointError)
-        return Saved(path, partial.step, size, time.perf_counter() - start_time)
+        return Saved(path, stored.step, size, time.perf_counter() - start_time)
 
     def _write_and_publish(self) -> tuple[Path, int]:
+        """Return the path of the published checkpoint and the size of all its files. Collective."""
         folder = self.target.partial.path
         if self.target.free < self.target.needed:
             raise CheckpointError(os.strerror(errno.ENOSPC))
         records, items = collectives.on_every_rank(
-            lambda: self._write(folder), self.group, error=CheckpointError
+            partial(self._write, folder), self.group, error=CheckpointError
         )
         failpoint("checkpoint/written")
         records_of_ranks = collectives.all_gather_json(records, self.group)
         # Gather the items only on rank 0, which writes the headers: the number of items grows with that of the ranks.
         items_of_ranks = collectives.gather_json(items, self.group)
         header_records = collectives.on_rank_0(
-            lambda: self._write_headers(folder, items_of_ranks), self.group, error=CheckpointError
+            partial(self._write_headers, folder, items_of_ranks), self.group, error=CheckpointError
         )
         files: dict[str, Any] = {}
         for file_records in (*records_of_ranks, header_records):
@@ -156,13 +158,14 @@ class SaveTask:
         # writing.
         self.fence(self.group)
         path = collectives.on_rank_0(
-            lambda: self._publish(files), self.group, error=CheckpointError
+            partial(self._publish, files), self.group, error=CheckpointError
         )
         return Path(path), sum(record["bytes"] for record in files.values())
 
     def _write(self, folder: Path) -> tuple[dict[str, Any], list[StoredItem]]:
         """Write this rank's files; return size and SHA-256 of each file by name, and the items for the headers."""
         rank = self.group.rank()
+        # torch.distributed.checkpoint names the files of a checkpoint so.
         path = folder / f"__{rank}_0.distcp"
         with HashedFile(path) as hashed:
             file = BlockFile(hashed)
@@ -181,17 +184,19 @@ class SaveTask:
         folder: Path,
         items_of_ranks: list[list[StoredItem]] | None,
     ) -> dict[str, Any]:
+        """Write the files that say where each block is stored; return their records by name."""
         assert items_of_ranks is not None, "global rank 0 has all ranks' items"
         items = itertools.chain.from_iterable(items_of_ranks)
         return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
-        partial = self.target.partial
+        """Publish the folder with a manifest of ``files``, and return its path."""
+        stored = self.target.partial
         manifest = {**self.manifest, "files": files}
-        path = self.target.folders.publish(partial, manifest, suspect=self.suspect)
+        path = self.target.folders.publish(stored, manifest, suspect=self.suspect)
         if not self.suspect:
             failpoint("checkpoint/remember")
-            self.published(partial.step)
+            self.published(stored.step)
         return str(path)
 
     def _prune(self) -> None:
@@ -268,7 +273,9 @@ class PendingSave:
                 "error": f"{prefix}{self._error}",
                 "fenced": isinstance(self._error, FencedError),
             }
-        return None if self._saved is None else {"error": None, "fenced": False}
+        if self._saved is None:
+            return None
+        return {"error": None, "fenced": False}
 
     def settle(self, reports: list[dict[str, Any] | None]) -> Saved | None:
         """Return the published checkpoint once every rank has reported its result; None before that.
@@ -285,7 +292,9 @@ class PendingSave:
             self._ended.wait(_END_S)
             error_type = FencedError if failures[0]["fenced"] else CheckpointError
             raise error_type(failures[0]["error"]) from self._error
-        return None if None in reports else self._saved
+        if None in reports:
+            return None
+        return self._saved
 
     def wait(self, is_settled: Callable[[], bool]) -> None:
         """Wait until ``is_settled()``, and show a progress bar.

@@ -289,7 +289,8 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
     for state in state_slices(optimizer):
         # Key the slices by the parameter's identity, because ``==`` of tensors compares elements.
         slices.setdefault(id(state.parameter), []).append(state)
-    tensors, objects = [], {}
+    tensors: list[_LocalTensor] = []
+    objects: dict[str, Any] = {}
     for sharded in nested_values(model):
         if isinstance(sharded, ShardedObject):
             if is_main_replica(sharded.replica_id):
@@ -313,6 +314,7 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
 def _local_tensor(
     sharded: ShardedTensor | ShardedTensorFactory, slices: Iterable[StateSlice]
 ) -> _LocalTensor:
+    """Return the blocks of a tensor of Megatron's state dict, and those of its optimizer state in ``slices``."""
     regions = _regions(sharded)
     state: list[LocalBlock] = []
     for state_slice in slices:

@@ -19,6 +19,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,14 +119,21 @@ class CheckpointStore:
 
     def survey(self) -> CheckpointSurvey:
         """Survey the directory on global rank 0 and return the survey on every rank."""
-        survey_json = collectives.on_rank_0(
-            lambda: _SURVEY.dump_python(self._folders.survey(), mode="json"), error=CheckpointError
-        )
+        survey_json = collectives.on_rank_0(self._survey, error=CheckpointError)
         return _SURVEY.validate_python(survey_json)
 
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither loaded nor deleted."""
-        collectives.on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
+        collectives.on_rank_0(partial(self._set_aside, path), error=CheckpointError)
+
+    def _survey(self) -> dict[str, Any]:
+        return _SURVEY.dump_python(self._folders.survey(), mode="json")
+
+    def _set_aside(self, path: Path) -> str:
+        return str(self._folders.set_aside(path))
+
+    def _begin(self, step: int) -> dict[str, Any]:
+        return _STORED.dump_python(self._folders.begin(step), mode="json")
 
     def save(
         self,
@@ -155,38 +163,28 @@ class CheckpointStore:
         trainer.check_resident("save a checkpoint")
         self.finish()
         collectives.agree(state, "the run's state")
-        collectives.on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
+        collectives.on_every_rank(partial(check_step_count, trainer), error=CheckpointError)
         self._fence(None)
-        partial_json = collectives.on_rank_0(
-            lambda: _STORED.dump_python(self._folders.begin(step), mode="json"),
-            error=CheckpointError,
-        )
-        partial = _STORED.validate_python(partial_json)
+        stored_json = collectives.on_rank_0(partial(self._begin, step), error=CheckpointError)
+        stored = _STORED.validate_python(stored_json)
         state_of_rank = rank_state(_model_state(trainer), trainer.optimizer)
         share_bytes = sum(block.bytes for block, _ in state_of_rank.share)
-        target = saving.SaveTarget(
-            self._folders,
-            partial,
-            needed=sum(collectives.all_gather_json(share_bytes)) + _SLACK_BYTES,
-            # Rank 0 measures the free space for all ranks, so that all of them agree on whether to make a host copy.
-            free=collectives.on_rank_0(
-                lambda: shutil.disk_usage(partial.path).free, error=CheckpointError
-            ),
-        )
+        needed_bytes = sum(collectives.all_gather_json(share_bytes)) + _SLACK_BYTES
+        # Rank 0 measures the free space for all ranks, so that all of them agree on whether to make a host copy.
+        free_bytes = collectives.on_rank_0(partial(_free_bytes, stored.path), error=CheckpointError)
+        target = saving.SaveTarget(self._folders, stored, needed_bytes, free_bytes)
         # A save without enough disk space fails before it reads the blocks, so it needs no copy.
         needs_copy = self._background and target.free >= target.needed
-        self._pending = saving.PendingSave(
-            saving.SaveTask(
-                target,
-                self._part(state_of_rank, copied=needs_copy),
-                {**facts(trainer), "state": state},
-                self._group,
-                self._fence,
-                self._published,
-                suspect,
-            ),
-            self._thread,
+        task = saving.SaveTask(
+            target,
+            self._part(state_of_rank, copied=needs_copy),
+            {**facts(trainer), "state": state},
+            self._group,
+            self._fence,
+            self._published,
+            suspect,
         )
+        self._pending = saving.PendingSave(task, self._thread)
         if not self._background:
             self.finish()
 
@@ -229,7 +227,8 @@ class CheckpointStore:
 
     def figures(self) -> dict[str, float]:
         """Return metrics of the checkpoints that were published since the last call. Not collective."""
-        checkpoints, self._saved = self._saved, []
+        checkpoints = self._saved
+        self._saved = []
         if not checkpoints:
             return {}
         return {
@@ -260,19 +259,19 @@ class CheckpointStore:
         trainer.check_resident("load a checkpoint")
         folder = checkpoint.path
         manifest = collectives.on_rank_0(
-            lambda: _checked_manifest(folder), error=DamagedCheckpointError
+            partial(_checked_manifest, folder), error=DamagedCheckpointError
         )
         check_model(trainer, manifest, folder)
         files = manifest["files"]
-        share = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
+        # Each rank hashes a share of the files.
+        own_names = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
+        own_files = {name: files[name] for name in own_names}
         collectives.on_every_rank(
-            lambda: check_content(folder, {name: files[name] for name in share}),
-            error=DamagedCheckpointError,
+            partial(check_content, folder, own_files), error=DamagedCheckpointError
         )
-
         model = _model_state(trainer)
         state = rank_state(model, trainer.optimizer)
-        collectives.on_every_rank(lambda: _fill(state, folder), error=CheckpointError)
+        collectives.on_every_rank(partial(_fill, state, folder), error=CheckpointError)
         _load_objects(trainer, model, folder)
         settle_masters(trainer.optimizer)
         set_steps(trainer.optimizer, manifest["step_count"])
@@ -288,6 +287,10 @@ class CheckpointStore:
             objects=state.objects,
             generators=json.dumps(rng_state()),
         )
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
@@ -434,11 +437,8 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
     topology = trainer.topology
     if saved_layout == trainer.layout:
         path = folder / saving.rng_file(topology.rank)
-        restore_rng_state(
-            collectives.on_every_rank(
-                lambda: json.loads(path.read_text(encoding="utf-8")), error=CheckpointError
-            )
-        )
+        state = collectives.on_every_rank(partial(_read_json, path), error=CheckpointError)
+        restore_rng_state(state)
         return
     seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
     platform.seed_everything(seed)
@@ -450,6 +450,11 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
             trainer.layout.describe(),
             seed,
         )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def _default_facts() -> dict[str, Any]:

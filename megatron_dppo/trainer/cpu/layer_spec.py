@@ -108,7 +108,8 @@ def packed_attention_with_sinks(
 
     q [T, H, D], k [T, G, D], v [T, G, E], sinks [H] -> [T, H, E].
     """
-    heads, groups = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    groups = k.shape[1]
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
     outputs = []
@@ -158,6 +159,7 @@ class TorchAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             assert config.window_size is not None
+            # Megatron-Core counts the tokens before the current one, this window counts the current one too.
             self.window = config.window_size[0] + 1
         self.softmax_offset = None
         self.tensor_group = pg_collection.tp
@@ -394,7 +396,9 @@ class ColumnGroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             if config.perform_initialization:
                 init_method(weight)
-            set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
+            set_tensor_model_parallel_attributes(
+                weight, is_parallel=True, dim=self.partition_dim, stride=1
+            )
             # Megatron's DDP reduces a parameter whose ``allreduce`` is False over expert-data ranks only.
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
@@ -410,12 +414,17 @@ class ColumnGroupedLinear(torch.nn.Module):
         """Map x [tokens, in], sorted by expert with ``m_splits`` tokens each, to [tokens, out / ETP] and the biases
         that were not added."""
         parts = x.split(m_splits)
-        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.has_bias else []
+        biases: list[torch.nn.Parameter] = []
+        if self.has_bias:
+            biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        adds_biases = self.has_bias and not self.skip_bias_add
         outputs: list[Tensor] = []
         for expert, part in enumerate(parts):
-            added = biases[expert] if biases and not self.skip_bias_add else None
-            outputs.append(F.linear(part, getattr(self, f"weight{expert}"), added))
-        return torch.cat(outputs), biases if biases and self.skip_bias_add else None
+            bias = biases[expert] if adds_biases else None
+            outputs.append(F.linear(part, getattr(self, f"weight{expert}"), bias))
+        if adds_biases or not biases:
+            return torch.cat(outputs), None
+        return torch.cat(outputs), biases
 
     def sharded_state_dict(
         self,
