@@ -484,8 +484,8 @@ def main() -> None:
 EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 2.0}
 """Largest accepted difference of one token's log-probability, nats.
 
-In bfloat16 a token differs by up to 0.04 if trainer and export choose its experts alike, and by up to 1.13 if a router's
-near tie sends it to other experts (tiny gpt_oss).
+In bfloat16 a token differs by up to 0.04 if trainer and export choose its experts alike, and by up to 1.13 if a near
+tie of a router sends it to other experts (tiny gpt_oss).
 """
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
 _SHARED_GPU = (
