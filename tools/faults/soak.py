@@ -40,6 +40,9 @@ WARM_STEPS = 500
 """Steps at the beginning of a process's life that do not count."""
 MOST_MIB_PER_1000_STEPS = 5.0
 MOST_DESCRIPTORS_PER_1000_STEPS = 1.0
+NOISE_MIB = 10.0
+NOISE_DESCRIPTORS = 5.0
+"""Growth over a process's whole life that is not told from what comes and goes, such as open connections."""
 _LOOK_S = 0.5
 _STALLED_S = 1800.0
 
@@ -75,8 +78,11 @@ class Growth:
 
     @property
     def is_flat(self) -> bool:
-        is_memory_flat = self.mib <= MOST_MIB_PER_1000_STEPS
-        return is_memory_flat and self.descriptors <= MOST_DESCRIPTORS_PER_1000_STEPS
+        thousands = self.steps / 1000
+        most_mib = max(NOISE_MIB, MOST_MIB_PER_1000_STEPS * thousands)
+        most_descriptors = max(NOISE_DESCRIPTORS, MOST_DESCRIPTORS_PER_1000_STEPS * thousands)
+        is_memory_flat = self.mib * thousands <= most_mib
+        return is_memory_flat and self.descriptors * thousands <= most_descriptors
 
 
 def measure(run: LiveRun, step: int) -> list[Measurement]:

@@ -101,18 +101,22 @@ def test_growth_is_the_slope_after_the_warm_up_of_each_process():
         # The caches of this server fill in its first 500 steps, 100 MiB in all; then it stays flat.
         server_mib = min(step, 500) / 5
         measurements.append(soak.Measurement(step, "server", 7, int(server_mib * 2**20), 40))
-        # This rank loses 6 MiB and 2 descriptors in 1,000 steps.
+        # This rank loses 12 MiB and 2 descriptors in 1,000 steps.
         measurements.append(
-            soak.Measurement(step, "rank", 8, int(step * 6 * 2**20 / 1000), 100 + step // 500)
+            soak.Measurement(step, "rank", 8, int(step * 12 * 2**20 / 1000), 100 + step // 500)
         )
+        # The connections of this router come and go.
+        connections = 20 if step < 1500 else 24
+        measurements.append(soak.Measurement(step, "router", 10, 60 * 2**20, connections))
     # A process that lived shorter than twice its warm-up is not judged.
     measurements.append(soak.Measurement(100, "worker", 9, 2**20, 5))
     measurements.append(soak.Measurement(900, "worker", 9, 2**30, 500))
     found = {growth.kind: growth for growth in soak.growths(measurements)}
-    assert found.keys() == {"server", "rank"}
+    assert found.keys() == {"server", "rank", "router"}
+    assert found["router"].is_flat
     assert found["server"].mib == pytest.approx(0.0, abs=1e-9)
     assert found["server"].is_flat
-    assert found["rank"].mib == pytest.approx(6.0, abs=1e-3)
+    assert found["rank"].mib == pytest.approx(12.0, abs=1e-3)
     assert found["rank"].descriptors == pytest.approx(2.0, abs=0.2)
     assert found["rank"].steps == 1500
     assert not found["rank"].is_flat
