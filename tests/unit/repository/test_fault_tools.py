@@ -106,7 +106,7 @@ def test_growth_is_the_slope_after_the_warm_up_of_each_process():
             soak.Measurement(step, "rank", 8, int(step * 12 * 2**20 / 1000), 100 + step // 500)
         )
         # The connections of this router come and go.
-        connections = 20 if step < 1500 else 24
+        connections = 20 if step < 1500 else 23
         measurements.append(soak.Measurement(step, "router", 10, 60 * 2**20, connections))
     # A process that lived shorter than twice its warm-up is not judged.
     measurements.append(soak.Measurement(100, "worker", 9, 2**20, 5))
