@@ -96,7 +96,7 @@ def upload(
         if len(other_names) > _NAMED_FILES:
             more = f" and {len(other_names) - _NAMED_FILES} more"
         log.warning(
-            "%s: not sent, as no files of the model: %s%s",
+            "%s: these are no files of the model and are not sent: %s%s",
             folder,
             ", ".join(other_names[:_NAMED_FILES]),
             more,
@@ -111,6 +111,7 @@ def upload(
             folder_path=folder,
             revision=revision,
             allow_patterns=[glob.escape(name) for name in sent_names],
+            # An export is the folder ``hf`` in the folder of its run.
             commit_message=f"Export of {folder.resolve().parent.name}",
         )
     # hf_xet sends large files, and raises RuntimeError.

@@ -137,7 +137,9 @@ class RewardTerm(Section):
     workers: int = Field(default=2, gt=0, le=1024)
     """Worker processes of this reward in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
-    """Responses in one call of a batch form, and concurrent calls in each process of an asynchronous form."""
+    """A function that scores several responses gets up to this number of them in one call. Of an asynchronous function,
+    each worker process runs up to this number of calls at the same time.
+    """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each worker process and its children, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
@@ -164,7 +166,7 @@ class RewardConfig(RewardTerm):
 
     @property
     def first(self) -> str:
-        """Name of the first reward among ``terms``: the name of its function."""
+        """Name of the function of ``name``, which is the key of this reward in ``terms``."""
         return self.name.rpartition(":")[2]
 
     @property
@@ -186,9 +188,9 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class."""
     credit: Credit = "trajectory"
-    """Reward that the advantage of a token compares with the group. ``trajectory``: the reward of the whole trajectory.
-    ``turn``: the reward from the token's turn on; docs/environments.md#credit. Turns of two trajectories are paired by
-    the order of branches in each trajectory, not by time.
+    """Which reward becomes the advantage of a token. ``trajectory``: the reward of the whole trajectory. ``turn``: the
+    reward from the token's turn on; docs/environments.md#credit. The n-th turn of a trajectory is compared with the
+    n-th turns of the group's other trajectories. Turns are counted branch after branch, whatever their time was.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""

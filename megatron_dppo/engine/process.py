@@ -1,6 +1,6 @@
 """Servers as child processes: start one, wait until it is healthy, end it, quote its log; the SGLang server.
 
-The supervisor imports this module, so it loads neither torch nor sglang, and the HTTP client only to wait.
+The supervisor imports this module, so it does not load torch or sglang. Only waiting loads the HTTP client.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Runtime:
 class ChildServer:
     """One server on one port: ``start``, ``wait_healthy``, ``poll``, then ``stop`` or ``kill``.
 
-    Start it from the main thread: on this machine the kernel ends it with the *thread* that called ``start``.
+    Start it from the main thread: the kernel ends a server on this machine when the *thread* that started it ends.
 
     Args:
         command: arguments of Python, from ``-m`` on; every user of the host can see them (``ps``).
         secrets: the object that the server reads as JSON from its standard input.
-        probe: path and key of a GET whose answer distinguishes this server from others.
+        probe: path and API key of a GET request. The answer shows whether this server answers, or another program.
     """
 
     title = "the server"
@@ -110,7 +110,7 @@ class ChildServer:
         self._started_at = 0.0
 
     def _accepts(self, answer: Answer) -> bool:
-        """Whether the probe's answer is from this server, which accepts the run's key, and the server is ready."""
+        """Whether the probe's answer shows that this server is ready: no other program accepts the run's key."""
         return answer.status == 200
 
     async def _warm_up(self, client: HttpClient) -> None:
@@ -195,7 +195,7 @@ class ChildServer:
                     if error is None:
                         return waited_s
                     self._give_up(f"{self.title} does not answer its first request: {error}")
-                # If this server has ended although another answers, the port was the reason.
+                # Another program answers on the port. That is why this server has ended, if it has.
                 if stranger.answered and (code is not None or stranger.stays(waited_s)):
                     self.kill()
                     raise PortHeldError(stranger.answered)
@@ -296,9 +296,9 @@ class EngineProcess(ChildServer):
     """One SGLang server.
 
     The file with its options is written beside ``log_path``. ``host`` is ``engine.host`` by default. If ``api_key`` is
-    None, generation needs no key. ``first_device`` is the first of the server's GPUs on its host. For a server over
-    several ``hosts`` it is the first on each host, and ``runtime`` starts one task on each. Each server and each
-    restart needs another ``seed``: two servers with one seed draw the same samples.
+    None, generation needs no key. ``first_device`` is the first of the server's GPUs on its host, or on each of its
+    ``hosts``. ``runtime`` starts one process on each host. Each server and each restart needs another ``seed``: two
+    servers with one seed draw the same samples.
     """
 
     title = "the engine"

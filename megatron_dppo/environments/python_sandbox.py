@@ -56,12 +56,12 @@ class Python:
 
     Args:
         begin: mark before a snippet.
-        end: mark after a snippet. If the turn lacks the mark, for example because it is a stop text, the snippet is the
-            rest of the turn.
+        end: mark after a snippet. If the turn lacks the mark, the snippet is the rest of the turn. A turn lacks it, for
+            example, if the mark is a stop text of the run.
         seconds: limit of the CPU time; the limit of the wall time is twice as long.
         memory_mib: limit of a snippet's address space.
-        longest_output: number of bytes of output that are kept. A byte may take a token, and
-            ``environment.max_observation_tokens`` limits the observation.
+        longest_output: number of bytes of output that are kept. Choose it with
+            ``environment.max_observation_tokens``, which limits the observation: a byte may take a token.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
 
 
 def _interpreter() -> Path:
-    """Return the interpreter below the virtual environment. It needs no installed package."""
+    """Return the interpreter that the virtual environment was made from. A snippet gets no installed package."""
     return Path(sys.executable).resolve()
 
 

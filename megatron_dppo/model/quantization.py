@@ -17,7 +17,8 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
 BLOCK = 128
-"""Rows and columns of a block of a weight; a block has one scale. Blocks of activations have as many columns."""
+"""Number of rows and of columns of a weight's block, which has one scale. A block of activations has one row and this
+number of columns."""
 SCALE_BYTES = 4
 SCALE_SUFFIX = "_scale_inv"
 """Ending of the name of a weight's scales, in checkpoints and in engines."""
@@ -29,7 +30,7 @@ SCHEME: dict[str, Any] = {
 }
 """``quantization_config`` of a config.json."""
 FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families whose models SGLang serves with exactly the tensors of ``is_quantized`` in FP8."""
+"""Families for which SGLang's FP8 tensors are exactly those that ``is_quantized`` names."""
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""
 
@@ -96,7 +97,8 @@ def check_block_widths(shape: ModelShape, engine: EngineLayout) -> None:
 
     SGLang's kernels read activations in groups of 128 columns, and each part of a fused matrix must have whole blocks.
     """
-    for parameter in engine_parameters(shape, engine, 0):
+    first_rank = 0
+    for parameter in engine_parameters(shape, engine, first_rank):
         if not holds_quantized(parameter):
             continue
         for segment in parameter.segments:

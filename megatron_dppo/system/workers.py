@@ -73,7 +73,8 @@ class WorkerProcess:
         module: the worker's module.
         start: content of call 0.
         environment: all environment variables of the worker.
-        output: descriptor for standard output and error; None: a file whose end is in the WorkerLostError.
+        output: descriptor for standard output and error. None: they go to a temporary file, whose last lines the
+            WorkerLostError quotes.
         largest_answer: largest number of bytes of an answer; a larger answer ends the worker. None: not limited.
 
     Attributes:
@@ -202,13 +203,14 @@ class WorkerProcess:
 
 
 class RestrictedWorker(WorkerProcess):
-    """A worker that runs code of a user or of a model, with a limit of memory and without the run's keys.
+    """A worker that runs code of a user or of a model, with a limit of memory. It gets no key of the run but those that
+    ``variable_names`` names.
 
     Args:
         module: the worker's module. Its ``main`` calls ``connect_restricted`` first.
         settings: the module's settings. They are sent as JSON.
         memory_gib: largest address space in GiB.
-        variable_names: names of the environment variables with keys that the worker receives.
+        variable_names: names of environment variables with keys that the worker gets all the same.
         largest_answer: as in WorkerProcess.
     """
 
@@ -276,7 +278,11 @@ class WorkerPool(Generic[W]):
             return worker
 
     def replace(self, worker: W) -> W:
-        """Return a new worker for a user of the dead ``worker``. In a closed pool, return ``worker`` itself."""
+        """Return a new worker for a user of the dead ``worker``. In a closed pool, return ``worker`` itself.
+
+        Each user of the dead worker gets a worker of its own. So the pool keeps its size only if there are at most
+        ``size`` users.
+        """
         with self._lock:
             if self._is_closed:
                 return worker
@@ -341,8 +347,8 @@ def connect(descriptor: str) -> CallConnection:
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     continue_guarded(connection.fileno())
-    # Close through the object, which closes only once. A fork of a fork runs this too, and the descriptor's number may
-    # belong to another file there.
+    # Forks of the worker close the connection. A fork of such a fork runs this function again. Its descriptor of this
+    # number may be another file by then, but the object does not close twice.
     os.register_at_fork(after_in_child=connection.close)
     return CallConnection(connection)
 

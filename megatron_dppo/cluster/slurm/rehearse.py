@@ -102,7 +102,10 @@ class _RehearsalSetup:
 
 
 def _supervised(recipe: Path, site: Path | None) -> RunForm:
-    """Return the form of the runs: each is supervised in this job, and stopped like a run by ``slurm stop``."""
+    """Return the form of the runs: each is supervised in this job. SIGUSR2 stops it, as ``slurm stop`` stops a run.
+
+    The tiny recipes of the runs have other sizes, so the roles of the nodes are those of ``recipe``.
+    """
     flags = ["--once", f"--roles-of={recipe}"]
     if site is not None:
         flags.append(f"--site={site}")
