@@ -1,9 +1,9 @@
 """Weight updates that send only LoRA adapters, as the same transaction. The engines apply the adapters themselves.
 
-The engines hold the frozen model, which is compared tensor by tensor at an engine's first update. The adapters of each
-version are a folder in PEFT's format. The engines load this folder under a name of its own and hash the tensors that
-they loaded. Until the commit they keep the adapters of the previous version too, and serve them again if the update
-fails.
+The engines hold the frozen model. The first update after ``attach`` or a failure compares the frozen model tensor by
+tensor. The adapters of each version are a folder in PEFT's format. The engines load this folder under the version's
+adapter name, and hash the tensors that they loaded. Until the commit the engines also keep the adapters of the previous
+version. They serve the previous version again if the update fails.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class AdapterStrategy(Strategy):
             self._written_folder = None
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
-        """Raise EngineFaultError that names the engines whose tensors have other digests than the sent ones."""
+        """Raise EngineFaultError that names the engines whose tensors differ from the sent tensors."""
         expected_hashes = expected_digests(self._tensors, self._folder)
         faults: dict[str, BaseException] = {}
         for url, digests in digests_by_url.items():
@@ -106,7 +106,7 @@ def expected_digests(
 ) -> dict[str, str]:
     """Return the SHA-256 of each adapter tensor that an engine holds, by name.
 
-    An engine fuses modules (q, k and v, for example): the rows of the module's ``tensors`` follow each other.
+    An engine fuses modules, for example q, k and v, into one module with the rows of q, then k, then v.
     """
     # Name of a fused tensor -> its parts, by position.
     parts_of: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -173,7 +173,7 @@ class AdapterUpdater(transaction.WeightUpdater):
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
         paused_at = super()._begin(phases, version, title, compared_version)
-        # Two sets of adapters cannot share a name: when a version is sent again, no previous one is kept.
+        # Two sets of adapters cannot share a name. So if a version is sent again, no previous adapters are kept.
         if self._previous_version == version:
             self._previous_version = None
         previous_version = self._previous_version
@@ -227,7 +227,10 @@ class AdapterUpdater(transaction.WeightUpdater):
             log.warning("the previous adapters are dropped at the next update: %s", error)
 
     def _abort(self, phases: transaction.Phases, version: int) -> None:
-        """Restore the previous version on every engine. An engine that has none, or fails, is quarantined."""
+        """Restore the previous version on every engine. An engine that cannot serve this version is quarantined.
+
+        An engine that does not answer stays as it is.
+        """
         self._is_base_compared = False
         if self._strategy is not None:
             self._strategy.abort()
@@ -257,13 +260,16 @@ class AdapterUpdater(transaction.WeightUpdater):
         return self._strategy.copies, elements * dtype.itemsize
 
     def _is_due(self, check: str, period: int) -> bool:
-        # ``verify_every`` has no effect here: adapters are compared in every update, and the frozen model, which does
-        # not change, in the first update after ``attach`` or a failure.
+        # ``verify_every`` has no effect here. Every update compares the adapters. The frozen model does not change, so
+        # only the first update after ``attach`` or a failure compares it.
         return check == "verify" or super()._is_due(check, period)
 
 
 async def _restore(engine: EngineWeights, previous_version: int | None, label: str) -> None:
-    """Serve the adapters of ``previous_version`` again; quarantine the engine as ``label`` if it does not have them."""
+    """Serve the adapters of ``previous_version`` again, or quarantine the engine with the version ``label``.
+
+    The engine is quarantined if it does not have these adapters, or if it has released memory.
+    """
     if not await engine.schedules(GRACE_S):
         return
     await engine.pause()

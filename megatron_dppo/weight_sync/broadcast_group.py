@@ -37,7 +37,8 @@ _CANCEL_POLL_S = 0.2
 
 
 _CANCEL_S = 5.0
-"""Longest time to reach the rendezvous of a group that is cancelled, and time for its engine ranks to see that."""
+"""Longest time to reach the rendezvous of a group that is cancelled. An aborted group's rendezvous also stays open for
+this time, so that its engine ranks can read the cancellation."""
 
 
 _ANNOUNCEMENT_POLL_S = 0.002
@@ -45,7 +46,7 @@ _ANNOUNCEMENT_POLL_S = 0.002
 
 
 _BACKEND_SLACK = timedelta(seconds=30)
-"""Time by which the limit of gloo or NCCL exceeds the limit of the callers."""
+"""The limit of gloo or NCCL is longer than the limit of the callers by this time."""
 
 
 def _announcement(number: int) -> str:
@@ -54,7 +55,7 @@ def _announcement(number: int) -> str:
 
 
 class CalledOffError(EngineError):
-    """Rank 0 cancelled the transfer; its own error has the cause."""
+    """Another rank cancelled the transfer. The error of that rank has the cause."""
 
 
 class ConnectionBrokenError(EngineError):
@@ -115,8 +116,8 @@ class BroadcastGroup:
 
         Raises CalledOffError, or the exception of the future.
         """
-        # No time limit here: rank 0, which calls the engines, has one that includes the other ranks' buckets, and
-        # cancels the transfer.
+        # Wait without a time limit: the engines may have to load other ranks' buckets first. Rank 0 limits the time of
+        # each request to the engines, and cancels the transfer after this time.
         while not wait([future], _CANCEL_POLL_S).done:
             if self._store.check([CALLED_OFF]):
                 raise CalledOffError("another rank called the weight transfer off")
@@ -140,20 +141,20 @@ class BroadcastGroup:
                 backend_options=options,
                 timeout=limit,
             )
-        # ``destroy_process_group`` expects this entry, which the helper leaves to its callers.
+        # ``destroy_process_group`` expects this entry. The helper does not make it: its callers must.
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
 
     def connect(self, size: int) -> Future[None]:
-        """Start a broadcast of ``size`` bytes, in which NCCL's ranks connect. Later calls return the future of the
-        first call."""
+        """Start a broadcast of ``size`` bytes: NCCL's ranks connect in their first broadcast. Later calls return the
+        future of the first call."""
         if self._connected is None:
             probe = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._connected = self.broadcast(probe)
         return self._connected
 
     def broadcast(self, data: Tensor) -> Future[None]:
-        """Start a broadcast of ``data``, which all ranks must enter. The future is done when ``data`` may change."""
+        """Start a broadcast of ``data``. All ranks must enter it. The future is done when ``data`` may change."""
         # Use a thread, because NCCL's first broadcast returns only when all ranks are connected.
         assert self._group is not None
         filled = None
@@ -176,8 +177,10 @@ class BroadcastGroup:
 
 
 class Announcements:
-    """The values that a sender announces, in order, read on rank 0. ``address`` and ``port`` are those of the
-    rendezvous of the sender's group."""
+    """Reads on rank 0 the values that a sender announces, in order.
+
+    ``address`` and ``port``: the rendezvous of the sender's group.
+    """
 
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         self._timeout = timeout_s
@@ -233,11 +236,11 @@ def _broadcast(
             group.broadcast([data], options).wait(limit)
         return
     event, stream = filled
-    # NCCL starts after all work in the current stream, and wait() blocks that stream until the broadcast ends. This
-    # thread's current stream would be the device's default stream, in which the next bucket is gathered and hashed
-    # meanwhile. So use a separate stream, which waits only for the event that this bucket's bytes are filled. The bytes
-    # are neither changed nor freed before synchronize returns: the caller waits for this future before it packs the
-    # bucket after next, and this frame holds ``data``.
+    # NCCL starts after all work in the current stream, and wait() blocks the current stream until the broadcast ends.
+    # By default this thread's current stream is the device's default stream. Meanwhile the next bucket is gathered and
+    # hashed in the default stream. So use a separate stream: it waits only for the event that this bucket's bytes are
+    # filled. The bytes stay unchanged until synchronize returns: the caller waits for this future before it packs the
+    # bucket after next. The bytes are not freed earlier, because this frame holds ``data``.
     with _raising_connection_broken(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
@@ -246,7 +249,7 @@ def _broadcast(
 
 
 def _gloo_options(address: str, limit: timedelta) -> Any:
-    """Return gloo's options to listen on ``address`` only, whatever the machine's name resolves to."""
+    """Return gloo's options to listen on ``address`` only, even if the machine's name resolves to another address."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]

@@ -43,7 +43,7 @@ class Tolerance(NamedTuple):
 
 
 _NEAR_TIE_LARGEST = 10.0
-"""The largest difference in nats at one token that a router, by a near tie, sends to another expert."""
+"""The largest difference in nats at a token whose expert changes because of a near tie in the router's scores."""
 _TOLERANCE = {
     "float32": Tolerance(1e-3, 1e-4),
     "bfloat16": Tolerance(_NEAR_TIE_LARGEST, 0.3),
@@ -51,16 +51,16 @@ _TOLERANCE = {
 }
 """The tolerance by dtype of the engines' weights.
 
-In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and a router with a near tie sends a token to another
-expert: a single token may differ by several nats (6.3 measured), while the mean over all tokens stays small (0.21
-measured). With fp8 a bfloat16 trainer scores with rounded weights, and the engines round activations too. That moves
-the mean of a model with random weights by 0.07, eight times as much as bfloat16 does; a wrong mapping in every layer
-moves it by 0.69 or more.
+In bfloat16 a logit of 20 is rounded to a multiple of 0.125. If a router has a near tie, rounding sends a token to
+another expert. So a single token may differ by several nats (6.3 measured), but the mean over all tokens stays small
+(0.21 measured). With fp8 a bfloat16 trainer scores with rounded weights, and the engines round activations too. In a
+model with random weights this moves the mean by 0.07, eight times as far as bfloat16 does. A wrong mapping in every
+layer moves the mean by 0.69 or more.
 """
 
 
 _MEASURED_LAYERS = 8
-"""Number of layers of the deepest model with which these tolerances were measured."""
+"""The default tolerances were measured with models of at most this many layers."""
 
 
 def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int) -> Tolerance:
@@ -83,8 +83,8 @@ def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int)
 def decode_tolerance(tolerance: Tolerance) -> Tolerance:
     """Return the tolerance between an engine's own decode and prefill.
 
-    The mean is taken over fewer tokens than the mean of the prompts. So its bound is larger, by the square root of the
-    ratio of both numbers.
+    This mean is taken over fewer tokens than the mean of the prompts. So its bound is larger, by the square root of the
+    ratio of the two token counts.
     """
     scored_tokens = PROMPT_TOKENS - 1
     return tolerance._replace(mean=tolerance.mean * (scored_tokens / DECODED_TOKENS) ** 0.5)
@@ -98,7 +98,7 @@ class CanaryReport:
         max_abs_diff: largest difference between trainer and engine, over all tokens of the fixed prompts.
         mean_abs_diff: mean of these differences.
         tokens: number of these tokens.
-        has_near_tie: whether one prompt differs by more than the tolerance, which a near tie of a router explains.
+        has_near_tie: whether one prompt differs by more than the tolerance, and a near tie of a router explains this.
         decode_max_abs_diff: largest difference between the engine's decode and its prefill of the same tokens.
     """
 
@@ -138,9 +138,9 @@ def compare_canary(
 ) -> CanaryReport:
     """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
 
-    Where two experts have almost equal router scores, the two sides may round to different experts, and from this
-    token on the prompt's log-probabilities differ by more than rounding. A model with a router meets such a near tie at
-    one prompt in some thousands of updates, while wrong arithmetic changes all prompts.
+    If two experts have almost equal router scores, rounding may make the two sides choose different experts. From this
+    token on the prompt's log-probabilities differ by more than rounding. A model with a router meets a near tie at one
+    prompt in some thousands of updates. Wrong arithmetic changes all prompts.
 
     Args:
         trainer: log-probabilities of one side.
@@ -174,7 +174,7 @@ def compare_canary(
         is_near_tie = worst.nats <= _NEAR_TIE_LARGEST and _is_within(other_prompts, tolerance)
     if not is_close and not is_near_tie:
         worst_difference, prompt, token = worst
-        # This form also counts NaN, for which every comparison is false.
+        # ``not ... <=`` also counts NaN, because every comparison with NaN is false.
         too_large = sum(not row.nats <= tolerance.largest for row in differences)
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst_difference:.3g} "
@@ -221,7 +221,7 @@ def _size_order(row: _Difference) -> tuple[bool, float]:
 def _compare_decode(scores: DecodedScores, tolerance: Tolerance, *, is_routed: bool) -> float:
     """Return the largest difference between decode and prefill. Raises CanaryError beyond the tolerance."""
     if not any(scores.decode):
-        # Every continuation ended before its second token, which may happen with right weights too.
+        # Every continuation ended before its second token. This may happen with right weights too.
         return 0.0
     sides = ("prefill", "decode")
     bound = decode_tolerance(tolerance)
@@ -242,16 +242,16 @@ def compare_scores(
     """Resume the engines, score ``prompts`` on each (with ``adapter``, if given), and compare with the scores of the
     ``trainer``.
 
-    Scoring is a prefill. Responses come from the engine's decode, which has kernels of its own, and on GPUs captured
-    graphs, which can keep old weights. So each engine also continues the prompts, and its log-probabilities of these
-    tokens are compared with its own prefill of them.
+    An engine scores prompts with its prefill, but samples responses with its decode. The decode has other kernels, and
+    on GPUs it has captured graphs that can keep old weights. So each engine also continues the prompts. The decode's
+    log-probabilities of the new tokens are compared with the log-probabilities that the engine's prefill computes.
 
     Returns the report of the engine with the largest difference. Raises EngineFaultError, with a CanaryError for each
     engine beyond ``tolerance``.
     """
     engines.each(lambda engine: engine.resume())
     scores = engines.each(lambda engine: engine.score(prompts, adapter))
-    # A continuation ends before the last token id, which SGLang treats as padding.
+    # Cut each continuation before the last id of the vocabulary, because SGLang treats this id as padding.
     decoded = engines.each(
         lambda engine: engine.decode(
             prompts,

@@ -44,10 +44,11 @@ class Transfer:
         rank: the global rank of this trainer process.
         engines: the attached engines.
         plan: all buckets.
-        dtype: dtype of the tensors in the buckets without a dtype of their own.
+        dtype: dtype of the trainer's weights. ``EngineTensors.sent_dtype`` has the tensors with another dtype.
         timeout_s: limit of each request to an engine, seconds.
         directory: the folder ``weight_sync.directory``, used by the strategy ``disk``.
-        sent_weights: the bytes that this rank sent last, if updates send only changes; None if all are sent whole.
+        sent_weights: the bytes that this rank sent last, if updates may send only changes; None if every update sends
+            all weights.
     """
 
     rank: int
@@ -67,7 +68,7 @@ class Transfer:
         return any(bucket.receiver == self.rank for bucket in self.plan)
 
     def changes(self, bucket: Bucket, data: Tensor) -> Changes | None:
-        """Return what changed in the flat bytes ``data`` of this rank's next bucket; None if it must be sent whole."""
+        """Return what changed in the flat bytes ``data`` of this rank's next bucket; None: send the whole bucket."""
         assert self.sent_weights is not None
         header = self.engines.first.header([(name, tensor.shape) for name, tensor in bucket])
         return self.sent_weights.changes(data, item_bytes(header))
@@ -79,7 +80,7 @@ class Strategy:
     Every method except ``abort`` and ``close`` may raise ENGINE_FAULTS; an EngineFaultError names the engines at fault.
 
     Attributes:
-        spread: whether each bucket is sent by the rank that holds most of it; otherwise rank 0 sends all.
+        spread: whether each bucket is sent by the rank that holds most of the bucket. If not, rank 0 sends all buckets.
         copies: how many times the bytes of a bucket move to engines.
     """
 
@@ -251,10 +252,10 @@ class Engines:
         step: str,
         break_off: Callable[[], None] | None = None,
     ) -> None:
-        """Wait for ``calls``, in which engines receive from the trainer.
+        """Wait for ``calls``. In these calls the engines receive weights from the trainer, or join a group.
 
-        If the engines also wait for each other in these calls, ``break_off`` frees those that still wait. It is called
-        at the first failure, or after ``timeout_s``.
+        At the first failure, or after ``timeout_s``, ``break_off`` is called: it frees engines that wait for each other
+        in these calls. It is None if engines do not wait for each other.
 
         Raises:
             EngineFaultError: names the engines at fault, if they can be determined.
@@ -289,7 +290,7 @@ class Engines:
         return busy_urls
 
     def interrupt(self) -> list[str]:
-        """Pause all engines inside their responses, which continue later with other weights.
+        """Pause all engines in the middle of their responses. The responses continue later with other weights.
 
         Returns no URLs, because no engine has to finish its responses; see ``drain``.
         """
@@ -297,7 +298,7 @@ class Engines:
         return []
 
     def restarted(self) -> list[str]:
-        """Return the URLs of engines with the version that a server has before its first update."""
+        """Return the URLs of engines that were started again: they have the version of a server before any update."""
         versions = self.each(lambda engine: engine.version())
         return [url for url, version in versions.items() if version == str(FIRST_WEIGHT_VERSION)]
 
@@ -307,7 +308,7 @@ class Engines:
 
     def commit(self, version: int) -> None:
         """Set ``weight_version`` to ``str(version)`` on every engine, then resume generation."""
-        # Two rounds of calls, so that no engine generates while another one may still refuse the version.
+        # Make two rounds of calls: no engine may generate while another engine can still refuse the version.
         self.set_version(str(version))
         self.each(lambda engine: engine.resume())
 
@@ -367,7 +368,10 @@ class Engines:
 
 
 async def interrupt_and_release(engine: EngineWeights, tags: Collection[MemoryTag]) -> None:
-    """Interrupt the responses of ``engine``, and release the memory of ``tags`` that it still holds."""
+    """Interrupt the responses of ``engine``, and release the memory of ``tags`` that it still holds.
+
+    If the engine holds no memory of ``tags``, do nothing.
+    """
     resident_tags = [tag for tag in tags if tag not in engine.occupation.released]
     if resident_tags:
         await engine.interrupt()
@@ -445,7 +449,7 @@ def _empty(size: int, device: torch.device) -> Tensor:
 
 
 def local_address(url: str) -> str:
-    """Return the address of this machine from which packets to ``url`` leave; loopback for an engine at loopback."""
+    """Return this machine's source address of packets to ``url``; loopback if the engine is at loopback."""
     return source_address(str(urlsplit(url).hostname))
 
 

@@ -21,8 +21,8 @@ class SentWeights:
         self._is_base = False
 
     def begin(self, *, is_base: bool) -> None:
-        """Start an update. ``is_base``: the engines hold the bytes that are kept here, from an update of the same
-        plan."""
+        """Start an update. ``is_base``: the engines hold the bytes that are kept here. An update with the same plan
+        sent them."""
         self._next_bucket = 0
         self._is_base = is_base
 

@@ -3,10 +3,9 @@
 Strategy ``distributed``: each bucket is one gloo or NCCL broadcast to all engines' ranks.
 
 Every rank that holds weights is a sender: it gathers a bucket from the ranks that share the bucket's tensors, and
-broadcasts the bucket in a separate group with all engines. Rank 0 knows every bucket from the plan, so it tells the
-engines by HTTP, in the plan's order, which broadcast to enter next. So all engines enter the same broadcasts in the
-same order, which senders alone could not ensure. The engines load one bucket while all senders gather and hash the
-next.
+broadcasts the bucket in a separate group with all engines. Rank 0 knows every bucket from the plan. It tells the
+engines by HTTP which broadcast to enter next, in the plan's order. So all engines enter the broadcasts in one order;
+the senders alone could not ensure this. The engines load one bucket while all senders gather and hash the next bucket.
 
 A dead engine breaks its connections at once; a hung engine exceeds the time limit of the request.
 """
@@ -58,7 +57,7 @@ _WHOLE = -1
 
 
 class _MeetingPoint(NamedTuple):
-    """The rendezvous of a sender's broadcast group, its name and its backend of torch.distributed."""
+    """The rendezvous of a sender's broadcast group, the group's name, and its backend of torch.distributed."""
 
     address: str
     port: int
@@ -83,7 +82,7 @@ class DistributedStrategy(Strategy):
         self._meeting_points: list[_MeetingPoint | None] = []
         """On rank 0: the meeting point of each rank's group, by rank; None for a rank that sends nothing."""
         self._aborted_groups: list[str] = []
-        """On rank 0: names of aborted groups, which the engines keep with their connections until they leave."""
+        """On rank 0: names of aborted groups. The engines keep these groups and their connections until they leave."""
         self._packer = Packer(transfer.engines.first.pieces)
         self._broadcast: Future[None] | None = None
         """The last broadcast of this rank, until it has been waited for."""
@@ -156,7 +155,7 @@ class DistributedStrategy(Strategy):
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Abort this rank's group, which frees the engines that wait in it; rank 0 also cancels the other groups."""
+        """Abort this rank's group, to free the engines that wait in the group. Rank 0 also cancels all other groups."""
         if self._transfer.is_rank_0:
             self._call_off()
         self._broadcast = None
@@ -234,7 +233,7 @@ class DistributedStrategy(Strategy):
         return point
 
     def _announced_count(self, sender: int) -> int:
-        """Return how many changes the sender's next bucket has; _WHOLE if it is sent whole."""
+        """Return how many changes the sender's next bucket has; _WHOLE if the bucket is sent whole."""
         point = self._point_of(sender)
         try:
             if point.name not in self._announcements:
@@ -321,7 +320,7 @@ class TensorStrategy(Strategy):
             self._transfer.engines.each(lambda e: e.begin())
 
     def send(self, bucket: Bucket) -> int:
-        """Copy the bucket into memory that engines can open, wait for the previous bucket, and have this one loaded."""
+        """Copy the bucket into memory that engines can open. After the previous bucket, make the engines load it."""
         engines = self._transfer.engines
         header = engines.first.header([(name, tensor.shape) for name, tensor in bucket])
         changes = None
@@ -348,7 +347,7 @@ class TensorStrategy(Strategy):
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Use new buffers from here on: an engine may still be reading the old ones."""
+        """Use new buffers from here on: an engine may still be reading the old buffers."""
         self._requests = {}
         self._packer = Packer(self._transfer.engines.first.pieces)
 
@@ -357,8 +356,8 @@ class DiskStrategy(Strategy):
     """Rank 0 writes a Hugging Face folder on shared storage, and the engines read the folder.
 
     This strategy is the slowest, but a shared file system also reaches engines that no broadcast group reaches. The
-    folder is removed when the engines have read it. Raises EngineMismatchError if no folder is configured and an engine
-    is on another host, where it cannot see this host's memory.
+    folder is removed when the engines have read it. By default it is in this host's memory. So EngineMismatchError is
+    raised if no folder is configured and an engine is on another host.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -418,7 +417,7 @@ def require_shared_folder(transfer: Transfer) -> None:
 
 
 def new_folder(transfer: Transfer, purpose: str) -> Path:
-    """Create a folder in the configured folder, or in shared memory if none is configured."""
+    """Create a folder in the configured folder. If no folder is configured, create it in shared memory."""
     base = Path(transfer.directory or MEMORY)
     base.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f"{private_name()}{purpose}-", dir=base))

@@ -70,7 +70,8 @@ class WeightSource(Protocol):
     def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
         """Plan all weights in buckets of ``bucket_bytes``.
 
-        With ``spread``, each bucket's receiver is the rank that holds most of it; otherwise rank 0 receives all.
+        With ``spread``, each bucket's receiver is the rank that holds most of the bucket. Without ``spread``, rank 0
+        receives all buckets.
         """
 
     def gather(self, plan: Plan) -> Iterator[Gathered]:
@@ -96,7 +97,7 @@ class WeightSource(Protocol):
     ) -> list[list[float]]:
         """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first.
 
-        ``quantized``: by weights that are rounded as the engines' block-FP8 weights are.
+        ``quantized``: score with weights that are rounded as the engines' block-FP8 weights are.
         """
 
     @property
@@ -176,34 +177,37 @@ class WeightUpdateRefusedError(WeightUpdateError):
 
 
 class AlteredEngineError(AlteredMemoryError):
-    """An engine's weights differ from those that were verified in it."""
+    """An engine's weights have changed since they were verified."""
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """One committed update. Every rank has the same report, except for ``seconds`` and ``canary``, which are rank 0's.
+    """One committed update.
+
+    Every rank reports the same byte counts. Every rank measures its own ``seconds``, ``update_s`` and ``stall_s``. Only
+    rank 0 has ``tensors`` and ``canary``; other ranks have 0 and None.
 
     Attributes:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
         bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
-        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank, which
-            takes at least the bytes that the rank with its largest part lacks. Each engine rank receives all weights
-            once (SGLang receives whole tensors).
-        seconds: time that the caller waited, by phase: drain, begin, gather (the trainer's collective), transfer (for
-            the engines), hash, arrive, end, verify, canary, commit.
+        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank; the rank
+            with the tensor's largest part has to receive the fewest bytes. Then all weights are sent once to each
+            engine rank, because SGLang receives whole tensors; strategies without broadcasts send them once in all.
+        seconds: time that the caller waited, by phase: drain, begin, memory (comparison before the update), gather (the
+            trainer's collective), transfer (waiting for the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
         tensors: number of compared tensors over all engine ranks.
-        bytes_between_nodes: the part of ``bytes_moved`` that the plan sends from one node to another: gathers, and
-            each sender's bytes once to each other engine host.
-        bytes_between_nodes_bound: all weights once to each engine host that has no sender.
+        bytes_between_nodes: the part of ``bytes_moved`` that travels from one node to another. It counts the gathers
+            between nodes, and each sender's bytes once for each engine host other than the sender's own.
+        bytes_between_nodes_bound: the bytes of all weights, once for each engine host that has no sender.
         bytes_into_node_bound: the part of ``bytes_between_nodes_bound`` that must enter one node: all weights, or
             nothing if every engine host has a sender.
         update_s: seconds of the whole update.
         stall_s: seconds from the pause of the engines to the commit.
         canary: comparison of log-probabilities; None if this update had none.
         network: bytes/s that can enter a node; None if the configuration does not state it.
-        sent_fraction: bytes sent over the bytes of all weights; None unless updates may send only changes.
+        sent_fraction: bytes sent over the bytes of all weights; None if every update sends all weights.
     """
 
     version: int
@@ -249,7 +253,7 @@ class UpdateReport:
 
 
 def _mismatches_of(error: Exception | None) -> str | None:
-    """Return the mismatches of all engines at fault as one text; None if one of them failed for another reason."""
+    """Return the checksum mismatches of the engines at fault as one text; None if ``error`` has any other cause."""
     if not isinstance(error, EngineFaultError) or not error.faults:
         return None
     texts = []
@@ -266,10 +270,10 @@ class RankFacts(NamedTuple):
     Attributes:
         sent_bytes: bytes sent to engines.
         received_bytes: bytes received from other ranks.
-        partials: the rank's partial checksums; None without any.
-        foreign_hosts: engine hosts other than the rank's own.
-        copies: how many times each byte is sent to engines; rank 0's counts.
-        whole_bytes: bytes of all weights in the form that engines receive; rank 0's counts.
+        partials: the rank's partial checksums; None if the rank hashed no tensor.
+        foreign_hosts: engine hosts other than the rank's own; empty if the rank sends nothing.
+        copies: how many times each byte is sent to engines. Only rank 0's value is used.
+        whole_bytes: bytes of all weights in the form that engines receive. Only rank 0's value is used.
     """
 
     sent_bytes: int
@@ -317,7 +321,8 @@ def no_fence() -> None:
 
 @dataclass(eq=False)
 class WeightUpdater:
-    """Sends the trainer's weights to the engines. Every method is collective over all trainer ranks.
+    """Sends the trainer's weights to the engines. Every method but ``held_tensors`` is collective over all trainer
+    ranks.
 
     Attributes:
         source: the trainer's weights.
@@ -326,13 +331,13 @@ class WeightUpdater:
         open_engine: connects to an engine; called on rank 0 and on every rank that sends.
         runner: runs the calls to engines.
         fence: collective; raises on every rank if this trainer may no longer change the engines.
-        interrupts: whether an update interrupts responses, which continue after the update; otherwise it waits for
-            their end.
-        leave_devices: called when the trainer's weights have been read, so that engines on the same devices can
-            restore all of their memory; None if the engines have devices of their own.
-        compare_before_every: before every n-th update, compare the engines' weights with the checksums of the version
-            that they serve; 0: never.
-        quantization: of the engines' weights, "fp8" or None; selects the canary's scores and bounds.
+        interrupts: whether an update interrupts running responses. They continue after the update. If False, an update
+            waits until running responses have ended.
+        leave_devices: called after the trainer's weights have been read. It frees the trainer's memory, so that engines
+            on the same devices can restore all of their memory. None if trainer and engines use different devices.
+        compare_before_every: before every n-th update, compare the engines' weights with the checksums of the served
+            version; 0: never.
+        quantization: "fp8" if the engines' weights are quantised, else None. It selects the canary's scores and bounds.
         committed_version: the version that the engines run, known on every rank; None before the first update and
             while the engines are quarantined.
     """
@@ -384,7 +389,8 @@ class WeightUpdater:
     def update(self, version: int) -> UpdateReport:
         """Send all weights and commit them as ``version``.
 
-        The checks run as often as configured (0: never), and also in the first update after ``attach`` or a failure.
+        The checks run as often as configured (0: never). A configured check also runs in the first update after
+        ``attach`` or a failure.
 
         Raises:
             WeightUpdateRefusedError: on every rank, if requests kept running.
@@ -440,7 +446,7 @@ class WeightUpdater:
             self._abort(phases, version)
             raise
         self.committed_version = version
-        # Without digests there is nothing to compare, so that the period before the next comparison starts here.
+        # Without digests there was nothing to compare. Then the period until the next comparison starts at this update.
         was_compared = compared_version is not None or not self._has_digests
         self._count(verify=verify, canary=score, memory=was_compared)
         committed_at = time.perf_counter()
@@ -463,7 +469,10 @@ class WeightUpdater:
         )
 
     def held_tensors(self) -> list[HeldTensors]:
-        """Return what each engine holds; on rank 0. Raises EngineFaultError with the engines that do not answer."""
+        """Return the tensors that each engine holds. Only rank 0 calls this method; it is not collective.
+
+        Raises EngineFaultError that names the engines that do not answer.
+        """
         assert self._engines is not None
         return list(self._engines.each(EngineWeights.held_tensors).values())
 
@@ -497,10 +506,10 @@ class WeightUpdater:
         title: str,
         compared_version: int | None,
     ) -> float:
-        """Pause the engines and open the transfer on every rank. Returns the time at which the engines had paused.
+        """Pause the engines and open the transfer on every rank. Returns the time when all engines were paused.
 
-        Before the transfer opens, the engines' weights are compared with the checksums of ``compared_version``; None:
-        they are not compared.
+        Before the transfer opens, the engines' weights are compared with the checksums of ``compared_version``. If it
+        is None, nothing is compared.
         """
         busy_urls = self._on_rank_0(phases, "drain", self._pause)
         self._share(phases.error, title)
@@ -537,7 +546,9 @@ class WeightUpdater:
         *,
         sends_changes: bool,
     ) -> tuple[int, int, list[Any] | None]:
-        """Gather all buckets and send this rank's. With ``sends_changes``, send what changed since the last update.
+        """Gather all buckets, and send the buckets that this rank receives.
+
+        With ``sends_changes``, send only the changes since the last update.
 
         Returns:
             The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
@@ -557,7 +568,7 @@ class WeightUpdater:
             if bucket is None:
                 break
             received += bucket.received
-            # Gather the remaining buckets after a failure too: the other ranks are in that collective.
+            # Gather the remaining buckets after a failure too: the other ranks wait in this collective.
             if phases.error is not None:
                 continue
             if bucket.tensors:
@@ -600,7 +611,7 @@ class WeightUpdater:
         self._has_digests = exist
 
     def _sent_fraction(self, sent_bytes: int, whole_bytes: int) -> float | None:
-        """Return ``sent_bytes`` over the bytes of all weights; None where every update sends all weights."""
+        """Return ``sent_bytes`` over the bytes of all weights; None if every update sends all weights."""
         if not self.config.changes_only:
             return None
         return sent_bytes / max(whole_bytes, 1)
@@ -612,10 +623,10 @@ class WeightUpdater:
         return self.config.network_gb_per_s * _GB
 
     def _compared_version(self, phases: Phases, previous_version: int | None) -> int | None:
-        """Return the version with which the engines are compared before the update; None: they are not. Collective.
+        """Return the version whose checksums the engines must have before the update; None: no comparison. Collective.
 
-        If an engine was started again, its weights are not those of ``previous_version``: nothing is compared, and the
-        update sends all weights.
+        An engine that was started again does not hold ``previous_version``. Then nothing is compared, and the update
+        sends all weights to all engines.
         """
         is_due = self._sends_changes(previous_version) or self._is_memory_due(previous_version)
         if not is_due:
@@ -636,9 +647,9 @@ class WeightUpdater:
         return None
 
     def _sends_changes(self, previous_version: int | None) -> bool:
-        """Return whether the update sends changes to ``previous_version``; the same on every rank.
+        """Return whether the update sends only the changes since ``previous_version``. All ranks return the same value.
 
-        The engines must hold that version. The update first compares their weights with the version's checksums.
+        The engines must hold ``previous_version``: the update first compares their weights with its checksums.
         """
         if previous_version is None or not self._has_digests or self.leave_devices is not None:
             return False
@@ -657,7 +668,7 @@ class WeightUpdater:
         return self._updates_since["memory"] + 1 >= self.compare_before_every
 
     def _compare_memory(self, phases: Phases, version: int) -> None:
-        """Compare the paused engines' weights with the checksums that were verified as ``version``. Collective.
+        """Compare the paused engines' weights with the verified checksums of ``version``. Collective.
 
         Raises AlteredEngineError on every rank. A server that does not answer fails the update as in any other phase.
         """
@@ -736,7 +747,7 @@ class WeightUpdater:
 
     @property
     def _adapter(self) -> str | None:
-        """The name of the engines' adapters with which the canary is scored; None without adapters."""
+        """The name of the adapters that the engines use to score the canary's prompts; None without adapters."""
         return None
 
     def _strategy_of(self, transfer: Transfer) -> Strategy:
@@ -812,22 +823,22 @@ class WeightUpdater:
         return [RankFacts(*values) for values in self.source.all_gather(list(own_facts))]
 
     def _foreign_hosts(self) -> list[str]:
-        """Return the engine hosts to which this rank's bytes must travel."""
+        """Return the engine hosts, other than this rank's host, that receive this rank's bytes."""
         if self._engines is None or self._strategy is None or not self._sends():
             return []
         return self._engines.foreign_hosts
 
     def _is_due(self, check: str, period: int) -> bool:
-        """Whether this update makes ``check``, which every ``period``-th update makes; 0: none does."""
+        """Whether this update makes ``check``. Every ``period``-th update makes the check; 0: no update makes it."""
         if check == "verify" and self.config.changes_only:
-            # Changes are applied to weights that were compared, and the next update needs such weights again.
+            # The next update may send only changes, and changes may be applied only to verified weights.
             return True
         if period == 0:
             return False
         return self.committed_version is None or self._updates_since[check] + 1 >= period
 
     def _count(self, **checks: bool) -> None:
-        """Count the updates since each check; ``checks`` says whether this update made it."""
+        """Count the updates since each check. ``checks``: whether this update made the check, by its name."""
         for check, was_made in checks.items():
             self._updates_since[check] = 0 if was_made else self._updates_since[check] + 1
 

@@ -25,8 +25,8 @@ class ChecksumMismatch:
     Attributes:
         tensor: name of the engine tensor.
         rank: the engine rank that holds it.
-        expected: checksum on the trainer's side; None if the trainer has no such tensor.
-        actual: checksum on the engine's side; None if the engine has no such tensor.
+        expected: checksum on the trainer's side; None if the trainer has no tensor of this name.
+        actual: checksum on the engine's side; None if the engine has no tensor of this name.
     """
 
     tensor: str
@@ -43,7 +43,7 @@ _SHOWN_MISMATCHES = 5
 
 
 class ChecksumMismatchError(EngineError):
-    """An engine holds other tensors than the trainer sent."""
+    """The tensors that an engine holds differ from the tensors that the trainer sent."""
 
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
         first_mismatches = "; ".join(str(m) for m in mismatches[:_SHOWN_MISMATCHES])
@@ -101,9 +101,9 @@ Digests: TypeAlias = Mapping[tuple[EngineLayout, str], Sequence[Mapping[str, str
 
 
 def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:
-    """Combine the partial checksums of all senders; ``partials`` has ``ExpectedByLayout.partials`` of each.
+    """Combine the partial checksums of all senders. Raises IncompleteWeightsError.
 
-    Raises IncompleteWeightsError.
+    ``partials``: for each sender, the result of its ``ExpectedByLayout.partials``.
     """
     digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
