@@ -32,7 +32,7 @@ class Inspection:
     """The options of one inspection of a data set.
 
     Attributes:
-        path: file of problems, or a folder or a glob of such files.
+        path: a file of problems, or a folder or glob of several files.
         keys: keys of prompt and answer in its records.
         form: form of the prompts.
         tokenizer: tokenizer of the model; None: lengths are in characters, and prompts are shown without a template.
@@ -149,7 +149,7 @@ def _tokens_beyond(
     tokenizer: PreTrainedTokenizerBase,
     records: problems.ProblemRecords,
 ) -> Iterator[str]:
-    """Report prompts with tokens for which the model's embedding has no row."""
+    """Report prompts with tokens that have no row in the model's embedding."""
     rows = inspection.embedding_rows
     if rows is None or not problems.has_tokens_beyond(tokenizer, rows):
         return

@@ -1,8 +1,8 @@
 """Find problems of a training set that are also in an evaluation set, perhaps with other words or another layout.
 
 Texts are compared as sets of shingles: runs of three consecutive words or numbers, without LaTeX's layout commands and
-without punctuation. The overlap is computed exactly, from an index of the evaluation set, which is small; sketches such
-as MinHash are not needed.
+without punctuation. The evaluation set is small, so an index of its shingles gives the exact overlap. Approximations
+such as MinHash are not needed.
 """
 
 from __future__ import annotations

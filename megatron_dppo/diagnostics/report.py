@@ -3,7 +3,7 @@
 ``report.png`` shows one run, or a comparison of several, on one page: panels of metrics over steps.
 
 With one run, colours stand for quantities. With several runs, colours stand for runs and line styles for quantities.
-The colours are those of Okabe and Ito, made for colour-blind readers.
+The palette is by Okabe and Ito, made for colour-blind readers.
 
 megatron-dppo report runs/demo            # writes runs/demo/report.png
 megatron-dppo report runs/a runs/b --output ab.png   # one line for each run
@@ -53,7 +53,7 @@ LineStyle = Literal["-", "--", "-."]
 SMALL = 8.5
 """Font size of legends and remarks, points."""
 FEW_POINTS = 30
-"""Largest number of steps at which every step has a dot and lines are not smoothed."""
+"""Up to this number of steps, every step has a dot and lines are not smoothed."""
 LEGEND_WIDTH = 72
 """Number of characters of a legend that fit over a panel in one row; the line beside a name counts as six."""
 WHOLE = 1.01
@@ -159,7 +159,7 @@ def plot_metrics(
             if len(runs) > 1:
                 colour = RUN_COLOURS[index]
             if line.stroke == "bound":
-                # Draw the bound wide, pale and below the other lines, which may have equal values.
+                # Draw the bound wide, pale and below the other lines: it stays visible if a line has equal values.
                 axes.plot(steps, values, color=colour, zorder=1, **BOUND)
             else:
                 _plot(axes, steps, values, colour, style, len(runs) == 1)
@@ -239,7 +239,7 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
 
 
 def _by_rows(handles: list, rows: int) -> list:
-    """Return ``handles`` in an order that reads row by row in a legend, which matplotlib fills column by column."""
+    """Return ``handles`` in an order that reads row by row, although matplotlib fills a legend column by column."""
     columns = ceil(len(handles) / rows)
     lines = [handles[i : i + columns] for i in range(0, len(handles), columns)]
     return [handle for handle in chain(*zip_longest(*lines)) if handle is not None]
@@ -354,7 +354,7 @@ def _has_no_advantage(runs: list[RunRecords]) -> bool:
 
 
 def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the policy's mean entropy, which should fall slowly, and the share of different responses in a group."""
+    """Draw the policy's mean entropy and the share of different responses in a group. Entropy should fall slowly."""
     handles = plot_metrics(axes, runs, in_panel("entropy"))
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
@@ -422,7 +422,7 @@ draw_update_seconds = partial(
     title="Weight update: time",
     unit="seconds",
 )
-"""Draw each update's seconds, the seconds in which the engines were paused, and the least that the network allows."""
+"""Draw the seconds of each update, of the engines' pause in it, and of the fastest update that the network allows."""
 draw_update_bytes = partial(
     _draw_from_zero,
     panel="update bytes",
@@ -443,7 +443,7 @@ PHASE_COLOURS = {
 }
 SPARE_COLOURS = ("#7F7FBF", "#A6761D", "#666666", "#B2DF8A", "#CAB2D6")
 MOST_PHASES = 5
-"""Number of phases shown by name; the shorter ones are summed as ``rest``."""
+"""Number of phases shown by name. The shorter phases are summed as ``rest``."""
 
 
 def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
@@ -468,7 +468,7 @@ def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str,
 
 
 def phase_colours(phases: list[str]) -> dict[str, str]:
-    """Return the colour of each phase: a fixed one for known phases, a spare one for others."""
+    """Return the colour of each phase: a known phase has a fixed colour, an unknown phase gets a spare colour."""
     spare_colours = iter(SPARE_COLOURS)
     colours: dict[str, str] = {}
     for phase in phases:

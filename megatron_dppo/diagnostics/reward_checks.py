@@ -16,7 +16,7 @@ from megatron_dppo.rewards.verifier import Score, Verifier
 class RewardCheck(NamedTuple):
     """A worked solution, and the answer against which it is scored.
 
-    ``expected`` is the right score: 1 if the answer is that of the solution's line, 0 if it is a wrong one.
+    ``expected`` is the right score: 1 if the answer is from the solution's line, 0 if it is a wrong answer.
     """
 
     line: int
@@ -34,7 +34,7 @@ def check_rewards(
 ) -> int:
     """Check every line, with at most ``timeout_s`` seconds for each; return 1 if a check failed, else 0.
 
-    ``passed_variables``: as in RewardTerm. Raises DataError, which names the line, if the file cannot be used, and
+    ``passed_variables``: as in RewardTerm. Raises DataError that names the line if the file cannot be used, and
     VerifierError if the reward's worker fails.
     """
     checks = read_checks(path)

@@ -2,8 +2,9 @@
 
 ``megatron-dppo watch RUN`` serves one page on this machine's loopback interface, during the run and afterwards.
 
-The program only reads the run's folder, which need not exist yet. It takes no path from a request. Every address begins
-with a key, which is new in every start, so that other users of this machine don't know it. The program loads no torch.
+The program only reads the run's folder. The folder need not exist yet. The program takes no path from a request. Every
+address begins with a key. Each start makes a new key, so other users of this machine don't know it. The program loads
+no torch.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class RunView:
         self.directory = directory
         # Stamp of the metrics file, and its rows.
         self._read: tuple[object, list[Record]] = (None, [])
-        # Time at which the state of the processes was determined, and the state.
+        # Time and result of the last check of the run's processes.
         self._seen = (-math.inf, "")
 
     def version(self) -> str:
@@ -113,7 +114,7 @@ class RunView:
         )
         current_time = time.monotonic()
         if current_time - self._seen[0] > _STATE_S:
-            # Not at every request: determining the state may need a call of Slurm.
+            # Check the processes at most every ``_STATE_S`` seconds: the check may need a call of Slurm.
             self._seen = (current_time, self._state())
         stamps = [*(_stamp(self.directory / name) for name in names), self._seen[1]]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
@@ -291,7 +292,7 @@ class RunView:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file, which change when a run writes it; None without the file."""
+    """Return modification time and size of a file, to notice that a run wrote it; None without the file."""
     try:
         status = path.stat()
     except OSError:

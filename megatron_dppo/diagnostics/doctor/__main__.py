@@ -7,13 +7,16 @@ The run must have been started with ``rollout.save=true``. The command compares 
 engine's mu, and pi as the loss computed it in the step's first mini-batch. The reference is transformers in float32; it
 shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: the
 weights of another version or a part of them, temperature or filter, precision, positions, routing, keys and values of a
-cache. It names the change whose probabilities are nearest to the side's, and the tokens that show it. It names the
-parallel layout if a trainer of several processes differs by more than rounding, no change explains it, and the same
-trainer in one process does not differ.
+cache. It names the change whose probabilities are nearest to the side's, and the tokens that show it. If no change
+explains the difference of a trainer of several processes, the command runs the trainer in one process. If the trainer
+in one process does not differ, the command names the parallel layout.
 
-Then the command tests three things: whether the tokens were sampled as configured, by the likelihood of other samplers
-(mu and pi may agree even if the tokens were sampled from neither); whether responses of a group are copies; and whether
-the prompts are those that tokenizer and template make now.
+Then the command tests three more things:
+
+    sampling   The tokens were sampled as configured. The test compares the likelihoods of other samplers. mu and pi
+               may agree even if the tokens were sampled from neither.
+    copies     No responses of a group are copies.
+    prompts    Tokenizer and template still make the same prompts.
 
 With ``--parts`` the command prints how much of mean |pi - mu| each cause makes up. The run's own trainer, on its
 device, recomputes pi with one more cause fixed in each pass:
@@ -29,7 +32,8 @@ that is not possible in this run has no row.
 
 Without ``--step`` the command uses the last saved batch whose weights are known. It finds weights in the run:
 model.hf_checkpoint is version 0, a checkpoint of step N is version N, and RUN/hf is the version of the last step;
---weights N=FOLDER names others. Two copies of the whole model in float32 must fit in this machine's memory.
+--weights N=FOLDER names the folder of another version. Two copies of the whole model in float32 must fit in this
+machine's memory.
 """
 
 from __future__ import annotations
@@ -127,7 +131,7 @@ def report(options: argparse.Namespace) -> None:
 class Case:
     """The batch to examine, with the options and the configuration of its run.
 
-    ``batch`` has the first responses of the batch of ``step``, which has ``size`` responses in all.
+    The batch of ``step`` has ``size`` responses; ``batch`` has the first of them.
     """
 
     options: argparse.Namespace
@@ -209,7 +213,7 @@ def report_parts(case: Case) -> None:
 def last_examinable(saved: Sequence[int], versions: Container[int]) -> int:
     """Return the last of the ``saved`` steps that began with weights of one of the known ``versions``.
 
-    Returns the last saved step if there is no such step.
+    Returns the last saved step if no saved step began with known weights.
     """
     known_steps = [step for step in saved if step - 1 in versions]
     if known_steps:

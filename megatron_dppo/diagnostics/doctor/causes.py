@@ -1,4 +1,4 @@
-"""Alternatives: changes to the reference model, each of which simulates one cause of a gap."""
+"""Alternatives: changes to the reference model. Each alternative simulates one cause of a gap."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BLOCK_FP8 = "linear layers and experts in block FP8"
 
 
 ROUNDINGS = (ROUNDED, EIGHT_BITS, BLOCK_FP8)
-"""Names of the alternatives that only round as a healthy side may round too."""
+"""Names of the alternatives that only round. A healthy side may round in the same way."""
 
 
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
@@ -174,7 +174,7 @@ BLOCK_FAULTS: tuple[tuple[str, BlocksOf], ...] = (
         _with_values(lambda values: values.roll(-BLOCK, 1)),
     ),
 )
-"""Name of an alternative, and the function that returns the blocks with which the engine computes then."""
+"""Name of a fault, and the function that returns the blocks of an engine with this fault."""
 
 
 def alternatives_of_version(
@@ -183,7 +183,7 @@ def alternatives_of_version(
     version: int,
     other: Reference,
 ) -> list[Alternative]:
-    """Return the causes that need ``other``, the model of ``version``: all of its weights are used, or a part."""
+    """Return the causes that need weights of another version; ``other`` is the model of ``version``."""
     all_weights = partial(Reference.tensors_of, other=other, part="")
     prompts = partial(Reference.prompts_cached_by, other=other)
     changes: list[tuple[str, str, Change]] = [
@@ -230,7 +230,7 @@ ROUTINGS = (
     ("recorded experts of the token before", 0, 1),
     ("recorded experts of the token after", 0, -1),
 )
-"""Name of the alternative, and the numbers of layers and tokens by which the recorded rows are shifted."""
+"""Name of the alternative, the shift of the recorded rows in layers, and their shift in tokens."""
 
 
 MOVED_RECORDINGS = tuple(name for name, *moved in ROUTINGS if any(moved))
@@ -243,8 +243,8 @@ RECORDING = "recording"
 def is_decisive(alternative: Alternative) -> bool:
     """Return whether the alternative is scored for every side.
 
-    Such an alternative decides whether a side is healthy, or needs no forward pass of its own. The other alternatives
-    are scored only for a side that differs.
+    An alternative is scored for every side if it decides whether the side is healthy, or if it shares the forward pass
+    of the unchanged reference. The other alternatives are scored only for a side that differs.
     """
     return alternative.change is unchanged or alternative.name in (*ROUNDINGS, RECORDED)
 

@@ -31,16 +31,17 @@ from megatron_dppo.diagnostics.doctor.causes import (
 from megatron_dppo.diagnostics.doctor.reference import Reference
 
 NOISE = 3e-6
-"""Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""
+"""Two float32 implementations agree if mean |p - reference| is at most this. Measured means are below 1e-6."""
 COARSE = 3.0
-"""The noise of a side that rounds, as a multiple of the gap between the reference with and without such rounding."""
+"""The noise of a side that rounds is this factor times the gap that the same rounding makes in the reference."""
 SPREADS, STRETCH = 2.0, 128
-"""The gap of a healthy side may exceed the noise by SPREADS standard errors, from stretches of STRETCH tokens."""
+"""The gap of a healthy side may exceed the noise by SPREADS standard errors. Stretches of STRETCH tokens count as
+independent in the standard error."""
 EXPLAINED = 0.25
 """A cause is named if at most this share of the gap is left when the reference simulates it."""
 EVIDENCE = 20.0
-"""Log likelihood ratio above which another sampler is reported. If tokens are sampled as configured, the ratio of one
-other sampler reaches it with a probability of at most exp(-20) (Markov: the ratio's expectation is 1)."""
+"""Another sampler is reported if its log likelihood ratio is above this value. If tokens are sampled as configured, the
+probability that one other sampler reaches the value is at most exp(-20) (Markov: the ratio's expectation is 1)."""
 MICRO_BATCH = 2048
 """Largest number of tokens in one forward pass, padding included."""
 
@@ -163,8 +164,8 @@ def engine_side(batch: Sequence[Trajectory]) -> Side | None:
 def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Side | None:
     """Return the trainer's side: pi as the loss computed it in the step's first mini-batch of ``mini_batch`` responses.
 
-    The weights of this mini-batch are those of the step before. Returns None if no response of the mini-batch had a
-    gradient.
+    The first mini-batch of ``step`` uses the weights of version ``step - 1``. Returns None if no response of the
+    mini-batch had a gradient.
     """
     candidates = enumerate(batch[:mini_batch])
     positions = tuple(i for i, t in candidates if "loss_log_probs" in t.columns)
@@ -297,8 +298,9 @@ def _spread(differences: Sequence[Tensor]) -> float:
     """Return ``SPREADS`` standard errors of the mean of ``differences`` over all tokens.
 
     The n sums over stretches of STRETCH tokens count as independent: the standard error of the mean is
-    std(sums) * sqrt(n) / tokens. If a router's best experts score nearly equally, another rounding selects another
-    expert, and all later tokens differ. A difference by rounding is in few stretches, a difference by an error in many.
+    std(sums) * sqrt(n) / tokens. Single tokens are not independent: if a router's best experts score nearly equally,
+    another rounding selects another expert, and all later tokens differ. A difference by rounding is in few stretches,
+    so its spread is large; a difference by an error is in many.
     """
     stretches: list[Tensor] = []
     for difference in differences:
@@ -307,7 +309,7 @@ def _spread(differences: Sequence[Tensor]) -> float:
         return 0.0
     tokens = sum(map(len, stretches))
     mean = sum(float(part.sum()) for part in stretches) / tokens
-    # Subtract the mean, so that a difference that is equal everywhere has no spread, whatever the stretches' lengths.
+    # Subtract the mean: then a difference that is equal everywhere has no spread, even in stretches of unequal length.
     sums = torch.stack([part.sum() - mean * len(part) for part in stretches])
     return SPREADS * float(sums.std()) * math.sqrt(len(sums)) / tokens
 
@@ -326,8 +328,8 @@ def _cause(
     nearest = min(alternatives, key=lambda alternative: gaps[alternative.name])
     if gaps[nearest.name] <= max(noise, EXPLAINED * whole_gap):
         return nearest
-    # Two implementations in bfloat16 round in different places. Therefore name bfloat16 if its gap has the size of the
-    # side's, although the reference in bfloat16 is not near to the side.
+    # Two implementations in bfloat16 round in different places, so the reference in bfloat16 need not be near to a side
+    # in bfloat16. Therefore name bfloat16 if rounding the reference makes a gap as large as the side's gap.
     if rounding_gap / COARSE <= whole_gap <= rounding_gap * COARSE:
         return next(alternative for alternative in alternatives if alternative.name == ROUNDED)
     return None

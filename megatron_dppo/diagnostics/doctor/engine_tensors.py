@@ -84,14 +84,14 @@ class _FaultOfTensor:
 
 
 class RankTensors:
-    """The tensors that one rank of a server must hold with the weights in ``folder``.
+    """The tensors that a rank must hold if its server has the weights in ``folder``.
 
     Args:
-        held: what the server held; gives its layout.
-        rank: the rank.
+        held: the tensors that the server held; ``held.layout`` is the server's layout.
+        rank: number of the rank.
         folder: Hugging Face folder of the weights.
         shape: shape of the model.
-        dtype: dtype in which the trainer holds the weights.
+        dtype: dtype of the trainer's weights.
 
     Raises LayoutError, OSError and CheckpointError.
     """
@@ -148,9 +148,10 @@ def tensor_faults(
     own: RankTensors,
     load_others: Callable[[], Mapping[int, RankTensors]],
 ) -> list[TensorFault]:
-    """Return a fault for each tensor of a rank that is not the one in ``own``.
+    """Return a fault for each tensor of the rank that differs from its tensor in ``own``.
 
-    ``load_others`` returns the rank's tensors by other versions; it is called if a tensor differs.
+    ``load_others`` returns the tensors that the rank must hold with other versions, by version. It is called if a
+    tensor differs.
 
     Raises ValueError if the server's answer is not in base64.
     """
@@ -254,7 +255,7 @@ def _moved(
 
 
 def _factors(factors: Tensor) -> str:
-    """Return in words by which factors scales differ."""
+    """Describe the ratios of different scales: one factor, or the least and the largest."""
     least, largest = float(factors.min()), float(factors.max())
     if abs(largest - least) <= _SAME_FACTOR * abs(largest):
         return f"times {largest:.4g}"

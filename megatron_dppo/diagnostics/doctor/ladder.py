@@ -40,7 +40,7 @@ START = "nothing fixed"
 
 @dataclass(frozen=True)
 class Rung:
-    """Settings of one pass. ``fixes`` names the cause that this pass removes in addition to the earlier ones."""
+    """Settings of one pass. ``fixes`` names the cause that this pass removes and the pass before does not."""
 
     fixes: str
     weights: Path
@@ -58,7 +58,8 @@ class RungResult:
         gap, gap_p99, gap_max: mean, 99th percentile and maximum of |pi - mu|.
         moved: mean |pi - pi of the pass before|; it also shows changes that cancel in ``gap``.
         ratio_low, ratio_high: 1st and 99th percentile of pi / mu.
-        agreement: share of recorded tokens x layers for which the trainer's own routing equals the engine's.
+        agreement: share of recorded tokens x layers in which the trainer's routers choose the same experts as the
+            engine; None if nothing was compared.
         log_probs: float64 [tokens], log pi of the response tokens in the batch's order.
     """
 
@@ -95,7 +96,7 @@ def rungs(
         dtype: dtype of the run's model.
         temperature: temperature of the run's rollouts.
         rollout_policy: folder of the weights that sampled the batch.
-        policy: folder of the trainer's weights, with which it trained on the batch.
+        policy: folder of the weights that the trainer had when it trained on the batch.
         has_routing: whether any response has recorded routing.
         precision: whether to add a pass in float32.
     """
@@ -181,7 +182,7 @@ def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
 
 
 def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> Trainer:
-    """Build a Trainer of the run's model in this one process, with the rung's weights and dtype."""
+    """Build a Trainer of the run's model with the rung's weights and dtype. This process is its only rank."""
     has_routing = any("routed_experts" in t.columns for t in batch)
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}

@@ -76,8 +76,8 @@ class Reference(Policy):
 
     Raises OSError or ValueError if transformers cannot load a model from the folder.
 
-    Private attributes, which the changes set:
-        _rows_of: returns the experts to which a trajectory's tokens are routed; None: the routers choose.
+    The changes set these private attributes:
+        _rows_of: function that returns the experts of a trajectory's tokens; None: the routers choose.
         _rows: the experts of the running pass, int64 [B * S, L, k].
         _cached_by: the model that computes the keys and values of prompts; None: this model, in one pass with the rest.
         _rounds_cache: whether keys and values are rounded to bfloat16.
@@ -131,7 +131,7 @@ class Reference(Policy):
         return dict(self._model.named_parameters())
 
     def exchanged(self, first_module: str, second_module: str) -> AbstractContextManager[None]:
-        """Exchange each tensor of a ``first_module`` with that of the ``second_module`` beside it.
+        """Exchange the tensors of two modules in every layer: ``first_module`` and ``second_module``.
 
         Tensors whose shapes differ stay as they are.
         """
@@ -154,7 +154,7 @@ class Reference(Policy):
         return self._changed(".experts.", moved)
 
     def experts_of(self, other: Reference, rank: int, ranks: int) -> AbstractContextManager[None]:
-        """Replace the experts of ``rank`` by those of the model ``other``."""
+        """Replace the experts of ``rank``, one of ``ranks`` expert-parallel ranks, by the same experts of ``other``."""
         other_tensors = iter([t for name, t in other.tensors.items() if ".experts." in name])
 
         # ``_changed`` calls this function for the tensors of experts in the order of ``other_tensors``.
@@ -175,7 +175,7 @@ class Reference(Policy):
         return _with_data([(tensor, change(tensor.data)) for tensor in tensors])
 
     def tensors_of(self, other: Reference, part: str) -> AbstractContextManager[None]:
-        """Replace the tensors whose names contain ``part`` by those of the model ``other``."""
+        """Replace the tensors whose names contain ``part`` by the tensors of the same names in the model ``other``."""
         names = [name for name in self.tensors if part in name]
         return _with_data([(self.tensors[name], other.tensors[name].data) for name in names])
 
@@ -264,8 +264,8 @@ class Reference(Policy):
     def routed(self, rows_of: Callable[[Trajectory], Tensor | None]) -> Iterator[None]:
         """Route tokens to the experts that ``rows_of`` returns for a trajectory, int64 [S - 1, L, k].
 
-        The router itself chooses the experts of a trajectory's last token, of rows of -1, and of trajectories for which
-        ``rows_of`` returns None.
+        The router chooses the experts of a trajectory's last token and of rows of -1. If ``rows_of`` returns None for a
+        trajectory, the router chooses the experts of all its tokens.
         """
         with ExitStack() as hooks:
             for layer, gate in enumerate(self.gates):
@@ -297,7 +297,7 @@ class Reference(Policy):
 
     @cached_property
     def _has_sigmoid_routers(self) -> bool:
-        """Whether the weights of experts are sigmoids. Routers with sigmoids, and no others, have a correction bias."""
+        """Whether the weights of experts are sigmoids. Only routers with sigmoids have a correction bias."""
         names = [name for name, _ in self._model.named_buffers()]
         return any(name.endswith("e_score_correction_bias") for name in names)
 
@@ -308,7 +308,7 @@ class Reference(Policy):
         """
         assert self._rows_of is not None
         parts = [self._rows_of(t) for t in batch]
-        # [L, k], as recorded. Without a recording all rows are -1, for which k = 1 is enough.
+        # [L, k], as recorded. Without a recording all rows are -1; then k = 1 is enough.
         row_shape = (len(self.gates), 1)
         for part in parts:
             if part is not None:
@@ -320,13 +320,13 @@ class Reference(Policy):
         return rows.flatten(0, 1)
 
     def prompts_cached_by(self, other: Reference) -> AbstractContextManager[None]:
-        """Use keys and values of the model ``other`` for every prompt, except for the prompt's last token."""
+        """Let the model ``other`` compute keys and values of every prompt, except for the prompt's last token."""
         return _set(self, _cached_by=other)
 
     def cached_in_bfloat16(self, *, prompts: bool) -> AbstractContextManager[None]:
-        """Round keys and values to bfloat16, as an engine does that decodes from a cache in bfloat16.
+        """Round keys and values to bfloat16, like an engine that decodes from a cache in bfloat16.
 
-        ``prompts`` selects whether keys and values are rounded in the pass over the prompt too, or only after it.
+        If ``prompts`` is true, the pass over the prompt reads rounded keys and values too.
         """
         return _set(self, _rounds_cache=True, _cached_by=None if prompts else self)
 
@@ -339,8 +339,9 @@ class Reference(Policy):
     def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
         """Compute logits [B, S, V] in two passes for each sequence.
 
-        The model ``_cached_by`` computes the pass over the prompt without its last token. This model computes the pass
-        over the rest, so that all logits of sampled tokens are its own; it reads the keys and values of the first pass.
+        The model ``_cached_by`` computes the first pass, over the prompt without its last token. This model computes
+        the second pass, over the rest, with the keys and values of the first pass. So this model computes all logits of
+        sampled tokens.
         """
         assert self._cached_by is not None
         logits = []

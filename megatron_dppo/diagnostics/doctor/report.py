@@ -198,7 +198,7 @@ class Doctor:
     def report(self, step: int, servers: Sequence[HeldTensors] = ()) -> DoctorReport:
         """Compare both sides of the batch of ``step`` with the reference, and its prompts with the run's data.
 
-        ``servers``: the tensors that the servers held, to be compared with those of their version.
+        ``servers``: the tensors that the servers held. Each is compared with the tensor of the server's version.
         """
         diagnoses, draws = self.diagnose(step)
         facts: list[str] = []
@@ -236,7 +236,7 @@ class Doctor:
         )
 
     def _tensor_faults(self, server: HeldTensors) -> list[TensorFault]:
-        """Compare the tensors that ``server`` held with those of its version. Raises OSError and ValueError."""
+        """Compare the tensors that ``server`` held with the tensors of its version. Raises OSError and ValueError."""
         if not server.version.isdecimal():
             raise ValueError(f"its weights were no version's ({server.version})")
         version = int(server.version)
@@ -288,7 +288,7 @@ class Doctor:
         return diagnoses, draws
 
     def _sides(self, step: int) -> list[Side]:
-        """Return the sides that can be examined; ``_unexamined`` gets the reasons for the others."""
+        """Return the sides that can be examined. For each other side, write the reason to ``_unexamined``."""
         config = self._config
         mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
         engine = diagnosis.engine_side(self._batch)
@@ -336,13 +336,13 @@ class Doctor:
     ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
         """Return the log p that a side should have, log p by each alternative's name, and the alternatives.
 
-        ``every`` selects all alternatives; without it, only those that decide whether the side is healthy.
+        If ``every`` is true, score all alternatives, else only the decisive ones (``causes.is_decisive``).
         """
         scores = self._scores_of(side.version, every=every)
         plain, by_name = scores.at(side.positions)
         alternatives = list(scores.alternatives)
         if side.name == "trainer" and self._config.router_replay and causes.RECORDED in by_name:
-            # The trainer must use the experts that the engine recorded, even if the engine chose wrong ones.
+            # The trainer must use the experts that the engine recorded, even if the engine chose wrong experts.
             sampling = at_temperature(self._config.temperature)
             alternatives.append(Alternative("routing", causes.NATURAL, sampling))
             plain, by_name = diagnosis.by_recording(plain, by_name)
@@ -352,7 +352,8 @@ class Doctor:
     def _recording(self, engine: Side) -> list[Diagnosis]:
         """Diagnose whether a healthy engine recorded the experts that it used.
 
-        The trainer replays the recorded experts, and so does its reference: a wrong record shows on neither side.
+        The trainer and its reference use the recorded experts. The engine and its reference do not. So a wrong record
+        shows on neither side.
         Returns an empty list if the run replays no routing.
         """
         scores = self._scores_of(engine.version, every=False)
@@ -423,7 +424,8 @@ class Doctor:
     def _scores_of(self, version: int, *, every: bool) -> Scores:
         """Score the batch by the weights of ``version``, or return the scores of an earlier call.
 
-        ``every`` selects all alternatives, also those with other weights; without it, only the decisive ones.
+        If ``every`` is true, score all alternatives, including the weights of near versions. If not, score only the
+        decisive alternatives (``causes.is_decisive``).
         """
         key = version, every
         if key not in self._scores:
@@ -495,7 +497,8 @@ class Doctor:
             self._unexamined["layout"] = str(error)
             return side_diagnosis
         finally:
-            # Destroy the process group of this trainer: later code in this process may create another one.
+            # Destroy the trainer's process group: later code in this process may create a default group again, and
+            # torch rejects a second default group.
             if dist.is_initialized():
                 dist.destroy_process_group()
         gap = diagnosis.gap(log_pi.exp(), diagnosis.joined(plain).exp())

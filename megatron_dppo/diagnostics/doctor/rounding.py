@@ -32,8 +32,8 @@ def float8(x: Tensor) -> Tensor:
 def activations_in_block_fp8(model: nn.Module) -> Iterator[None]:
     """Inside the context, round the inputs of linear layers and experts of a transformers model, in blocks of 1 x 128.
 
-    The linear layers are the quantised ones (``is_quantized``). Raises ValueError in the forward pass if an input has a
-    width that is no multiple of 128.
+    Only the inputs of quantised linear layers (``is_quantized``) are rounded. The forward pass raises ValueError if the
+    width of an input is no multiple of 128.
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -54,7 +54,7 @@ def _experts_of_rounded_inputs(
     indices: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Compute the forward pass of transformers' experts, in which both products read rounded activations."""
+    """Compute the forward pass of transformers' experts. Round the activations before each of the two products."""
     outputs = torch.zeros_like(hidden)
     rounded = round_activations(hidden)
     for expert in indices.unique().tolist():

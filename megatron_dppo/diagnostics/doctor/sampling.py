@@ -1,4 +1,4 @@
-"""Distributions from which tokens are sampled, after temperature, top-k and top-p."""
+"""Distributions for sampling tokens, after temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Sampling = Callable[[Tensor], Tensor]
-"""Logits [N, V] -> log-probabilities [N, V] of the distribution that is sampled from; -inf for excluded tokens."""
+"""Logits [N, V] -> log-probabilities [N, V] of the sampled distribution; -inf for excluded tokens."""
 
 
 def at_temperature(temperature: float) -> Sampling:

@@ -23,10 +23,11 @@ class Draws:
 
     Attributes:
         tokens: number of tokens.
-        sampler: name of another sampler that is likelier than the configured one beyond chance; None if none is.
+        sampler: name of another sampler that is likelier than the configured sampler by more than chance; None if there
+            is no likelier sampler.
         evidence: log likelihood ratio of the likeliest other sampler to the configured one.
         copies: pairs of equal responses of a group, by position in the batch.
-        expected_copies: expected number of such pairs under mu.
+        expected_copies: expected number of pairs of equal responses under mu.
         copies_evidence: log likelihood ratio for more copies than mu explains, comparable to ``evidence``.
     """
 
@@ -78,7 +79,7 @@ def draws(
         batch: all trajectories of the batch.
         side: the engine's side.
         configured: log p of the sampled tokens under the configured sampler. For a healthy side, pass the side's own
-            values: those of the reference differ from them by the side's rounding.
+            values, because the reference's values lack the side's rounding.
         by_sampler: log p of the same tokens under each other sampler, by its name.
     """
     trajectories = [batch[i] for i in side.positions]
@@ -119,7 +120,7 @@ def draws(
 
 
 def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
-    """List the responses whose prompt differs from the one that data, tokenizer, template and environment make now."""
+    """List the responses with old prompts: data, tokenizer, template and environment now make a different prompt."""
     faults: list[str] = []
     for t in batch:
         if origin.has_prompt(t):

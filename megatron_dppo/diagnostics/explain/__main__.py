@@ -133,7 +133,7 @@ def as_trained(
         options: options of the command.
         trained_with: the run's algorithm.
         step: step whose batch is explained.
-        algorithm: the algorithm to explain; the run's, or another one.
+        algorithm: the algorithm to explain: the run's or another algorithm.
         batch: all trajectories of the batch.
         mini_batches: the responses to explain: position in the batch -> number of the mini-batch, from 1.
         checkpoint: Hugging Face folder with the tokenizer.
@@ -210,7 +210,7 @@ def chosen_algorithm(
 ) -> tuple[str, dict[str, Any], Settings]:
     """Return name, numbers and settings of the algorithm to explain.
 
-    It is the run's algorithm, or that of ``--algorithm``; ``--option`` overrides its numbers.
+    ``--algorithm`` names the algorithm; the default is the run's algorithm. ``--option`` overrides its numbers.
     """
     name = options.algorithm or trained_with.name
     numbers = {}

@@ -40,7 +40,7 @@ not in it."""
 TOKEN_METRICS = tuple(
     name for name in METRICS if name.startswith(("policy/", "mask/")) and name not in _UNKNOWN
 )
-"""The run's metrics that are computed again from a batch's tokens, and compared with the recorded ones."""
+"""Metrics that the command computes again from a batch's tokens, and compares with the run's records."""
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ def explain_response(
         algorithm: the algorithm whose mask and weight are explained.
         logits: logits of the policy that gives pi, [S, V].
         rollout_logits: logits of the weights that sampled the response, [S, V]. They give pi', the exact divergences,
-            and TopK(mu) if the batch has none. The whole of mu, which ``dppo-exact-...`` needs, must come from the
-            engine.
+            and TopK(mu) if the batch has none. The algorithms ``dppo-exact-...`` need the whole of mu; it must come
+            from the engine, not from these logits.
         temperature: temperature of the rollout.
         texts: texts of token ids.
 

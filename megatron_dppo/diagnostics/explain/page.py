@@ -26,7 +26,7 @@ FREQUENT = 12
 class MaskVerdict:
     """The decisions of the algorithm's mask and of PPO's Clip-Higher about a token, in words.
 
-    ``css`` is the class of such a token on the page.
+    ``css`` is the page's CSS class for a token with this verdict.
     """
 
     trains: bool
@@ -102,7 +102,7 @@ def frequent(
     tokens: Sequence[Token],
     is_chosen: Callable[[Token], bool],
 ) -> SummaryTable:
-    """Return the table of the token ids that occur most often among the tokens for which ``is_chosen`` is true.
+    """Return the table of the most frequent token ids among the tokens that ``is_chosen`` accepts.
 
     The means in a row are over these occurrences.
     """

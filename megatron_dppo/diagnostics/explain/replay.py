@@ -44,7 +44,7 @@ DERIVED = "derived"
 
 @dataclass(frozen=True)
 class OtherToken:
-    """A token that the run's algorithm or the other one blocks.
+    """A token that the run's algorithm or the other algorithm blocks.
 
     ``response`` is the response's position in the batch; ``mu`` and ``pi`` are probabilities.
     """
@@ -72,7 +72,7 @@ class OtherStep:
     tokens: Sequence[OtherToken]
 
     def count(self, *, run: bool, other: bool) -> int:
-        """Count the tokens for which ``run_blocks`` is ``run`` and ``other_blocks`` is ``other``."""
+        """Count the tokens whose ``run_blocks`` equals ``run`` and whose ``other_blocks`` equals ``other``."""
         return sum((t.run_blocks, t.other_blocks) == (run, other) for t in self.tokens)
 
 
@@ -145,7 +145,7 @@ def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
     """Return the ``saved`` steps that have a row in the run's metrics: only their batches were trained on.
 
     A batch that ended the run was saved but not trained on, and batches of an earlier attempt may be in the folder too.
-    Raises ValueError if there is no such step.
+    Raises ValueError if no saved step has a row.
     """
     recorded_steps = {step_of(row) for row in read_records(run)}
     steps = [step for step in saved if step in recorded_steps]
@@ -155,7 +155,7 @@ def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
 
 
 def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
-    """Compare the decisions of ``algorithm`` about the saved batch of ``step`` with those of the run's own algorithm.
+    """Compare the masks of two algorithms on the saved batch of ``step``: ``algorithm``, and the run's own algorithm.
 
     Raises ValueError if the batch lacks a value that the mask reads, or disagrees with the run's records of the step.
     """

@@ -1,6 +1,6 @@
 """Read the loss inputs of a step from its saved batch, apply a mask to them, and compare them with the run's records.
 
-The mask is the run's own, or that of another algorithm on the same tokens.
+The mask is of the run's own algorithm or of another algorithm.
 
 Legend: T = trained tokens of a batch, concatenated.
 """
@@ -192,7 +192,8 @@ def explain_seen(
     inputs = _sliced(step.inputs, rows)
     response_decisions = _sliced(decisions, rows)
     columns = token_columns(inputs, response_decisions) | {"exact_tv": None, "exact_kl": None}
-    # The saved divergence belongs to the run's own algorithm. The divergence of another one is already in ``columns``.
+    # The saved divergence belongs to the run's own algorithm. For another algorithm, ``columns`` already has the
+    # divergence.
     if step.divergence is not None and algorithm.reads_topk and step.is_of(algorithm):
         divergence_name = "kl"
         if "tv_threshold" in algorithm.numbers:
@@ -232,7 +233,7 @@ COUNTS = (
     metric_names.NEGATIVE,
     metric_names.MASKED,
 )
-"""Metrics that are counts, which must agree exactly."""
+"""Metrics that are counts. They must agree exactly."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-9
 """Relative and absolute part of the allowed difference of a mean: the run summed the float32 numbers on another device
 and in another order."""

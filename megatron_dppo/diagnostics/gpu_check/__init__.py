@@ -1,7 +1,7 @@
 """``megatron-dppo gpu-check``, the first command to run on a GPU machine (docs/gpu_check.md).
 
-A part of the check is a function with the decorator ``@part`` in a module of ``parts/``; adding such a function is
-enough. This module also has what the parts share: models, and a trainer's configuration without a run.
+A part of the check is a function with the decorator ``@part`` in a module of ``parts/``. The check finds the function
+there without a list. This module also has what the parts share: models, and a trainer's configuration without a run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CheckPart:
 
     @property
     def name(self) -> str:
-        """The name of the part's function, with which the command line selects the part."""
+        """The name of the part's function. The command line selects the part by this name."""
         return self.run.__name__
 
 
@@ -79,7 +79,7 @@ def part(
 
 
 def discover(package: str = PARTS) -> list[CheckPart]:
-    """Return all parts in the modules of ``package``, those with the shortest limit first."""
+    """Return all parts in the modules of ``package``, sorted by time limit, the shortest first."""
     folder = importlib.import_module(package).__path__
     modules = [importlib.import_module(f"{package}.{m.name}") for m in pkgutil.iter_modules(folder)]
     parts: list[CheckPart] = []

@@ -31,7 +31,7 @@ class SavedPeak:
     _bytes: dict[int, int] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> int:
-        """Add a tensor that autograd saves; returns the key with which ``drop`` removes it."""
+        """Add a tensor that autograd saves. Return its key for ``drop``."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._users[key] = self._users.get(key, 0) + 1

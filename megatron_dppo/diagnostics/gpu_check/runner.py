@@ -63,9 +63,9 @@ def run_part(
     on_row: Callable[[CheckRow], None],
     package: str = PARTS,
 ) -> PartResult:
-    """Run ``part`` of ``package`` in ``folder``, which must not exist, for at most ``limit_s`` seconds.
+    """Run ``part`` of ``package`` in the new folder ``folder`` for at most ``limit_s`` seconds.
 
-    ``on_row`` is called with each row.
+    ``folder`` must not exist. ``on_row`` is called with each row.
     """
     folder.mkdir(parents=True)
     result = PartResult(part.name, part.shows)
@@ -97,7 +97,7 @@ def _receive_rows(
     result: PartResult,
     on_row: Callable[[CheckRow], None],
 ) -> None:
-    """Ask the worker for one row after the other. Raises TimeoutError at the deadline, and WorkerLostError."""
+    """Ask the worker for its rows, one at a time. Raises TimeoutError at the deadline, and WorkerLostError."""
     while True:
         message = pickle.loads(worker.ask(b"", _remaining_s(deadline)))
         if message is None:

@@ -3,9 +3,9 @@
     megatron-dppo bench-mask --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
 
 All implementations run in the same processes on the same logits, interleaved; the command reports
-medians and interquartile ranges. The overhead of a mask is its update's time beyond that of the
-update without a mask in the same repetition; the mask's threshold is so high that it blocks nothing.
-A row of its own has the gain of skipping rows of logits.
+medians and interquartile ranges. The overhead of a mask is the time of an update with the mask
+minus the time of the update without a mask in the same repetition. The thresholds are so high that
+the masks block nothing. The last row shows what skipping rows of logits saves.
 """
 
 from __future__ import annotations

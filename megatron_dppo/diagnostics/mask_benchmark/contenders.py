@@ -1,4 +1,4 @@
-"""The measured implementations: this project's, Megatron-Core's, torch's and those of other installed packages.
+"""The measured implementations: from this project, Megatron-Core, torch and other installed packages.
 
 Each maps this rank's logits [T, V / TP] to log-probabilities [T], and to the entropy [T] or None.
 """
@@ -104,7 +104,7 @@ def liger(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 
 def prepare_megatron(tensor_parallel: int) -> None:
-    """Create Megatron-Core's process groups, which its cross entropies need."""
+    """Create Megatron-Core's process groups: its cross entropies need them."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)

@@ -70,7 +70,7 @@ class Update:
         self.rollout = start.log_probs + noise.to(bench.device)
         self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
         self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
-        # The last column is the sampled token, which the whole vocabulary already contains.
+        # The last column is the sampled token. If the other columns are the whole vocabulary, they already contain it.
         self.valid[:, -1] = not algorithm.needs_full_distribution
         self.advantages = bench.coefficients.clone()
         if skipped is not None:
@@ -202,7 +202,7 @@ def evenly_spread(count: int, share: float) -> Tensor:
 
 
 def _never(name: str, topk: int) -> dict[str, float | int]:
-    """Return the numbers with which the algorithm ``name`` blocks nothing."""
+    """Return numbers for the algorithm ``name`` that let its mask block nothing."""
     algorithm = build_algorithm(name)
     options: dict[str, float | int] = {k: v for k, v in NEVER.items() if k in algorithm.numbers}
     if algorithm.topk:
@@ -214,7 +214,7 @@ def _overheads(
     runs: list[dict[str, float]],
     unmasked: list[dict[str, float]],
 ) -> dict[str, float]:
-    """Return the times of an update against those of the update without a mask, paired by repetition."""
+    """Compare the times of an update with the times of the update without a mask, repetition by repetition."""
     unmasked_ms = statistics.median(run["total"] for run in unmasked)
     overheads: list[float] = []
     loss_overheads: list[float] = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Clock:
-    """A clock of wall and CPU milliseconds since its construction, which waits for the device at start and reading."""
+    """A clock of wall and CPU milliseconds since its construction. It waits for the device at start and reading."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -37,7 +37,8 @@ class Clock:
 def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
     """Return the peak memory of ``call`` minus the memory before it, bytes.
 
-    On a CPU the peak is the kernel's high-water mark of this process's resident memory, which is reset first.
+    On a CPU the peak is the kernel's high-water mark of this process's resident memory. The call begins with a reset of
+    this mark.
     """
     if device == "cuda":
         torch.cuda.synchronize()

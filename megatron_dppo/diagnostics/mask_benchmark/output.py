@@ -38,7 +38,7 @@ def sheets(result: dict[str, Any]) -> list[SummaryTable]:
 
 
 def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
-    """Return the time by which implementations are compared: CPU time of all threads, or on a GPU wall-clock time."""
+    """Return the time that compares implementations: on a CPU the time of all threads, on a GPU wall-clock time."""
     if on_cpu:
         return row["cpu_ms"]
     return row["forward_ms"] + row["backward_ms"]

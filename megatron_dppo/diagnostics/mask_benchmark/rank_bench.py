@@ -149,7 +149,7 @@ class RankBench:
         )
 
     def machine(self) -> dict[str, Any]:
-        """Return the names of processor and libraries on which the times depend."""
+        """Return what the times depend on: processor, version of torch, number of threads and vector unit."""
         name = machine.processor() or machine.machine()
         if self.device == "cuda":
             name = torch.cuda.get_device_name()

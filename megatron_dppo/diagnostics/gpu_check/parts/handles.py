@@ -1,6 +1,6 @@
 """Check that another process can open a bucket of weights by its handle: CUDA IPC on a GPU, /dev/shm on a CPU.
 
-``python -m megatron_dppo.diagnostics.gpu_check.parts.handles`` is the other process, which reads the handle from stdin.
+``python -m megatron_dppo.diagnostics.gpu_check.parts.handles`` is the other process. It reads the handle from stdin.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16")
 LOG_PROB_LIMIT = 4e-6
-"""Nats: rounding to float32 alone costs 1.9e-6 where a log-probability is below -32."""
+"""Nats. Rounding to float32 alone changes a log-probability between -64 and -32 by up to 1.9e-6."""
 GRADIENT_LIMITS = {"float32": 1e-6, "bfloat16": 2**-8}
 """Relative error of the gradient's norm by the logits' dtype: bfloat16 keeps 8 bits of each element."""
 _TIMEOUT = timedelta(seconds=60)
@@ -61,7 +61,7 @@ class KernelCase:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KernelCase:
-        """Draw a case, which is the same on every machine and rank."""
+        """Draw a case. Every machine and rank draws the same case."""
         import torch
 
         seeded = torch.Generator().manual_seed(2)
@@ -72,7 +72,7 @@ class KernelCase:
         targets = torch.randint(0, vocab, (tokens,), generator=seeded)
         targets[:3] = torch.tensor([vocab - 1, 0, vocab - 1])
         topk = torch.randint(0, vocab, (tokens, K), generator=seeded)
-        # An engine returns -1 where it has fewer than K ids.
+        # An engine that has fewer than K ids returns -1 in the remaining places.
         topk[-1, -1] = -1
         weights = torch.randn(2, tokens, generator=seeded, dtype=torch.float64)
         weights[:, 2] = 0
@@ -92,7 +92,7 @@ class KernelErrors:
     """The largest errors against the dense float64 computation.
 
     ``log_prob``, ``topk``, ``entropy``: nats. ``gradient``: relative error of the gradient's norm. ``padding``: the
-    largest gradient where it must be 0, in padding or in the row without a gradient.
+    largest gradient in the padding and in the row of weight 0; these gradients must be 0.
     """
 
     log_prob: float
@@ -188,7 +188,7 @@ def kernels(bench: Bench) -> Iterator[CheckRow]:
 
 
 def kernel_row(label: str, figures: Mapping[str, float], dtype: str) -> CheckRow:
-    """Return the row of one backend, which holds if each of its ``KernelErrors`` in ``figures`` is within its bound."""
+    """Return the row of one backend. It holds if all ``figures``, the backend's ``KernelErrors``, are within bounds."""
     bounds = {
         **dict.fromkeys(("log_prob", "topk", "entropy"), LOG_PROB_LIMIT),
         "gradient": GRADIENT_LIMITS[dtype],
@@ -377,7 +377,7 @@ def _liger_head(states: Any, weight: Any, ids: Any) -> Any:
 def _cut_head(states: Any, weight: Any, ids: Any) -> Any:
     from cut_cross_entropy import linear_cross_entropy
 
-    # Disable the filter, which leaves out small gradients.
+    # Disable the filter: it leaves out small gradients.
     return linear_cross_entropy(states, weight, ids, reduction="sum", filter_eps=None)
 
 

@@ -121,7 +121,7 @@ def gap_row(record: Record, dtype: Dtype) -> CheckRow:
 def r3(bench: Bench) -> Iterator[CheckRow]:
     """Train two steps in bfloat16 with recorded routing; yield routing and gap of step 1, and the weight updates."""
     run = tiny_run(bench, "run", "bfloat16", ["rollout.router_replay=true", "run.steps=2"])
-    # The first record is that of step 0, the work before training.
+    # The first record is of step 0, the work before training.
     records = read_records(run)
     yield from routing_rows(records[1])
     yield gap_row(records[1], "bfloat16")
@@ -129,7 +129,7 @@ def r3(bench: Bench) -> Iterator[CheckRow]:
 
 
 def routing_rows(record: Record) -> Iterator[CheckRow]:
-    """Yield whether every token has recorded routing, and how often the trainer's own routers choose the same."""
+    """Yield whether all tokens have recorded routing, and how often the trainer's routers choose the same experts."""
     unrecorded_share = record.get(metric_names.ROUTING_UNRECORDED)
     yield CheckRow(
         "tokens without recorded routing", _percent(unrecorded_share), "0%", unrecorded_share == 0
@@ -245,7 +245,7 @@ class InterruptedServer:
 
     @classmethod
     def start(cls, bench: Bench, model: Path, runner: AsyncRunner, name: str) -> Self:
-        """Start a server, on the second GPU where there are GPUs, and wait until it is healthy."""
+        """Start a server and wait until it is healthy. If there are GPUs, the server uses the second GPU."""
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
         key = secrets.token_hex()
         port = free_port("127.0.0.1")
@@ -277,7 +277,7 @@ class InterruptedServer:
     def send(self, in_broadcast: Callable[[], None] = lambda: None) -> None:
         """Send all weights as one bucket in a new group; call ``in_broadcast`` once the server waits in the broadcast.
 
-        Raises EngineFaultError, which names the server, as an update does.
+        Raises EngineFaultError that names the server, like an update.
         """
         engine = self.engine
         address = local_address(engine.url)
@@ -308,7 +308,7 @@ class InterruptedServer:
         *,
         probe: bool = False,
     ) -> None:
-        """Have the server receive a bucket, and send it: with ``probe`` the group's first one, else all weights."""
+        """Let the server receive a bucket, and send it: the group's first bucket if ``probe``, else all weights."""
         calls = self.engines.start(lambda engine: engine.receive(header, group.name))
         if not probe:
             time.sleep(_ENTER_S)
@@ -391,7 +391,7 @@ _FIGURES = ("eval_accuracy_start", "eval_accuracy_end", "mean_abs_prob_gap")
 
 @part("the demo: a tiny mixture of experts learns by DPPO", 1200.0)
 def demo(bench: Bench) -> Iterator[CheckRow]:
-    """Run the demo, which judges itself by its exit code; yield its figures and keep its report."""
+    """Run the demo, yield its figures and keep its report. The demo's exit code is its own verdict."""
     require_engine()
     run = bench.folder / "run"
     code = run_command(["demo", "--directory", str(run)])

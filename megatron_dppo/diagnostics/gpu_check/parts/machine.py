@@ -1,4 +1,4 @@
-"""Describe the machine and its libraries, on which the figures of the other parts depend."""
+"""Describe the machine and its libraries: the figures of the other parts depend on them."""
 
 from __future__ import annotations
 

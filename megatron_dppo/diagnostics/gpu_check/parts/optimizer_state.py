@@ -1,4 +1,4 @@
-"""Check Adam with its state in less GPU memory: its steps against those of plain Adam, and a restart."""
+"""Check Adam with its state in less GPU memory: compare it with plain Adam, and restart it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 LENGTHS = [5, 17, 40, 64]
 STEPS = 2
 LIMIT = 0.1
-"""Largest relative difference of the weights' changes from those by plain Adam.
+"""Largest allowed difference from plain Adam's weights, relative to plain Adam's change of the weights.
 
 bfloat16 weights and moments keep 8 bits, and Adam's first steps depend on the sign of small gradients. On one machine
 the difference is 0 with torch's plain kernels (ATEN_CPU_CAPABILITY=default) and 0.034 with AVX2. Another update rule
 differs by about 1.
 """
 NARROW: Mapping[str, Any] = {PRECISION_AWARE: True, **dict.fromkeys(MOMENT_DTYPES, "bfloat16")}
-"""Options of bfloat16 moments, which need Transformer Engine's FusedAdam."""
+"""Options of bfloat16 moments. They need Transformer Engine's FusedAdam."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "offloaded": {OFFLOAD: True},
     "offloaded, precision-aware": {OFFLOAD: True, PRECISION_AWARE: True},
@@ -44,7 +44,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 @part("Adam's state in host memory and with bfloat16 moments: steps and a restart", 240.0)
 def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
-    """Yield two rows for each kind: the distance from plain Adam's weights, and from those without a restart."""
+    """Yield two rows for each kind: the difference from plain Adam's weights, and the difference after a restart."""
     folder = tiny_model(bench.folder / "model")
     plain = _trainer(folder, {})
     before = _weights(plain)

@@ -92,7 +92,7 @@ def layers(bench: Bench) -> Iterator[CheckRow]:
         yield CheckRow("Transformer Engine's layers", f"not here: {why}")
         return
     by_engine = _run_pass(folder, "bfloat16", batch, torch_layers=False)
-    # Transformer Engine's errors may be twice those of torch's layers in bfloat16.
+    # Transformer Engine's errors may be twice as large as the errors of torch's layers in bfloat16.
     logit_limit = 2 * by_torch.logit_error(exact) + 1e-3
     gradient_limit = 2 * by_torch.gradient_error(exact) + 1e-3
     label = "Transformer Engine's layers, bfloat16"
@@ -126,7 +126,7 @@ def _run_pass(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: boo
 
     shape = load_model_shape(folder)
     layout = Layout()
-    # Without DDP there is no main_grad to which apex's kernel could add gradients.
+    # Disable apex's kernel: it adds gradients to main_grad, and parameters without DDP have no main_grad.
     megatron_options = {"gradient_accumulation_fusion": False}
     if torch_layers:
         megatron_options |= _NO_FUSION
@@ -166,7 +166,7 @@ def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
 
 
 MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
-"""The model of which one layer in full size is trained."""
+"""The check trains one layer of this model in full size."""
 FULL_LENGTHS = [16_384, 1_024]
 SMALL = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -261,7 +261,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     from megatron_dppo.diagnostics.gpu_check import held_memory
 
     with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
-        # This step is also the warm-up, which allocates Adam's state.
+        # This step is also the warm-up: it allocates Adam's state.
         take_step(trainer, batch)
     peak = None
     if gpus:
@@ -393,7 +393,7 @@ def context(bench: Bench) -> Iterator[CheckRow]:
 
 
 def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> CheckRow:
-    """Return a row that holds if the step of two ranks (``two``) agrees with that of one rank (``one``)."""
+    """Return a row that holds if a step of two ranks (``two``) agrees with the same step of one rank (``one``)."""
     log_prob_limit, norm_limit = LIMITS[dtype]
     pairs = zip(two["log_probs"], one["log_probs"], strict=True)
     figures = {
