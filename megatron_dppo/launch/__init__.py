@@ -1,1 +1,1 @@
-"""A run on one machine: the supervisor, which starts the engine and the trainer's ranks and ends them."""
+"""The processes of a run on one or several machines: the supervisor starts and ends servers and ranks."""

@@ -69,7 +69,7 @@ class AttemptBook:
         self._folder = self._run / "attempts"
 
     def all(self) -> list[Attempt]:
-        """Return the starts in the order in which they began, without unreadable files."""
+        """Return all starts, the earliest first, without unreadable files."""
         attempts = []
         for path in self._folder.glob("*-*.json"):
             attempt = _read(path)
@@ -78,7 +78,7 @@ class AttemptBook:
         return sorted(attempts, key=attrgetter("started", "attempt"))
 
     def begin(self, attempt: Attempt) -> Attempt:
-        """Record that ``attempt`` begins, and that earlier ones without an end vanished."""
+        """Record that ``attempt`` begins, and that earlier starts without an end vanished."""
         # Only the next start can record this: a supervisor that is killed with its node writes nothing.
         for unfinished_attempt in self.all():
             if unfinished_attempt.why == RUNNING:

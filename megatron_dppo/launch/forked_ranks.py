@@ -1,4 +1,4 @@
-"""The ranks of one machine without GPUs as forks of one process (``system.fork_server``), which share its imports.
+"""The ranks of one machine without GPUs are forks of one process (``system.fork_server``), so they share its imports.
 
 The process outlives its ranks, so a restart of the ranks imports nothing.
 """
@@ -140,15 +140,15 @@ def libraries_of(module: str) -> tuple[str, ...]:
 def shares_imports(ranks: int, gpus: int) -> bool:
     """Return whether ranks are forks of one process: several ranks on a machine without GPUs.
 
-    Ranks with GPUs are not, because the state of a GPU's driver does not survive a fork.
+    Ranks with GPUs are no forks, because the state of a GPU's driver does not survive a fork.
     """
     return ranks > 1 and gpus == 0
 
 
 def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) -> None:
-    """Add to ``servers`` the fork servers that a run of ``config`` needs on this machine, which has no GPUs.
+    """Add to ``servers`` the fork servers that a run of ``config`` needs. This machine has no GPUs.
 
-    They have this process's environment variables. ``output``: descriptor to which the fork servers write.
+    The fork servers have this process's environment variables, and write to the descriptor ``output``.
     """
     sections = ServerSections.of(config).where_generated
     ranks = config.parallel.world_size

@@ -47,11 +47,11 @@ _HOST_VARIABLES = ("HOME", "HOSTNAME", "LOGNAME", "PWD", "SHELL", "TMPDIR", "USE
 
 
 class HostsConfig(Section):
-    """The hosts of a run, in the order in which ranks and servers fill them."""
+    """The hosts of a run. Ranks and servers fill them in this order."""
 
     hosts: list[str] = Field(min_length=1)
-    """Names for the remote shell; ``name=address`` where the other hosts reach it at another address. The supervisor
-    runs on the first one.
+    """Names for the remote shell. Write ``name=address`` if the other hosts reach a host at another address. The
+    supervisor runs on the first host.
     """
     devices_per_host: int = Field(default=8, gt=0, le=1024)
     """Number of GPUs of each host; on hosts without GPUs, the number of ranks and servers that a host runs."""
@@ -60,11 +60,11 @@ class HostsConfig(Section):
     shell: list[str] = Field(default_factory=lambda: list(SSH))
     """Command that runs the words after it at a host and passes its standard input on. ``{host}``: the host's name."""
     python: str | None = None
-    """Python of the hosts, with this package. Empty: the path of the supervisor's own."""
+    """Path of a Python on the hosts that has this package. Empty: the path of the supervisor's Python."""
     first_port: int = Field(default=21000, ge=1024, le=60000)
     """First of the run's ports on every host. Two runs on the same hosts need different first ports."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of every rank and server, beside the supervisor's own, such as NCCL_SOCKET_IFNAME."""
+    """Variables for every rank and server, such as NCCL_SOCKET_IFNAME, added to the supervisor's variables."""
 
     def allocation(self) -> Allocation:
         """Return the hosts with their addresses. Raises LaunchError for a name that has none."""
@@ -110,9 +110,9 @@ class RemoteShell:
         stdin: bytes,
         log: Path,
     ) -> RemoteCommand:
-        """Return a command for a host with the variables of ``environment``, except those that the host sets itself.
+        """Return a command for a host with the variables of ``environment``, except for variables that each host sets.
 
-        ``environment`` has no keys, because others can read it: they are in ``stdin``.
+        ``environment`` has no keys, because other processes can read it. The keys are in ``stdin``.
         """
         passed_variables = {
             name: value for name, value in environment.items() if name not in _HOST_VARIABLES
@@ -149,7 +149,7 @@ class RemoteProcess(processes.StartedProcess):
             self._process.wait(seconds)
 
     def _send(self, line: bytes) -> None:
-        # Writing fails if the shell has ended, which its exit code reports.
+        # Writing fails if the shell has ended. The shell's exit code reports this end.
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stdin.write(line)
             self._stdin.flush()
@@ -185,8 +185,8 @@ class RemoteRanks:
         directory: the run's directory.
         placement: the run's placement.
         shell: starts the ranks of a host.
-        variables: environment variables of every rank, beside those of this process.
-        forks: whether one process on each host forks its ranks, which then share their imports.
+        variables: environment variables for every rank, added to this process's variables.
+        forks: whether one process on each host forks the host's ranks, so that the ranks share their imports.
     """
 
     def __init__(
@@ -275,8 +275,8 @@ class RemoteRanks:
     def _failure(self, node: int, code: int) -> RankFailure:
         """Return the failure of a host whose shell ended with ``code``.
 
-        It is that of the rank that noted its failure first. If no rank noted one, it is that of the remote shell, under
-        the number of the host's first rank.
+        The failed rank is the rank that noted its failure first. If no rank noted a failure, the failure has the number
+        of the host's first rank, and the output of the remote shell.
         """
         per_host = self._placement.ranks_per_host
         ranks = range(node * per_host, (node + 1) * per_host)
@@ -290,9 +290,9 @@ class RemoteRanks:
 
 
 def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
-    """Run ``config`` on ``hosts``, the first of which is this machine; return the exit code.
+    """Run ``config`` on ``hosts`` and return the exit code. The first host is this machine.
 
-    Raises LaunchError where the roles do not fit, a name has no address, or the run's folder is taken.
+    Raises LaunchError if the roles do not fit, a name has no address, or the run's folder is taken.
     """
     sections = ServerSections.of(config).where_generated
     placement = place(Roles.of(config.parallel.world_size, sections), hosts.allocation())

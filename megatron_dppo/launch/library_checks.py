@@ -1,4 +1,4 @@
-"""Every check of a configuration, including those that need torch, Megatron-Core or SGLang.
+"""Every check of a configuration, including the checks that need torch, Megatron-Core or SGLang.
 
 The checks run in a child process before anything starts: the imports take seconds, and the supervisor stays small.
 """
@@ -72,7 +72,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     """Run every check of a run of reinforcement learning.
 
     Returns the layout in a line. ``weights``: as in ``check_config``. Raises ConfigError, with the name ``source`` and
-    all faults: those of ``check_config``, unknown names of rewards, and options that a library does not accept.
+    all faults: the faults of ``check_config``, unknown names of rewards, and options that a library does not accept.
     """
     sections = ServerSections.of(config)
     checks_by_key: dict[str, Callable[[], object]] = {

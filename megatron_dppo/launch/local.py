@@ -60,10 +60,10 @@ def run_local(
     Each of ``parallel.world_size`` ranks runs ``python -m <module> <run.directory>/config.yaml``.
 
     Args:
-        run: the section of that name.
-        parallel: the section of that name.
-        resolved: text of the whole configuration, which the function writes to ``config.yaml``.
-        sections: sections that servers depend on; None where the run generates nothing.
+        run: the section ``run``.
+        parallel: the section ``parallel``.
+        resolved: text of the whole configuration. The function writes it to ``config.yaml``.
+        sections: sections that servers depend on; None if the run generates nothing.
         module: module that a rank runs.
         machine: resources of this machine.
 
@@ -108,7 +108,7 @@ def run_local(
             variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
         cores = cores_of_ranks(sections)
-        # Import here: that module imports this one.
+        # Import here: ``forked_ranks`` imports this module.
         from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 
         group: RankGroup
@@ -136,7 +136,7 @@ def rank_restarts(
 ) -> RankRestarts:
     """Return the restarts of the ranks of the run in ``directory``, under its lease.
 
-    ``sections``: sections that servers depend on; None where the run generates nothing.
+    ``sections``: sections that servers depend on; None if the run generates nothing.
     """
     # A colocated trainer allows the starts of servers once it has left the devices.
     servers_may_start = sections is None or sections.engine.placement == "separate"
@@ -158,7 +158,7 @@ def _size_of(path: Path) -> int:
 
 
 def local_placement(ranks: int, sections: ServerSections | None, machine: Machine) -> Placement:
-    """Assign this machine's GPUs to ranks and servers. Raises PlacementError where there are too few."""
+    """Assign this machine's GPUs to ranks and servers. Raises PlacementError if there are too few GPUs."""
     address = LOOPBACK
     # None: without GPUs, any number of processes share the cores.
     devices = machine.gpus or None
@@ -221,7 +221,7 @@ def ranks_environment(ranks: int, cores: int) -> dict[str, str]:
 
 
 def _master_host(interface: str | None) -> str:
-    """Return the address of the ranks' rendezvous: that of ``parallel.interface``, else loopback."""
+    """Return the address of the ranks' rendezvous: the address of ``interface``, or loopback for None."""
     try:
         if interface is None:
             return LOOPBACK
@@ -260,7 +260,7 @@ class RankGroup:
         command: the command of every rank.
         outputs: file of each rank for its standard output and error.
         master_port: port that rank 0 listens on; None: each start takes a free one.
-        variables: environment variables of every rank in addition to those of this process.
+        variables: environment variables for every rank, added to this process's variables.
         master_host: address that rank 0 listens on.
         cores: number of cores that the ranks share; None: all cores of this process.
     """
@@ -324,8 +324,9 @@ class RankGroup:
     def failures(self, grace_s: float) -> list[RankFailure]:
         if not any(self.codes()):
             return []
-        # When a rank fails, the other ranks fail in their collectives, and may exit before it. So wait for all ranks,
-        # and longer for those that have marked their failure: the likely cause is the rank with the earliest mark.
+        # When a rank fails, the other ranks fail in their collectives, and may exit before this rank. So wait for all
+        # ranks, and wait longer for a rank that has marked its failure and still runs: the likely cause is the rank
+        # with the earliest mark.
         has_certain_cause = any(code in _CERTAIN_CAUSES for code in self.codes())
         if grace_s > 0 and not has_certain_cause:
             deadline = time.monotonic() + grace_s

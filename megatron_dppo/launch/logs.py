@@ -27,8 +27,8 @@ _MAIN_LOGS = ("supervisor.log", "rank0.log")
 def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
     """Return the last ``count`` lines of the newest log whose name begins with ``name``, such as ``rank3``.
 
-    ``name`` None: the logs of supervisor and rank 0, merged by time. Raises LaunchError, with the names of the existing
-    logs, where there is no such log.
+    ``name`` None: the logs of supervisor and rank 0, merged by time. If no log begins with ``name``, raises LaunchError
+    with the names of the existing logs.
     """
     folder = directory / "logs"
     if name is None:
@@ -84,7 +84,7 @@ def _records(path: Path) -> Iterator[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the lines; exit with status 2 and a message where there is no such run or log."""
+    """Print the lines; exit with status 2 and a message if the run or the log does not exist."""
     parser = argparse.ArgumentParser(prog="megatron-dppo logs", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
     parser.add_argument(

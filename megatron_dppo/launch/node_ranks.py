@@ -1,12 +1,12 @@
-"""Start the ranks of one host of a cluster as forks of one process, which share its imports.
+"""Start the ranks of one host of a cluster as forks of one process, so that they share its imports.
 
     python -m megatron_dppo.launch.node_ranks COUNT MODULE CONFIG LOGS
 
 The supervisor of a run on several hosts starts this program once on each host without GPUs. The host's number is
-``NODE_RANK`` or, in a Slurm step, ``SLURM_PROCID``: it has the ranks from ``number * COUNT`` to
-``(number + 1) * COUNT - 1``, whose output is ``LOGS/rank<N>.out``. Keys come on its standard input.
+``NODE_RANK`` or, in a Slurm step, ``SLURM_PROCID``. The host has the ranks from ``number * COUNT`` to
+``(number + 1) * COUNT - 1``. Rank N writes to ``LOGS/rank<N>.out``. Keys come on the program's standard input.
 
-When a rank fails, the program ends with that rank's exit code, and the kernel ends the other ranks of the host with it.
+When a rank fails, the program ends with the rank's exit code, and the kernel ends the other ranks of the host.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts of one run, in the order in which roles fill them, all with the same number of devices.
+    """Hosts of one run. Roles fill them in this order. All hosts have the same number of devices.
 
-    ``first_port`` is the first of the run's ports on every host; None: a process takes a free port at its start, which
-    is possible only on one machine.
+    ``first_port`` is the first of the run's ports on every host. If it is None, each process takes a free port at its
+    start; this is possible only on one machine.
     """
 
     hosts: tuple[Host, ...]
@@ -59,7 +59,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank. ``device`` is its number on its host, which is its LOCAL_RANK."""
+    """One rank. ``device`` is the number of its device on its host, and its LOCAL_RANK."""
 
     rank: int
     host: Host
@@ -71,7 +71,7 @@ class ServerPlace:
     """One SGLang server on ``devices`` devices of each of ``hosts``, from ``first_device`` on.
 
     Its ranks are assigned in order; the first host answers its clients. ``port`` is the port of the first start; None:
-    a free one. Each further start adds ``port_step``, so it does not wait for the port of the last one.
+    a free port. Each further start adds ``port_step``, so that it need not wait for the port of the start before it.
     """
 
     index: int
@@ -87,7 +87,7 @@ class ServerPlace:
 
     @property
     def meeting_port(self) -> int | None:
-        """Port on the first host where the ranks of a server over several hosts meet at its first start."""
+        """Port on the first host for the rendezvous of the ranks at the first start; None for a server on one host."""
         if self.port is None or len(self.hosts) == 1:
             return None
         return self.port + 1
@@ -99,7 +99,7 @@ class ServerPlace:
 
 @dataclass(frozen=True)
 class RouterPlace:
-    """The servers' HTTP router. Ports are None where free ones are used; ``port_step`` as in ServerPlace."""
+    """The servers' HTTP router. A port of None stands for a free port. ``port_step``: as in ServerPlace."""
 
     host: Host
     port: int | None
@@ -111,8 +111,8 @@ class RouterPlace:
 class Placement:
     """Every process of a run with its host.
 
-    ``unused`` are hosts without a process. ``master_port`` is the port on the first rank's host where the ranks meet at
-    their first start; None: a free one. Each further start adds ``master_port_step``.
+    ``unused`` are hosts without a process. ``master_port`` is the port for the ranks' rendezvous at their first start,
+    on the first rank's host; None: a free port. Each further start adds ``master_port_step``.
     """
 
     ranks: tuple[RankPlace, ...]
@@ -123,7 +123,7 @@ class Placement:
     master_port_step: int = 0
 
     def master_port_of(self, start: int) -> int | None:
-        """Return the port where the ranks of this start meet, counted from 1."""
+        """Return the port for the ranks' rendezvous at ``start``. Starts are counted from 1."""
         if self.master_port is None:
             return None
         return self.master_port + (start - 1) * self.master_port_step
@@ -184,13 +184,13 @@ def _address(host: Host, port: int | None) -> str:
 
 
 _FIXED_PORTS = 3
-"""Number of ports before those of the servers: for the ranks' rendezvous, the router, and the router's metrics."""
+"""Number of ports before the servers' ports: for the ranks' rendezvous, the router, and the router's metrics."""
 _SPANNING_PORTS = 2
-"""Number of ports of a server over several hosts: one for its clients, and one where its ranks meet."""
+"""Number of ports of a server over several hosts: one for its clients, and one for the rendezvous of its ranks."""
 
 
 class PlacementError(LaunchError):
-    """The roles do not fit on the hosts; the message says which ones, and what would fit."""
+    """The roles do not fit on the hosts. The message says which roles, and what would fit."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Roles:
     Attributes:
         ranks, servers: number of ranks and of servers.
         server_devices: number of devices of each server.
-        first_device: first device of the first server, counted over all hosts; None: the one after the ranks.
-        port: port of the first server, where the configuration has one.
+        first_device: first device of the first server, counted over all hosts; None: the device after the ranks.
+        port: port of the first server; None if the configuration has no port.
         router: whether the run has an HTTP router.
     """
 
@@ -217,7 +217,8 @@ class Roles:
         if sections is None:
             return cls(ranks)
         engine, table = sections.engine, sections.sglang
-        # With data-parallel attention, SGLang's replicas share the devices of tp_size; otherwise each has its own.
+        # With data-parallel attention, SGLang's replicas share the devices of tp_size. Without it, each replica has
+        # tp_size * pp_size devices.
         replicas = 1
         if not table.get("enable_dp_attention"):
             replicas = table.get("dp_size") or 1
@@ -237,7 +238,7 @@ class Roles:
     def hosts_needed(self, devices: int) -> int:
         """Return how many hosts with ``devices`` devices these roles fill.
 
-        Raises PlacementError where the roles can't be divided among such hosts.
+        Raises PlacementError if the roles can't be divided among hosts of this size.
         """
         _require_fit(self, devices)
         hosts_of_ranks = ceil(self.ranks / devices)
@@ -269,7 +270,7 @@ class Roles:
 def place(roles: Roles, allocation: Allocation) -> Placement:
     """Assign a host and devices to every process of a run.
 
-    Raises PlacementError where the roles do not fit on the hosts, with what would fit.
+    Raises PlacementError if the roles do not fit on the hosts. The message says what would fit.
     """
     hosts = allocation.hosts
     if not hosts:
@@ -315,7 +316,7 @@ def _with_servers_on_second_group(roles: Roles, allocation: Allocation, devices:
             "sglang.base_gpu_id: the servers of a heterogeneous job begin on its second group; leave "
             "it out"
         )
-    # The servers start on the second group's first host, even where the ranks leave devices of the first group free.
+    # The servers start on the second group's first host, even if the ranks leave devices of the first group free.
     return replace(roles, first_device=group_devices)
 
 
@@ -358,7 +359,7 @@ def _ports_of_run(roles: Roles, devices: int) -> int:
 
 
 def _devices_for_all(roles: Roles) -> int:
-    """Return the number of devices that one host needs for every process."""
+    """Return the number of devices that a single host needs if it runs every process."""
     return max(roles.ranks, roles.first_server_device + roles.servers * roles.server_devices)
 
 

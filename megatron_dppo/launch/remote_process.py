@@ -1,10 +1,11 @@
-"""Run commands on this host for a supervisor on another one, which starts this program through a remote shell.
+"""Run commands on this host for a supervisor on another host. It starts this program through a remote shell.
 
     ssh HOST python -m megatron_dppo.launch.remote_process
 
 The first line of standard input is a JSON list of commands (``RemoteCommand``). A later line ``stop`` makes this
 program send SIGTERM to the commands. When standard input ends, the supervisor or the connection is gone: the program
-kills the commands and their descendants. The exit code is that of the first command that fails, else 0.
+kills the commands and their descendants, and its exit code is 1. Otherwise its exit code is the code of the first
+command that fails (128 + n for signal n), or 0.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RemoteCommand:
     Attributes:
         command: program and arguments.
         environment: all of its variables, without keys.
-        stdin: its whole standard input, which may hold keys.
+        stdin: text of its standard input; may contain keys.
         log: file that its output is appended to, on the file system that the hosts share.
         folder: its working directory, on the file system that the hosts share.
     """

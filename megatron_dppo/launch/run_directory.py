@@ -1,7 +1,7 @@
 """The files that the supervisor and the trainer ranks exchange.
 
     <run.directory>/
-      config.yaml            the resolved configuration, which the ranks read
+      config.yaml            the resolved configuration; the ranks read it
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
       engine/...             the servers; see megatron_dppo/fleet/record.py
       starts                 the number of starts of the run, for the engine's seed
@@ -33,7 +33,7 @@ class RunDirectory:
     """The paths of a run, as a context manager that holds the run's lease.
 
     Entering creates the folders, and removes the published servers and temporary files of a start that was killed.
-    Raises LaunchError where another start of the run holds the lease.
+    Raises LaunchError if another start of the run holds the lease.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -76,7 +76,7 @@ class RunDirectory:
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
         remove_left_behind()
-        # Only the holder of the lease publishes files, so unfinished ones are left from earlier starts.
+        # Only the holder of the lease publishes files, so unfinished files are left from earlier starts.
         remove_unfinished(self.path)
         # Read the registry now: until the lease was taken, its last holder could write it.
         self._fleet = FleetRecord(self.path, self.lease.fence.check)
@@ -96,7 +96,7 @@ class RunDirectory:
         return earlier_starts
 
     def write_config(self, text: str) -> None:
-        """Write the resolved configuration below its hash, which readers compare."""
+        """Write the resolved configuration below its hash. Readers check the hash."""
         write_atomically(self.config, with_hash(text))
 
 

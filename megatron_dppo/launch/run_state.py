@@ -24,7 +24,7 @@ from megatron_dppo.metrics.records import CONFIG_FILE, SUMMARY_FILE
 from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
 
 UNKNOWN = "UNKNOWN"
-"""State of a job where Slurm does not answer."""
+"""State of a job if Slurm does not answer."""
 _FORGOTTEN_JOB = "Invalid job id"
 """Text of squeue for a job some minutes after its end."""
 _FINAL_ENDINGS = {"done", "asked", "cancelled", "refused", "succeeded"}
@@ -69,9 +69,9 @@ def require_run(directory: str) -> Path:
 
 
 def run_state(directory: Path) -> JobState | LocalRun:
-    """Return the state of the run's newest job, or of its last start without Slurm where no job is in the queue.
+    """Return the state of the run's newest job, or of its last start without Slurm if no job is in the queue.
 
-    Raises LaunchError where its lease can't be read.
+    Raises LaunchError if the run's lease can't be read.
     """
     job = job_state(directory, AttemptBook(directory).all())
     if job.state is not None:

@@ -39,8 +39,8 @@ class ServerStarts:
     """How servers are started.
 
     Attributes:
-        runtime_at: returns the runtime of a server at a host, or over several.
-        address: address on which this process listens for the ranks.
+        runtime_at: returns the runtime of a server on one host or over several hosts.
+        address: this process listens for the ranks at this address.
         host_now: returns the host to restart on instead of one that may have died.
     """
 

@@ -1,9 +1,9 @@
-"""Commands of a run inside a Slurm allocation: each command is a step of its own, started by srun.
+"""Commands of a run inside a Slurm allocation: srun starts each command as a separate step.
 
 A step ends by SIGTERM to its srun: Slurm then kills the step's tasks at once. srun names the step by the job's id and
 the step's number, and a requeued job counts these numbers from 0 again. An srun that can't reach Slurm retries for
-seconds, and could then kill a step of the next attempt. So if another start holds the run's lease, srun gets SIGKILL
-instead, which it cannot pass on.
+seconds, and could then kill a step of the next attempt. So if another start holds the run's lease, srun gets SIGKILL:
+then srun ends without a request to Slurm.
 
 A step shares its node with other steps (``--overlap``) and uses all of the node's cores and GPUs.
 """
@@ -30,9 +30,9 @@ from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
 """Longest wait for the end of an srun after SIGTERM, before it gets SIGKILL."""
-# Variables that sbatch, or an allocation around it, sets and srun takes for options of a step. A step needs none of
-# them: it shares everything that the job has of its nodes. Some of them make srun fail: memory per CPU together with
-# memory per node, the whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks per node.
+# sbatch, or an allocation around it, sets these variables, and srun takes them for options of a step. A step needs no
+# such options: it shares all that the job has on its nodes. Some of the options make srun fail: memory per CPU together
+# with memory per node, the whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks per node.
 _OPTION_VARIABLES = (
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
@@ -71,7 +71,7 @@ class StepForm:
 
     Attributes:
         flags: flags of srun.
-        prefix: words before the command, such as those that enter a container.
+        prefix: words before the command, for example to run it in a container.
         fence: raises FencedError once another start has taken over the run.
     """
 
@@ -90,7 +90,7 @@ class StepForm:
         stdin: bool,
         tolerant: bool = False,
     ) -> list[str]:
-        """Return the srun command line of a step, whose tasks all run ``command``.
+        """Return the srun command line of a step. All tasks of the step run ``command``.
 
         Args:
             command: the command of each task.
@@ -184,7 +184,8 @@ class SrunLauncher(processes.Launcher):
 class SrunProcess(processes.StartedProcess):
     """The srun of a step. Its exit code is the highest exit code of the tasks. ``fence``: see StepForm.
 
-    ``stop`` kills the tasks like ``kill``: they are servers, which have no request to finish when the run ends.
+    ``stop`` kills the tasks like ``kill``: the tasks are servers, and servers have no request to finish when the run
+    ends.
     """
 
     def __init__(
@@ -220,10 +221,10 @@ _HOSTNAMES_TIMEOUT_S = 30
 
 
 def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set RANK and the other variables of torch.distributed where this process is a task of a step.
+    """Set RANK and the other variables of torch.distributed if this process is a task of a step.
 
-    The variables stay unchanged where RANK is set already. MASTER_ADDR and MASTER_PORT of the environment are kept;
-    without them the ranks meet on the step's first host, at a port that the job's id determines.
+    If RANK is set already, change nothing. Keep MASTER_ADDR and MASTER_PORT if they are set. By default the ranks meet
+    on the step's first host, at a port that the job's id determines.
     """
     if "RANK" in environment or not _is_rank(environment):
         return
@@ -289,13 +290,13 @@ class SrunRanks:
     """The ranks of a run as one step; see Ranks.
 
     Args:
-        command: command of every rank, which finds its number in Slurm's variables.
+        command: command of every rank. A rank finds its number in Slurm's variables.
         directory: the run's directory.
         placement: the run's placement.
         form: the common part of steps.
-        variables: environment variables of every rank in addition to those of this process; variables with keys
-            come on its standard input.
-        forks: whether one process on each host forks the ranks of that host, which then share their imports.
+        variables: environment variables for every rank, added to this process's variables. Variables with keys come
+            on the rank's standard input.
+        forks: whether one process on each host forks the host's ranks, so that the ranks share their imports.
     """
 
     def __init__(
@@ -398,7 +399,8 @@ class SrunRanks:
     def _failure(self, task: int, code: int) -> RankFailure:
         """Return the failure of a task that ended with ``code``.
 
-        It is that of the task's rank that noted its failure first, or of the task's first rank if no rank noted one.
+        The failed rank is the task's rank that noted its failure first, or the task's first rank if no rank noted a
+        failure.
         """
         first_rank = task * self._ranks_per_task
         outputs = {

@@ -31,7 +31,7 @@ _CLEAR_TERMINAL = "\033[H\033[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the status; exit with status 2 and a message where there is no such run."""
+    """Print the run's state; exit with status 2 and a message if the run does not exist."""
     parser = argparse.ArgumentParser(prog="megatron-dppo status", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
     parser.add_argument("--follow", action="store_true", help="print it until the run has ended")

@@ -17,7 +17,7 @@ from megatron_dppo.system.errors import RunError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was done; exit with status 2 and a message where nothing could be."""
+    """Print what was done; exit with status 2 and a message if nothing could be done."""
     parser = argparse.ArgumentParser(prog="megatron-dppo stop", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
     options = parser.parse_args(arguments)
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def stop(directory: Path) -> str:
     """Ask a running job to save a checkpoint and end, and remove a waiting one; return what was done.
 
-    Raises LaunchError where nothing runs, or only on another machine.
+    Raises LaunchError if nothing runs, or if the run is on another machine.
     """
     run = run_state(directory)
     if isinstance(run, LocalRun):
@@ -41,7 +41,7 @@ def stop(directory: Path) -> str:
     if run.state == "PENDING":
         slurm("scancel", run.job)
         return f"job {run.job} is out of the queue; its checkpoints stay"
-    # Signal only the batch process, which asks the ranks to end their step: the signal itself would kill the ranks.
+    # Signal only the batch process: it asks the ranks to end their step. A signal to the ranks would kill them.
     slurm("scancel", "--batch", "--signal=USR2", run.job)
     return (
         f"job {run.job} was asked to end its step and save a checkpoint; "

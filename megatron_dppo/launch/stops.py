@@ -34,7 +34,7 @@ class StopRequests:
 
     Attributes:
         signals: stop of each signal, received within ``listening()``.
-        deadlines: epoch seconds at which a stop is requested without a signal.
+        deadlines: stop -> epoch seconds; at this time the stop is requested without a signal.
         now: returns the time in epoch seconds.
     """
 

@@ -1,10 +1,10 @@
 """Supervision of a run from its start to its end: its servers, their HTTP router, and its ranks.
 
 No process is left behind. A dead server is started again. After the death of a rank, all ranks are started again, while
-the servers keep running. An error that the user can put right ends the run, and so does another start of the run that
-has taken it over. A requested stop (Ctrl-C, a signal, a time limit) makes the ranks end their step and save a
-checkpoint; a second request ends everything at once. When no server has a restart left, the ranks are asked to save a
-checkpoint too, and the run fails after it.
+the servers keep running. The run ends on an error that the user can put right, and if another start has taken over the
+run. A requested stop (Ctrl-C, a signal, a time limit) makes the ranks end their step and save a checkpoint; a second
+request ends everything at once. When no server has a restart left, the ranks save a checkpoint too, and then the run
+fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_dppo.system import processes
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with an error. ``rank`` is None where it is unknown; ``failed_at`` is in epoch seconds."""
+    """A rank that ended with an error. ``rank`` is None if it is unknown; ``failed_at`` is in epoch seconds."""
 
     rank: int | None
     code: int
@@ -94,7 +94,7 @@ def keep_previous(path: Path) -> None:
 
 
 def failed_at(path: Path) -> float:
-    """Return the time at which the rank with this output file failed, in epoch seconds.
+    """Return when the rank with this output file failed, in epoch seconds.
 
     The rank itself writes the time. For a rank that was killed, return the time of its last output; 0 without output.
     """
@@ -142,10 +142,10 @@ def _no_obstacle() -> str | None:
 
 @dataclass(eq=False)
 class RankRestarts:
-    """The restarts of a run's ranks. Servers, router, lease and keys stay the same.
+    """The restarts of a run's ranks. Servers, router, lease and keys stay as they are.
 
     An error of a rank (not its death by a signal) would probably repeat if the run has made no progress since the ranks
-    started. Such an error ends the run at the first start of the ranks; later, only the second one in a row does.
+    started. At the first start of the ranks, one such error ends the run; at a later start, two such errors in a row.
 
     Attributes:
         budget: limits number and pace of restarts.
@@ -225,7 +225,7 @@ class Supervisor:
     )
 
     def run(self) -> Outcome:
-        # Processes that ranks and servers leave behind become children of this process, which kills them at the end.
+        # Processes that ranks and servers leave behind become children of this process. It kills them at the end.
         processes.adopt_orphans()
         outcome = Outcome(FAILED, "failed", "the supervisor failed")
         with self.stops.listening():
@@ -243,7 +243,7 @@ class Supervisor:
 
     def _watch(self) -> Outcome:
         while True:
-            # Check the lease before the failures: after its loss the fence stops the ranks, which looks like a failure.
+            # Check the lease before the failures: without the lease the fence stops the ranks, as if they had failed.
             loss = self.lease_loss()
             if loss is not None:
                 log.error("%s", loss)
