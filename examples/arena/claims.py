@@ -1,11 +1,11 @@
 """The claims, the runs that test them, and the tests. All were in the repository before the reported runs were made.
 
 A test compares two rules on the same seeds by the mean difference of an outcome. The first test of a claim is its
-primary test, which alone decides. The claim is reproduced, or the contrary is found, if two values are at most 5%: the
-two-sided p of Student's test of the pairs, adjusted by Holm over the primary tests of all claims, and the p of the
-exact sign-flip test of these pairs. Otherwise the claim is undecided. The numbers of seeds and steps are fixed here.
-All runs are made, none is added or left out, and a claim with missing runs is not evaluated. The settings were chosen
-by pilots of PG-IS alone, with the seeds 100 and 101, which no reported run has (README.md).
+primary test. Only the primary test decides. The claim is reproduced, or the contrary is found, if two values are at
+most 5%: the two-sided p of Student's test of the pairs, adjusted by Holm over the primary tests of all claims, and the
+p of the exact sign-flip test of these pairs. Otherwise the claim is undecided. The numbers of seeds and steps are fixed
+here. All runs are made, no run is added or left out, and a claim with missing runs is not evaluated. The settings were
+chosen by pilots of PG-IS alone, with the seeds 100 and 101. No reported run has these seeds (README.md).
 
 Ten seeds leave most claims undecided. A claim ``...-again`` repeats the primary test of an undecided claim with
 ``FURTHER_SEEDS`` alone: the ten seeds that raised the question are not counted a second time.
@@ -130,7 +130,7 @@ def final(record: Record) -> float:
 
 
 def area(record: Record) -> float:
-    """Return the mean reward of all steps, which is higher for a rule that learns sooner."""
+    """Return the mean reward of all steps. It is higher for a rule that learns sooner."""
     return float(np.mean(record[names.REWARD]))
 
 
@@ -283,7 +283,7 @@ class Comparison:
     def pairs_to_decide(self, mean: float, deviation: float, level: float = LEVEL) -> int | None:
         """Return the number of pairs that would decide with a power of 80%; None if it is above ``MOST_PAIRS``.
 
-        ``mean`` and ``deviation`` of the differences are taken as the true ones.
+        It assumes that ``mean`` and ``deviation`` are the true values of the differences.
         """
         if self.margin is None:
             distances = [abs(mean)]
@@ -540,7 +540,7 @@ class Survey:
 
 
 SHOWN = {"prefix": ("pg-is", CLIP, TV), "late": ("pg-is", CLIP, TV)}
-"""Setting -> rules of README's figure: a setting that needs a mask, and one in which a bound on the ratio does harm.
+"""Setting -> rules of README's figure. ``prefix`` needs a mask; in ``late``, a bound on the ratio does harm.
 
 The figure was chosen after its runs were seen.
 """
@@ -551,4 +551,4 @@ SURVEYS = (
     Survey(("bf16", "fp8", "stale-1", "stale-64", "decode"), ("pg-is", CLIP, *DPPO), QUICK_SEEDS),
     Survey(("drift",), OTHERS, SEEDS[3:]),
 )
-"""Surveys in the order in which their runs are made."""
+"""Surveys, in the order of their runs."""

@@ -46,7 +46,7 @@ from megatron_dppo.system.files import write_atomically
 REASONS = Path(__file__).with_name("reasons.yaml")
 """File with remarks on the results by claim, written after the runs."""
 COMPARABLE = 3.0
-"""Largest ratio of the mismatches in the lab and in the real loop at which the runs count as comparable."""
+"""Runs in the lab and in the real loop count as comparable if the ratio of their mismatches is at most this value."""
 ROUNDING = 1e-6
 """Mismatches up to here are float32's rounding errors."""
 
@@ -69,7 +69,7 @@ class Verdict:
         adjusted: p of the primary test, adjusted by Holm over all claims.
         to_decide: number of pairs that would decide the primary test at the level that Holm requires of the next
             decision; None if it is above ``MOST_PAIRS``.
-        seeds_run: number of seeds for which all of the claim's runs exist.
+        seeds_run: number of seeds with all of the claim's runs.
     """
 
     word: Word | None = None
@@ -274,7 +274,7 @@ def without_reading(key: str) -> str:
 def _rule_of(key: str) -> str:
     """Return the algorithm in a key of ``Cell.key`` or ``real_key``."""
     rule = key.removeprefix("real/").split("/")[2]
-    # One name may begin with another one, so look for the longest.
+    # One name may begin with another name, so look for the longest.
     return max((name for name in PRESETS if rule.startswith(name)), key=len)
 
 
@@ -351,7 +351,7 @@ def _mean_gaps(runs: Sequence[Record]) -> list[float]:
 
 
 def is_comparable(setting: str, records: Mapping[str, Record]) -> bool:
-    """Return whether the mismatch in the real loop is near that in the lab; True if one of them is unknown."""
+    """Return whether the mismatches in the real loop and in the lab are near each other; True if one is unknown."""
     lab_gaps, real_gaps = gaps_of(setting, records)
     # A list without gaps has no pairs.
     return not any(_is_far(lab, real) for lab, real in zip(lab_gaps, real_gaps, strict=False))

@@ -4,8 +4,8 @@ and page.
     python -m examples.arena.fp8 [--lab | --real | --only-findings] [--processes 1]
 
 The claims and the numbers of seeds and steps below were in the repository before any reported run was made. Tests and
-verdicts are those of claims.py; Holm's family are the primary tests of this file. The machine was too slow for longer
-runs: 24 steps show how a rule begins to learn, but not a collapse that needs longer.
+verdicts have the rules of claims.py; Holm's family are the primary tests of this file. The machine was too slow for
+longer runs: 24 steps show how a rule begins to learn, but not a collapse that needs longer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_dppo.metrics import table as names
 
 RESULTS = Path("runs/arena/fp8.jsonl")
 SEEDS = tuple(range(1, 7))
-"""Six: the fewest with which the exact sign-flip test can be at most 5%, two-sided."""
+"""Six seeds: with fewer seeds the exact sign-flip test cannot reach 5%, two-sided."""
 REAL_SEEDS = (1, 2)
 CISPO, WITHOUT_TIS = "cispo", "pg-is"
 """CISPO is importance sampling with truncated weights and no mask; without the truncation it is PG-IS."""

@@ -1,8 +1,8 @@
 """One run of the lab, in one process.
 
-Learner, trainer, rules, packing, statistics and optimizer are those of the package. A copy of the policy takes the
-engine's place. A run is bitwise the same each time, whatever else the machine does. The lab has no engine, no fleet and
-no weight updates: real_loop.py makes runs with them.
+Learner, trainer, rules, packing, statistics and optimizer come from the package. A copy of the policy takes the
+engine's place. A repeated run is bitwise equal, even if the machine does other work beside it. The lab has no engine,
+no fleet and no weight updates: real_loop.py makes runs with them.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ RATIO_ERROR, PROB_ERROR = "mismatch/ratio_error_by_mu", "mismatch/prob_error_by_
 """Means of |pi / mu - 1| and |pi - mu| of sampled tokens under the trainer's last weights.
 
 There is one mean for each of ``MU_BOUNDS``: of the tokens with mu below this bound and not below the bound before it.
-It is NaN if there is no such token.
+A mean without tokens is NaN.
 """
 MU_BOUNDS = (0.01, 0.1, 0.5, 0.9, 1.0 + 1e-6)
 
@@ -229,7 +229,7 @@ def _last_word(change: str) -> str:
 def run(cell: Cell) -> dict[str, list[float]]:
     """Train, and return the values of each kept metric, one for each step; NaN for a step without the metric.
 
-    Call it in a process of its own: see Lab.
+    Call it in a separate process: see Lab.
     """
     torch.set_num_threads(1)
     task, mismatch = TASKS[cell.task](), MISMATCHES[cell.mismatch]

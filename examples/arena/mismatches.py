@@ -26,14 +26,14 @@ class Mismatch:
 
     Attributes:
         rounding: rounds the engine's matrices.
-        age: number of batches by which the engine's weights are older.
+        age: age of the engine's weights, in batches.
         activations: whether the outputs of linear layers and of the embedding are rounded to bfloat16. Norms, router
             and experts compute in float32.
         flips: share of (token, layer) whose last expert is replaced by the next best one.
         replays: whether the trainer uses the engine's routing (R3).
-        cache: rounds the keys and values that decoding reads again, token by token. The trainer has no such cache,
-            because it computes a whole response in one pass.
-        blocks: whether linear layers and experts are block FP8, as with ``engine.quantization: fp8``: matrices in
+        cache: rounds the keys and values that decoding reads again, token by token. The trainer computes a whole
+            response in one pass, without a cache of keys and values.
+        blocks: whether linear layers and experts are block FP8, like under ``engine.quantization: fp8``: matrices in
             blocks of 128 x 128, and their inputs in blocks of 1 x 128. All else is in float32.
     """
 

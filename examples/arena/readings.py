@@ -1,11 +1,11 @@
 """The reading of a rule: a short name of the gradients that its loss gives to fixed tokens.
 
-A run's key has the reading (``lab.Cell.key``). A run that was made when the rule had another formula, anchor or number
-thus has another key, and is not taken for a run of the present rule. Two functions with equal gradients have the same
-reading.
+A run's key contains the reading (``lab.Cell.key``). If the rule later changes its formula, its anchor or a number, its
+new runs have another key, and the old run does not count for the present rule. Two functions with equal gradients have
+one reading.
 
 ``readings.json.gz`` has the readings of kept runs with their gradients, because processors round differently: gradients
-within ``TOLERANCE`` of stored ones have the stored name. Other gradients are named by a hash of their digits.
+within ``TOLERANCE`` of stored gradients have the stored name. Other gradients are named by a hash of their digits.
 
     python -m examples.arena.readings     # store the readings of all registered runs that are not stored yet
 """
@@ -80,7 +80,7 @@ def hash_of(values: np.ndarray) -> str:
 
 
 def is_same_reading(values: np.ndarray, stored: np.ndarray) -> bool:
-    """Return whether ``values`` are the gradients ``stored``, which have NaN where they depend on rounding."""
+    """Return whether ``values`` are the gradients ``stored``. A stored NaN marks a value that depends on rounding."""
     if values.shape != stored.shape:
         return False
     is_close = np.isclose(values, stored, rtol=TOLERANCE, atol=_ROUNDING)
@@ -96,7 +96,7 @@ def _stored() -> Mapping[str, np.ndarray]:
 
 
 def stable_gradients(algorithm: str, options: tuple[tuple[str, str], ...]) -> np.ndarray:
-    """Return the gradients of a rule; NaN for those that noise of the size of rounding errors changes."""
+    """Return the gradients of a rule. A gradient is NaN if noise of the size of rounding errors changes it."""
     values = flat_gradients(algorithm, options)
     for seed in range(_NOISY_PASSES):
         noisy = flat_gradients(algorithm, options, noise=seed)
@@ -133,7 +133,8 @@ def fixed_tokens(
     count = RESPONSES * LENGTH
     responses = torch.arange(count) // LENGTH
     sampled = (torch.arange(count) * 7) % WORDS
-    # Every second token is the likeliest word, the other ones are mostly rare: ratio and divergence differ most there.
+    # Every second token is the likeliest word, the other tokens are mostly rare words: ratio and divergence differ most
+    # at these two extremes.
     is_likely = torch.arange(count) % 2 == 0
     sampled = torch.where(is_likely, mu.argmax(-1), sampled)
     log_pi = pi.gather(1, sampled[:, None])[:, 0]
@@ -191,7 +192,7 @@ def _policies() -> tuple[Tensor, Tensor, Tensor]:
     logits = sharpness * (
         torch.cos(tokens * 0.7 + words * 1.3) + torch.cos(tokens * 1.9 - words * 0.6)
     )
-    # The first responses are nearly on policy, the last ones far from it.
+    # The first responses are nearly on policy, the last responses are far from it.
     distance = 6 * (((tokens // LENGTH) + 1) / RESPONSES) ** 2
     engine_error = 0.4 * distance * torch.cos(tokens * 2.3 + words * 2.9)
     step_change = distance * torch.cos(tokens * 1.1 + words * 3.7)

@@ -117,8 +117,8 @@ def settings_of(mismatch: Mismatch) -> list[str]:
         # The canary would find the mismatch and stop the run.
         settings.append("weight_sync.canary_every=0")
     if mismatch.flips:
-        # Each pass over a prompt draws its own flips. With a cache of prompts, a response would use the keys and values
-        # of another pass, and its recorded routing would be that of the other pass.
+        # Each pass over a prompt draws its own flips. With a cache of prompts, a response would use keys, values and
+        # recorded routing of another pass.
         settings.append("sglang.disable_radix_cache=true")
     return settings
 

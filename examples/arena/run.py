@@ -3,9 +3,9 @@
     python -m examples.arena.run [--quick] [--claim NAME ...] [--lab | --real | --only-findings] [--processes 2]
     python -m examples.arena.run --only-findings --results docs/evidence/findings/results.jsonl.gz --out docs/evidence
 
-Every run is one line of ``results.jsonl`` and is never made again, so an interrupted arena continues where it was. The
-runs are made claim by claim, and seed by seed within a claim. Then each rule of the claims is run once in the real
-loop, and at last the rules that no claim needs.
+Every run is one line of ``results.jsonl`` and is never made again, so an interrupted arena continues with the missing
+runs. The runs are made claim by claim, and seed by seed within a claim. Then each rule of the claims is run once in the
+real loop, and at last the rules that no claim needs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def survey_cells() -> list[Cell]:
 
 
 def real_cells(claims: Sequence[Claim]) -> list[Cell]:
-    """Return the claims' runs in the real loop, those that most tests need first."""
+    """Return the claims' runs in the real loop, sorted by the number of tests that need a run, the largest first."""
     uses: Counter[tuple[str, str]] = Counter()
     for claim in claims:
         for test in claim.tests:
@@ -84,7 +84,7 @@ def real_cells(claims: Sequence[Claim]) -> list[Cell]:
 
 
 def read_results(path: Path) -> dict[str, Record]:
-    """Return the records in a file of JSON lines, which may be a ``.gz``, by ``Cell.key``. Skip a truncated line."""
+    """Return the records in a file of JSON lines (plain or ``.gz``), by ``Cell.key``. Skip a truncated line."""
     if not path.is_file():
         return {}
     records: dict[str, Record] = {}
@@ -104,7 +104,7 @@ def read_results(path: Path) -> dict[str, Record]:
 
 
 def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
-    """Make the runs that ``results`` lacks, each in a process of its own."""
+    """Make the runs that ``results`` lacks, each in a separate process."""
     done = read_results(results)
     missing = [cell for cell in cells if cell.key not in done]
     if not missing:
@@ -144,7 +144,7 @@ R = TypeVar("R")
 def _forked(
     act: Callable[[A], R], values: Iterable[A], processes: int
 ) -> Iterator[tuple[A, float, R | str]]:
-    """Call ``act`` with each value in a process of its own, ``processes`` at a time.
+    """Call ``act`` with each value in a separate process, ``processes`` at a time.
 
     As soon as a process has ended, yield its value, its processor seconds, and the answer of ``act``. If the process
     failed, yield the reason as text instead of the answer.

@@ -1,7 +1,7 @@
 """A copy of the policy that samples in an engine's place, with a mismatch of ``mismatches.py``.
 
 The copy is the model of transformers, in float32 and with a cache of keys and values. A mismatch changes its weights,
-its arithmetic, its age or its routing. mu is always the distribution that was sampled from: that of the changed copy.
+its arithmetic, its age or its routing. The changed copy samples the tokens, and mu is always its distribution.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Flips:
 
 
 def _by_token(routing: list[list[Tensor]], sequences: int) -> np.ndarray:
-    """Return the experts [B, S, L, k] from each layer's calls, which have [B * tokens of the call, k]."""
+    """Return the experts [B, S, L, k] from each layer's list of calls. A call has [B * tokens of the call, k]."""
     layers = []
     for calls in routing:
         by_sequence = [experts.reshape(sequences, -1, experts.shape[-1]) for experts in calls]

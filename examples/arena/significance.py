@@ -71,12 +71,12 @@ def student_p(differences: Values) -> float:
 def sign_flip_p(differences: Values) -> float:
     """Return the one-sided p of the sign-flip test.
 
-    p is the share of the 2^n choices of signs whose sum is at least the sum of the differences. It is exact for
-    differences whose distribution is symmetric about 0 under the null hypothesis, whatever its form.
+    p is the share of the 2^n choices of signs whose sum is at least the sum of the differences. p is exact if the
+    distribution of the differences is symmetric about 0 under the null hypothesis; the distribution may have any form.
     """
     check_count(differences)
     steps = np.rint(np.asarray(differences) / GRID).astype(np.int64)
-    # A choice of signs has the sum 2 P - total, where P is the sum of the sizes with a positive sign. So compare P.
+    # P is the sum of the sizes with a positive sign. A choice of signs has the sum 2 P - total. So compare P.
     sizes = np.abs(steps)
     observed = int(steps[steps > 0].sum())
     # probability[P], in units of GRID, after each size: half of the choices add the size to P.
@@ -92,9 +92,9 @@ def sign_flip_p(differences: Values) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p of each test.
 
-    The smallest of n values is multiplied by n, the next one by n - 1, and so on. None is smaller than the one before
-    it. If every adjusted p of at most ``LEVEL`` counts as a decision, the probability of any wrong decision among the n
-    tests is at most ``LEVEL``.
+    The smallest of n values is multiplied by n, the next value by n - 1, and so on. An adjusted p is never smaller than
+    the adjusted p before it. If every adjusted p of at most ``LEVEL`` counts as a decision, the probability of any
+    wrong decision among the n tests is at most ``LEVEL``.
     """
     count = len(p_values)
     adjusted = [0.0] * count
@@ -108,7 +108,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def power(distances: Sequence[float], deviation: float, count: int, level: float) -> float:
-    """Return a lower bound of the probability that ``count`` pairs decide on which side of the bounds the mean is.
+    """Return a lower bound of the probability that ``count`` pairs decide on which side of each bound the mean is.
 
     Args:
         distances: distance from the true mean to each bound, all above 0.

@@ -4,8 +4,9 @@
 
 A step of DPPO has 16 prompts with 8 responses each, and four optimiser steps. The demo's server, ranks and supervisor
 use all cores; the lab makes one run on each core. The cost of a step is the difference between runs of many and of few
-steps, so start and end of the runs do not count. It is measured in seconds of the machine, which must be quiet, and in
-core seconds (user and system time of all processes), which other work hardly changes.
+steps, so start and end of the runs do not count. The cost has two measures: seconds of the machine, and core seconds
+(user and system time of all processes). Other work on the machine changes the first measure, so the machine must be
+quiet; it hardly changes the core seconds.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def of_step(measured: Callable[[int], Cost]) -> Cost:
 
 
 def table(steps: Mapping[str, Cost]) -> list[str]:
-    """Return the lines of the table. ``steps``: cost of a step by name, one of which is ``DEMO``."""
+    """Return the lines of the table. ``steps``: cost of a step by name; ``DEMO`` is one of the names."""
     demo = steps[DEMO]
     lines = [
         "| | seconds a step | times the demo | core seconds a step | times the demo |",

@@ -1,8 +1,8 @@
 """The lab's tasks: prompts and rewards on token ids, and a start policy that two cores make within minutes.
 
-- ``rare``: 2,048 words with a heavy tail. A problem's good words are those of one topic. All of them are in the tail:
-  together they have 3% of the start policy's mass. Here, a bound on the ratio and a bound on the divergence treat rare
-  tokens most differently.
+- ``rare``: 2,048 words with a heavy tail. A problem's good words are the words of one topic. All good words are in the
+  tail: together they have 3% of the start policy's mass. In this task, a bound on the ratio and a bound on the
+  divergence treat rare tokens most differently.
 - ``long``: 96 tokens, each the sum of the two digits before it, modulo 10, in any of five spellings. The start policy
   is right at 96% of the tokens. The reward is the share of the response before the first error, so early tokens decide.
 - ``longer``: the task ``long`` with 256 tokens.
@@ -63,7 +63,7 @@ class Task:
 
 WORDS, PROBLEMS, FIRST_WORD = 2048, 16, 64
 LIKELY_WORDS = 50
-"""Number of the likeliest words, which belong to no topic."""
+"""The likeliest words belong to no topic. This is their number."""
 STICKING = 0.5
 """Probability that the word after a word of a topic is drawn from the words of this topic alone."""
 
@@ -87,7 +87,7 @@ def topics() -> np.ndarray:
 def next_masses() -> np.ndarray:
     """Return the start policy's next-word probabilities [PROBLEMS + 1, WORDS].
 
-    Row i is the distribution after a word of topic i, the last row the one after a word without a topic.
+    Row i is the distribution after a word of topic i. The last row is the distribution after a word without a topic.
     """
     rows = np.tile(zipf(), (PROBLEMS + 1, 1))
     for topic, row in enumerate(rows[:-1]):
@@ -144,7 +144,7 @@ def _digits(ids: np.ndarray) -> np.ndarray:
 def next_words(before: np.ndarray) -> np.ndarray:
     """Return the start policy's probabilities [..., 64] after two words with the ids ``before`` [..., 2].
 
-    Of a digit's spellings, each is half as likely as the one before.
+    Each spelling of a digit is half as likely as the spelling before it.
     """
     spelling = 0.5 ** np.arange(SPELLINGS)
     right = _digits(before).sum(-1) % 10

@@ -1,7 +1,7 @@
 """Rehearse the recipes and further layouts, one at a time, and write the table of docs/rehearsal.md.
 
 python -m examples.recipes.rehearsals [NAME ...]    # rehearse these recipes or layouts of FURTHER (default: all)
-python -m examples.recipes.rehearsals --missing     # rehearse those without a result in runs/rehearsals
+python -m examples.recipes.rehearsals --missing     # rehearse all recipes and layouts that have no result yet
 python -m examples.recipes.rehearsals --write       # put the results in runs/rehearsals into the table; rows
                                                     # without a result do not change
 """
@@ -134,7 +134,7 @@ def _config(name: str) -> TrainConfig:
 
 
 def _layout(name: str) -> str:
-    """Return the layout and the features of a recipe that decide which code runs, without the most common ones."""
+    """Return a recipe's layout, and the features that decide which code runs, without the most common features."""
     config = _config(name)
     sizes = Layout.of(config.parallel.sizes).describe().partition(",")[0]
     common = {"algorithm dppo-binary-tv", "reward math_verify"}

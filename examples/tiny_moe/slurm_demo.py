@@ -35,7 +35,7 @@ RECIPE = "examples/tiny_moe/config.yaml"
 STEPS = 24
 LIMIT_MIN = 120
 MARGIN_S = 180
-"""Seconds before the time limit at which the job saves a checkpoint and ends."""
+"""The job saves a checkpoint and ends this number of seconds before its time limit."""
 POLL_S = 0.5
 CANCEL_S = 10.0
 """Longest wait for the end of a cancelled job."""
@@ -180,7 +180,7 @@ class _Follower:
                 _say(f"step {self._step} of {STEPS}{reward_text}")
 
     def _shorten_limit(self) -> None:
-        """Set a time limit of which less than the margin is left, so that the job saves a checkpoint now."""
+        """Set a time limit that leaves less than the margin, so that the job saves a checkpoint now."""
         start_time = datetime.fromisoformat(self._cluster.client.job(self._job)[0]["StartTime"])
         # Slurm's limits are whole minutes.
         elapsed_minutes = int((time.time() - start_time.timestamp()) // 60)

@@ -1,4 +1,4 @@
-"""Models that SGLang uses instead of its own if SGLANG_EXTERNAL_MODEL_PACKAGE names this package."""
+"""Models that replace SGLang's models if SGLANG_EXTERNAL_MODEL_PACKAGE names this package."""
 
 # If SGLang can't import a module of the package, it uses its own models. An error of this import ends the server.
 from examples.arena.engine_models import changed

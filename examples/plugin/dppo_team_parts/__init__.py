@@ -1,1 +1,1 @@
-"""Parts that one team adds to megatron_dppo; pyproject.toml registers them as entry points."""
+"""Parts that a team adds to megatron_dppo; pyproject.toml registers them as entry points."""

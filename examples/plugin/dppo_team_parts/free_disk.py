@@ -13,7 +13,7 @@ LEAST_FREE_GIB = 1
 
 
 def check_free_disk(config: TrainConfig, machine: Machine) -> StartCheck:
-    """Refuse a start where less than ``LEAST_FREE_GIB`` GiB are free in the run's directory or its nearest parent."""
+    """Refuse a start if less than ``LEAST_FREE_GIB`` GiB are free in the run's directory or its nearest parent."""
     folder = Path(config.run.directory).absolute()
     while not folder.exists():
         folder = folder.parent
