@@ -29,7 +29,7 @@ class Mismatch:
         age: age of the engine's weights, in batches.
         activations: whether the outputs of linear layers and of the embedding are rounded to bfloat16. Norms, router
             and experts compute in float32.
-        flips: share of (token, layer) whose last expert is replaced by the next best one.
+        flips: share of (token, layer) whose last expert is replaced by the next best expert.
         replays: whether the trainer uses the engine's routing (R3).
         cache: rounds the keys and values that decoding reads again, token by token. The trainer computes a whole
             response in one pass, without a cache of keys and values.

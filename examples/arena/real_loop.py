@@ -81,7 +81,7 @@ def run(cell: Cell) -> Record:
 def _mismatch(directory: Path, last: int) -> dict[str, list[float]]:
     """Return ``errors_by_mu`` of the first mini-batches of the last ``MEASURED_STEPS`` steps.
 
-    The weights of the first mini-batch are those before the step. ``last``: number of the last step.
+    The first mini-batch of a step uses the weights from before the step. ``last``: number of the last step.
     """
     config = load_config(directory / "config.yaml")
     size = config.training.prompts_per_mini_batch * config.rollout.group_size

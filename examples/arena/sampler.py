@@ -145,7 +145,7 @@ class _Cache(DynamicCache):
 
 @dataclass
 class _Flips:
-    """A hook on a router: ``share`` of the tokens use the next best expert instead of their last one."""
+    """A hook on a router: ``share`` of the tokens use the next best expert instead of their last expert."""
 
     share: float
     generator: torch.Generator

@@ -196,7 +196,7 @@ class _Follower:
         if len(attempts) <= self._ended_starts or not self._set_limit(LIMIT_MIN):
             return
         self._ended_starts = len(attempts)
-        # A start that ended without a checkpoint was not the intended one: shorten the limit of the next start too.
+        # If the start ended without a checkpoint, there is nothing to resume: shorten the limit of the next start too.
         self._is_shortened = attempts[-1].saved > 0
         _say(
             f"start {len(attempts)} ended ({attempts[-1].why}) with a checkpoint of step "
@@ -237,7 +237,7 @@ def _result(directory: Path, state: str) -> int:
 
 
 def _has_resumed(attempts: Sequence[Attempt]) -> bool:
-    """Return whether the last start resumed from a checkpoint that a time limit caused, or from a later one."""
+    """Return whether the last start resumed from a checkpoint that a time limit caused, or from a later checkpoint."""
     saved_steps = [attempt.saved for attempt in attempts if attempt.why == "time" and attempt.saved]
     return bool(saved_steps) and attempts[-1].first_saved >= saved_steps[-1]
 

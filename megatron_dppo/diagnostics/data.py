@@ -66,7 +66,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _setting(option: str, word: str) -> tuple[str, Any]:
-    """Split ``name=value``; a value in JSON is parsed, any other one stays text. Raises ValueError without ``=``."""
+    """Split ``name=value``; a value in JSON is parsed, any other value stays text. Raises ValueError without ``=``."""
     name, equals, value = word.partition("=")
     if not equals:
         raise ValueError(f"{option}: got {word!r}, expected NAME=VALUE")

@@ -19,7 +19,7 @@ from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.answer_check import bad_answers
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
-# Bars of a histogram, and characters of the longest one.
+# Number of bars of a histogram, and number of characters of the longest bar.
 _BARS, _WIDTH = 10, 40
 _SHOWN_CHARACTERS = 4000
 # Number of characters at the beginning of a prompt that are compared with other problems.

@@ -231,7 +231,7 @@ def _master_host(interface: str | None) -> str:
 
 
 def _pinned_master_port(host: str) -> int | None:
-    """Return the port of the ranks' rendezvous from MASTER_PORT; None: each start takes a free one."""
+    """Return the port of the ranks' rendezvous from MASTER_PORT; None: each start takes a free port."""
     pinned = os.environ.get("MASTER_PORT")
     if pinned is None:
         return None
@@ -259,7 +259,7 @@ class RankGroup:
     Args:
         command: the command of every rank.
         outputs: file of each rank for its standard output and error.
-        master_port: port that rank 0 listens on; None: each start takes a free one.
+        master_port: port that rank 0 listens on; None: each start takes a free port.
         variables: environment variables for every rank, added to this process's variables.
         master_host: address that rank 0 listens on.
         cores: number of cores that the ranks share; None: all cores of this process.

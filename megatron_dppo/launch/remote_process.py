@@ -1,11 +1,11 @@
-"""Run commands on this host for a supervisor on another host. It starts this program through a remote shell.
+"""Run commands on this host for a supervisor on another host.
 
     ssh HOST python -m megatron_dppo.launch.remote_process
 
-The first line of standard input is a JSON list of commands (``RemoteCommand``). A later line ``stop`` makes this
-program send SIGTERM to the commands. When standard input ends, the supervisor or the connection is gone: the program
-kills the commands and their descendants, and its exit code is 1. Otherwise its exit code is the code of the first
-command that fails (128 + n for signal n), or 0.
+The supervisor starts this program through a remote shell, such as ssh. The first line of standard input is a JSON list
+of commands (``RemoteCommand``). A later line ``stop`` makes this program send SIGTERM to the commands. When standard
+input ends, the supervisor or the connection is gone: the program kills the commands and their descendants, and its exit
+code is 1. Otherwise its exit code is the code of the first command that fails (128 + n for signal n), or 0.
 """
 
 from __future__ import annotations

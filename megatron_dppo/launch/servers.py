@@ -41,7 +41,7 @@ class ServerStarts:
     Attributes:
         runtime_at: returns the runtime of a server on one host or over several hosts.
         address: this process listens for the ranks at this address.
-        host_now: returns the host to restart on instead of one that may have died.
+        host_now: returns the host for a restart; the given host may have died.
     """
 
     runtime_at: Callable[[Sequence[Host]], Runtime]

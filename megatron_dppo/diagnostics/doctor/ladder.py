@@ -338,7 +338,7 @@ NARROWEST_RATIO = 1.001
 WIDE_RATIO = 4.0
 """The axis of pi / mu is logarithmic if a ratio is above this or below 1 / this."""
 GROUPS, FEWEST = 16, 50
-"""Groups of tokens for the percentiles: the largest number of groups, and the smallest number of tokens in one."""
+"""Groups of tokens for the percentiles: the largest number of groups, and the smallest number of tokens in a group."""
 DARKENING = LinearSegmentedColormap.from_list("tokens", ["#9ecae1", "#08306b"])
 
 
@@ -351,8 +351,8 @@ def draw(
 ) -> None:
     """Write the PNG: a row of bars for the parts, then two panels for each of two passes.
 
-    The passes are the first (nothing fixed) and the last one in the run's dtype (all causes fixed but numerics). Their
-    panels show pi / mu and |pi - mu| of every token against mu, as in Figure 2 of arXiv 2602.04879.
+    The two passes are the first pass (nothing fixed) and the last pass in the run's dtype (all causes fixed but
+    numerics). Their panels show pi / mu and |pi - mu| of every token against mu, as in Figure 2 of arXiv 2602.04879.
 
     Args:
         path: path of the PNG.

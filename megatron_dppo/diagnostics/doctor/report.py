@@ -53,8 +53,8 @@ from megatron_dppo.model.families import load_model_shape
 TENSORS = 8
 """Number of findings about tensors that the report shows; --json has all."""
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
-"""Numbers of what the report shows of a side: SHOWN alternatives, nearest first; TOKENS tokens, largest gap first; and
-on the page the RESPONSES responses of the tokens with the largest gaps."""
+"""The report shows of each side the SHOWN nearest alternatives and the TOKENS tokens with the largest gaps. The page
+also shows the RESPONSES responses with the largest gaps."""
 NEAREST = (-1, 1, -2, -4, -8)
 """Offsets from a side's version to the versions that are tried as stale or too new weights, if the run has them."""
 LAYOUT = "the same trainer in one process does not differ"
@@ -288,7 +288,7 @@ class Doctor:
         return diagnoses, draws
 
     def _sides(self, step: int) -> list[Side]:
-        """Return the sides that can be examined. For each other side, write the reason to ``_unexamined``."""
+        """Return the sides that can be examined. If a side can't, the reason goes into ``_unexamined``."""
         config = self._config
         mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
         engine = diagnosis.engine_side(self._batch)
@@ -353,8 +353,7 @@ class Doctor:
         """Diagnose whether a healthy engine recorded the experts that it used.
 
         The trainer and its reference use the recorded experts. The engine and its reference do not. So a wrong record
-        shows on neither side.
-        Returns an empty list if the run replays no routing.
+        shows on neither side. Returns an empty list if the run replays no routing.
         """
         scores = self._scores_of(engine.version, every=False)
         natural, by_name = scores.at(engine.positions)

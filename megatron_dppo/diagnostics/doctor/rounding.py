@@ -32,7 +32,7 @@ def float8(x: Tensor) -> Tensor:
 def activations_in_block_fp8(model: nn.Module) -> Iterator[None]:
     """Inside the context, round the inputs of linear layers and experts of a transformers model, in blocks of 1 x 128.
 
-    Only the inputs of quantised linear layers (``is_quantized``) are rounded. The forward pass raises ValueError if the
+    A linear layer that is not quantised (``is_quantized``) keeps its input. The forward pass raises ValueError if the
     width of an input is no multiple of 128.
     """
     with ExitStack() as stack:

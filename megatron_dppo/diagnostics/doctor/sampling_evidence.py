@@ -25,7 +25,7 @@ class Draws:
         tokens: number of tokens.
         sampler: name of another sampler that is likelier than the configured sampler by more than chance; None if there
             is no likelier sampler.
-        evidence: log likelihood ratio of the likeliest other sampler to the configured one.
+        evidence: log likelihood ratio of the likeliest other sampler to the configured sampler.
         copies: pairs of equal responses of a group, by position in the batch.
         expected_copies: expected number of pairs of equal responses under mu.
         copies_evidence: log likelihood ratio for more copies than mu explains, comparable to ``evidence``.
@@ -47,10 +47,10 @@ class Draws:
 def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> float:
     """Return the evidence that responses repeat more often than independent sampling explains.
 
-    ``groups`` has one sequence of (response, its log mu) for each problem. A response repeats an earlier one of its
-    group with the probability p = sum of mu over the distinct earlier responses. With R repetitions in all, exp(a R) /
-    prod (1 + p (e^a - 1)) has the expectation 1 for every a. The result is the largest logarithm of this ratio over the
-    values ``FACTORS`` of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
+    ``groups`` has one sequence of (response, its log mu) for each problem. A response repeats an earlier response of
+    its group with the probability p = sum of mu over the distinct earlier responses. With R repetitions in all,
+    exp(a R) / prod (1 + p (e^a - 1)) has the expectation 1 for every a. The result is the largest logarithm of this
+    ratio over the values ``FACTORS`` of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
     """
     repetitions = 0
     chances: list[float] = []

@@ -366,9 +366,9 @@ def _with_topk(
     vocab_size: int,
     log_mu: Tensor | None,
 ) -> Trajectory:
-    """Return ``trajectory`` with a TopK(mu) of sufficient K: the engine's, or else one from ``log_mu`` [N, V].
+    """Return ``trajectory`` with a TopK(mu) of sufficient K: from the engine, or else from ``log_mu`` [N, V].
 
-    Raises ValueError if the algorithm needs a TopK(mu) that neither has.
+    Raises ValueError if the algorithm needs a TopK(mu) that neither source has.
     """
     saved_k = _width(trajectory)
     is_recomputed = algorithm.needs_recomputed_distribution

@@ -100,7 +100,7 @@ class SeenStep:
         return (algorithm.name, algorithm.numbers) == (self.algorithm.name, self.algorithm.numbers)
 
     def decisions(self, algorithm: Algorithm) -> Decisions:
-        """Return the decisions of ``algorithm`` about the tokens; the mask of the run's own algorithm is the saved one.
+        """Return the decisions of ``algorithm`` about the tokens. For the run's own algorithm, use the saved mask.
 
         Raises ValueError if the mask of another algorithm reads a value that was not saved.
         """

@@ -37,8 +37,8 @@ class Clock:
 def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
     """Return the peak memory of ``call`` minus the memory before it, bytes.
 
-    On a CPU the peak is the kernel's high-water mark of this process's resident memory. The call begins with a reset of
-    this mark.
+    On a CPU the peak is the kernel's high-water mark of this process's resident memory. The function resets the mark
+    before ``call``.
     """
     if device == "cuda":
         torch.cuda.synchronize()

@@ -402,7 +402,7 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
             continue
         hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
         seconds, peak = 0.0, 0
-        # The first pass compiles kernels; the second one's figures count.
+        # The first pass compiles kernels; the figures of the second pass count.
         for _ in range(2):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -191,7 +191,7 @@ UPDATE_LABELS = {
 
 @part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
 def weights(bench: Bench) -> Iterator[CheckRow]:
-    """Run one step by each strategy, with two updates: the first one into a server that has just started."""
+    """Run one step by each strategy, with two updates. The first update goes into a server that has just started."""
     for strategy, (label_without_gpu, label_with_gpus) in UPDATE_LABELS.items():
         label = label_with_gpus if bench.gpus else label_without_gpu
         if strategy == "distributed" and bench.gpus == 1:
@@ -356,7 +356,7 @@ def interrupted_rows(
     what: str,
     signal_number: signal.Signals,
 ) -> Iterator[CheckRow]:
-    """Send a bucket, then one during which the server gets the signal, then one after a stopped server was resumed."""
+    """Send two buckets; during the second, the server gets the signal. Resume a stopped server, and send a third."""
     server.send()
     start_time = time.monotonic()
     fault: EngineFaultError | None = None
