@@ -72,7 +72,7 @@ class AllHeadsNorm(torch.nn.Module):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """Return the weight, which tensor-parallel ranks divide along its only dimension."""
+        """Return the weight as a sharded tensor: tensor-parallel ranks divide its only dimension."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -121,7 +121,7 @@ class _Norm(torch.autograd.Function):
         input_gradient = (scale * (weighted_gradient - normed * mean)).to(x.dtype)
         weight_gradient = None
         if ctx.needs_input_grad[1]:
-            # Sum over all dimensions but the last two, which are this rank's heads and the head size.
+            # Sum over all dimensions except this rank's heads and the head size: these are the last two.
             product = gradient.float() * normed
             weight_gradient = product.flatten(0, -3).sum(0).flatten().to(weight.dtype)
         return input_gradient, weight_gradient, None, None, None

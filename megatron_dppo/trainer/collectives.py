@@ -41,7 +41,7 @@ def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) ->
     if int(size) == 0:
         return b""
     if dist.get_rank() == src:
-        # Copy to a bytearray: a tensor's memory must be writable, and that of bytes is not.
+        # Copy to a bytearray: a tensor's memory must be writable, and the memory of bytes is read-only.
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     else:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -58,7 +58,7 @@ def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
-    """Gather like ``all_gather_json``, on the first rank of ``group`` only; return None on the others."""
+    """Gather like ``all_gather_json``, but only on the first rank of ``group``; return None on all other ranks."""
     padded, lengths = _padded(value, group)
     parts = None
     if group.rank() == 0:
@@ -117,8 +117,8 @@ def on_every_rank(
     """Return ``action()``, and raise ``error`` on every rank if it failed on one. Collective.
 
     ``action`` itself must not be collective. The message names the first rank that failed, and the class of its
-    exception unless this is ``error`` or an OSError. A rank that failed, but is not the named one, logs its own
-    failure. An exception of any class but ``error``, OSError and RunError is always logged, with its traceback.
+    exception unless the class is ``error`` or OSError. Every other rank that failed logs its own failure. An exception
+    of any class except ``error``, OSError and RunError is always logged, with its traceback.
     ``group``: a group of all ranks, in their order (None: the default one).
     """
     own_error: Exception | None = None
@@ -127,7 +127,7 @@ def on_every_rank(
     try:
         result = action()
     except Exception as failure:
-        # Catch every exception: the other ranks wait for this one in the collective below.
+        # Catch every exception: the other ranks wait for this rank in the collective below.
         own_error = failure
         is_foreseen = isinstance(failure, (error, OSError, RunError))
         # The text of an OSError says what failed without the name of its class.

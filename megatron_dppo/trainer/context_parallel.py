@@ -1,11 +1,11 @@
 """Context parallelism: the ranks that share a sequence's tokens, in Transformer Engine's layout of packed sequences.
 
 Every sequence of a pack is padded to 2 C equal chunks, C = context-parallel size, and rank r holds the chunks r and
-2 C - 1 - r of each. So all ranks have the same work under a causal mask, where later tokens attend to more tokens.
-Each rank's layers compute its own rows; attention exchanges keys and values. From the last layer's output a rank
-computes the statistics of its own rows, which are then gathered: the loss is a function of whole sequences, equal on
-every rank. In the backward pass a rank gets the gradient of its own rows, and the data-parallel reduction, which
-includes the context-parallel ranks, sums the gradients of the parameters.
+2 C - 1 - r of each. Under a causal mask later tokens attend to more tokens, so this division gives all ranks equal
+work. Each rank's layers compute the rank's rows; attention exchanges keys and values. From the last layer's output a
+rank computes the statistics of its rows. All ranks then gather the statistics of all rows, because the loss is a
+function of whole sequences; the loss is equal on every rank. In the backward pass a rank gets the gradient of its rows.
+The data-parallel reduction includes the context-parallel ranks, so it sums their gradients of the parameters.
 
 T = tokens of a pack, t = T / C, S = sequences in it.
 """
@@ -37,8 +37,8 @@ def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
     # ``sequence`` is the number of each row's sequence, and ``chunk_length`` the length of this sequence's chunks.
     sequence = torch.searchsorted(own_bounds[1:], own_row, right=True)
     chunk_length = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
-    # The rank holds two chunks of a sequence, one after the other. The second one is as far from the sequence's end as
-    # the first one is from its start.
+    # The rank holds two chunks of a sequence, one after another. The second chunk is as far from the sequence's end as
+    # the first chunk is from the sequence's start.
     own_offset = own_row - own_bounds[sequence]
     is_second = own_offset >= chunk_length
     chunk_number = torch.where(is_second, 2 * size - 1 - rank, rank)
@@ -97,10 +97,10 @@ def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
 
 
 def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> PolicyStats:
-    """Return the statistics of all rows of ``batch`` from those of every rank's ``own_batch``. Collective.
+    """Return the statistics of all rows of ``batch``. ``stats``: of this rank's ``own_batch``. Collective.
 
     The function communicates by one all-gather of the statistics, [t, 1 + K] numbers or more, and one all-reduce of
-    the fault counts. The backward pass gives every rank the gradient of its own rows and sums nothing, because all
+    the fault counts. The backward pass gives every rank the gradient of the rank's rows. It sums nothing, because all
     ranks compute the same loss.
     """
     size = topology.cp_size

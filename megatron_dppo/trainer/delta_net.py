@@ -32,9 +32,9 @@ from torch import Tensor
 from megatron_dppo.trainer.padded_batches import padding_plan
 
 _EPSILON = 1e-6
-"""Epsilon of the norm of queries and keys, which no configuration sets."""
+"""Epsilon of the norm of queries and keys. No configuration of a model sets this value."""
 
-# Megatron-Core's constructor raises an error without fla, which only Megatron-Core's own forward pass calls.
+# Megatron-Core's constructor raises an error without fla. But only Megatron-Core's own forward pass calls fla.
 gated_delta_net.HAVE_FLA = True
 
 
@@ -126,8 +126,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> ShardedStateDict:
         """Return Megatron-Core's state dict, with each fused parameter as one tensor of the checkpoint.
 
-        Megatron-Core's own state dict has a tensor for each section of a fused parameter. One tensor of whole sections
-        is the form of other fused parameters, such as the gate and up projections of an MLP.
+        Megatron-Core's own state dict has a tensor for each section of a fused parameter. Other fused parameters, for
+        example the gate and up projections of an MLP, are one tensor of whole sections.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
         key_width = self.qk_dim // self.tp_size
@@ -166,7 +166,7 @@ def _in_sections(
         start = 0
         for part, width in zip(tensor.split(widths), widths, strict=True):
             offset = list(whole.global_offset)
-            # All ranks have equal widths: the whole sections before this one have ``start * ranks`` rows.
+            # All ranks have equal widths: the whole sections before this section have ``start * ranks`` rows.
             offset[axis] = start * ranks + rank * width
             sections.append(
                 ShardedTensor(
@@ -190,7 +190,7 @@ def _in_sections(
 def packed_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Compute silu(causal convolution) of each channel in fp32: x [T, C], weight [C, 1, W] -> [T, C].
 
-    W - 1 zeros are inserted before each sequence, so that one convolution computes the pack.
+    W - 1 zeros are inserted before each sequence, so that a single convolution computes the whole pack.
     """
     tokens, channels = x.shape
     zeros = weight.shape[-1] - 1

@@ -29,7 +29,7 @@ def rounded_to_fp8(
     """Within the block, quantise and dequantise the matrices among this rank's ``values`` in place. Not collective.
 
     The values are copied to the host and restored bit for bit at the end. If this rank's part of a matrix begins or
-    ends inside of a block, the part stays unchanged, because the scales of such blocks depend on other ranks.
+    ends inside of a block, the part stays unchanged, because the block's scale depends on other ranks too.
     """
     originals: list[tuple[Tensor, Tensor]] = []
     try:
@@ -48,7 +48,7 @@ def rounded_to_fp8(
 
 
 def _whole_blocks(parameter: LocalParameter) -> list[list[Segment]]:
-    """Return, for each quantised matrix of which this rank has only whole blocks, the matrix's segments in order."""
+    """Return the segments, in order, of each quantised matrix whose part on this rank consists of whole blocks."""
     by_matrix: dict[str, list[Segment]] = defaultdict(list)
     for segment in parameter.segments:
         if is_quantized(segment.hf_name):

@@ -1,7 +1,7 @@
 """Export the trained weights as a Hugging Face folder.
 
-Each file of an export is written by one rank, so that ranks on several hosts never write to the same file. That rank
-gathers the file's tensors, and a thread writes them while the next ones are gathered.
+Each file of an export is written by one rank, so that ranks on several hosts never write to the same file. The rank
+gathers the file's tensors. A thread writes gathered tensors while the rank gathers the next tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def export_hf(
         rank: this process's global rank.
         model: shape and layout of the model, and the dtype of the parameters.
         out_dir: the folder to write; it must not exist or must be empty.
-        side_files_from: folder from which configuration, tokenizer and carried tensors are copied.
+        side_files_from: the folder that has the configuration, the tokenizer and the carried tensors; they are copied.
         max_shard_bytes: largest size of a file.
 
     Raises:
@@ -220,7 +220,7 @@ def _write(
 
 
 class _FileWriter:
-    """A context manager that writes tensors to their files in a thread, while the caller gathers the next ones.
+    """A context manager that writes tensors to their files in a thread, while the caller gathers more tensors.
 
     After a failed write the thread discards further tensors, because all ranks must go through all buckets together;
     ``finish`` raises the error.
@@ -250,7 +250,7 @@ class _FileWriter:
         return self
 
     def add(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Queue whole tensors, which must not change afterwards; block while one bucket is written and one waits."""
+        """Queue whole tensors; they must not change afterwards. Block while one bucket is written and another waits."""
         if tensors:
             self._buckets.put(tensors)
 

@@ -31,7 +31,7 @@ def load_hf(
     Raises:
         CheckpointError: the name or shape of a tensor in ``hf_dir`` does not match its config.json, or a tensor is not
             finite.
-        ValueError: the model's parameters differ from those of the conversion table.
+        ValueError: the model and the conversion table have different parameters.
     """
     parameters = named_parameters(chunks)
     table = {(p.chunk, p.name): p for p in local_parameters(shape, layout, rank)}

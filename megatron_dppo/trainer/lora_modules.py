@@ -5,8 +5,8 @@ linears (q_proj, gate_proj, up_proj, ...) B is cut by rows, and every rank holds
 (o_proj, down_proj) A is cut by columns, and every rank holds all of B. Tensor-parallel ranks exchange only tensors of
 width R.
 
-In linears that every rank holds as a whole (the projections to attention's latents) neither A nor B is cut, and a
-rank computes with its own tokens.
+Every rank holds all of the projections to attention's latents. In these linears A and B are both whole, and a rank
+computes with its own tokens.
 
 Gradients of an A or B that is not cut are complete on every rank of a tensor-parallel group, with two exceptions. Under
 sequence parallelism each rank has only the gradients from its tokens: the attribute ``sequence_parallel`` lets
@@ -131,7 +131,7 @@ class LinearAdapter(torch.nn.Module):
         return list(part.local(which, self.options.adapters.rank))
 
     def _mark_parameters(self) -> None:
-        """Set the attributes by which Megatron-Core finds how A and B are divided, and how to reduce gradients."""
+        """Set attributes on A and B. They tell Megatron-Core how A and B are divided and how to reduce gradients."""
         raise NotImplementedError
 
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class LinearAdapter(torch.nn.Module):
         return self.matrices(part.name).pair
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
-        """Stack A [.., P R, in] and B [.., rows, P R] of the fused linear's matrices, so that one product B A does.
+        """Stack A [.., P R, in] and B [.., rows, P R] of the fused linear's matrices. One product B A then serves all.
 
         The B of a matrix is zero in the linear's rows that belong to other matrices.
         """
@@ -215,7 +215,7 @@ class DenseAdapter(LinearAdapter):
 
 
 class HeadAdapter(DenseAdapter):
-    """The adapter of the output layer, which returns its input and computes no logits (``model.leave_out_logits``).
+    """The adapter of the output layer. The layer returns its input and computes no logits (``model.leave_out_logits``).
 
     ``model.head_factors`` takes the adapter's factor directly after a forward pass.
     """
@@ -235,7 +235,7 @@ class HeadAdapter(DenseAdapter):
 
         The result is None if the adapter was disabled. Call this method once for each pass.
         """
-        # Drop the reference, which would keep the pass's graph in memory.
+        # Drop the reference: it would keep the pass's graph in memory.
         product = self._product
         self._product = None
         if product is None:
@@ -303,7 +303,7 @@ class ExpertAdapter(LinearAdapter):
                 parameter.allreduce = parallel_state.get_expert_model_parallel_world_size() == 1
                 if not part.is_cut(which) and group.size() > 1:
                     setattr(parameter, SUM_OVER_EXPERT_TENSOR, True)
-                    # The norm of the gradients skips parameters with a true ``shared``, which are copies.
+                    # The norm of the gradients skips parameters with a true ``shared``: they are copies.
                     parameter.shared = group.rank() > 0
 
 
@@ -311,8 +311,8 @@ class SharedExpertAdapter(LinearAdapter):
     """The adapters of the linears of a rank's experts, with one A and B for all experts of the layer, not cut.
 
     Each rank uses its rows or columns for the tokens of its experts. The gradient is the sum over all ranks of the
-    stage: over tensor-parallel ranks Megatron sums it because of the attribute ``sequence_parallel``, over all other
-    ranks because they are replicas.
+    stage. Megatron sums it over tensor-parallel ranks because of the attribute ``sequence_parallel``, and over the
+    stage's other ranks because they are replicas.
     """
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
@@ -404,7 +404,7 @@ def _require_grad(module: Any, inputs: tuple, output: Tensor) -> Tensor:
 
 
 Init = Callable[[tuple[int, ...], int, torch.Generator], Tensor]
-"""Function from (dims, rank, generator) to the initial A. The distributions are those of PEFT."""
+"""Function from (dims, rank, generator) to the initial A. PEFT uses the same distributions."""
 
 
 def _kaiming(dims: tuple[int, ...], rank: int, generator: torch.Generator) -> Tensor:
@@ -425,7 +425,7 @@ def initial_tensor(name: str, dims: tuple[int, ...], rank: int, seed: int, init:
     if not name.endswith(LORA_A):
         # B is zero, so that adapters start without effect.
         return torch.zeros(dims)
-    # Seed by name, not by order: the values do not depend on the layout, or on the other adapted matrices.
+    # Seed with the name, so that the values depend neither on the layout nor on the set of adapted matrices.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return INITS[init](dims, rank, generator)

@@ -88,8 +88,8 @@ def sharded_adapters(
 ) -> dict[str, Any]:
     """Return this rank's adapters as sharded tensors, by ``model<chunk>`` and the name in the chunk.
 
-    The sharded tensors' keys are the names in the whole model, with ``*`` for experts, which a tensor's first axis
-    counts. They do not depend on the layout.
+    The sharded tensors' keys are the names in the whole model, with ``*`` for the number of an expert: experts are
+    numbered along a tensor's first axis. The keys do not depend on the layout.
     """
     state: dict[str, Any] = {f"model{i}": {} for i in range(len(chunks))}
     for adapter in adapters:
@@ -300,7 +300,7 @@ class AdaptedPolicy:
         }
 
     def _start(self, lora: LoraConfig, seed: int) -> None:
-        """Set the adapters to their initial values, or to those of ``lora.start_from``."""
+        """Set the adapters to the values in ``lora.start_from``; without this setting, to initial values."""
         rank = self.adapters.rank
         dims = adapter_tensors(self.adapters, self._shape)
         table = adapter_parameters(self.adapters, self._shape, self._layout, self._rank)

@@ -218,8 +218,8 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
         "moe_shared_expert_gate": shape.gates_shared_expert,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # A softmax over the chosen experts' logits equals the softmax over all experts, divided by its sum over the
-        # chosen ones. So models that normalise the probabilities of the chosen experts need no softmax before.
+        # A softmax over the chosen experts' logits equals the softmax over all experts' logits, normalised over the
+        # chosen experts. So models with this normalisation need no softmax before the choice.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
         **_router_options(shape.router),
@@ -295,7 +295,7 @@ class _Dtype(Enum):
 
 @functools.cache
 def library_fields(table: str) -> forwarded.LibraryFields:
-    """Return every field of the Megatron-Core class that ``table`` configures, with its type; inherited ones too."""
+    """Return every field, with its type, of the Megatron-Core class that ``table`` configures: inherited fields too."""
     library_class = _CLASSES[table]
     hints = get_type_hints(library_class)
     types = {field.name: hints[field.name] for field in dataclasses.fields(library_class)}

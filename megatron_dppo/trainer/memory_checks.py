@@ -1,9 +1,9 @@
 """Detection of silent memory corruption in the trainer, from hashes of its tensors.
 
-Hashes taken after an optimiser step are compared with hashes taken before the next one, because nothing may change the
-tensors in between, and with the hashes of the data-parallel replicas, which must be equal. So the checks detect changes
-between optimiser steps, and steps with different results on replicas. They cannot detect a wrong activation or gradient
-that reached all replicas alike.
+The hashes after an optimiser step must equal the hashes before the next step, because nothing may change the tensors in
+between. They must also be equal on all data-parallel replicas. So the checks detect changes between optimiser steps,
+and steps with different results on replicas. They cannot detect a wrong activation or gradient that reached all
+replicas alike.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class RankHashes:
 
 
 class MemoryChecks:
-    """Hashes the trainer's weights and optimizer state, and compares them. Every method is collective.
+    """Hashes the trainer's weights and optimizer state, and compares the hashes.
 
-    A method raises its error on every rank. The error names the tensors, the ranks and the step.
+    Every method except ``forget_optimizer`` is collective, and raises its error on every rank. The error names the
+    tensors, the ranks and the step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -97,7 +98,7 @@ class MemoryChecks:
     def remember_weights(self, step: int) -> str:
         """Hash the weights that ``step`` made, and return the hash of all ranks' weights.
 
-        Raises AlteredWeightsError where replicas hold different weights.
+        Raises AlteredWeightsError if replicas hold different weights.
         """
         hashes, summaries, digest = self._hash_weights()
         # The hash of all tensors is not compared: the ranks of a replica group share the dense tensors or the experts.
@@ -109,7 +110,7 @@ class MemoryChecks:
         return digest
 
     def check_weights(self) -> str:
-        """Compare the weights with those of the last ``remember_weights``, and return their hash.
+        """Check that the weights have not changed since the last ``remember_weights``, and return their hash.
 
         Raises AlteredWeightsError.
         """
@@ -127,7 +128,7 @@ class MemoryChecks:
     def remember_optimizer(self, step: int) -> None:
         """Hash moments and masters as ``step`` left them.
 
-        Raises AlteredOptimizerError where replicas that must hold the same state differ.
+        Raises AlteredOptimizerError if replicas that must hold the same state differ.
         """
         hashes = self._hash_optimizer()
         if is_replicated(self._trainer.optimizer):
@@ -139,7 +140,9 @@ class MemoryChecks:
         self._optimizer = step, hashes
 
     def check_optimizer(self) -> None:
-        """Compare moments and masters with those of the last ``remember_optimizer``; without one, do nothing.
+        """Check that moments and masters have not changed since the last ``remember_optimizer``.
+
+        The method does nothing before the first ``remember_optimizer``, and after ``forget_optimizer``.
 
         Raises AlteredOptimizerError.
         """
@@ -154,7 +157,7 @@ class MemoryChecks:
             )
 
     def forget_optimizer(self) -> None:
-        """Drop the hashes of moments and masters, which the next step changes. Not collective."""
+        """Drop the hashes of moments and masters, because the next step changes both. Not collective."""
         self._optimizer = None
 
     def _hash_weights(self) -> tuple[RankHashes, list[list[str]], str]:
@@ -198,7 +201,7 @@ class MemoryChecks:
         if not groups:
             return
         rank = self._trainer.topology.rank
-        # Send the hashes, which may be thousands a rank, only from ranks whose group differs.
+        # A rank may have thousands of hashes: only ranks of groups with differences send them.
         sent_hashes: list[Any] = [{}, []]
         if any(rank in ranks for _, ranks in groups):
             sent_hashes = [dict(hashes.by_name), sorted(hashes.experts)]
@@ -213,7 +216,10 @@ class MemoryChecks:
 
 
 def replica_groups(layout: Layout) -> list[tuple[bool, list[int]]]:
-    """Return (is_expert, ranks) of each group of ranks that hold the same tensors, of experts or others."""
+    """Return (is_expert, ranks) of each group of ranks that hold the same tensors.
+
+    ``is_expert``: True for the groups of the experts' tensors, False for the groups of all other tensors.
+    """
     groups: dict[Hashable, list[int]] = {}
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
@@ -242,9 +248,9 @@ def replica_faults(
     ranks: Sequence[int],
     gathered: Sequence[Sequence[Any]],
 ) -> list[str]:
-    """Return a text for each tensor of which the ``ranks``, a replica group, have different hashes.
+    """Return a text for each tensor whose hash differs among the ``ranks`` of a replica group.
 
-    The text names the ranks whose hash is not that of the majority, or all ranks if no hash has a majority.
+    If most ranks have one hash, the text names the ranks with another hash. Otherwise it names all ranks.
     ``gathered``: for each rank, its hashes by name, and the names of experts among them.
     """
     faults = []

@@ -13,12 +13,12 @@ from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.trainer import lora_modules
 
 _CACHE_SIZE = 4
-"""Number of merged parameters that are kept. A bucket reads tensors of one parameter, such as queries, keys and values,
-one after the other, and the parameter must not be merged again for each of them."""
+"""Number of merged parameters that are kept. A bucket reads several tensors of one parameter in turn, for example
+queries, keys and values: the parameter must not be merged again for each tensor."""
 
 
 class MergedWeights(Mapping[ParameterKey, Tensor]):
-    """A rank's parameters, in which adapted weights are ``W + scale * B A`` with the current A and B, in W's type.
+    """A rank's parameters. Adapted weights are ``W + scale * B A`` with the current A and B, in W's type.
 
     A weight is merged when it is read, in fp32 and from the frozen W, so that rounding errors do not accumulate over
     updates.

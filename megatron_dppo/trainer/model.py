@@ -79,8 +79,8 @@ def leave_out_logits(chunks: Sequence[GPTModel]) -> None:
     """Make the last stage return the input of its output layer, [1, T, H], instead of logits.
 
     ``head_factors`` then provides the layer for computing statistics from this input. The layer still gathers its
-    input from the tensor-parallel ranks and sums the gradient over them, and its hooks still run (such as a deferred
-    gather of its weights).
+    input from the tensor-parallel ranks and sums the input's gradient over them. Its hooks still run, for example a
+    deferred gather of its weights.
     """
     for chunk in chunks:
         if chunk.post_process:
@@ -123,15 +123,15 @@ def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
 
 
 def _main_gradient(weight: Parameter) -> Tensor | None:
-    """Return the buffer in which Megatron's DDP sums the gradient of ``weight``; None without gradient.
+    """Return the buffer where Megatron's DDP sums the gradient of ``weight``; None if the weight gets no gradient.
 
     The function marks the weight, so that DDP does not add its ``.grad``: the head adds the gradient to the buffer.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")):
         return None
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # Megatron-Core sets zero_out_wgrad on a tied weight: its .grad is the embedding's gradient, which DDP still adds.
-    # Any other weight must have a .grad, which DDP then drops: an expanded scalar takes no memory.
+    # Megatron-Core sets zero_out_wgrad on a tied weight: its .grad is the embedding's gradient, and DDP still adds this
+    # gradient. Any other weight must have some .grad, and DDP drops it: an expanded scalar takes no memory.
     is_tied = getattr(weight, "zero_out_wgrad", False)
     if not is_tied:
         weight.grad = weight.new_zeros(()).expand(weight.shape)
@@ -147,7 +147,7 @@ def wrap_chunks(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk in Float16Module (bfloat16 only) and in Megatron-Core's DDP, by default with fp32 gradients.
 
-    ``options``: fields of DistributedDataParallelConfig, which override the defaults of this function.
+    ``options``: fields of DistributedDataParallelConfig; they override the defaults of this function.
     """
     defaults = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed_optimizer}
     ddp = DistributedDataParallelConfig(**(defaults | dict(options)))
@@ -169,7 +169,7 @@ def wrap_chunks(
 
 
 def _in_bfloat16(chunk: GPTModel, transformer: TransformerConfig) -> Float16Module:
-    """Wrap ``chunk`` in Float16Module, which converts it to bfloat16.
+    """Wrap ``chunk`` in Float16Module: the chunk is converted to bfloat16.
 
     Buffers that are part of the model's state, and parameters with ``keeps_dtype``, keep their values and type:
     rounded to bfloat16, a router's bias would choose other experts.
@@ -212,14 +212,14 @@ def _build_chunk(
     )
     _mark_divided_parameters(model)
     if shape.latent is None and isinstance(shape.rope_scaling, YarnRopeScaling):
-        # Megatron-Core has YaRN of its own for latent attention only.
+        # Megatron-Core's own YaRN is for latent attention only.
         model.rotary_pos_emb.inv_freq = yarn_frequencies(
             model.rotary_pos_emb.inv_freq, shape.rope_theta, shape.rope_scaling
         )
     if isinstance(shape.rope_scaling, Llama3RopeScaling):
         rope = model.rotary_pos_emb
-        # Scale the frequencies here, because GPTModel's own option fixes three of these four numbers to those of
-        # Llama 3.1.
+        # Scale the frequencies here: GPTModel's own option has a fixed value, from Llama 3.1, for three of these four
+        # numbers.
         rope.inv_freq = rope._apply_scaling(
             rope.inv_freq,
             factor=shape.rope_scaling.factor,
@@ -231,8 +231,8 @@ def _build_chunk(
 
 
 _UNMARKED = re.compile(r".*\.(softmax_offset|experts\.linear_fc[12]\.bias\d+)")
-"""Names of parameters that tensor-parallel ranks have different parts of, or of different experts, and that neither
-Megatron-Core nor Transformer Engine marks as such."""
+"""Names of parameters that differ between tensor-parallel ranks, because the ranks hold different parts or different
+experts. Megatron-Core and Transformer Engine do not mark these parameters as divided."""
 
 
 def _mark_divided_parameters(model: GPTModel) -> None:
@@ -245,10 +245,11 @@ def _mark_divided_parameters(model: GPTModel) -> None:
 
 
 def yarn_frequencies(plain: Tensor, theta: float, yarn: YarnRopeScaling) -> Tensor:
-    """Compute YaRN's frequencies f_i of ``plain`` ones p_i [D / 2] (arXiv:2309.00071, equations 19 to 23).
+    """Compute YaRN's frequencies f_i from the ``plain`` frequencies p_i [D / 2] (arXiv:2309.00071, equations 19 to 23).
 
-    f_i = (1 - r_i) p_i + r_i p_i / factor, with the ramp r_i = (i - low) / (high - low), between 0 and 1. ``low`` is
-    the index whose frequency turns beta_fast times within the original positions, ``high`` that of beta_slow turns.
+    f_i = (1 - r_i) p_i + r_i p_i / factor, with the ramp r_i = (i - low) / (high - low), between 0 and 1. The
+    frequency at index ``low`` makes beta_fast turns within the original positions, the frequency at ``high`` beta_slow
+    turns.
     """
     pairs = len(plain)
 
@@ -356,7 +357,7 @@ def differences(
 ) -> Iterator[str]:
     """Yield a line for each parameter whose shape is not the expected one, or that only one side has.
 
-    ``shapes``: those of Megatron's modules; ``expected``: those of the conversion rules; both by (chunk, name).
+    ``shapes``: the shapes in Megatron's modules; ``expected``: the shapes by the conversion rules. Keys: (chunk, name).
     """
     for key in sorted(shapes.keys() | expected.keys()):
         if shapes.get(key) != expected.get(key):
@@ -397,13 +398,13 @@ def apply_step(
     grad_norm: float,
 ) -> float:
     """Clip the gradients, whose norm is ``grad_norm``, update the weights and return the learning rate."""
-    # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, which is 0 in a warm-up.
+    # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, and a warm-up begins at 0.
     scheduler.step(increment=1)
     for part in optimizer.chained_optimizers:
         parameters = []
         if not part.is_stub_optimizer:
             parameters = part.get_parameters()
-        # Clip by ``grad_norm``, which the caller has checked: Megatron's own step would compute it anew over all ranks.
+        # Clip by the caller's ``grad_norm``: Megatron's own step would compute the norm anew over all ranks.
         max_norm = part.config.clip_grad
         if parameters and max_norm > 0:
             use_decoupled_grad = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

@@ -37,7 +37,8 @@ def build_optimizer(
         options: further fields of Megatron-Core's OptimizerConfig.
         distributed: whether to use the distributed optimizer.
     """
-    # Keep a whole fp32 master of each weight, which checkpoints hold, instead of its difference from the bf16 weight.
+    # Keep a whole fp32 master of each weight, because checkpoints hold whole masters. Megatron-Core's default keeps
+    # only the difference of the master from the bf16 weight.
     defaults: dict[str, Any] = {"store_param_remainders": False}
     if options.get("optimizer_cpu_offload"):
         # Megatron-Core's default offloads nothing.

@@ -54,8 +54,8 @@ _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def padding_plan(cu_seqlens: Tensor) -> PaddingPlan:
     """Return the plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor exists.
 
-    The sequences of a batch are at least half as long as its longest; one batch holds all short
-    ones (up to ``_SHORT`` tokens).
+    The sequences of a batch are at least half as long as the batch's longest sequence, with one exception: if all
+    remaining sequences have at most ``_SHORT`` tokens, one batch holds all of them.
     """
     plan = _plans.get(cu_seqlens)
     if plan is None:

@@ -1,14 +1,15 @@
 """Parking: move the trainer's long-lived tensors from the device to the host, so that the engine can use the memory,
 and move them back.
 
-    weights     the parameters, including frozen ones
+    weights     the parameters, including frozen parameters
     reference   the frozen copies of a reference policy
     gradients   the gradient buffers: not copied, zero after unparking
     optimizer   Adam's moments, and the fp32 main parameters of bfloat16 parameters
 
-``park`` copies each storage into a flat host buffer, one per part and reused by later calls, and frees the storage's
-bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them back. Tensors and views stay the same
-objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and shards stay valid.
+``park`` copies each storage into a flat host buffer: there is one buffer per part, and later calls reuse it. ``park``
+then frees the storage's bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them back. Tensors and
+views stay the same objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and
+shards stay valid.
 Frozen weights and reference copies never change, so they are copied to the host only once.
 
 Parking drops the FP8 copies of weights that Transformer Engine keeps, without copying them. An offloaded optimizer's
@@ -19,7 +20,7 @@ Modules' buffers (a rotary embedding's frequencies), Adam's step counts and NCCL
 bfloat16 weights are copied, although rounding the fp32 main parameters could restore them. That would save 2 of the 14
 bytes copied for a parameter (weight 2, main parameter 4, moments 8). But with the distributed optimizer a rank has only
 a slice of the main parameters: restoring weights from slices would need a collective, and would need the optimizer's
-part on the device too, where an update of the engines needs only the weights.
+part on the device, although an update of the engines needs only the weights.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def held_tensors(
 
     Args:
         chunks: the GPTModels of this rank.
-        ddp_chunks: these GPTModels in Megatron's DDP wrappers, which own the gradient buffers.
+        ddp_chunks: these GPTModels in Megatron's DDP wrappers. The wrappers own the gradient buffers.
         optimizer: the optimizer with its state and main parameters.
         reference: the copies of a reference policy.
     """
@@ -168,7 +169,9 @@ class Parker:
             )
 
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkingResult:
-        """Copy ``parts`` to the host and free their bytes on the device. After an error none of ``parts`` is parked.
+        """Copy ``parts`` to the host and free their bytes on the device.
+
+        If the host has no room, all ``parts`` stay on the device.
 
         Raises:
             ParkedError: one of ``parts`` is already parked.
@@ -196,7 +199,7 @@ class Parker:
     def unpark(self, parts: Collection[TrainerPart] | None = None) -> ParkingResult:
         """Move ``parts`` (None: all parked parts) back to the device; gradients become 0.
 
-        After an error all ``parts`` are still parked.
+        If the device has no room, all ``parts`` stay parked.
 
         Raises:
             ParkedError: one of ``parts`` is not parked, or no part is.
@@ -254,7 +257,7 @@ class _Storage:
 
 
 class _ParkedCopy:
-    """A copy of one part's storages in one host buffer, which is allocated again only if their sizes change."""
+    """A copy of one part's storages in one host buffer. The buffer is allocated again only if the sizes change."""
 
     def __init__(self) -> None:
         self._memory: platform.HostMemory | None = None

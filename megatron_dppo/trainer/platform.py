@@ -57,7 +57,7 @@ NEEDED = (
 def complete(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables of ``NEEDED`` that are missing; return a line about each.
 
-    A value of the user is kept; its line says that another one is usual.
+    A value of the user is kept. If another value is usual, the line says so.
     """
     lines = []
     for variable in NEEDED:
@@ -73,7 +73,7 @@ def complete(environment: MutableMapping[str, str]) -> list[str]:
 
 log = logging.getLogger(__name__)
 _lines: list[str] = []
-"""The result of ``environment_lines``, which ``prepare`` writes."""
+"""The lines that ``environment_lines`` returns. ``prepare`` adds them."""
 _WGRAD_LINES: Mapping[str | None, str] = {
     "apex": "weight gradients: accumulated in fp32 by apex's kernel",
     "Transformer Engine": "weight gradients: accumulated in fp32 by Transformer Engine's layers",
@@ -128,8 +128,8 @@ def gpu_fault() -> str | None:
 def leave_out_deep_ep() -> None:
     """Let ``import deep_ep`` raise ImportError in this process, unless DeepEP's own package is installed.
 
-    SGLang's package of that name checks the loaded NCCL and starts nvcc by assertions, which Megatron-Core does not
-    catch, and it lacks names that Megatron-Core's dispatcher needs.
+    SGLang has another package of that name. On import it asserts conditions on the loaded NCCL and on nvcc, and
+    Megatron-Core does not catch a failed assertion. It also lacks names that Megatron-Core's dispatcher needs.
     """
     if not gpus.has_megatrons_deep_ep():
         sys.modules.setdefault("deep_ep", None)  # type: ignore[arg-type]
@@ -164,8 +164,8 @@ def has_transformer_engine() -> bool:
 def fused_weight_gradients() -> str | None:
     """Return the library whose kernels accumulate weight gradients in fp32; None without one.
 
-    Transformer Engine's layers have such kernels; Megatron-Core's own layers need apex's. Without one, a micro-batch's
-    weight gradients are rounded to the weights' type before they are added.
+    Transformer Engine's layers have these kernels; Megatron-Core's own layers need apex's. Without a kernel, a
+    micro-batch's weight gradients are rounded to the weights' type before they are added.
     """
     if has_transformer_engine():
         return "Transformer Engine"

@@ -1,13 +1,13 @@
 """Router replay (R3, arXiv 2510.11370): the routers choose the experts that the engine recorded.
 
-Megatron-Core's routers call their ``router_replay`` for the top-k choice, which here returns the recording of the
-current micro-batch. The experts' outputs are weighted by the trainer's own scores, so the router keeps its gradient.
+Megatron-Core's routers call their ``router_replay`` for the top-k choice. Here it returns the recording of the current
+micro-batch. The experts' outputs are weighted by the trainer's own scores, so the router keeps its gradient.
 The router chooses the experts of tokens without a recording (natural routing).
 
-Megatron-Core's own replay keeps a list of choices for each layer, from whose front recomputation pops. If one
+Megatron-Core's own replay keeps a list of choices for each layer, and recomputation pops from the list's front. If one
 micro-batch pops a wrong number of times, all later gradients are wrong without an error. Here the forward pass of a
-micro-batch registers a hook on its output. The backward pass runs this hook first, which selects the recording of that
-micro-batch again. So recomputation of any kind, under any schedule, replays the right recording.
+micro-batch registers a hook on its output. The backward pass runs this hook first, and the hook selects the
+micro-batch's recording again. So recomputation of any kind, under any schedule, replays the right recording.
 
 T = tokens of a micro-batch, t = tokens of this rank's routers (T / CP, and T / CP / TP under sequence parallelism),
 E = experts of a token.

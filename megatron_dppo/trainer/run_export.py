@@ -44,7 +44,7 @@ def export(
     Args:
         directory: folder of the run.
         trainer: the trainer whose weights are exported.
-        examples: sequences for the check, which uses the first ``SEQUENCES_TO_CHECK``; None: no check.
+        examples: sequences for the check. It uses the first ``SEQUENCES_TO_CHECK``. None: no check.
 
     Returns:
         Largest difference of a log-probability between trainer and export, nats; None without a check.
@@ -130,7 +130,7 @@ def transformers_log_probs(
 
 
 def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
-    """Copy those of a batch's first ``SEQUENCES_TO_CHECK`` trajectories that are on this rank.
+    """Copy the trajectories on this rank that are among the first ``SEQUENCES_TO_CHECK`` of the batch.
 
     The copies are used after the batch is freed.
     """
@@ -154,8 +154,8 @@ def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
 def upload_export(directory: str, repository: str, steps: int) -> None:
     """Upload ``<directory>/hf``, the export after ``steps`` steps, to huggingface.co.
 
-    A failed upload is logged with the command that repeats it; the error is not raised. In both cases the upload is
-    then recorded, so that the run counts as finished.
+    A failed upload is logged with the command that repeats it; the error is not raised. The upload is recorded in any
+    case, so that the run counts as finished.
     """
     folder = Path(directory) / EXPORT_FOLDER
     log.info("sending %s to %s", folder, repository)

@@ -90,7 +90,7 @@ def _table_length(longest_sequence: int, tokens: int) -> int:
 
 
 def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
-    """Pad ``batch`` to ``tokens`` tokens: append one sequence of token 0, which has no loss."""
+    """Pad ``batch`` to ``tokens`` tokens: append one sequence of tokens 0 without loss."""
     padding_tokens = tokens - batch.num_tokens
     if padding_tokens == 0:
         return batch
@@ -262,8 +262,9 @@ class MicroBatchResults:
     def nonfinite(self, batches: list[PackedBatch]) -> list[tuple[int, list[int]]]:
         """Return (micro-batch, sequences) for each loss that is not finite.
 
-        The sequences are those with a trained token whose log-probability is not finite. If all log-probabilities are
-        finite, the loss function itself produced the value: then all sequences with trained tokens are returned.
+        A sequence is returned if one of its trained tokens has a log-probability that is not finite. If all
+        log-probabilities are finite, the loss function itself produced the value: then all sequences with trained
+        tokens are returned.
         """
         culprits = []
         for i, loss in enumerate(self.losses):
@@ -372,8 +373,8 @@ def _run_schedule(
 ) -> None:
     """Run Megatron's pipeline schedule over ``batches``, with ``loss_of(batch, hidden states)`` on the last stage.
 
-    ``loss_of`` returns what Megatron's schedules take: the loss, the token count (``_no_scaling``), and a dict of
-    values to report, which is unused.
+    ``loss_of`` returns what Megatron's schedules take: the loss, the token count (``_no_scaling``), and an unused dict
+    of values to report.
     """
 
     def forward_step(
@@ -382,7 +383,7 @@ def _run_schedule(
         number, batch = next(numbered_batches)
         inputs = model_inputs(batch, own_batch(batch, topology))
         if model.config.bf16:
-            # An argument of Float16Module, which wraps a bfloat16 model: do not convert its output to fp32.
+            # Float16Module wraps a bfloat16 model, and by default converts its output to fp32.
             inputs["fp32_output"] = False
         run = partial(model, **inputs)
         output = run() if replay is None else replay.forward(chunks.index(model), number, run)
@@ -407,7 +408,7 @@ def _run_schedule(
 
 
 def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:
-    """Return the positions, in the whole batch, of the sequences that have a token for which ``tokens`` [T] is True."""
+    """Return the positions, in the whole batch, of the sequences with at least one True in ``tokens`` [T]."""
     positions = tokens.nonzero().squeeze(1).to(batch.cu_seqlens.dtype)
     sequences = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     return sorted(set(batch.sequence_index[sequences].tolist()))
@@ -441,8 +442,8 @@ def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums
 def reduce_masked_tokens(counts: MaskedTokenCounts, topology: Topology) -> list[MaskedToken]:
     """Return the token ids that the mask blocked most often over all replicas, on every rank. Collective.
 
-    ``counts``: this replica's counts on the last stage (the same on all ranks of its tensor group); ignored on other
-    stages.
+    ``counts``: this replica's counts on the last stage (equal on all ranks of the replica's tensor group). On earlier
+    stages the argument is ignored.
     """
     tokens: list[MaskedToken] = []
     if topology.is_last_stage and counts.counts is not None:

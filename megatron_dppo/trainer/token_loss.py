@@ -71,9 +71,9 @@ def make_token_loss(
 def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
     """Combine a micro-batch with its statistics, on their device.
 
-    The sampled token becomes the last of K + 1 Top-K columns. It is marked invalid where TopK(mu) has it already, so
-    that no probability counts twice. Without ``stats.topk_log_probs`` the result has no Top-K tensors. Raises
-    ValueError if the batch lacks its own Top-K, or the rollout log-probabilities.
+    The sampled token becomes the last of K + 1 Top-K columns. If TopK(mu) has the token already, the last
+    column is marked invalid, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has no
+    Top-K tensors. Raises ValueError if the batch lacks its own Top-K, or the rollout log-probabilities.
     """
     batch = batch.to(stats.log_probs.device)
     topk = None

@@ -129,12 +129,12 @@ def _name_interface(interface: str | None) -> None:
     elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
         loopback = interfaces.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
-            # By default gloo would listen on the address of the machine's name, which other machines may reach.
+            # By default gloo would listen on the address of the machine's name. Other machines may reach this address.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _store(world_size: int, interface: str | None) -> dist.Store:
-    """Connect to the rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
+    """Connect to the rendezvous at MASTER_ADDR. Rank 0 hosts the rendezvous unless torchrun hosts it."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     is_hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -143,7 +143,7 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     address = host
     if interface is not None:
         address = interfaces.interface_address(interface)
-    # The name of a machine may resolve to its loopback address, which other machines cannot reach.
+    # The name of a machine may resolve to its loopback address, but other machines cannot reach this address.
     if network.is_loopback(address) and not _on_one_host():
         log.warning(
             "the ranks' rendezvous listens on every interface: MASTER_ADDR, %s, is loopback here; "
@@ -170,7 +170,7 @@ def init_topology(layout: Layout) -> Topology:
     parallel_state.initialize_model_parallel(
         **megatron_sizes(layout),
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
-        # Nothing here uses Megatron's gloo groups, each of which opens connections between all of its ranks.
+        # Create no gloo groups: nothing here uses them, and each group opens connections between all its ranks.
         create_gloo_process_groups=False,
     )
     leaders: list[int] = []

@@ -188,8 +188,8 @@ class Trainer:
             tp_size = topology.tp_size
             tp_rank = topology.tp_rank
         self.share = TokenShare(topology.cp_size, topology.cp_rank, tp_size, tp_rank)
-        # An interleaved schedule pads micro-batches to equal length, which moves the boundaries between the token
-        # shares of tensor-parallel ranks: then every rank needs all rows.
+        # An interleaved schedule pads micro-batches to equal length. The padding moves the boundaries between the token
+        # shares of tensor-parallel ranks, so every rank then needs all rows.
         self.input_rows = None if self.layout.chunks > 1 else self.share.rows
         self._replay: ModelReplay | None = None
         if config.router_replay:
@@ -253,7 +253,7 @@ class Trainer:
             is_last: True: complete the weights now, because they are read before the next forward pass. False: another
                 mini-batch follows directly, and its forward pass may gather the weights that other replicas updated
                 (``overlap_param_gather``).
-            check: called before the update with the metrics, which are the same on every rank; an exception from it
+            check: called before the update with the metrics. They are equal on every rank. An exception from ``check``
                 prevents the update.
 
         Raises (on every rank, before the update):
@@ -338,7 +338,7 @@ class Trainer:
         self.check_resident("score", "weights")
         batches = self._place_micro_batches(micro_batches)
         for chunk in self.ddp_chunks:
-            # Disable the adapters' dropout: with it the log-probabilities would be those of another policy.
+            # Disable the adapters' dropout: with dropout the log-probabilities would belong to another policy.
             chunk.eval()
         stats = self._stats
         if temperature is not None:
@@ -399,7 +399,7 @@ class Trainer:
         return MergedWeights(base_weights, self.adapted.modules)
 
     def weights_digest(self) -> str:
-        """Hash all ranks' parameters, with adapters as parameters of their own, and their placement on ranks.
+        """Hash all ranks' parameters, with adapters as separate parameters, and the parameters' placement on ranks.
 
         Equal hashes mean bit for bit the same weights under the same layout. Collective.
         """
@@ -458,7 +458,7 @@ class Trainer:
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkingResult:
         """Move ``parts`` to the host, between two passes; see ``Parker.park``. Not collective.
 
-        A background save of a checkpoint may still be running: it has had a copy of its own since ``save`` returned.
+        A background save of a checkpoint may still be running: it writes a copy that was made before ``save`` returned.
         """
         check_no_transfer(self.ddp_chunks)
         if "gradients" in parts:
@@ -504,7 +504,7 @@ class Trainer:
     def _place_micro_batches(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
         """Check and pad the micro-batches, load their recorded routing and move them to the device. Collective."""
         # Compare the counts, because experts exchange tokens in every micro-batch: a rank with fewer micro-batches
-        # would block all others.
+        # would block all other ranks.
         agree(len(micro_batches), "the number of micro-batches")
         step.check_micro_batches(
             micro_batches,
@@ -513,8 +513,8 @@ class Trainer:
             sequence_multiple=self.share.sequence_multiple,
         )
         if self.layout.chunks > 1:
-            # The interleaved schedule sends activations forward and gradients back between the same
-            # two ranks; megatron-core 0.16.1 mixes up their shapes if micro-batches differ in length.
+            # The interleaved schedule sends activations forward and gradients back between the same two ranks.
+            # megatron-core 0.16.1 mixes up their shapes if micro-batches differ in length.
             most_tokens = max(b.num_tokens for b in micro_batches)
             micro_batches = [step.pad_to(b, most_tokens) for b in micro_batches]
         if self._replay is not None:

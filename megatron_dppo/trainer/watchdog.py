@@ -1,8 +1,8 @@
 """End a rank that hangs in a collective, with a report of the collective, its caller and the missing ranks.
 
-torch's own time limit is set to hours, because ranks wait in collectives while others generate or save, and torch's
-error message names neither the collective nor the missing rank. The watchdog reads torch's flight recorders, one for
-gloo and one for NCCL, which record the collectives of every group, Megatron-Core's included.
+torch's own time limit is set to hours, because ranks wait in collectives while others generate or save. torch's error
+message does not name the collective and the missing rank. The watchdog reads torch's two flight recorders, for gloo and
+for NCCL. They record the collectives of every group, including Megatron-Core's groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pending:
         group: torch's name of the process group: a number, and the group's purpose.
         ranks: global ranks of the group.
         name: backend and operation, ``gloo:all_reduce``.
-        number: number of the group's operations that have begun on this rank, this one included.
+        number: number of the group's operations that have begun on this rank, including this operation.
         caller: the line that called the collective, outside of torch and Megatron-Core if there is one.
         since_ns: start time, in epoch nanoseconds.
     """
@@ -71,8 +71,8 @@ def pending(*, callers: bool) -> list[Pending]:
 
     Collectives of destroyed groups are left out: the recorders keep them until the backend's own limit.
 
-    ``callers``: whether to find the calling lines. For that torch imports its compiler in this thread, so pass True
-    only if the main thread, which may import it too, waits in one of these collectives.
+    ``callers``: whether to find the calling lines. For that torch imports its compiler in this thread. The main
+    thread may import it too, so pass True only if the main thread waits in one of these collectives.
     """
     ranks_by_group = known_groups()
     collectives: list[Pending] = []
@@ -107,7 +107,8 @@ def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -
     """Return the collectives in a dump of a recorder (version 2) that have not ended.
 
     The recorder does not update the entries of single operations in a batch of NCCL (``batch_isend_irecv``,
-    ProcessGroupNCCL::pointToPoint). Their state is that of the entry that closes the batch, which has the same number.
+    ProcessGroupNCCL::pointToPoint). The entry that closes the batch has the same number, and its state
+    counts for all operations of the batch.
 
     ``ranks``: global ranks by group; the recorder knows the ranks of NCCL's groups only.
     """
@@ -171,7 +172,7 @@ def _callers(frames: Any) -> Iterator[str]:
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 7200.0
-"""Time limit of a collective in which ranks wait while others generate, start or save."""
+"""Time limit of a collective whose ranks may wait while other ranks generate, start or save."""
 BACKGROUND = "checkpoint"
 """The purpose of a group whose collectives wait in threads while training continues: each may take LONGEST_WAIT_S."""
 HUNG = 1
@@ -201,12 +202,12 @@ def patience(reason: str, limit_s: float = LONGEST_WAIT_S) -> Iterator[None]:
 
 
 class Watchdog:
-    """Watches the collectives of this process from a thread of its own.
+    """Watches the collectives of this process from a separate thread.
 
     Args:
         rank: global rank of this process.
         limit_s: longest time of a collective outside of ``patience``.
-        open_store: opens a connection to the ranks' rendezvous, through which waiting ranks exchange their collectives.
+        open_store: opens a connection to the ranks' rendezvous. Waiting ranks tell each other there what they wait in.
         on_hang: called with the report; by default the report is logged and the process ends.
         pending: returns the collectives that have not ended; see the function ``pending``.
     """
@@ -258,7 +259,7 @@ class Watchdog:
                 return
 
     def _report(self, hung: Pending) -> str:
-        """Return what this rank waits in, who called it, and where each other rank of the group waits."""
+        """Return what this rank waits in, who called it, and what each other rank of the group waits in."""
         reason, limit_s = self._limit
         # Find callers only now: the main thread waits, so it cannot be inside an import.
         waits_with_callers = self._pending(callers=True)
@@ -277,7 +278,7 @@ class Watchdog:
         return "; ".join(lines)
 
     def _exchange_waits(self, ranks: Sequence[int]) -> Mapping[int, list[Pending]] | None:
-        """Publish the collectives that this rank waits in, and return those of each waiting rank among ``ranks``.
+        """Publish what this rank waits in, and return the collectives of each waiting rank among ``ranks``.
 
         The result is None if the rendezvous does not answer.
         """
@@ -306,7 +307,7 @@ _NO_RENDEZVOUS = "the ranks' rendezvous, which rank 0 or its launcher hosts, doe
 
 
 def describe(rank: int, hung: Pending, waits_by_rank: Mapping[int, Sequence[Pending]]) -> str:
-    """Describe where another ``rank`` of the group waits. A rank that waits in no collective publishes no waits."""
+    """Describe what another ``rank`` of the group waits in. A rank that waits in no collective publishes nothing."""
     if rank not in waits_by_rank:
         return f"rank {rank} waits in no collective: it is stopped, or busy with something else"
     waits = waits_by_rank[rank]

@@ -22,7 +22,7 @@ from megatron_dppo.trainer.trainer import Trainer
 
 
 class TrainerWeights:
-    """A trainer's weights as the WeightSource of ``weight_sync``, which documents the methods.
+    """A trainer's weights as the WeightSource of a weight update. The protocol WeightSource documents the methods.
 
     Args:
         trainer: the trainer.
@@ -100,7 +100,7 @@ class TrainerWeights:
     def gather(self, plan: Sequence[gather_plan.Bucket]) -> Iterator[Gathered]:
         """Yield the current weights in the plan's buckets. Collective.
 
-        A bucket stays unchanged while the next bucket is gathered, and is overwritten by the one after that.
+        A bucket stays unchanged while the next bucket is gathered. The second bucket after it overwrites it.
         """
         self._trainer.check_resident("gather weights", "weights")
         return gather(plan, self.rank, self._values(), self._buffers)
@@ -124,12 +124,15 @@ class TrainerWeights:
         batches = self._trainer.packed(samples)
         with self._rounded_weights(quantized):
             flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
-        # The prompts' values follow each other; a prompt has one value fewer than tokens.
+        # The values of all prompts are in one row, prompt by prompt. A prompt has one value fewer than tokens.
         values = iter(flat[batches[0].loss_mask].tolist())
         return [list(islice(values, len(prompt) - 1)) for prompt in prompts]
 
     def _rounded_weights(self, quantized: bool) -> AbstractContextManager[None]:
-        """Return the context in which the weights are rounded to block FP8, if they have to be."""
+        """Return a context manager. Within its block the weights are rounded to block FP8.
+
+        It rounds nothing if ``quantized`` is False or the trainer has adapters.
+        """
         trainer = self._trainer
         if not quantized or trainer.adapted is not None:
             return nullcontext()
@@ -153,7 +156,7 @@ class AdapterWeights(TrainerWeights):
         )
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
-        """Plan all A and B in buckets, which are gathered on rank 0."""
+        """Plan buckets for all A and B. Rank 0 gathers the buckets."""
         trainer = self._trainer
         return gather_plan.adapter_buckets_plan(
             self.folder.adapters,

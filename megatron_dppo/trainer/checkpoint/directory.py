@@ -1,11 +1,11 @@
-"""Checkpoint folders of a run: complete ones, leftovers of crashes, publishing and deletion.
+"""Checkpoint folders of a run: complete folders, leftovers of crashes, publishing and deletion.
 
     checkpoints/step_000020/               complete: its manifest names every file with its size
     checkpoints/step_000040.partial-7/     being written, or left by a crash
     checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
     checkpoints/step_000040.damaged-1/     a damaged checkpoint that a start skipped; it is never deleted
     checkpoints/step_000040.suspect/       complete, but saved when a numerical fault ended the run: the doctor
-                                           reads it, no start loads it, the next suspect one replaces it
+                                           reads it, no start loads it, the next suspect folder replaces it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
 a folder with a name like ``step_000020`` is complete even if the writer crashed later. These functions are not
@@ -50,7 +50,7 @@ class StoredCheckpoint:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint differ from those that were written."""
+    """The files of a checkpoint have changed since they were written."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class UnusableCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointSurvey:
-    """The contents of a directory: complete checkpoints, in the order of writing, and unusable ones."""
+    """The contents of a directory: complete checkpoints, in the order of writing, and unusable checkpoints."""
 
     complete: tuple[StoredCheckpoint, ...]
     unusable: tuple[UnusableCheckpoint, ...]
 
 
 class CheckpointDirectory:
-    """The checkpoint folders of one run; only the ``keep`` last written ones are kept.
+    """The checkpoint folders of one run. Only the ``keep`` checkpoints that were written last are kept.
 
-    The folders are ordered by ``serial``, not by step: a run that restarted from an earlier step in the same
-    directory resumes from its own checkpoints.
+    The folders are ordered by ``serial`` instead of step. So a run that restarted from an earlier step in the same
+    directory resumes from its own checkpoints, although the directory may have older checkpoints of later steps.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
@@ -111,7 +111,7 @@ class CheckpointDirectory:
         return CheckpointSurvey(tuple(complete), tuple(unusable))
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint, so that it is neither loaded nor deleted. Return its new path."""
+        """Rename a damaged checkpoint, so that nothing loads or deletes it, and return its new path."""
         for number in itertools.count(1):
             target = path.with_name(f"{path.name}.damaged-{number}")
             if not target.exists():
@@ -163,7 +163,7 @@ class CheckpointDirectory:
         replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
         if target.exists():
             # A rename cannot replace a folder that is not empty, so two renames are needed. A crash between them
-            # leaves no checkpoint of this step, but the older ones remain.
+            # leaves no checkpoint of this step, but all other checkpoints remain.
             os.rename(target, replaced)
             failpoint("checkpoint/replaced")
         failpoint("checkpoint/publish")
@@ -173,9 +173,9 @@ class CheckpointDirectory:
         return target
 
     def prune(self) -> None:
-        """Delete all but the ``keep`` last written checkpoints.
+        """Delete all checkpoints except the ``keep`` that were written last.
 
-        Each folder is renamed first, so that a partly deleted one is never read as a checkpoint.
+        Each folder is renamed first, so that a partly deleted folder is never read as a checkpoint.
         """
         for stored in self.complete()[: -self.keep]:
             failpoint("checkpoint/prune")

@@ -1,7 +1,7 @@
 """One save of a checkpoint, without the trainer: copy, write, exchange file records, publish.
 
-A save may run in a thread of its own on every rank. Its collectives use a gloo group that nothing else
-uses at the same time, so they cannot mix with those of training.
+On every rank a save may run in a thread beside training. The collectives of a save use a gloo group that nothing else
+uses at the same time, so they cannot mix with the collectives of training.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SaveTask:
     Args:
         target: the partial folder and its disk space.
         part: the blocks, objects and generator states that this rank writes.
-        manifest: the manifest without its ``files``; only that of global rank 0 is used.
+        manifest: the manifest without its ``files``. Only global rank 0 uses its manifest.
         group: a gloo group of all ranks, in the order of global ranks.
         fence: called before a folder is renamed or deleted.
         published: called on rank 0 with the step once the checkpoint has its final name.
@@ -146,7 +146,7 @@ class SaveTask:
         )
         failpoint("checkpoint/written")
         records_of_ranks = collectives.all_gather_json(records, self.group)
-        # Gather the items only on rank 0, which writes the headers: the number of items grows with that of the ranks.
+        # Gather the items only on rank 0: it alone writes the headers, and all ranks together have many items.
         items_of_ranks = collectives.gather_json(items, self.group)
         header_records = collectives.on_rank_0(
             partial(self._write_headers, folder, items_of_ranks), self.group, error=CheckpointError
@@ -219,7 +219,7 @@ _END_S = 10.0
 
 
 class SaveThread:
-    """The thread in which all saves of a run are made, one after the other.
+    """The thread that makes all saves of a run, one after another.
 
     A thread for each save would let the process grow: malloc gives a new thread any of up to eight arenas a core, and
     each arena keeps the memory of the largest block that was written from it.
@@ -231,7 +231,7 @@ class SaveThread:
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def start(self, save: Callable[[], None]) -> None:
-        """Call ``save``, which must not raise, after the saves that were started before."""
+        """Call ``save`` in the thread after all earlier saves. ``save`` must not raise."""
         if not self._thread.is_alive():
             self._thread.start()
         self._saves.put(save)
@@ -320,7 +320,7 @@ class PendingSave:
 
 
 class HostCopy:
-    """A copy of a rank's blocks in one flat host buffer, which is reused: every save needs the same size.
+    """A copy of a rank's blocks in one flat host buffer. Later saves reuse the buffer, because all need the same size.
 
     Allocating the memory takes several times as long as the copy, and longer if it is pinned for a GPU.
     """
@@ -331,7 +331,7 @@ class HostCopy:
     def take(
         self, blocks: Sequence[tuple[TensorBlock, Tensor]]
     ) -> list[tuple[TensorBlock, Tensor]]:
-        """Copy ``blocks`` into the buffer and return the copies, which overwrite the copies of an earlier call."""
+        """Copy ``blocks`` into the buffer and return the copies. They overwrite the copies of an earlier call."""
         starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
             # Free the old buffer first: holding both would double the memory.

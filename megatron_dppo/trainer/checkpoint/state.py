@@ -1,12 +1,12 @@
-"""The blocks of a checkpoint's tensors (weights, and Adam's state by parameter) that a rank holds, and those it writes.
+"""The blocks of a checkpoint's tensors that a rank holds and writes: weights, and Adam's state by parameter.
 
 Replicas hold the same weights (and with the plain optimizer the same state): each replica writes a share, so
 that every element is written once. With the distributed optimizer each rank writes the state slices that it
-updates. Every rank computes its share by itself, without communication.
+updates. Every rank computes its share without communication.
 
 Adam's state has the same form for every optimizer class, layout and device: each parameter's ``exp_avg`` and
 ``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) in the parameter's order of elements. The moments are fp32,
-or bfloat16 where ``megatron_optimizer.exp_avg_dtype`` says so. A rank has the state that it updates: whole parameters
+or bfloat16 if ``megatron_optimizer.exp_avg_dtype`` says so. A rank has the state that it updates: whole parameters
 with the plain optimizer, flat slices of them with the distributed one.
 
 Megatron-Core's own optimizer state dicts (0.16.1) are not used; docs/checkpoints.md says why.
@@ -47,8 +47,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
 STATE_PREFIX = "optimizer.state."
 _FUSED_MASTER = "master_param"
-"""Transformer Engine's name of the fp32 master in the state of a precision-aware FusedAdam, which steps a narrower
-tensor. With other optimizers the tensor that Adam steps is the master.
+"""Transformer Engine's name of the fp32 master in the state of a precision-aware FusedAdam. This optimizer steps a
+narrower tensor than the master. With other optimizers the tensor that Adam steps is the master.
 """
 
 
@@ -102,8 +102,9 @@ def _start_state(adam: Optimizer, stepped: Tensor) -> None:
 def settle_masters(optimizer: ChainedOptimizer) -> None:
     """Make the two copies of an offloaded weight's master equal after a checkpoint was loaded. Not collective.
 
-    Megatron-Core's optimizer has a master of each weight (an fp32 parameter is its own), and HybridDeviceOptimizer
-    steps a copy of that master. Loading fills the copy, except for an fp32 parameter: there it fills the parameter.
+    Megatron-Core's optimizer has a master of each weight: for an fp32 parameter this is the parameter itself.
+    HybridDeviceOptimizer steps a copy of the master. Loading a checkpoint fills only one of the two: the parameter if
+    the parameter is fp32, else the copy.
     """
     for part in _parts(optimizer):
         for shard in _shards(part):
@@ -120,7 +121,7 @@ def settle_masters(optimizer: ChainedOptimizer) -> None:
 
 
 def is_replicated(optimizer: ChainedOptimizer) -> bool:
-    """Return whether all replicas hold the same state, as with the plain optimizer."""
+    """Return whether all replicas hold the same state. They do with the plain optimizer."""
     return not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
 
 
@@ -147,7 +148,7 @@ def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
 
 
 def adams(part: MegatronOptimizer) -> list[Optimizer]:
-    """Return the optimizers that step the tensors of ``part``: several where some of its state lies on the host."""
+    """Return the optimizers that step the tensors of ``part``: several if some of the state is on the host."""
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         return list(part.optimizer.sub_optimizers)
     return [part.optimizer]
@@ -178,7 +179,7 @@ def _counted_groups(adam: Optimizer) -> list[dict[str, Any]]:
 
 
 class _OptimizerShard(NamedTuple):
-    """The part of one parameter that one optimizer on this rank updates.
+    """The part of a parameter that an optimizer on this rank updates.
 
     ``main``: the tensor in the optimizer's parameter groups. This is the parameter, its fp32 copy, or (distributed
     optimizer) a flat slice of either that begins at element ``start`` of the parameter.
@@ -208,8 +209,8 @@ def _shards_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[_Optimi
 
 def _shards_distributed(part: DistributedOptimizer) -> Iterator[_OptimizerShard]:
     # In Adam's groups the fp32 parameters come first. Megatron-Core's ``model_param_group_index_map`` is not used here:
-    # it numbers parameters in the order of the buffers, so that in a group of fp32 and 16-bit parameters it would pair
-    # a parameter with the main tensor of another one.
+    # it numbers parameters in the order of the buffers. In a group of fp32 and 16-bit parameters it would pair a
+    # parameter with the main tensor of another parameter.
     for fp32_params, float16_params, group in zip(
         part.model_fp32_groups, part.model_float16_groups, part.optimizer.param_groups, strict=True
     ):
@@ -314,7 +315,7 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
 def _local_tensor(
     sharded: ShardedTensor | ShardedTensorFactory, slices: Iterable[StateSlice]
 ) -> _LocalTensor:
-    """Return the blocks of a tensor of Megatron's state dict, and those of its optimizer state in ``slices``."""
+    """Return the blocks of a tensor of Megatron's state dict, and the blocks of its optimizer state in ``slices``."""
     regions = _regions(sharded)
     state: list[LocalBlock] = []
     for state_slice in slices:
@@ -411,7 +412,7 @@ def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalB
                 candidates.append((tensor, [*tensor.weight, *state]))
         sizes = [sum(block.bytes for block, _ in blocks) for _, blocks in candidates]
         for replica, indices in enumerate(partition_by_cost(sizes, replica_count)):
-            # Every rank computes the shares of all replicas, and yields the blocks in its own.
+            # Every rank computes the shares of all replicas, and yields the blocks in the share of its replica.
             for i in indices:
                 tensor, blocks = candidates[i]
                 if tensor.replica == replica:

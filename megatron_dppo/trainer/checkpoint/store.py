@@ -76,7 +76,7 @@ _STORED = TypeAdapter(StoredCheckpoint)
 
 
 class CheckpointStore:
-    """Saves and loads the checkpoints of a run in ``directory``, and deletes all but the ``keep`` last written ones.
+    """Saves and loads the checkpoints of a run in ``directory``; keeps only the ``keep`` checkpoints written last.
 
     Every method except ``figures`` and ``close`` is collective; a failure on one rank raises CheckpointError on all.
 
@@ -101,7 +101,7 @@ class CheckpointStore:
         self._fence = fence
         self._background = background
         self._published = published
-        # The writing thread needs a group of its own, so that its collectives cannot mix with those of training.
+        # The writing thread needs a separate group: its collectives must not mix with the collectives of training.
         self._group = dist.new_group(
             backend="gloo",
             timeout=COLLECTIVE_TIMEOUT,
@@ -123,7 +123,7 @@ class CheckpointStore:
         return _SURVEY.validate_python(survey_json)
 
     def set_aside(self, path: Path) -> None:
-        """Rename a damaged checkpoint, so that it is neither loaded nor deleted."""
+        """Rename a damaged checkpoint, so that nothing loads or deletes it."""
         collectives.on_rank_0(partial(self._set_aside, path), error=CheckpointError)
 
     def _survey(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class CheckpointStore:
         if pending is None:
             return
         reports = collectives.all_gather_json(pending.report())
-        # Forget the save before ``settle``, which raises an error if the save has failed.
+        # Forget the save before ``settle``, because ``settle`` raises an error if the save has failed.
         self._pending = None
         saved = pending.settle(reports)
         if saved is None:
@@ -321,7 +321,7 @@ def _fill_block(stored: StoredBlocks, block: TensorBlock, values: torch.Tensor) 
 
 
 def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None:
-    """Load the extra states of Transformer Engine's modules with Megatron's loader, which can decode them."""
+    """Load the extra states of Transformer Engine's modules with Megatron's loader, because it can decode them."""
     objects: dict[str, dict[str, ShardedObject]] = {}
     for name, chunk_state in model.items():
         objects[name] = {k: v for k, v in chunk_state.items() if isinstance(v, ShardedObject)}
@@ -417,7 +417,7 @@ def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Non
         )
     saved_hash = manifest["reference_sha256"]
     current_hash = trainer.reference_sha256
-    # A hash on one side only comes from a difference of the configuration, which RunState.check_identity reports.
+    # If only one side has a hash, the configurations differ, and RunState.check_identity reports the difference.
     if saved_hash is not None and current_hash is not None and saved_hash != current_hash:
         raise CheckpointError(
             f"{folder} was trained with another reference policy: the SHA-256 of what the run started from "

@@ -5,7 +5,7 @@ Megatron-Core's own (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedML
 attention's core, the norms and the linears that are defined here.
 
 Legend of attention: T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size, E size
-of a value, C context-parallel ranks, each of which has t = T / C tokens.
+of a value, C context-parallel ranks, t = T / C tokens of each of these ranks.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def packed_attention_with_sinks(
 ) -> Tensor:
     """Compute causal attention within each sequence, with a sink in each head's softmax, or over a window, or both.
 
-    With the logits s_ij = q_i k_j * scale of the last ``window`` tokens j, which are those up to i (None: all), and the
-    sink b of the head: o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij)). The softmax is computed in fp32.
+    o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij)), with the logits s_ij = q_i k_j * scale and the sink b of the
+    head. The sums run over the tokens j up to and including i: over the last ``window`` of them, or over all of them if
+    ``window`` is None. The softmax is computed in fp32.
 
     q [T, H, D], k [T, G, D], v [T, G, E], sinks [H] -> [T, H, E].
     """
@@ -225,7 +226,7 @@ class TorchAttention(MegatronModule):
 
 
 def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
-    """Yield why attention can't exchange heads for tokens under these sizes, which must fit the model."""
+    """Yield why attention can't exchange heads for tokens under these sizes. The sizes must fit the model."""
     heads = shape.num_attention_heads // sizes.tensor
     if heads % sizes.context:
         expected_text = (
@@ -240,7 +241,7 @@ def _even_heads(x: Tensor, ranks: int) -> Tensor:
     repeats = math.lcm(x.shape[1], ranks) // x.shape[1]
     if repeats == 1:
         return x
-    # Copies of a head are neighbours, so that a rank has the key-value heads of its own query heads.
+    # Copies of a head are neighbours, so that a rank gets the key-value heads that its query heads need.
     return x.repeat_interleave(repeats, 1)
 
 
@@ -451,7 +452,7 @@ class ColumnGroupedLinear(torch.nn.Module):
             )
             for name in tensors:
                 sharded = sharded_tensors[f"{prefix}{name}"]
-                # The helper counts the replicas of dense layers, which are on other ranks than those of experts.
+                # The helper numbers the replicas as for a dense layer. The replicas of experts are on other ranks.
                 sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
                 out[f"{prefix}{name}{i}"] = sharded
         return out
@@ -553,8 +554,8 @@ def _delta_net(provider: TorchSpecProvider, config: TransformerConfig) -> Module
 def _layer_spec(
     provider: TorchSpecProvider, config: TransformerConfig, *, is_moe: bool, is_delta: bool
 ) -> ModuleSpec:
-    # Linears that follow a norm contain it (NormColumnParallelLinear). Only the routers and the whole linears before
-    # attention's latents need a norm of its own.
+    # Linears that follow a norm contain the norm (NormColumnParallelLinear). Only the routers and the whole linears
+    # before attention's latents need a separate norm.
     norm = provider.layer_norm()
     if is_delta:
         self_attention = _delta_net(provider, config)

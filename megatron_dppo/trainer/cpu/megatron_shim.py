@@ -2,8 +2,8 @@
 
 Megatron-Core selects its device by literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and by
 calls of ``torch.cuda``. The literals are replaced in the code objects of megatron's own modules at
-import, so torch is unchanged for other libraries. The torch.cuda functions, which could only raise
-on such a machine, get CPU implementations.
+import, so torch is unchanged for other libraries. The torch.cuda functions get CPU implementations: without CUDA the
+original functions could only raise.
 
 Two simpler ways do not work: wrapped factory functions of torch would change the results of other libraries, and a
 TorchFunctionMode is not active in other threads and in backward passes.
@@ -49,7 +49,7 @@ class _ShimLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            # The fuser calls torch.compile, which builds C++ code for minutes and gains nothing for small models.
+            # The fuser calls torch.compile. For small models that builds C++ code for minutes and gains nothing.
             module.disable_jit_fuser()
 
 
@@ -169,7 +169,7 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = set_rng_state
     # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
-    # The original copies two numbers from page-locked memory, which needs a device.
+    # The original copies two numbers from page-locked memory, and page-locked memory needs a device.
     for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):
         module.get_pos_emb_on_this_cp_rank = _own_positions
     # The original finds the tensors of a device by ``is_cuda``, and copies them to page-locked memory.
@@ -191,7 +191,7 @@ def patch_torch_layers() -> None:
 
     # Latent attention recognises linears that are not divided among ranks by the class TELinear.
     multi_latent_attention.TELinear = WholeLinear
-    # The original compares the version of Transformer Engine, which is None here, if state has a type of its own.
+    # With a precision-aware optimizer the original compares the version of Transformer Engine, and fails without it.
     optimizer_config.is_te_min_version = _has_no_version
     # This name is defined only if Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -258,7 +258,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``_gather_along_first_dim`` for unequal parts, which are padded to the largest one and cut afterwards."""
+    """Return ``_gather_along_first_dim`` for unequal parts: pad each to the largest size, gather, and cut."""
 
     def gather(
         input_: torch.Tensor,
@@ -277,7 +277,7 @@ def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _scattering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``_reduce_scatter_along_first_dim`` for unequal parts, which are padded to the largest one, then cut."""
+    """Return ``_reduce_scatter_along_first_dim`` for unequal parts: pad each to the largest size, reduce, and cut."""
 
     def scatter(
         input_: torch.Tensor,
