@@ -128,7 +128,7 @@ def gpu_fault() -> str | None:
 def leave_out_deep_ep() -> None:
     """Let ``import deep_ep`` raise ImportError in this process, unless DeepEP's own package is installed.
 
-    SGLang has another package of that name. On import it asserts conditions on the loaded NCCL and on nvcc, and
+    SGLang has another package of that name. Its import checks the loaded NCCL and starts nvcc by assertions, and
     Megatron-Core does not catch a failed assertion. It also lacks names that Megatron-Core's dispatcher needs.
     """
     if not gpus.has_megatrons_deep_ep():

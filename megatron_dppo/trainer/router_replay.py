@@ -1,7 +1,7 @@
 """Router replay (R3, arXiv 2510.11370): the routers choose the experts that the engine recorded.
 
-Megatron-Core's routers call their ``router_replay`` for the top-k choice. Here it returns the recording of the current
-micro-batch. The experts' outputs are weighted by the trainer's own scores, so the router keeps its gradient.
+Megatron-Core's routers call their ``router_replay`` for the top-k choice. Here the call returns the recording of the
+current micro-batch. The experts' outputs are weighted by the trainer's own scores, so the router keeps its gradient.
 The router chooses the experts of tokens without a recording (natural routing).
 
 Megatron-Core's own replay keeps a list of choices for each layer, and recomputation pops from the list's front. If one

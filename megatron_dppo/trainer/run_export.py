@@ -44,7 +44,7 @@ def export(
     Args:
         directory: folder of the run.
         trainer: the trainer whose weights are exported.
-        examples: sequences for the check. It uses the first ``SEQUENCES_TO_CHECK``. None: no check.
+        examples: sequences for the check; only the first ``SEQUENCES_TO_CHECK`` are used. None: no check.
 
     Returns:
         Largest difference of a log-probability between trainer and export, nats; None without a check.

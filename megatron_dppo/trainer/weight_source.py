@@ -100,7 +100,7 @@ class TrainerWeights:
     def gather(self, plan: Sequence[gather_plan.Bucket]) -> Iterator[Gathered]:
         """Yield the current weights in the plan's buckets. Collective.
 
-        A bucket stays unchanged while the next bucket is gathered. The second bucket after it overwrites it.
+        Bucket n stays unchanged while bucket n + 1 is gathered. Bucket n + 2 overwrites bucket n.
         """
         self._trainer.check_resident("gather weights", "weights")
         return gather(plan, self.rank, self._values(), self._buffers)
