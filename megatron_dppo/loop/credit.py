@@ -28,7 +28,7 @@ def with_rewards(
         scores: score of each trajectory.
         group_size: responses per prompt.
         algorithm: settings of advantages and length penalties.
-        credit: ``trajectory`` gives a response one advantage; otherwise each turn also has its own.
+        credit: ``trajectory`` gives a response one advantage; any other value also gives each turn an advantage.
         most_tokens: ``rollout.max_response_tokens``, the scale of the length penalties.
     """
     if not trajectories:

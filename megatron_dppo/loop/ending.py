@@ -24,15 +24,15 @@ from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 
 
 class RunStoppedError(Exception):
-    """All ranks agreed to stop; the state is the one after the last completed step."""
+    """All ranks agreed to stop. The run's state is the state after the last completed step."""
 
 
 class StopFlag:
     """Whether a clean stop was requested: by SIGTERM, or by the file whose path is in ``STOP_FILE_VARIABLE``.
 
-    The loop calls the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM; under Slurm, where ranks
-    run on other hosts, it writes the file. The signal or the file reaches ranks at different times, so they must agree
-    before they stop.
+    The loop calls the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM. If ranks may run on other
+    hosts (under Slurm, or with ``--hosts``), it writes the file instead. The signal or the file reaches ranks at
+    different times, so they must agree before they stop.
     """
 
     def __init__(self) -> None:

@@ -136,7 +136,8 @@ def open_record(
 ) -> tuple[RecordClient, FleetEndpoint | None]:
     """Return the client of the server registry, and the registry's HTTP endpoint if this rank runs it.
 
-    If a launcher such as torchrun started the ranks, rank 0 runs the registry, and the call is collective.
+    If the supervisor runs the registry, the call does not communicate between ranks. Otherwise (ranks that torchrun or
+    another launcher started) rank 0 runs the registry, and the call is collective.
     """
     keys = Keys.handed_down()
     url = os.environ.get(ENDPOINT_VARIABLE)

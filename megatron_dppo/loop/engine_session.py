@@ -1,4 +1,4 @@
-"""Generation and weight updates of a run, which survive the death of servers.
+"""Generation and weight updates of a run: both survive the death of servers.
 
 Every public method except ``start`` and ``drop`` is collective over all trainer ranks. Servers serve with committed
 weights only: at each weight update the ranks agree on the members (``fleet.membership``), and the update reaches all
@@ -226,7 +226,7 @@ class EngineSession:
             connections.hold()
             if version == self.updates.version:
                 # The same version is sent again. Responses that continued across this update would have one version
-                # span, which hides the update. So end the calls.
+                # span, and the span would hide the update. So end the calls.
                 connections.break_off()
             try:
                 if self._devices.is_shared:
@@ -322,7 +322,8 @@ class EngineSession:
     def write_held_tensors(self, path: Path) -> None:
         """Write what the servers hold to ``path``, on rank 0. A failure is logged: the file is evidence for the doctor.
 
-        Servers on shared devices have released their weights, and those of adapters hold no policy: nothing is written.
+        Nothing is written if devices are shared, because the servers have released their weights. Nothing is written
+        if updates send only adapters, because the tensors of adapters are no whole policy.
         """
         holds_policy = not (self._devices.is_shared or isinstance(self._updater, AdapterUpdater))
         if self._rank != 0 or not self._is_attached or not holds_policy:
@@ -372,7 +373,7 @@ class EngineSession:
             job: this rank's own problems; empty on ranks that lead no replica.
             description: text of the progress bar.
             on_response: called in another thread, once for each response, as soon as it arrives.
-            order: of two open generations, the one with the lower order is served first.
+            order: an open generation with a lower order is served before a generation with a higher order.
             done: responses that exist already, by key; they are not requested.
         """
         generation = Generation(job, description, on_response, order, dict(done or {}))
@@ -381,7 +382,7 @@ class EngineSession:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the start in which this rank had requests to generate."""
+        """Seconds since the start during which this rank had requests to generate."""
         return self._connections.slots.busy_s
 
     def finish(
@@ -446,7 +447,7 @@ class EngineSession:
     def _restore(self, trainer_version: int | None) -> None:
         """Wait for healthy servers, and send them the trainer's weights as ``trainer_version``.
 
-        None: the weights are those of the fleet's last version.
+        None: the trainer still has the weights of the fleet's last version.
         """
         version = self.updates.version if trainer_version is None else trainer_version
         self._is_attached = False
@@ -474,7 +475,7 @@ class EngineSession:
             return
 
     def _agree_on_members(self) -> list[membership.Member]:
-        """Return the members of the next update, which rank 0 chooses among the servers. Collective."""
+        """Return the members of the next update. Rank 0 chooses the members among the servers. Collective."""
         suspended: dict[str, str] = {}
         for losses in collectives.all_gather_json(self._connections.client.take_losses()):
             suspended |= losses
@@ -497,8 +498,8 @@ class EngineSession:
     def _blame(self, error: WeightUpdateError) -> None:
         """Record the servers that failed an update or could not be attached, so that the next attempt excludes them.
 
-        If all members failed, none is excluded, and the failure is counted. Raises EngineUnavailableError if another
-        attempt would fail the same way.
+        If all members failed, no member is excluded, and the failure is counted. Raises EngineUnavailableError if
+        another attempt would fail the same way.
         """
         self._is_attached = False
         reason = str(error)

@@ -2,7 +2,7 @@
 
 In a run that generates ahead, the trainer does not wait for an evaluation. The evaluation begins right after the update
 to weight version v, runs while the next batch is trained on, and is finished before the next update, so that version v
-samples all its tokens. Its figures are added to the metrics row of step v, which is still the last row then.
+samples all its tokens. Its figures are added to the metrics row of step v, because this row is the last row until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class MixedVersionsError(RunError):
-    """Some tokens of an evaluation were sampled by other weights than the evaluated ones."""
+    """Some tokens of an evaluation were sampled by weights of another version than the evaluated version."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def evaluation_job(
         template: a training job; its stop conditions, the run's seed and the episodes apply to the evaluation too.
         settings: k and the sampling.
         problems: problems of one held-out set.
-        purpose: purpose of the seeds, a text that makes them differ from those of other jobs.
+        purpose: purpose of the seeds, a text: jobs with different purposes have different seeds.
         positions: positions of ``problems`` in the set.
     """
     sampling = replace(
@@ -244,7 +244,7 @@ class Evaluations:
         return self._wait(self.evaluator.begin(step), step)
 
     def after_update(self, step: int) -> dict[str, float]:
-        """Evaluate the weights of ``step``, which the engine has received, if an evaluation is due.
+        """Evaluate the weights of ``step`` if an evaluation is due. The engine must have received these weights.
 
         Returns the figures; an empty dict if no evaluation is due, or if it runs in the background.
         """
@@ -258,7 +258,7 @@ class Evaluations:
         return {}
 
     def before_update(self, step: int) -> None:
-        """Finish the running evaluation before the engine receives the trainer's weights, which are those of ``step``.
+        """Finish the running evaluation before the engine receives the trainer's weights, the weights of ``step``.
 
         If the whole fleet was lost meanwhile, no process has the evaluated weights, and ``after_update`` evaluates the
         new weights instead.

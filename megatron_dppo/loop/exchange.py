@@ -142,7 +142,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Share:
-    """The layout of the buffer that one host group receives.
+    """The layout of a host group's receive buffer.
 
     ``spans``: for each part, its first byte in the buffer and the byte after its last one. ``size``: bytes of the
     buffer.
@@ -152,9 +152,9 @@ class Share:
     size: int
 
     def pieces(self, parts: Iterable[ColumnPart], limit: int) -> Iterator[list[ColumnPart]]:
-        """Split ``parts``, which are adjacent in the buffer, into pieces of at most ``limit`` bytes.
+        """Split ``parts`` into pieces of at most ``limit`` bytes. The parts are adjacent in the buffer.
 
-        A larger part is a piece of its own.
+        A part of more than ``limit`` bytes is one piece.
         """
         piece: list[ColumnPart] = []
         for part in parts:
@@ -206,7 +206,8 @@ class PartDirectory:
             sizes: the required trailing sizes, by their declared names.
 
         Raises:
-            ExchangeError: on all ranks, if arrays do not match ``sizes`` or each other.
+            ExchangeError: on all ranks, if an array does not match ``sizes``, if the forms of a column differ between
+                trajectories, or if some trajectories lack a column.
         """
         # Group positions by column and form, and hashes by column and stage: the text that every rank receives is then
         # short.
@@ -373,7 +374,7 @@ def with_room(
 ) -> list[HostGroup]:
     """Return the groups, ordered by head; a group whose shared memory has no room is split into single ranks.
 
-    A single rank needs no shared memory: it receives into memory of its own.
+    A single rank needs no shared memory: it receives into private memory.
 
     Args:
         groups: the host groups of all replicas.
@@ -506,7 +507,7 @@ class ColumnExchange:
         directory: PartDirectory,
         arrays: Mapping[ColumnPart, np.ndarray],
     ) -> dict[ColumnPart, np.ndarray]:
-        """Receive the arrays of this rank's ``group``, which the group's head verifies. Collective.
+        """Receive the arrays of this rank's ``group``. The group's head verifies the arrays. Collective.
 
         ``shares``: the layout of each group's buffer, by the group's head.
         """

@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 5
 """Consecutive losses of the whole fleet, without a response or an update in between, before a run ends.
 
-The supervisor bounds the restarts of its own servers (``engine.max_restarts``). This limit bounds the losses of servers
-that are attached by URL.
+The supervisor bounds the restarts of the servers that it starts (``engine.max_restarts``). This limit bounds the losses
+of servers that are attached by URL.
 """
 
 

@@ -22,7 +22,7 @@ class FrequencyError(RunError):
 LARGEST_EVIDENCE = 6.0
 """Largest log10 of the evidence. A run stops beyond it: at most 1 of a million healthy runs, of any length."""
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-"""The values of a: small ones notice a small bias over many tokens, large ones a large bias over few tokens."""
+"""The values of a: small values notice a small bias over many tokens, large values a large bias over few tokens."""
 _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
 """Whether the tokens are "more" or "less" surprising than mu predicts -> names of the sums of xi and xi^2."""
 

@@ -1,8 +1,8 @@
 """Dynamic sampling: which groups make a rollout batch when zero-variance groups are dropped and replaced.
 
 A group whose responses all earn the same reward has no advantage: it takes a place in the batch and teaches nothing.
-Candidates are judged in the order in which the sampler handed out their problems, never in the order in which they
-were finished, so neither chance nor the length of responses decides which groups are kept.
+Candidates are judged in the sampler's order of their problems, never in the order of completion. So chance and the
+length of responses do not decide which groups are kept.
 """
 
 from __future__ import annotations

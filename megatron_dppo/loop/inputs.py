@@ -96,7 +96,7 @@ class RunData:
     def place_of(self, prompt_ids: Sequence[int]) -> str | None:
         """Return file and line of the problem whose prompt these tokens begin with; None if there is none.
 
-        The tokens may continue with turns or a response. The longest such prompt counts.
+        The tokens may continue with turns or a response. If they begin with several prompts, the longest prompt counts.
         """
         longest_length = -1
         place: str | None = None
@@ -109,7 +109,7 @@ class RunData:
         return place
 
     def origin(self) -> Origin:
-        """Return the settings and problems from which every batch of the run is generated."""
+        """Return the settings and problems that every batch of the run is generated from."""
         rollout = self._config.rollout
         # Read the configuration, not the request parameters that were computed from it: a fault in their computation
         # is then found.
@@ -154,7 +154,7 @@ class RunData:
         """Return the sampler of positions in ``train``: of all files together, or of each file by its weight."""
         data = self._config.data
         seed = self._config.run.seed
-        # Either all files have a weight or none has.
+        # Either all files have a weight, or no file has a weight.
         weights = [file.weight for file in data.train_files if file.weight is not None]
         if not weights:
             return sampling.ReturningSampler(
@@ -179,7 +179,7 @@ class RunData:
 
         If the checks before the start have scored the answers already, their result is used. A run that replays
         rollouts scores nothing, so only missing answers are faults. With ``data.on_bad_answer: drop``, however, it must
-        find the same faults as the replayed run, which drew from the remaining problems.
+        find the same faults as the replayed run: the replayed run drew only from the problems that were left.
         """
         drops = self._config.data.on_bad_answer == "drop"
         if self._config.rollout.replay_from is not None and not drops:
@@ -260,7 +260,7 @@ class RunData:
         return problem_set
 
     def text_of(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
-        """Return the text of tokens. ``special``: whether it includes special tokens, such as the end of a turn."""
+        """Return the text of tokens. ``special``: whether to include special tokens, e.g. the end of a turn."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
 

@@ -59,7 +59,8 @@ token."""
 
 
 KEPT_TOPK = 64
-"""Largest K for which log pi at TopK(mu) is kept: 4 x K bytes a token, in addition to 8 x K bytes of the engine's."""
+"""Log pi at TopK(mu) is kept up to this K. It takes 4 x K bytes a token, beside 8 x K bytes for the engine's ids and
+log-probabilities."""
 
 
 class LossRecord:
@@ -93,9 +94,9 @@ class LossRecord:
         self._parts.append((batch_without_columns, kept_statistics))
 
     def _topk(self, inputs: TokenInputs) -> Tensor | None:
-        """Return log pi [T, K] at the engine's TopK ids, which the saved batch has too.
+        """Return log pi [T, K] at the engine's TopK ids. The saved batch has these ids too.
 
-        Returns None if K exceeds ``KEPT_TOPK``, or if the TopK ids are those of a recomputed policy.
+        Returns None if K exceeds ``KEPT_TOPK``, or if the TopK ids come from a recomputed policy.
         """
         if inputs.topk_log_probs is None or self._algorithm.needs_recomputed_distribution:
             return None
@@ -144,7 +145,7 @@ def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) ->
     for position, start, end in zip(batch.sequence_index.tolist(), starts, ends, strict=True):
         if end <= start:
             continue
-        # A response with several branches has a sequence for each: append the rows to those of earlier branches.
+        # A response has one sequence for each branch: append the rows to the rows of earlier branches.
         response_columns = columns.setdefault(position, {})
         for name, array in arrays.items():
             earlier_rows = response_columns.get(name, array[:0])
@@ -178,7 +179,7 @@ class BatchLayout:
     tokens need equally many.
     ``sequence_multiple``: each sequence is padded to a multiple of this number, for the same reason.
     ``input_rows``: selects this rank's rows of columns with a row for each input token; None: all rows.
-    ``cost``: returns the cost of a sequence, by which ranks and micro-batches are balanced.
+    ``cost``: returns the cost of a sequence. Ranks and micro-batches get about equal sums of costs.
     """
 
     dp_rank: int
@@ -240,7 +241,7 @@ def plan_mini_batches(
     """Cut a batch, whose groups are adjacent, into optimiser steps. Columns are not read.
 
     Every rank computes the same plan from the same trajectories. The denominator counts all ranks' samples, so the
-    gradient does not depend on the layout or on the packing. A mini-batch in which no response trains is left out.
+    gradient does not depend on the layout or on the packing. A mini-batch is left out if none of its responses trains.
     """
     size = training.prompts_per_mini_batch * rollout.group_size
     constant = algorithm.aggregation_constant or rollout.max_response_tokens
@@ -273,7 +274,7 @@ def plan_mini_batches(
 
 
 def _shifted(plan: Sequence[Sequence[Sequence[int]]], start: int) -> list[list[list[int]]]:
-    """Return ``plan``, which counts from the mini-batch's first response, with positions in the batch.
+    """Return ``plan`` with positions in the batch instead of positions in the mini-batch.
 
     ``plan``: positions by rank and micro-batch. ``start``: position of the mini-batch's first response in the batch.
     """
@@ -296,7 +297,7 @@ def pack_mini_batch(
     """Pack this rank's share of ``plan``.
 
     Args:
-        batch: trajectories by position, at least those that this rank trains on.
+        batch: trajectories by position; must contain this rank's share of ``plan``.
         plan: the assignment of trajectories to ranks and micro-batches.
         layout: the trainer's constraints on micro-batches.
         algorithm: decides whether truncated responses train.
@@ -519,7 +520,7 @@ class Learner:
             raise
 
     def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
-        """Return the speed of the optimiser steps, which took ``seconds``, and the peak memory.
+        """Return the speed of the optimiser steps and the peak memory. ``seconds``: the time of the steps.
 
         Activation recomputation and passes without gradient are not counted as FLOP.
         """

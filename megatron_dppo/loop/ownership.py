@@ -1,4 +1,4 @@
-"""The leader that owns each problem of a batch, and the outlines of its responses, which every rank receives.
+"""The leader that owns each problem of a batch, and the outlines of all responses on every rank.
 
 An outline has a trajectory's length, score and weight version. Tokens and columns follow later (``loop/exchange.py``).
 """
@@ -30,13 +30,13 @@ def announce(
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
     """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
 
-    The returned positions are those in the list of outlines, which has the groups in the order of ``positions``.
+    The returned positions count in the list of outlines. This list has the groups in the order of ``positions``.
 
     Args:
         trajectories: this leader's trajectories, groups adjacent, in the order of ``positions``.
         topology: the layout of ranks.
         group_size: responses per group.
-        positions: the position of each group among all generated groups, which determines the group's owner.
+        positions: the position of each group among all generated groups. It determines the group's owner.
     """
     rows_by_rank = all_gather_json([Outline.of(t) for t in trajectories])
     rows_of_leader = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}

@@ -31,7 +31,8 @@ OTHER_REASONS = "other reasons"
 _UNWRITTEN = "unwritten"
 """Key in the result of ``Recorder.mark``: file name -> the lines that could not be written, e.g. to a full disk."""
 COUNTS = (metric_names.WEIGHT_UPDATES, metric_names.WEIGHT_UPDATES_VERIFIED)
-"""Metrics that are added up if a row receives values twice. Later values of all other metrics replace earlier ones."""
+"""Metrics that are added up if a row receives values twice. In all other metrics the later value replaces the earlier
+value."""
 
 
 class RecordingError(RunError):
@@ -51,13 +52,13 @@ class Recorder(Closing):
         info: the run's description in report and summary.
         evaluates: whether the run has held-out sets and an engine to evaluate them.
         rank: global rank.
-        first_step: the step from which the run goes on: the last one in the files, or 0 for a new run.
+        first_step: the step after which the run goes on: the last step in the files, or 0 for a new run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
         mark: what ``mark`` returned for the checkpoint that the run resumes from; records that differ from it cause a
             warning.
         tracking: the experiment trackers that also receive the metrics; default: TensorBoard.
-        config: the run's configuration, which the trackers receive.
+        config: the run's configuration; the trackers receive it.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Recorder(Closing):
             )
 
     def _restore(self, unwritten: Mapping[str, str]) -> None:
-        """Write the lines that the earlier start, which saved the checkpoint, could not write. Raises OSError."""
+        """Write the lines that an earlier start could not write and kept in the checkpoint. Raises OSError."""
         for name, text in unwritten.items():
             if name == records.RECORDS_FILE:
                 assert self._writer is not None
@@ -178,7 +179,7 @@ class Recorder(Closing):
         """Return whether the last record lacks an evaluation that this start of the run should add.
 
         The earlier start was stopped before the evaluation that is due after step ``since`` if two things hold: the
-        last record is of the step from which the run resumes, and no record from ``since`` on has an evaluation.
+        run resumes after the step of the last record, and no record from ``since`` on has an evaluation.
         """
         if self._writer is None or not self._evaluates:
             return False
@@ -189,7 +190,7 @@ class Recorder(Closing):
         return all(records.mean_accuracy(row) is None for row in later_rows)
 
     def complete(self, step: int, values: Mapping[str, float]) -> None:
-        """Add later ``values`` to the last record, that of ``step``; counts are summed.
+        """Add later ``values`` to the last record, the record of ``step``. Values of ``COUNTS`` are summed.
 
         Logs a warning if the record was deleted during the run.
         """
@@ -297,7 +298,7 @@ class Recorder(Closing):
             self._write_or_keep(content, file.path.name, text, partial(file.append, text))
 
     def _write_or_keep(self, content: str, name: str, text: str, write: Callable[[], None]) -> None:
-        """Call ``write``, which appends ``text`` to the file ``name``; after a failed write, keep ``text`` instead."""
+        """Call ``write`` to append ``text`` to the file ``name``; keep ``text`` if this or an earlier write failed."""
         if self.failure is None:
             with self._keeping_failure(content):
                 write()

@@ -99,8 +99,8 @@ def resume(
 ) -> RunState | None:
     """Load the newest usable checkpoint into ``trainer`` and return its state. Collective.
 
-    Returns None if the run begins at step 0; the records of earlier starts are then moved to a folder of their own,
-    except the rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already,
+    Returns None if the run begins at step 0. The records of earlier starts are then moved to another folder, except the
+    rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already,
     restarted ranks move nothing, even with ``run.resume: never``: they continue what the ranks before them began.
 
     Raises:

@@ -27,7 +27,7 @@ STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
     "rollout.max_staleness above 0 are no longer those of the weights that sampled; see docs/staleness.md"
 )
-"""A warning: the mask of such an algorithm ignores the distance between mu and the recomputed policy."""
+"""A warning: the mask of an algorithm with this anchor ignores the distance between mu and the recomputed policy."""
 
 
 class GroupRow(NamedTuple):
@@ -84,15 +84,15 @@ class GroupRow(NamedTuple):
 def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     """Return |sum_i v_i|^2 / sum_i |v_i|^2 over a group's responses i.
 
-    v_i is the sum of e_y - mu over the tokens y of response i, where e_y is the one-hot vector of y and mu the
-    distribution that y was drawn from: the gradient of the response's log-probability with respect to a bias of the
-    logits. The mu of ids that are neither in TopK(mu) nor sampled counts as 0. Returns None if a response has no
+    v_i is the sum of e_y - mu over the tokens y of response i. e_y is the one-hot vector of y, and mu is the
+    distribution that y was drawn from. So v_i is the gradient of the response's log-probability with respect to a bias
+    of the logits. mu counts as 0 at ids outside of TopK(mu) except the sampled id. Returns None if a response has no
     TopK(mu), or if all v_i are 0.
 
     The value is near 1 for independent, different responses, and n for n equal responses.
 
     The formula is the Mirrored Entanglement Index of Mesh Learning (arXiv 2610.02835), after its authors' code
-    (Ayanami-0123/Open-Mesh-Learning, ``_compute_mei_mean_for_batch``), which uses pi of the trainer over the whole
+    (Ayanami-0123/Open-Mesh-Learning, ``_compute_mei_mean_for_batch``). Their code uses pi of the trainer over the whole
     vocabulary. The paper's text was not consulted.
     """
     responses: list[Trajectory] = []
@@ -130,7 +130,7 @@ def _direction(t: Trajectory, size: int) -> np.ndarray:
 
 
 RARE = 0.01
-"""Probability below which a response counts as rare. Likelier responses, such as short answers, repeat by chance."""
+"""A response with a lower probability counts as rare. Likelier responses, e.g. short answers, repeat by chance."""
 
 
 def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
@@ -230,7 +230,7 @@ def selection_figures(
 
 
 def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, float]:
-    """Return the speed of generation. ``waited``: the part of ``seconds`` in which the trainer only waited for it."""
+    """Return the speed of generation. ``waited``: the seconds when the trainer only waited for it."""
     figures = {metric_names.GENERATION_SECONDS: seconds, metric_names.GENERATION_WAITED: waited}
     if seconds > 0:
         figures[metric_names.TOKENS_PER_SECOND] = tokens / seconds
@@ -260,7 +260,7 @@ def routing_figures(
 #
 # The batch of step n trains weight version n - 1. The staleness of a token is n - 1 minus the version that sampled it:
 # 0 in synchronous runs, up to 1 if generation runs one step ahead. At staleness 0, trainer and servers must agree about
-# the probabilities of tokens, which ``GapGuard`` checks.
+# the probabilities of tokens; ``GapGuard`` checks this.
 
 
 class StalenessError(RunError):

@@ -5,10 +5,10 @@ background. ``ReplayedRollouts`` reads batches that an earlier run saved. ``Batc
 training.
 
 The bound on staleness decides when a batch may begin. The batch of step n trains weight version n - 1, so its
-generation may begin once the trainer holds version n - 1 - ``max_staleness``, and none of its tokens can be older.
-Batches are trained on in the order in which their prompts were drawn, so no batch is ever dropped for its age, and long
-responses are trained on as often as short ones. If the servers keep up, no other order keeps the bound: every batch
-begins as soon as the bound allows it, and has the largest allowed staleness when it is trained on.
+generation may begin once the trainer holds version n - 1 - ``max_staleness``. No token of the batch can be older.
+Batches are trained on in the order of their prompts' draws: no batch is ever dropped for its age, and long responses
+are trained on as often as short responses. If the servers keep up, no other order keeps the bound: every batch begins
+as soon as the bound allows it, and has the largest allowed staleness when it is trained on.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class GeneratedRollouts:
         self._start_round(draft, self._quota.ask((), 0))
 
     def _complete(self, draft: _Draft, version: int) -> None:
-        """Wait for the draft's responses. If a filter needs further rounds, which depend on rewards, run them here."""
+        """Wait for the draft's responses. A filter may need further rounds, depending on the rewards: run them here."""
         if draft.is_received:
             return
         self._receive(draft, version)
@@ -257,7 +257,7 @@ class GeneratedRollouts:
         )
 
     def _draw(self, step: int, round_: int, count: int) -> list[int]:
-        """Return the indices of ``count`` problems: those that earlier ranks drew for this round, or new ones."""
+        """Return the indices of ``count`` problems: the draws of earlier ranks for this round, or else new draws."""
         if self.spool is None:
             return self.sampler.next(count)
         indices = self.spool.draws(step, round_, count)
@@ -297,7 +297,7 @@ class GeneratedRollouts:
         for leader in self.topology.leaders:
             leader_rows, *_ = results_by_rank[leader]
             rows_of_leader.append(iter(leader_rows))
-        # Copy the range first: ``unjudged`` depends on ``rows``, which grows here.
+        # Copy the range first: ``unjudged`` depends on ``rows``, and the loop extends ``rows``.
         for position in list(draft.unjudged):
             row = next(rows_of_leader[owner(position, self.topology)])
             draft.rows.append(rollout_figures.GroupRow(*row))
@@ -350,7 +350,7 @@ class GeneratedRollouts:
         return time.monotonic(), self._waited_s, self.engine.busy_s
 
     def _idle_shares(self) -> dict[str, float]:
-        """Return the shares of the time since the previous batch in which trainers waited, and in which servers idled.
+        """Return two shares of the time since the previous batch: the trainers' waits, and the servers' idle time.
 
         Trainers wait for responses. Servers idle while a leader has nothing to generate. Both shares are means over the
         leaders.
@@ -443,7 +443,7 @@ class ReplayedRollouts:
                 f"responses, expected {len(wanted_problems)} prompts x group_size {size}"
             )
         if not self._rollout.drop_zero_variance_groups:
-            # With a filter, the problems depend on the rewards of dropped responses, which are not in the file.
+            # With a filter, the problems depend on the rewards of dropped responses. The file lacks these responses.
             self._check_order(step, saved.problems, wanted_problems)
         groups = own_positions(range(len(wanted_problems)), self._topology)
         positions: list[int] = []

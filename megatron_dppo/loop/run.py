@@ -120,7 +120,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         except AlteredMemoryError as error:
             if restores == max_restores:
                 raise
-            # Keep only the text: the error's traceback refers to the failed run, which must be freed.
+            # Keep only the text: the error's traceback refers to the failed run, and the failed run must be freed.
             reason = str(error)
         else:
             return
@@ -135,7 +135,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         # With ``resume: never``, the next Run would set aside the records and checkpoints of this start.
         run = config.run.model_copy(update={"resume": "auto"})
         config = config.model_copy(update={"run": run})
-        # Read the problems again: ``RunData.settle`` has removed those with bad answers from the old object.
+        # Read the problems again: ``RunData.settle`` has removed the problems with bad answers from the old object.
         data = RunData(config)
 
 
@@ -290,7 +290,7 @@ class Run:
         return spool
 
     def _open_generation(self, stack: ExitStack) -> None:
-        """Open the engine session, the scorer and the episodes, which ``stack`` closes."""
+        """Open the engine session, the scorer and the episodes. ``stack`` closes them."""
         config = self.config
         self.engine: EngineSession | None = None
         if config.rollout.replay_from is None:
@@ -370,7 +370,7 @@ class Run:
             self.stop("the batch was not trained on", suspect=True)
             raise
         except BaseException:
-            # Write the failure to the log before the stack closes the run's objects, which may fail in turn.
+            # Write the failure to the log before the stack closes the run's objects: closing may fail in turn.
             note_failure()
             raise
 
@@ -388,8 +388,8 @@ class Run:
         self._check_files()
         step = self.state.step
         if self._repeats(step + 1) and (step == 0 or not self._lacks_evaluation(step)):
-            # The next step needs no server: its responses are stored. So the first weights that the servers receive are
-            # those of the last repeated step.
+            # The next step needs no server: its responses are stored. So the servers receive weights for the first time
+            # after the last repeated step.
             if step == 0:
                 self._write_row(0, {})
             self._check_records()
@@ -448,7 +448,7 @@ class Run:
         self._record_faults(batch.environment_faults)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         if batch.seal is not None and step in batch.seal.weights:
-            # A replayed batch: compare the weights with those that the replayed run made of it.
+            # A replayed batch: compare the weights with the weights that the replayed run made of this batch.
             measured[metric_names.REDERIVED] = float(batch.seal.weights[step] == weights)
         failpoint("step/saved")
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
@@ -527,8 +527,8 @@ class Run:
     def _write_row(self, step: int, measured: Mapping[str, float]) -> None:
         """Write the metrics row of ``step``.
 
-        A repeated step keeps the row of the earlier ranks, because only their times are those of generation. New
-        accuracies are added to it, and the counts of ``measured`` are carried over to the next row.
+        A repeated step keeps the row of the earlier ranks, because only their row has the times of generation. New
+        accuracies are added to the row, and the counts of ``measured`` are carried over to the next row.
         """
         earlier_row = None
         if self._repeats(step):

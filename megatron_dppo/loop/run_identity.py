@@ -46,7 +46,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
 
 
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template's arguments, if there are any: earlier checkpoints have no such key."""
+    """Return the chat template's arguments. Without arguments there is no key, because earlier checkpoints lack it."""
     if arguments:
         return {"data.chat_template_arguments": dict(arguments)}
     return {}

@@ -68,7 +68,7 @@ def generation_job(
     topk: int,
     episodes: Episodes | None,
 ) -> GenerationJob:
-    """Return the job of which every generation of the run is a copy, with problems and the purpose of seeds added."""
+    """Return the template job of the run. Every generation copies it, and adds problems and the purpose of seeds."""
     rollout = config.rollout
     columns: dict[str, Any] = {"topk": topk} if topk else {}
     if rollout.router_replay:

@@ -142,7 +142,7 @@ _LATER_FIELDS = {"weights", "settings"}
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the whole configuration as plain JSON, without ``run.resume``, which each start may choose."""
+    """Return the whole configuration as plain JSON, without ``run.resume``: each start may choose its value."""
     settings = config.model_dump(mode="json")
     del settings["run"]["resume"]
     return settings

@@ -39,8 +39,8 @@ _KINDS = (_is_right, _is_wrong, _is_truncated)
 def sample_positions(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
     """Return the positions of at most ``KEPT`` responses.
 
-    The first ones are of different kinds, as far as they exist: one with a reward above the mean, one that ended by
-    itself with a reward of at most the mean, and one that is truncated. Responses in random order follow. The step's
+    The first positions select one response of each kind, if the batch has the kind. The kinds are: a reward above the
+    mean; a reward of at most the mean, not truncated; truncated. Responses in random order follow. The step's
     number seeds the order, so that every rank selects the same responses, and each step shows other problems.
     """
     order = list(range(len(responses)))
@@ -108,7 +108,7 @@ class SampleMaker:
         trajectories: Mapping[int, Trajectory],
         masked: Mapping[int, int],
     ) -> list[Sample]:
-        """Return the samples that ``take`` made, and that of the response with the most masked tokens. Collective.
+        """Return the samples of ``take``, and a sample of the response with the most masked tokens. Collective.
 
         ``trajectories``: this rank's trajectories, by position in the batch. ``masked``: the number of masked tokens of
         each response whose loss this rank computed, by position.

@@ -18,7 +18,7 @@ from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 
 PlaceOf = Callable[[Sequence[int]], str | None]
-"""Tokens of a prompt -> file and line of its problem; None if there is no such problem."""
+"""Tokens of a prompt -> file and line of the prompt's problem; None if no problem has this prompt."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class PendingScore:
     def result(self) -> Score:
         """Wait for all scores and return their weighted sum. A refusal begins with the problem's file and line.
 
-        Raises VerifierError, which begins with the problem's file and line too, if a reward raised or a worker can't
-        start.
+        Raises VerifierError if a reward raised or a worker can't start. The error's text also begins with the problem's
+        file and line.
         """
         scores: dict[str, Score] = {}
         for name, future in self.scores.items():
@@ -132,9 +132,9 @@ class Scorer:
 def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     """Return sum_i w_i r_i over the rewards of one response, with its components.
 
-    With one reward, the components are the reward's own. With several, each reward's value is a component, and its own
-    components are named ``name/component``. A refusal or an unavailable reward makes the sum refused or unavailable,
-    with the name of the reward. A sum that is not a usable number is a refusal.
+    With one reward, the result has the reward's components. With several rewards, the result has each reward's value as
+    a component, and each reward's components under the names ``name/component``. A refusal or an unavailable reward
+    makes the sum refused or unavailable, with the name of the reward. A sum that is not a usable number is a refusal.
     """
     unavailable_rewards: list[str] = []
     for name, score in scores.items():

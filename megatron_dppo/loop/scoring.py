@@ -59,7 +59,7 @@ class ScoredGeneration:
         scorer: scores each response as soon as it arrives.
         job: this rank's own problems and how to sample.
         description: text of the progress bar.
-        order: of two open generations, the one with the lower order is served first.
+        order: an open generation with a lower order is served before a generation with a higher order.
         part: stores each scored response in the spool, and has the responses that earlier ranks stored; None: no spool.
     """
 
@@ -131,7 +131,7 @@ class ScoredGeneration:
     ) -> list[Trajectory]:
         """Return the responses with rewards and advantages, groups in the order of the job's problems. Collective.
 
-        Call ``wait`` first. The method waits for pending scores, and replaces responses without a reward by new ones.
+        Call ``wait`` first. The method waits for pending scores, and replaces responses without a reward.
 
         Args:
             algorithm: settings of advantages and length penalties.
@@ -141,7 +141,7 @@ class ScoredGeneration:
 
         Raises:
             VerifierError: a reward refused a response.
-            RewardUnavailableError: on every rank, where responses have no reward after ``reward.max_replacements``
+            RewardUnavailableError: on every rank, if responses have no reward after ``reward.max_replacements``
                 rounds.
         """
         keys = response_keys(self._job)
@@ -244,8 +244,8 @@ def score_on_arrival(
     ``part`` stores each response in the spool when its score is known.
     """
 
-    # Use a closure, not a method of ScoredGeneration: the engine's generation, which holds the callback, would refer
-    # back to the ScoredGeneration, and the cycle would keep all responses in memory.
+    # Use a closure, not a method of ScoredGeneration. The engine's generation holds the callback, so with a method it
+    # would refer back to the ScoredGeneration. This cycle would keep all responses in memory.
     def on_response(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
         if response.finish_reason == "failed":

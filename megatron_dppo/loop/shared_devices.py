@@ -22,7 +22,7 @@ class SharedDevices:
         trainer: the trainer of this rank.
         parts: parts of the trainer that are parked in the servers' turn.
         released: memory tags that the servers release in the trainer's turn.
-        record: rank 0's client of the server registry, which allows or forbids server starts; None on other ranks.
+        record: rank 0's client of the server registry. It allows or forbids server starts. None on other ranks.
     """
 
     is_shared: bool
@@ -47,7 +47,7 @@ class SharedDevices:
 
     def take(self) -> None:
         """Begin the trainer's turn. Collective."""
-        # All ranks wait for each other, even if a server failed to report that it stopped generating.
+        # Every rank waits here for all ranks, even if a server failed to report that it stopped generating.
         collectives.barrier()
         if self.trainer.parked:
             failpoint("parking/unpark")

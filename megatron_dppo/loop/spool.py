@@ -67,7 +67,7 @@ class ResponseSpool:
     known_digests: dict[int, str] = field(default_factory=dict, init=False)
     uses_untrained: bool = field(default=True, init=False)
     """Whether stored responses of batches that were not trained on may be used. False if a repeated step made other
-    weights than the earlier ranks made: the weights that sampled these responses are then not the run's."""
+    weights than before the restart: these responses were then sampled by weights that the run no longer has."""
     _draws: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
     _files: dict[int, BinaryIO] = field(default_factory=dict, init=False)
 

@@ -35,8 +35,8 @@ def data_and_resume_faults(
     Args:
         config: configuration of the run.
         refused: faults that other checks found, each beginning with its key; checks that need these keys are skipped.
-        answers: file to which the faults of the gold answers are written, so that the following run need not score
-            the answers again.
+        answers: file for the faults of the gold answers. The run that follows reads the file, and need not score the
+            answers again.
     """
     faults: list[str] = []
     if config.run.sha256_list is not None:
