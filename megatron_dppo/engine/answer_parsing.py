@@ -29,7 +29,7 @@ _MODULE = "megatron_dppo.engine.answer_parsing"
 
 
 class ParserLostError(EngineError):
-    """The process that parses answers ended; its output, which is in the rank's log, says why."""
+    """The process that parses answers has ended. Its output in the rank's log has the reason."""
 
     attempts = 1
 
@@ -56,7 +56,7 @@ class Parsed(NamedTuple):
     Attributes:
         trajectories: one for each request, in order; empty if recordings must be downloaded first.
         missing: the notices of the recordings to download.
-        ways: the ways by which recordings arrived.
+        ways: how the recordings arrived.
     """
 
     trajectories: list[Trajectory]
@@ -88,13 +88,13 @@ def parse(received: ReceivedAnswer) -> Parsed:
 
 
 class AnswerParser:
-    """Parses large answers in a worker process, which starts with the first large answer; ``close`` it.
+    """Parses large answers in a worker process. The worker starts with the first large answer; ``close`` ends it.
 
     The worker parses one answer at a time. A thread waits for its reply, so the caller's event loop is not blocked.
 
     Args:
         smallest: size in bytes of the smallest answer that the worker parses. This process parses smaller answers,
-            which takes less time than sending them to the worker. None: this process parses all answers.
+            because sending them to the worker takes longer. None: this process parses all answers.
     """
 
     def __init__(self, smallest: int | None = 32 * 1024) -> None:
@@ -157,8 +157,8 @@ def parsed_of(reply: bytes) -> Parsed:
 def answer_to(content: bytes) -> bytes:
     """Parse an answer in the worker; return the reply that ``parsed_of`` reads.
 
-    The trajectories' arrays are in one file in shared memory, which the reader maps and removes. If shared memory is
-    full, they are part of the reply. The reply is pickled, because both sides are this program.
+    The trajectories' arrays are in one file in shared memory. The reader maps the file and removes it. If shared memory
+    is full, the arrays are part of the reply. The reply is pickled, because both sides are this program.
     """
     arrays: list[pickle.PickleBuffer] = []
     try:

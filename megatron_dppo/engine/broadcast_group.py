@@ -43,16 +43,16 @@ CALLED_OFF = "called off"
 ERROR_MODE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """torch reads the variable in the constructor of each NCCL group."""
 ABORT_GROUP = "2"
-"""The error mode in which torch aborts a failed group's communicators and leaves the process alone."""
+"""In this error mode torch aborts a failed group's communicators, and does not end the process."""
 _NAME = re.compile(r"weights-[0-9a-f]{12}-(\d+)s")
 _ERROR_MODE_LOCK = threading.Lock()
-"""Guards the variable ERROR_MODE, which is global to the process."""
+"""Guards the process's variable ERROR_MODE."""
 _DEFAULT_LIMIT_LOCK = threading.Lock()
-"""Guards torch's default limit, which is global to the process."""
+"""Guards torch's default limit in this process."""
 
 
 def new_name(limit: timedelta) -> str:
-    """Return a new group's name, which carries the time ``limit`` of its operations."""
+    """Return a name for a new group. The name carries the time ``limit`` of the group's operations."""
     return f"weights-{uuid.uuid4().hex[:12]}-{math.ceil(limit.total_seconds())}s"
 
 
@@ -66,7 +66,7 @@ def limit_of(name: str) -> timedelta | None:
 
 @contextmanager
 def errors_abort_the_group(backend: str) -> Iterator[None]:
-    """Make the errors of a group of ``backend``, which is made within the block, end the group and not the process."""
+    """Make errors of a group end the group and not the process. The group has ``backend``, and is made in the block."""
     if backend != "nccl":
         yield
         return
@@ -86,8 +86,8 @@ def errors_abort_the_group(backend: str) -> Iterator[None]:
 def default_limit(limit: timedelta | None) -> Iterator[None]:
     """Within the block, make ``limit`` torch's default limit of a group and of its rendezvous; None: torch's own limit.
 
-    SGLang uses the default for both. Torch's own is 30 minutes: a server would try for so long to reach the rendezvous
-    of a trainer that has died, and would answer nothing meanwhile.
+    SGLang uses the default for both. Torch's own default is 30 minutes: for this time a server would try to reach the
+    rendezvous of a trainer that has died, and would answer nothing.
     """
     from torch.distributed import distributed_c10d
 
@@ -219,13 +219,13 @@ class GroupWatch:
             group.abort()
 
     def _is_called_off(self) -> bool:
-        # Use another connection than the group's, which may be inside a call.
+        # Do not use the group's own connection: it may be inside a call.
         self._store = self._store or _client(self._address, self._port)
         return bool(self._store.check([CALLED_OFF]))
 
 
 def _rendezvous_fault(address: str, port: int) -> str | None:
-    """Return why a group's rendezvous cannot be reached, or None. It listens before the ranks are told to join."""
+    """Return why a group's rendezvous cannot be reached, or None. The trainer opens it before it calls this server."""
     try:
         socket.create_connection((address, port), _CONNECT_S).close()
     except OSError as error:

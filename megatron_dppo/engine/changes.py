@@ -57,7 +57,7 @@ def item_bytes(header: WireHeader) -> int:
 
 
 def changes_header(header: WireHeader, count: int) -> WireHeader:
-    """Return the header of ``count`` changed items of a bucket; ``header`` is that of the whole bucket."""
+    """Return the header of ``count`` changed items of a bucket. ``header``: the header of the whole bucket."""
     size = item_bytes(header)
     values_dtype = str(_ITEMS[size]).removeprefix("torch.")
     empty_shapes = [(0,) for _ in header.names]
@@ -70,9 +70,10 @@ def changes_header(header: WireHeader, count: int) -> WireHeader:
 
 
 def find_changes(data: Tensor, base: Tensor, item_bytes: int) -> Changes | None:
-    """Return the items of the flat bytes ``data`` that differ from ``base``; None if sending them takes no fewer bytes.
+    """Return the items of the flat bytes ``data`` that differ from ``base``; None: send the whole bucket.
 
-    If nothing changed, the first item is returned, because a bucket cannot be empty.
+    None is returned if the changes would take as many bytes as ``data`` or more, or if a position may not fit into
+    int32. If nothing changed, the first item is returned, because a bucket cannot be empty.
     """
     items = data.view(_ITEMS[item_bytes])
     if items.numel() > _MOST_ITEMS:
@@ -94,7 +95,7 @@ def _true_positions(mask: Tensor) -> Tensor:
 
 
 def apply_changes(data: Tensor, changes: Changes) -> None:
-    """Write the changed items into the flat bytes ``data``. Raises PositionError for a position outside of them."""
+    """Write the changed items into the flat bytes ``data``. Raises PositionError for a position outside."""
     items = data.view(changes.values.dtype)
     lowest_position, highest_position = map(int, torch.aminmax(changes.positions))
     if lowest_position < 0 or highest_position >= items.numel():

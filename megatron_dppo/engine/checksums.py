@@ -23,7 +23,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
-"""The multiple, by device, to which a rank's share of an expert's intermediate dimension is padded with zeros."""
+"""By device: the engine pads a rank's share of an expert's intermediate dimension with zeros to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EnginePart:
         tensor: name of the engine tensor.
         start: first element in the engine tensor.
         block: the block of the Hugging Face tensor.
-        width: length along the block's dimension in the engine; zeros fill it beyond the block.
+        width: length of the block's dimension in the engine. Zeros fill the part beyond the block.
         adds_one: whether the engine holds 1 + the block.
     """
 
@@ -49,7 +49,7 @@ class EnginePart:
     def cut(self, hf_tensor: Tensor, engine_dtype: torch.dtype) -> Tensor:
         """Compute the part's values in the engine from the whole Hugging Face tensor.
 
-        The result is a view of ``hf_tensor`` where the engine has its values and its dtype, else a copy.
+        The result is a view of ``hf_tensor`` if the engine holds the same values in the same dtype, else a copy.
         """
         part = hf_tensor
         if self.block.length != hf_tensor.shape[self.block.dim]:
@@ -76,9 +76,9 @@ class EngineTensors:
     The engine's checksums cover exactly these bytes. Raises LayoutError if the model cannot be divided among the ranks.
 
     With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
-    holds their scales as tensors of their own.
+    holds their scales as separate tensors.
 
-    ``only_rank``: the one rank whose tensors are listed; None: all ranks.
+    ``only_rank``: list the tensors of this rank only; None: list the tensors of all ranks.
 
     Attributes:
         shapes: the shape of each tensor that the engine must receive, by its name in a checkpoint.
@@ -148,16 +148,16 @@ class EngineTensors:
     def hold_what_is_sent(self) -> bool:
         """Whether every tensor of a checkpoint can be read back from the engine.
 
-        A tensor that the engine holds only as 1 + its values can't: rounding the sum has removed bits.
+        A tensor that the engine holds only as 1 + its values can't be read back: rounding the sum has removed bits.
         """
         return all(_has_own_values(parts) for parts in self.parts.values())
 
     def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of an engine tensor; ``weights_dtype`` is that of tensors that are not quantised."""
+        """Return the dtype of an engine tensor: ``weights_dtype`` unless it is quantised or has a fixed dtype."""
         return self._dtypes.get(tensor, weights_dtype)
 
     def sent_dtype(self, name: str, weights_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the engine must receive the tensor ``name`` of a checkpoint."""
+        """Return the dtype that the tensor ``name`` of a checkpoint must have when the engine receives it."""
         if name in self._own_dtypes:
             return self._own_dtypes[name]
         if not self.quantized:
@@ -168,7 +168,8 @@ class EngineTensors:
 
     def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
         """Append the blocks of ``parameter`` to the engine tensor that holds it on ``rank``."""
-        # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
+        # Blocks are consecutive in the engine's memory, also the blocks of experts. The engine's padding follows each
+        # block.
         # The name of an expert's parameter is the engine tensor and the expert's number in brackets.
         tensor, bracket, _ = parameter.name.partition("[")
         is_expert = bracket != ""
@@ -182,8 +183,8 @@ class EngineTensors:
         if is_expert and not self.quantized:
             multiple = EXPERT_MULTIPLE[self.device]
             if multiple > 1:
-                # SGLang pads an expert's dimension to a multiple of ``multiple`` times all ranks. Only tensor / expert
-                # of these ranks divide it.
+                # SGLang pads an expert's dimension to a multiple of ``multiple`` times layout.tensor. Only
+                # layout.tensor / layout.expert ranks share the dimension.
                 multiple *= self.layout.expert
         for block, end in _blocks_with_ends(parameter):
             start = sizes.get(tensor, 0)
@@ -197,12 +198,12 @@ class EngineTensors:
 
 
 def _has_own_values(parts: Sequence[EnginePart]) -> bool:
-    """Return whether at least one of the ``parts`` of a tensor holds its values, and not 1 + its values."""
+    """Return whether at least one of a tensor's ``parts`` holds the tensor's own values, and not 1 + the values."""
     return any(not part.adds_one for part in parts)
 
 
 def _tensor_of(parameter: mapping.LocalParameter) -> str:
-    """Return the name of the engine tensor that holds ``parameter``, which may be one expert's part of it."""
+    """Return the name of the engine tensor that holds ``parameter``: the parameter may be one expert's part of it."""
     return parameter.name.partition("[")[0]
 
 
@@ -221,7 +222,7 @@ def _blocks_with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.S
 class IncompleteWeightsError(EngineError, ValueError):
     """A tensor of the model is missing in the stream of buckets, was sent twice, or has the wrong shape.
 
-    It is final at the first attempt: the sender would send the same tensors again.
+    A retry is pointless: the sender would send the same tensors again.
     """
 
     attempts = 1
@@ -235,7 +236,7 @@ class ExpectedChecksums:
 
     Args:
         tensors: the engine's tensors.
-        weights_dtype: dtype of every weight that the engine does not quantise, and that has no dtype of its own.
+        weights_dtype: dtype of the weights, except for weights that are quantised or have a fixed dtype.
 
     Raises:
         IncompleteWeightsError: a part of the model does not begin at a multiple of 4 bytes.
@@ -259,7 +260,7 @@ class ExpectedChecksums:
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Start one kernel that hashes the next bucket. On a GPU only ``partial`` waits for the kernel.
 
-        Raises IncompleteWeightsError for an unknown or repeated tensor, or one of the wrong shape or dtype.
+        Raises IncompleteWeightsError for an unknown or repeated tensor, or a wrong shape or dtype.
         """
         parts: list[Part] = []
         for name, tensor in bucket:
@@ -297,7 +298,7 @@ class ExpectedChecksums:
                 hashes[rank, name].merge(state)
                 unfilled_tensors.discard((rank, name))
         for rank, name in unfilled_tensors:
-            # No Hugging Face tensor fills this engine tensor: it is padding, which the engine hashes too.
+            # No Hugging Face tensor fills this engine tensor: it is padding. The engine hashes padding too.
             elements = self._tensors.sizes[rank][name]
             hashes[rank, name].add(torch.zeros(elements, dtype=self._engine_dtype(name)), 0)
         digests = []
@@ -331,7 +332,7 @@ class ExpectedChecksums:
             )
 
     def _hash(self, rank: int, tensor: str) -> TiledHash:
-        """Return the hash of an engine tensor, to which parts are added."""
+        """Return the unfinished hash of an engine tensor."""
         key = (rank, tensor)
         if key not in self._hashes:
             size = self._tensors.sizes[rank][tensor] * self._engine_dtype(tensor).itemsize

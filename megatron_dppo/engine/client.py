@@ -1,8 +1,9 @@
 """Asynchronous HTTP clients: of any server, and of one SGLang server's generation and state.
 
-EngineRequestError (4xx) means that the request is wrong, EngineLostError (5xx, a broken connection, no answer in time)
-that the server failed, AbortedError that the server ended this one response. The clients retry nothing. Blocking code
-calls their coroutines through ``system.async_runner.AsyncRunner``. The module loads neither torch nor sglang.
+EngineRequestError (4xx) means that the request is wrong. EngineLostError (5xx, a broken connection, no answer in time)
+means that the server failed. AbortedError means that the server ended a single response. The clients retry nothing.
+Blocking code calls their coroutines through ``system.async_runner.AsyncRunner``. The module loads neither torch nor
+sglang.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Method = Literal["GET", "POST", "DELETE"]
 CONTROL_TIMEOUT_S = 60.0
 """Longest wait for an answer that needs neither weights nor generation."""
 _KEEP_ALIVE_SECONDS = 3.0
-"""Time for which an idle connection is kept: less than the 5 s after which a stock SGLang closes it."""
+"""An idle connection is kept for this time. It is less than 5 s, because a stock SGLang closes it after 5 s."""
 _CONNECT_SECONDS = 30.0
 _PIECE_BYTES = 1 << 20
 """Bytes of a download that are read at once."""
@@ -57,7 +58,7 @@ class Answer:
 
     @property
     def is_error(self) -> bool:
-        """Whether the status is not one of 2xx."""
+        """Whether the status is 300 or more."""
         return self.status >= _FIRST_ERROR
 
     @property
@@ -95,9 +96,9 @@ class HttpClient:
     Args:
         url: the server's address; its path is a prefix of the path of every request.
         api_key: key for generation and information.
-        admin_api_key: key for requests that change the server. A server with such a key rejects the API key for these
+        admin_api_key: key for requests that change the server. A server with an admin key rejects the API key for these
             requests. None: the API key is sent with all requests.
-        ca_file: PEM file of the trusted certificate authorities for https; None: those of the system.
+        ca_file: PEM file of the trusted certificate authorities for https; None: the system's authorities.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class HttpClient:
         admin: bool = False,
         timeout_s: float | None = CONTROL_TIMEOUT_S,
     ) -> Answer:
-        """Return the answer, whatever its status. Raises EngineLostError after ``timeout_s``; None: no limit."""
+        """Return the answer with any status. Raises EngineLostError after ``timeout_s``; None: no limit."""
         headers = self._admin_headers if admin else self._api_headers
         if body is not None:
             headers = headers | _JSON
@@ -189,7 +190,7 @@ class HttpClient:
         return answer.body
 
     async def download(self, path: str, size: int, *, timeout_s: float) -> bytes:
-        """Return the body of a GET, which must have ``size`` bytes; a longer body is not read to its end.
+        """Return the body of a GET. The body must have ``size`` bytes; a longer body is not read to its end.
 
         Raises the errors of ``request``, and EngineAnswerError for another number of bytes.
         """
@@ -254,7 +255,7 @@ class HttpClient:
     async def answers(self, timeout_s: float = 10.0) -> bool:
         """Whether an SGLang server answers in time; an error status counts as an answer.
 
-        ``/health`` would not do: on a stock server it generates a token, which a paused server does not.
+        ``/health`` would not do: on a stock server it generates a token, and a paused server generates no token.
         """
         return await self._is_answered("/model_info", timeout_s)
 
@@ -319,15 +320,15 @@ class EngineClient(HttpClient):
     """
 
     _last_life = 0.0
-    """The event loop's time at which the server last showed life."""
+    """The event loop's time when the server last showed life."""
     _has_answered = False
     """Whether the server has answered a request since this client was made."""
     first_answer_s: float = 0.0
     """Time limit in seconds of the first answer, if it is longer than the limit of later answers."""
     is_paused = False
-    """Set by the code that pauses the server; ``watch`` does not test a paused server, which generates nothing."""
+    """Set by the code that pauses the server. ``watch`` does not test a paused server: it generates nothing."""
     _ways: frozenset[Way] = frozenset()
-    """The ways by which recordings arrived when that was last logged."""
+    """How recordings arrived, as it was last logged."""
     parser = AnswerParser(smallest=None)
 
     async def generate(
@@ -367,7 +368,7 @@ class EngineClient(HttpClient):
         requests: Sequence[GenerationRequest],
         versions: range | None = None,
     ) -> list[Trajectory]:
-        """Return the trajectories in an answer to one call; download the recordings that the server keeps apart.
+        """Return the trajectories in an answer to one call. Download recordings that are not in this host's memory.
 
         Raises AbortedError, EngineAnswerError, StaleWeightsError and the errors of ``request``.
         """
@@ -423,7 +424,7 @@ class EngineClient(HttpClient):
         """Whether the server generates a token in time, for any request. An idle server samples a token for this test.
 
         ``/health`` would not do: on the servers of ``launch_server`` the HTTP process answers it alone, also if the
-        scheduler hangs. A paused server fails this test.
+        scheduler hangs. A paused server fails the test of this method.
         """
         return await self.is_ok("/health_generate", timeout_s)
 
@@ -439,8 +440,9 @@ class EngineClient(HttpClient):
     async def watch(self, hang_timeout_s: float) -> NoReturn:
         """Watch the server, and raise EngineLostError once it has generated nothing for ``hang_timeout_s``.
 
-        Before the first answer the limit is ``first_answer_s``, if that is longer. Requests themselves have no limit: a
-        stopped process keeps its connections open, so that requests to it would wait for ever.
+        Before the first answer the limit is the longer of ``hang_timeout_s`` and ``first_answer_s``. Requests
+        themselves have no limit: a stopped process keeps its connections open, so that requests to it would wait for
+        ever.
         """
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
         clock = asyncio.get_running_loop().time

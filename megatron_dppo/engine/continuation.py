@@ -1,8 +1,9 @@
 """Continuation of responses that a weight update aborted (``rollout.interrupt: abort``).
 
-The client keeps the tokens that the server returned, requests the remaining tokens with prompt and kept tokens as
-input, and joins both to one trajectory. The log-probabilities, Top-K and recorded routing of each part come from the
-weights that sampled it. ``register`` adds a hook to SGLang in servers that ``engine.launch_server`` starts.
+The client keeps the tokens that the server returned. It requests the remaining tokens with prompt and kept tokens as
+input, and joins kept and new tokens to one trajectory. The log-probabilities, Top-K and recorded routing of each part
+come from the weights that sampled the part. ``register`` adds a hook to SGLang in servers that ``engine.launch_server``
+starts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOST_ROW = -1
 
 
 class Decode(Protocol):
-    """Function that decodes tokens to text, with or without the ``special`` ones."""
+    """Function that decodes tokens to text, with or without ``special`` tokens."""
 
     def __call__(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str: ...
 
@@ -57,7 +58,7 @@ class Continuation:
         """Add ``answer`` to the kept part. Return the whole response, or None if it is still unfinished."""
         if answer.finish_reason == "aborted":
             # The server has not checked whether the last token of an aborted response ends the response (an
-            # end-of-sequence token, or the end of a stop text). Always discard this token, so that none is favoured.
+            # end-of-sequence token, or the end of a stop text). Always discard it, so that no token is favoured.
             answer = self._without(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
         response = answer
@@ -77,13 +78,13 @@ class Continuation:
         return replace(response, text=text_of(response, stop, self.decode))
 
     def drop(self, request: GenerationRequest) -> None:
-        """Discard the kept part of the response, which is then sampled from the beginning."""
+        """Discard the kept part of the response. The response is then sampled from the beginning."""
         partial = self.partials.pop(request.key, None)
         if partial is not None:
             self.redrawn += partial.sampled
 
     def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
-        """Return ``trajectory`` with its first ``sampled`` response tokens; count the others as discarded."""
+        """Return ``trajectory`` with its first ``sampled`` response tokens; count its other tokens as discarded."""
         self.redrawn += trajectory.sampled - sampled
         return first_tokens(trajectory, sampled)
 
@@ -101,7 +102,8 @@ def request_after(
 ) -> GenerationRequest:
     """Return the request for at most ``max_new_tokens`` tokens after ``partial`` and the tokens ``delta``.
 
-    The recorded routing begins with the row of the last kept token, which predicts the next one.
+    The recorded routing begins with the row of the last kept token: this token is the input that predicts the next
+    token.
     """
     columns = dict(request.columns)
     rows = partial.columns.get(_ROUTING)
@@ -131,16 +133,16 @@ def first_tokens(trajectory: Trajectory, sampled: int) -> Trajectory:
 
 
 def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
-    """Append the tokens of ``answer``, whose prompt begins with ``partial``, to ``partial``.
+    """Append the tokens of ``answer`` to ``partial``. The prompt of ``answer`` begins with the tokens of ``partial``.
 
-    The finish reason is that of ``answer``. Tokens of its prompt after ``partial`` were not sampled.
+    The result has the finish reason of ``answer``. Tokens of the prompt after ``partial`` were not sampled.
     """
     start = partial.length
     is_continuation = answer.prompt_ids[:start].tolist() == partial.token_ids.tolist()
     assert is_continuation, "the answer to another request"
     if not answer.sampled:
         return replace(partial, finish_reason=answer.finish_reason)
-    # Keep the rows of ``partial``, although the answer may have rows of its tokens too.
+    # Keep the rows of ``partial``, although the answer may have rows of the same tokens.
     columns: dict[str, np.ndarray] = {}
     for name, array in partial.columns.items():
         if name not in (_ROUTING, _ROUTING_VERSION):
@@ -245,8 +247,8 @@ def register() -> None:
 def answer_waiting(scheduler: Any, aborted: Any) -> None:
     """Hook before an abort: answer requests that already have tokens but wait in the queue, because the cache is full.
 
-    Their tokens are sent as those of running requests are. SGLang would discard up to 49 tokens of each request, which
-    it has not sent yet.
+    The server sends their tokens, like the tokens of running requests. SGLang itself would discard the tokens that it
+    has not sent yet: up to 49 tokens of each request.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

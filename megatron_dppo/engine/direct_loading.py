@@ -1,11 +1,12 @@
 """Direct placement: a server copies the tensors of a weight update straight to their places in its own tensors.
 
 SGLang's own loader looks every tensor up in tables of names and calls a Python function for each expert. Servers load
-their checkpoint that way when they start. This module loads the updates of servers that ``engine.launch_server``
-starts, by ``EngineTensors.parts``, from which the checksums are computed too: verification finds a wrong place.
+their checkpoint in this way when they start. In servers that ``engine.launch_server`` starts, this module loads the
+updates. It uses the table ``EngineTensors.parts``. The expected checksums come from this table too, so that
+verification finds a block that was copied to another place.
 
-SGLang's loader also loads the updates if that table does not describe the server's tensors: another model, an adapter's
-layers, a tensor that is not contiguous. The choice is made once for a server, and logged.
+If the table does not describe the server's tensors, SGLang's loader loads the updates too. Reasons are another model,
+an adapter's layers, and a tensor that is not contiguous. The choice is made once for a server, and logged.
 
 All strategies call the ``load_weights`` of SGLang's model. Tensors that the model derives from loaded tensors (``w_kc``
 and ``w_vc`` of latent attention) are derived once, at the end of an update. The functions at the end are plugin hooks
@@ -48,7 +49,7 @@ _TENSORS_AT_ONCE = 1024
 
 
 class UnplaceableError(EngineError, ValueError):
-    """The server's tensors are not those of the table, or a received tensor is not one of the model."""
+    """The server's tensors differ from the table's, or a received tensor does not fit the model."""
 
 
 class _Place(NamedTuple):
@@ -99,8 +100,9 @@ class ReceivedBucket:
 def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     """Return the tensors of each safetensors file of ``folder``, mapped into memory, as one bucket.
 
-    Files that the folder's index does not name are not read. None if a tensor is not aligned to its dtype, so that it
-    cannot be a view of the mapped bytes, or if no file holds a tensor. Raises CheckpointError for a damaged file.
+    Files that the folder's index does not name are not read. Returns None if a tensor is not aligned to its dtype: then
+    the tensor cannot be a view of the mapped bytes. Also returns None if no file holds a tensor. Raises CheckpointError
+    for a damaged file.
     """
     import torch
 
@@ -167,7 +169,7 @@ class TensorPlaces:
                 self._unfilled.append(flat)
 
     def is_current(self, held_tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the rank's tensors are still at the addresses for which the places were made."""
+        """Return whether the rank's tensors still have the addresses that they had when the places were made."""
         for name, address in self._addresses.items():
             tensor = held_tensors.get(name)
             if tensor is None or tensor.data_ptr() != address:
@@ -209,7 +211,7 @@ class TensorPlaces:
 
         from megatron_dppo.engine.changes import Changes, apply_changes
 
-        # Between the positions and the values is one empty tensor for each tensor of the whole bucket.
+        # The bucket has one empty tensor for each tensor of the whole bucket, between the positions and the values.
         positions, *_, values = bucket.flat_tensors()
         names = bucket.names[1:-1]
         unknown_names = [name for name in names if name not in self._places]
@@ -364,12 +366,12 @@ class DirectLoader:
         self._prepare()
 
     def end(self) -> bool:
-        """Close an update. Returns whether the caller must derive the tensors that the model derives from others."""
+        """Close an update. Returns whether the caller must derive tensors from the loaded tensors."""
         self._has_session = False
         return not self._uses_own_loader
 
     def read_next_from(self, folder: Path) -> None:
-        """Have the next call read ``folder`` itself, instead of its tensors one by one from SGLang's iterator."""
+        """Make the next call read ``folder`` itself: SGLang's iterator yields the folder's tensors one by one."""
         self._folder = folder
 
     def __call__(
@@ -378,7 +380,7 @@ class DirectLoader:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Load ``weights``. Outside of a session they are all tensors of the model, such as those of a folder."""
+        """Load ``weights``. Outside of a session they are all tensors of the model, for example from a folder."""
         if not self._has_session:
             self._prepare()
         folder = self._folder
@@ -386,7 +388,7 @@ class DirectLoader:
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
         mapped_files = None
-        # If SGLang refused the update of a folder, ``folder`` is still set, and a bucket does not come from it.
+        # If SGLang refused the update of a folder, ``folder`` is still set. A bucket never comes from a folder.
         if folder is not None and not isinstance(weights, ReceivedBucket):
             mapped_files = map_folder(folder)
         if mapped_files is not None:
@@ -467,7 +469,7 @@ def begin_update(result: Any, updater: Any) -> None:
 
 
 def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
-    """Let SGLang derive the model's other tensors after an update that was placed directly."""
+    """Make SGLang derive the model's derived tensors after an update that was placed directly."""
     loader = updater.get_model().load_weights
     if isinstance(loader, DirectLoader):
         run_post_load = loader.end() or run_post_load
@@ -512,7 +514,7 @@ def load_shared_bucket(
     updater: Any,
     flattened_tensor_bucket_dict: Mapping[str, Any],
 ) -> tuple[bool, str]:
-    """Load a bucket from shared memory, which the sender uses again after the answer.
+    """Load a bucket from shared memory. The sender uses the memory again after the answer.
 
     The failure to place a bucket is answered as an error, because an exception would end the server.
     """

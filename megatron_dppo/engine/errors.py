@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 1 << 30
 """Number of attempts at a call that may succeed the next time."""
 _FINAL_STATUS = (401, 403, 404, 405, 422)
-"""Statuses of a wrong key, path or protocol, for which a retry is pointless; SGLang's 400 may be a lost connection."""
+"""Statuses of a wrong key, path or protocol: a retry is pointless. SGLang's 400 may also be a lost connection."""
 
 
 class EngineError(RunError):
@@ -35,15 +35,15 @@ class PortHeldError(EngineStartError):
 
 
 class EngineLostError(EngineError):
-    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its weights and repeat."""
+    """The only server, or the last server, died, hung or answered 5xx: restart it, restore its weights and repeat."""
 
 
 class ServerLostError(EngineError):
-    """One of several servers, or the router, was lost: repeat the request at once on the others."""
+    """One of several servers, or the router, was lost: repeat the request at once on the other servers."""
 
 
 class StaleWeightsError(EngineError):
-    """A server answered with other weights than those that were committed: it must not be used."""
+    """A server answered with weights that were not committed: the server must not be used."""
 
 
 class EngineRequestError(EngineError):
@@ -59,11 +59,11 @@ class EngineRequestError(EngineError):
 
 
 class AbortedError(EngineError):
-    """The server ended this one request early (an abort, a pause in mode ``abort``): repeat it."""
+    """The server ended a single request early (an abort, a pause in mode ``abort``): repeat the request."""
 
 
 class EngineAnswerError(EngineError, ValueError):
-    """An answer contradicts itself or its request, which the message names: it must not be trained on."""
+    """An answer contradicts itself or its request: it must not be trained on. The message names the contradiction."""
 
     attempts = 2
 

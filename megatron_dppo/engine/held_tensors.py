@@ -1,8 +1,8 @@
 """What a server holds, tensor by tensor, as ``megatron-dppo doctor`` compares it with the weights of a version.
 
-Servers that ``engine.launch_server`` starts answer a further action of ``/weights_checker``: the checksum of every
-tensor and, of block-FP8 weights, the checksum of each block and the scales themselves. A run keeps the answers beside
-a batch whose probabilities differ (``write``), because its servers end with it.
+Servers that ``engine.launch_server`` starts answer a further action of ``/weights_checker``. The answer has the
+checksum of every tensor. For block-FP8 weights it also has the checksum of each block, and the scales themselves. A run
+keeps the answers beside a batch whose probabilities differ (``write``), because the servers end with the run.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class HeldTensors:
         return {name: value for name, value in answer if not name.endswith(_BLOCKS)}
 
     def blocks(self, rank: int, name: str) -> Tensor | None:
-        """Return, flat, the scales of a tensor of scales (fp32), or the checksums of an FP8 tensor's blocks (int64).
+        """Return a vector: the scales of a tensor of scales (fp32), or the checksums of an FP8 tensor's blocks (int64).
 
-        None for any other tensor. Raises ValueError if the answer is not in base64.
+        Returns None for any other tensor. Raises ValueError if the answer is not in base64.
         """
         import torch
 
@@ -99,7 +99,7 @@ def register() -> None:
 def answer_with_blocks(
     original: Callable[..., Any], checker: Any, action: str, **options: Any
 ) -> Any:
-    """Answer ``ACTION`` with the checksums of all tensors and the blocks of quantised ones."""
+    """Answer ``ACTION`` with the checksums of all tensors and the blocks of quantised tensors."""
     if action != ACTION:
         return original(checker, action=action, **options)
     answer = original(checker, action="checksum", **options)

@@ -9,10 +9,10 @@ Kind = Literal["before", "after", "around", "replace"]
 
 
 def register(target: str, hook: Callable[..., Any], kind: Kind) -> None:
-    """Register ``hook``. A second registration for the same ``target`` does nothing, as in a fork, which has the hooks
-    of its parent.
+    """Register ``hook`` for ``target``, unless it is registered already: a fork has the hooks of its parent.
 
-    SGLang's own registry applies hooks to a target once, and ignores those that are registered later.
+    SGLang's own registry applies hooks to a target once, and ignores hooks that are registered later. This function
+    applies them.
 
     Args:
         target: dotted name of a function or method.

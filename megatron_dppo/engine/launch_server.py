@@ -1,10 +1,11 @@
 """Entry point of the engine's process: SGLang's own server, with the keys kept out of sight.
 
 ``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on standard input:
-``{"api_key": str | null, "admin_api_key": str}``. SGLang accepts keys only as command-line flags, which ``ps`` shows,
-prints them in its log, and returns them at ``/server_info`` to every holder of the API key. This module reads the keys
-from a pipe, and the printed configuration has ``<redacted>`` in their place. A server over several hosts has one such
-process on each host, all with the same flags; the environment has the names of all hosts and of this process's host.
+``{"api_key": str | null, "admin_api_key": str}``. SGLang accepts keys only as command-line flags, and ``ps`` shows
+flags. SGLang also prints the keys in its log, and returns them at ``/server_info`` to every holder of the API key. This
+module reads the keys from a pipe, and the printed configuration has ``<redacted>`` in their place. A server over
+several hosts has one of these processes on each host, all with the same flags. The environment has the names of all
+hosts and of this process's host.
 
 The kernel ends this process when the thread that started it ends (``system.processes``), and ends the processes that
 SGLang starts when this process ends. On a CPU this process may be a fork (``system.fork_server``), and SGLang's
@@ -92,7 +93,7 @@ def listen_where(host: str, *, several: bool = False) -> None:
 
     Do nothing unless ``host`` is loopback or the server runs on ``several`` hosts.
     """
-    # By default both listen on the address to which the machine's name resolves.
+    # By default both listen on the address that the machine's name resolves to.
     if not (several or network.is_loopback(host)):
         return
     address = network.resolve(host)
@@ -114,7 +115,7 @@ def bind_stores() -> None:
             return TCPStore(host_name, port, world_size, False, **options)
         return network.listening_store(host_name, port, world_size, **options)
 
-    # The package exports a function with the module's name, which hides the module from an import statement.
+    # The package exports a function with the module's name. The function hides the module from an import statement.
     vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = open_store
 
 
@@ -133,7 +134,7 @@ def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def redact_server_args() -> None:
-    """Hide the keys in ``resolved_dict``, which SGLang logs and returns as its configuration."""
+    """Hide the keys in ``resolved_dict``. SGLang logs and returns this dict as its configuration."""
     # The scheduler's process needs this too, because it answers a part of /server_info.
     from sglang.srt.server_args import ServerArgs
 

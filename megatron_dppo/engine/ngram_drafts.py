@@ -75,9 +75,9 @@ def _right_worker(worker: Any) -> type:
 
 
 class ObservedTarget:
-    """The worker of the served model, whose last pass's recorded routing is kept as ``recording``.
+    """The worker of the served model. ``recording`` is the recorded routing of the worker's last pass.
 
-    It is None without recordings, and where SGLang has stored the recording already.
+    ``recording`` is None without recordings, or if SGLang has stored the recording already.
     """
 
     def __init__(self, target: Any) -> None:
@@ -110,10 +110,10 @@ def _move_recording(recording: Any, batch: Any) -> None:
 
 
 def accepted_first(accepted_nodes: Tensor) -> Tensor:
-    """Return for each place of a batch of trees the index of the node whose row belongs there, int64 ``[B N]``.
+    """Return, for each place of a batch of trees, the index of the node whose row belongs there, int64 ``[B N]``.
 
-    ``accepted_nodes`` ``[B, N]``: the indices, in the batch, of each tree's accepted nodes, then -1. The places after
-    them keep their own rows.
+    ``accepted_nodes`` ``[B, N]``: the indices, in the batch, of each tree's accepted nodes, then -1. The places with -1
+    keep their own rows.
     """
     import torch
 
@@ -125,8 +125,8 @@ def accepted_first(accepted_nodes: Tensor) -> Tensor:
 def detach_repetitions(tokens: np.ndarray, mask: np.ndarray, nodes: int) -> np.ndarray:
     """Return ``mask`` without the ancestors of nodes that repeat the token of an earlier sibling.
 
-    Such a node is no child of another one, and is never accepted. Its attention needs no ancestors. The nodes below it
-    lose their ancestors too.
+    A node without ancestors is no child of another node, and is never accepted. So its attention needs no ancestors.
+    The nodes below it lose their ancestors too.
 
     Args:
         tokens: integers ``[requests * nodes]``; the first token of each tree is its root.

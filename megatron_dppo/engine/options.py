@@ -33,7 +33,7 @@ FIRST_WEIGHT_VERSION = 0
 """The weight version of an engine that has just loaded its checkpoint; weight updates count up from 1."""
 
 ADAPTER_DIGESTS = "sha256"
-"""Key in ``loaded_adapters`` of a server's response whose value is the digests of the adapters, as JSON."""
+"""Key in a response's ``loaded_adapters``. Its value is the digests of the adapters, as JSON."""
 LORA_SLOTS = 2
 """Number of adapters in a server's batch: the adapter of the committed version, and "no adapter" of health checks."""
 
@@ -100,14 +100,14 @@ class ServerSections:
 
     @property
     def sequence_tokens(self) -> int:
-        """The largest total of prompt and response, or of an episode, in training and evaluation, in tokens."""
+        """The largest number of tokens of prompt and response, or of an episode, in training and evaluation."""
         evaluation_tokens = self.evaluation.max_response_tokens or 0
         response_tokens = max(self.rollout.max_response_tokens, evaluation_tokens)
         return self.environment.longest(self.data.max_prompt_tokens, response_tokens)
 
 
 def engine_device(engine: schema.EngineConfig) -> Literal["cpu", "cuda"]:
-    """Return ``engine.device`` or, if it is not set, cuda if this process sees a device of the NVIDIA driver."""
+    """Return ``engine.device``. If it is not set, return cuda if this process sees a GPU of the NVIDIA driver."""
     if engine.device is not None:
         return engine.device
     return "cuda" if has_visible_gpu() else "cpu"
@@ -154,16 +154,16 @@ def server_options(
         options |= _state_options(config, model, device)
     options |= family_of(model).engine_options
     if model.router.has_bias:
-        # In some of these models SGLang would make the shared expert the last of the experts. Its tensors would differ
-        # from those of the weight map.
+        # In some of these models SGLang would make the shared expert the last of the experts. The tensors
+        # would then differ from the weight map.
         options["disable_shared_experts_fusion"] = True
     if config.head.dtype == "float32":
         options["enable_fp32_lm_head"] = True
     if config.engine.deterministic:
         options["enable_deterministic_inference"] = True
         if device == "cpu":
-            # Disable chunked prefill, which cuts a prompt at a place that depends on the other requests. Lower the
-            # memory fraction, because SGLang reserves too much memory without chunks.
+            # Disable chunked prefill: it cuts a prompt at a place that depends on the other requests. Lower the memory
+            # fraction, because SGLang reserves too much memory without chunks.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
     changed_keys = missing_engine_keys(config.model.hf_checkpoint)
     if config.engine.quantization is not None:
@@ -196,7 +196,7 @@ def _cpu_options(config: ServerSections, model: ModelShape) -> dict[str, Any]:
     if speculation.algorithm_of(config.sglang) == speculation.NGRAM:
         options["speculative_ngram_capacity"] = CPU_NGRAM_NODES
     if model.window is not None:
-        # PyTorch's attention does not find the tokens of layers with a window in a cache of their own.
+        # Keep one cache for all layers: PyTorch's attention finds no tokens in a separate cache of windowed layers.
         options["disable_hybrid_swa_memory"] = True
     return options
 
@@ -235,7 +235,7 @@ def cpu_kv_tokens(config: ServerSections) -> int:
     """Return the size of the key-value cache of a CPU server, in tokens.
 
     The cache holds every concurrent request at full length, limited to CPU_KV_CACHE_BYTES, and at least two sequences.
-    Each attention replica has a cache of that size for its share of the requests.
+    Each attention replica has a cache of this size for its share of the requests.
     """
     sequence_tokens = config.sequence_tokens
     replicas = attention_replicas(config.sglang)
@@ -251,8 +251,8 @@ def cpu_kv_tokens(config: ServerSections) -> int:
 def cpu_states(config: ServerSections, model: ModelShape) -> int:
     """Return the number of recurrent states that a CPU server of a model with delta nets keeps.
 
-    The result is enough for all concurrent requests, but limited to
-    CPU_KV_CACHE_BYTES, and enough for at least two requests. SGLang's default takes half of the machine's memory.
+    The states of all concurrent requests fit, unless they take more than CPU_KV_CACHE_BYTES. The states of two requests
+    always fit. SGLang's default takes half of the machine's memory.
     """
     assert model.delta is not None
     state_bytes = (
@@ -293,7 +293,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
     env |= chosen_variables(os.environ, config.engine.passed_variables)
     env |= {
         "PYTHONUNBUFFERED": "1",
-        # Otherwise /health generates a token, which takes a second, and returns 503 while generation is paused.
+        # By default /health generates a token. This takes a second, and returns 503 while generation is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Keep idle connections longer than the client does, so that the server never closes one during a request.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
@@ -301,7 +301,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
     if load_model_shape(config.model.hf_checkpoint).delta is not None:
-        # By default SGLang keeps the last tokens before a convolution in bfloat16, whatever the model's dtype.
+        # By default SGLang keeps the last tokens before a convolution in bfloat16, even if the model has another dtype.
         env["SGLANG_MAMBA_CONV_DTYPE"] = config.model.dtype
     if engine_device(config.engine) == "cpu":
         ranks = config.sglang.get("tp_size") or 1

@@ -47,12 +47,12 @@ _TAIL_LINES = 40
 _EXCEPTION_LINES = 400
 """Lines at the end of the log that are searched for the exception that ended a server."""
 _LOG_START = "--- "
-"""Prefix of the log line with which each incarnation begins."""
+"""Prefix of the first log line of each incarnation."""
 _WARM_UP_STAGE = "answering its first requests"
 
 
 def local_launcher(engine: EngineConfig) -> processes.Launcher:
-    """Return the launcher of servers on this machine, which share their imports where there is no GPU."""
+    """Return the launcher of servers on this machine. Without a GPU these servers share their imports."""
     # The state of a GPU's driver does not survive a fork.
     if options.engine_device(engine) == "cpu" and not has_visible_gpu():
         return ForkingLauncher(MODULE, [LIBRARIES])
@@ -80,7 +80,7 @@ class ChildServer:
     """
 
     title = "the server"
-    """Its name in messages."""
+    """The server's name in messages."""
     port_key = "port"
     """The key of the configuration that sets ``port``."""
 
@@ -138,7 +138,7 @@ class ChildServer:
         if self._process is not None:
             raise ValueError(f"{self.title} was started already, as process {self._process.pid}")
         try:
-            # Check the port first: a server binds its port only after it has loaded its weights, which takes minutes.
+            # Check the port first: the server itself notices a taken port only after its imports, or even later.
             self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
             key = self.port_key
@@ -147,7 +147,7 @@ class ChildServer:
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [self._runtime.python, *self._command]
-        # Append to the log, which keeps the output of earlier incarnations.
+        # Append to the log, so that it keeps the output of earlier incarnations.
         with open(self.log_path, "ab") as log:
             log.write(f"{_LOG_START}{' '.join(command)}\n".encode())
         self._process = self._runtime.launcher.start(
@@ -195,7 +195,7 @@ class ChildServer:
                     if error is None:
                         return waited_s
                     self._give_up(f"{self.title} does not answer its first request: {error}")
-                # Another program answers on the port. That is why this server has ended, if it has.
+                # Another program answers on the port. If this server has ended, the taken port is the reason.
                 if stranger.answered and (code is not None or stranger.stays(waited_s)):
                     self.kill()
                     raise PortHeldError(stranger.answered)
@@ -256,7 +256,7 @@ def last_exception_of(log_path: Path) -> str | None:
 
 
 class _Stranger:
-    """Another server that may hold this server's port; ``answered`` describes its answer, and is empty without one."""
+    """Another server that may hold this server's port. ``answered`` describes its answer; empty: no answer yet."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -276,7 +276,7 @@ class _Stranger:
         )
 
     def stays(self, time_s: float) -> bool:
-        """Whether, ``time_s`` after the start, the answers have come for too long to be this server's own."""
+        """Whether answers have come for too long to be this server's own. ``time_s``: seconds since the start."""
         return bool(self.answered) and time_s > self._first_answer_s + _FOREIGN_SECONDS
 
 
@@ -355,9 +355,9 @@ class EngineProcess(ChildServer):
         return super()._stage()
 
     async def _warm_up(self, client: HttpClient) -> None:
-        """Sample two tokens with the sampling parameters of training, and two with those of evaluation."""
-        # On GPUs the first request with new kinds of parameters compiles kernels (flashinfer's for top_p < 1). That
-        # blocks the scheduler for minutes, which during the run would look like a hang.
+        """Sample two tokens with the sampling parameters of training, and two tokens with evaluation's parameters."""
+        # On GPUs the first request with new kinds of parameters compiles kernels (flashinfer's for top_p < 1). This
+        # blocks the scheduler for minutes. During the run it would look like a hang.
         from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
         rollout = self._config.rollout

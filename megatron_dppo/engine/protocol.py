@@ -24,7 +24,7 @@ from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWe
 from megatron_dppo.model.shape import ModelShape
 
 UNVERIFIED_VERSION = "unverified-"
-"""Prefix of an engine's weight version during a weight update, and after one that failed."""
+"""Prefix of an engine's weight version during a weight update, and after a failed update."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SamplingParams:
 
     Attributes:
         stop_token_ids: stop tokens in addition to the model's own.
-        stop: texts that end a response. The token that completes such a text is the response's last token; the
+        stop: texts that end a response. The token that completes a stop text is the response's last token; the
             response's ``text`` ends before the stop text.
         seed: seed of this response alone; only a server with deterministic inference uses it.
     """
@@ -120,8 +120,8 @@ class GenerationRequest:
         columns: options of the additional columns to request, by their names in ``SOURCES``.
         problem_id: copied to the trajectory.
         sample_index: copied to the trajectory.
-        continues: whether a response that the server aborts becomes an ``aborted`` trajectory, which the caller
-            continues; if False, the abort raises AbortedError.
+        continues: if True, a response that the server aborts becomes an ``aborted`` trajectory, and the caller
+            continues this trajectory. If False, the abort raises AbortedError.
     """
 
     key: Hashable
@@ -152,7 +152,7 @@ class ColumnSource:
     Attributes:
         body: returns the fields of the request's body for an option.
         parse: returns the arrays by column name, from ``meta_info``, the answer's tokens and the option. A column may
-            be missing if its declaration allows that. Raises ValueError if its arguments contradict each other, and
+            be missing if its declaration allows that. Raises ValueError if the arguments contradict each other, and
             AbortedError if the request should be repeated.
         always: whether every request includes the source. If no option is given, the option is None.
     """
@@ -188,7 +188,7 @@ def requested_sources(columns: Mapping[str, Any]) -> list[tuple[ColumnSource, An
 
 
 def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode base64 ``text`` to an array. Raises ValueError if it does not have exactly this size."""
+    """Decode base64 ``text`` to an array. Raises ValueError if the bytes do not fit ``dtype`` and ``shape`` exactly."""
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -215,7 +215,7 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
             f"{len(entries)} log-probabilities, not those of the {len(expected_ids)} output tokens"
         )
     # The values are log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples
-    # with top_p = 1 and top_k = -1. None becomes NaN, which the check rejects.
+    # with top_p = 1 and top_k = -1. An entry None becomes NaN, and the check rejects NaN.
     values = np.array([entry[0] for entry in entries], np.float64)
     are_valid = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
     if not are_valid.all():
@@ -286,7 +286,7 @@ def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[
     # ``recordings`` has replaced the server's notice of a recording by the array itself, [prompt + output - 1, hidden
     # layers, top-k]. The last token has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
-        # The request was aborted in the queue, where it has no keys and values: its rows are lost.
+        # The request was aborted in the queue. A queued request has no keys and values, so its rows are lost.
         return {}
     captured = meta["routed_experts"]
     if not isinstance(captured, np.ndarray):
@@ -334,7 +334,7 @@ def request_body(
     model: str | None = None,
     adapter: str | None = None,
 ) -> bytes:
-    """Return the JSON body of one call for ``requests``, which must have equal sampling and columns.
+    """Return the JSON body of one call for ``requests``. The requests must have equal sampling and columns.
 
     Args:
         requests: the requests of the call.
@@ -399,8 +399,8 @@ def read_answers(
 def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: range) -> None:
     """Give every span the name of a committed version. Raises StaleWeightsError for a span of another version."""
     committed_name = {str(version): str(version) for version in versions}
-    # An interrupted response continues before the commit, while the canary scores the engines. The tokens of that time
-    # have the version ``unverified-N``, which is committed right after. No call begins in that time.
+    # An interrupted response continues before the commit, while the canary scores the engines. The tokens of this time
+    # have the version ``unverified-N``. The version N is committed right after. No call begins in this time.
     for version in versions[1:]:
         committed_name[f"{UNVERIFIED_VERSION}{version}"] = str(version)
     try:
@@ -465,7 +465,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
 
 
 def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
-    """Return a trajectory's name of SGLang's finish reason. Raises AbortedError for an abort that ends the request."""
+    """Convert SGLang's finish reason to a trajectory's. Raises AbortedError for an abort that ends the request."""
     reason_of_type: dict[str, FinishReason] = {
         "stop": "stop",
         "length": "length",
@@ -481,7 +481,7 @@ def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> Finish
 
 def _check_length(tokens: int, reason: FinishReason, request: GenerationRequest) -> None:
     """Raise ValueError if the response is longer than the request allows, or was cut off at another length."""
-    # SGLang silently reduces max_new_tokens to the room in its context and cache, which would look like a truncation.
+    # SGLang silently reduces max_new_tokens to the room in its context and cache. The response would look truncated.
     limit = request.sampling.max_new_tokens
     is_empty = tokens == 0 and reason != "aborted"
     if is_empty or tokens > limit:

@@ -1,7 +1,7 @@
 """Checksums of an engine's own bytes.
 
-SGLang's checksum of a quantised weight is the checksum of the dequantised weight in bfloat16, and scales have none. Two
-different pairs of weight and scales can have one such checksum, and the trainer would have to repeat SGLang's
+SGLang's checksum of a quantised weight is the checksum of the dequantised weight in bfloat16, and scales have no
+checksum. Different pairs of weight and scales can have equal checksums, and the trainer would have to repeat SGLang's
 arithmetic. Servers that ``engine.launch_server`` starts report the checksum of each tensor as it is in memory.
 """
 

@@ -42,11 +42,11 @@ _LONGEST_GAP_S = 60.0
 """A longer gap between two recordings adds only this many seconds to the age of a recording, because clients read the
 answers of a paused server only after the pause."""
 Way = Literal["shared memory", "binary HTTP answers"]
-"""The way by which a client receives recordings."""
+"""How a client receives recordings."""
 
 ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
 _MOST_GIVEN_UP = 4096
-"""Number of aborted requests that the server remembers: more than one client has in flight."""
+"""Number of aborted requests that the server remembers. A client has fewer requests in flight."""
 _MAGIC = b"megatron_dppo recording 1 "
 Hexadecimal = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """128 bits."""
@@ -81,7 +81,7 @@ class Notice:
 
     @classmethod
     def decode(cls, content: bytes) -> Notice:
-        """Parse a notice. Raises ValueError if ``content`` is not a valid one."""
+        """Parse a notice. Raises ValueError if ``content`` is no valid notice."""
         if not content.startswith(_MAGIC):
             raise ValueError(f"routed_experts holds no notice of a recording but {content[:200]!r}")
         try:
@@ -90,7 +90,7 @@ class Notice:
             raise ValueError(f"a broken notice of a recording: {error.errors()[0]}") from error
 
     def array(self, content: bytes | bytearray | np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Return the recording in a file's ``content``, which must have the requested ``shape``.
+        """Return the recording in a file's ``content``. The recording must have the requested ``shape``.
 
         Raises ValueError for another shape, another size, or bytes with another hash.
         """
@@ -115,7 +115,7 @@ def content_hash(flat: np.ndarray) -> str:
 
 @contextmanager
 def recordings_folders() -> Iterator[list[Path]]:
-    """Create this process's folders for recordings, which only its user can enter, and name them in the environment.
+    """Create this process's folders for recordings, and name them in the environment. Only its user can enter them.
 
     One folder is in shared memory, the other in the temporary folder, for recordings that do not fit into shared
     memory. ``system.scratch.remove_left_behind`` finds the folders of a killed process by their names.
@@ -149,7 +149,7 @@ def narrowed(routed: np.ndarray) -> np.ndarray:
 
 @dataclass(eq=False)
 class RecordingStore:
-    """Writes recordings to files, and deletes old ones.
+    """Writes recordings to files, and deletes old recordings.
 
     A recording goes to the first of ``folders`` with enough ``free_bytes``, or else to the last folder. Recordings
     older than ``stored_s`` are deleted. Their age does not count the part of a gap between two recordings that exceeds
@@ -201,7 +201,7 @@ class RecordingStore:
 def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
     """Put the recording into the answer's ``meta_info`` as an array, if it is in this host's memory.
 
-    Returns the way by which the recording arrived, the notice of a recording that must be downloaded, or None if the
+    Returns "shared memory" if the recording was read there, the notice if it must be downloaded, and None if the
     request asked for no recording. Raises AbortedError if the file no longer exists, and EngineAnswerError if it is
     damaged or has another shape.
     """
@@ -231,7 +231,7 @@ def place(
     notice: Notice,
     content: bytes | np.ndarray,
 ) -> None:
-    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if it is not the one of ``notice``."""
+    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if it does not fit ``notice``."""
     try:
         answer["meta_info"][FIELD] = notice.array(content, _expected_shape(answer, request))
     except ValueError as error:
@@ -254,7 +254,7 @@ def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | Non
     try:
         descriptor = os.open(folder / notice.id, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        # A missing folder means that the server has ended, which the download reports.
+        # If the folder is missing too, the server has ended. The download will report this.
         if folder.is_dir():
             raise gone_error(notice, f"request {request.key}") from error
         return None
@@ -294,7 +294,7 @@ class Outlet:
 
     def __init__(self, store: RecordingStore) -> None:
         self._store = store
-        # The recording of an aborted request that is not remembered any more is stored, and deleted later.
+        # If an aborted request has left this list, its recording is stored, and deleted later.
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
     def give_up(self, scheduler: Any, aborted: Any) -> None:
@@ -316,7 +316,7 @@ class Outlet:
         is_aborted = isinstance(reason, FINISH_ABORT)
         # A client continues a response that a weight update aborted, but does not after an error of the server.
         is_server_error = is_aborted and reason.status_code is not None
-        # SGLang aborts every request whose id begins with the given one.
+        # SGLang aborts every request whose id begins with the given id.
         if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):
             request.routed_experts = None
             return

@@ -58,8 +58,8 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
     differences = compare_server(config, info, model_info)
     size = load_model_shape(config.model.hf_checkpoint).vocab_size
-    # A failed weight update leaves a server paused, so that it would hold back the request that tests the vocabulary.
-    # The next weight update of this server will fail if its vocabulary is wrong.
+    # A failed weight update leaves a server paused. A paused server would hold back the request that tests the
+    # vocabulary. If the vocabulary is wrong, the next weight update of this server will fail.
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
@@ -114,7 +114,7 @@ def compare_server(
     for switch in required_switches(config):
         actual_and_expected[f"--{switch.replace('_', '-')}"] = (info[switch], True)
     if family.outer_engine_keys.get("language_model_only"):
-        # SGLang's option --language-model-only refuses such models.
+        # SGLang's option --language-model-only refuses these models.
         name = "vision tower (language_model_only in --json-model-override-args)"
         actual_and_expected[name] = (model_info.get("has_image_understanding"), False)
     differences: list[str] = []
@@ -130,9 +130,9 @@ def compare_server(
             f"--max-total-tokens: the cache holds {info['max_total_num_tokens']} tokens, "
             f"a full sequence of {config.sequence_tokens} needs {needed_tokens}"
         )
-    # SGLang does not report its context length. It reports the longest prompt plus one, which follows from the context
-    # length, or from the cache size if that is smaller. So the value says nothing about a server whose cache is too
-    # small.
+    # SGLang does not report its context length. It reports the length of the longest prompt plus one. This value
+    # follows from the context length, or from the cache size if the cache is smaller. So the value says nothing about
+    # the context length of a server whose cache is too small.
     context_positions = info.get("max_req_input_len", needed_tokens) + PROMPT_SPARE_POSITIONS - 1
     needed_positions = config.sequence_tokens + SPARE_POSITIONS
     has_enough_cache = needed_tokens <= info["max_total_num_tokens"]
@@ -229,7 +229,7 @@ def check_layout(
 
 
 _FLOAT32_SINKS = ("trtllm_mha",)
-"""Attention backends with which SGLang's model keeps sinks in another type than the model's."""
+"""With these attention backends SGLang keeps sinks in float32 instead of the model's type."""
 
 
 def check_placement(url: str, shape: ModelShape, *, places_directly: bool) -> None:

@@ -39,7 +39,7 @@ def server_args_fields() -> LibraryFields:
     parser = _parser()
     flags = {action.dest: action for action in parser._actions if action.dest in types}
     for name, flag in flags.items():
-        # The flag also accepts text, such as "128k" for a number or JSON for a table.
+        # The flag also accepts text, for example "128k" for a number or JSON for a table.
         if flag.type not in _PLAIN_PARSERS:
             types[name] = types[name] | str
     version = importlib.metadata.version("sglang")
@@ -63,7 +63,7 @@ def table_faults(table: Mapping[str, Any]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a rejected value, where argparse would end the process."""
+    """A parser that raises ValueError for a rejected value. Python's own parser would end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -107,11 +107,11 @@ def main() -> None:
 
 
 _PATIENCE_S = 300.0
-"""Longest time of a check by another interpreter, which imports SGLang first."""
+"""Longest time of a check by another interpreter, with the time that the interpreter takes to import SGLang."""
 
 
 def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
-    """Return ``table_faults`` as computed by the interpreter ``python``, which will run the servers.
+    """Return ``table_faults`` as computed by the interpreter ``python`` that will run the servers.
 
     Raises LibraryMissingError if the interpreter fails or cannot import SGLang.
     """

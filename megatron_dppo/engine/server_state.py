@@ -2,7 +2,7 @@
 
 SGLang reports neither whether it is paused nor which memory it has released. Trainer ranks that are started again have
 not seen the earlier updates, and need both. Servers that ``engine.launch_server`` starts add a SchedulerState to the
-``internal_states`` of ``/server_info``. It comes from the scheduler, which carries out all control calls.
+``internal_states`` of ``/server_info``. The scheduler adds it, because the scheduler carries out all control calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REPORT = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """The state in which the calls of earlier weight updates left a server.
+    """The state of a server after the calls of earlier weight updates.
 
     Attributes:
         is_paused: whether the server holds back every request.
@@ -64,8 +64,8 @@ def state_of(url: str, info: Mapping[str, Any]) -> SchedulerState | None:
 def _joined(states: Sequence[SchedulerState]) -> SchedulerState:
     """Return the state of a server whose attention replicas have ``states``.
 
-    A call that failed in some replicas has changed the others. So if one replica is paused, has released memory, opened
-    a session or joined a group, the server counts as having done so.
+    A call can fail in some replicas and change the other replicas. So if one replica is paused, has released memory,
+    opened a session or joined a group, the server counts as having done so.
     """
     released: set[MemoryTag] = set()
     groups: set[str] = set()

@@ -1,7 +1,7 @@
 """Buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes.
 
-SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU it is a handle of
-CUDA IPC. Another process has opened such a handle on an H100; SGLang itself has not yet opened one on a GPU.
+SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is a
+handle of CUDA IPC. On an H100 another process has opened a handle; SGLang itself has not yet opened a handle on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 _SHARING = threading.Lock()
-"""Guards torch's sharing strategy, which is global to the process."""
+"""Guards torch's sharing strategy in this process."""
 
 
 _DEVICE_ARGUMENT = 6
@@ -87,7 +87,7 @@ def named_by_uuid(
 
 
 def _metadata(header: WireHeader) -> list[SimpleNamespace]:
-    """Return the fields of SGLang's ``FlattenedTensorMetadata`` that it reads, in a type that its unpickler admits."""
+    """Return the fields of ``FlattenedTensorMetadata`` that SGLang reads, in a type that SGLang's unpickler admits."""
     entries = []
     start = 0
     for name, dtype_name, dims in zip(header.names, header.dtypes, header.shapes, strict=True):
@@ -95,7 +95,7 @@ def _metadata(header: WireHeader) -> list[SimpleNamespace]:
         dtype = getattr(torch, dtype_name)
         size = shape.numel() * dtype.itemsize
         end = start + size
-        # SGLang counts the elements of the flat tensor, which are bytes.
+        # SGLang counts the elements of the flat tensor. These elements are bytes.
         entries.append(
             SimpleNamespace(
                 name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=size
@@ -121,7 +121,8 @@ def _uuid(device: int) -> str:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    # torch's other strategy sends file descriptors. Only a child process can receive these; they would end the server.
+    # torch's other strategy sends file descriptors. Only a child process can receive file descriptors. They would end
+    # the server.
     # The strategy is global to the process. The lock is needed because one thread allocates a bucket while another
     # thread sends the previous bucket.
     with _SHARING:

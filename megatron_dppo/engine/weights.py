@@ -52,12 +52,12 @@ class Occupation:
             \\                    \\
              a failed call: unknown, for good
 
-    SGLang 0.5.23 does not check the order of calls. A restore of memory that is not released ends its scheduler
-    (KeyError), and so does a release while requests run (an assertion). A second release, or weights that are sent into
-    released memory, would end the scheduler on a GPU. Therefore this class rejects a call in a wrong order before it is
-    sent. A restarted server has a new client, and all its memory is resident.
+    SGLang 0.5.23 does not check the order of calls. Two calls end its scheduler: a restore of memory that is not
+    released (KeyError), and a release while requests run (an assertion). On a GPU a second release, or weights that are
+    sent into released memory, would end the scheduler too. Therefore this class rejects a call in a wrong order before
+    it is sent. A restarted server has a new client, and all its memory is resident.
 
-    ``released``: the tags whose memory is released; at the beginning those that the server reports.
+    ``released``: the tags whose memory is released. The constructor gets the tags that the server reports as released.
     """
 
     def __init__(self, url: str, released: Collection[MemoryTag] = ()) -> None:
@@ -70,7 +70,7 @@ class Occupation:
         return frozenset(tag for tag, state in self._states.items() if state == "released")
 
     def check(self, action: str, *tags: MemoryTag) -> None:
-        """Check that the memory of ``tags``, which ``action`` needs, is resident. No tags: all tags.
+        """Check that the memory of ``tags`` is resident, because ``action`` needs it. No tags: all tags.
 
         Raises MemoryOrderError if it is not, and EngineLostError if its state is unknown.
         """
@@ -114,29 +114,31 @@ class Occupation:
 
 
 AXES = ".rotary_emb.axis_map"
-"""End of the name of a buffer that SGLang hashes although it follows from config.json: the axis of each frequency in a
-model with positions of several axes. No update writes it."""
+"""End of a buffer's name. The buffer has the axis of each frequency, in a model with positions of several axes. It
+follows from config.json, and no update writes it, but SGLang hashes it."""
 PROBE = "rotary_emb.inv_freq"
 """Name of a tensor that SGLang's models accept and ignore, because older checkpoints contain it; no model has it."""
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Fused matrix of the engine -> the checkpoint's matrices whose rows it holds one after another."""
+"""Fused matrix of the engine -> the checkpoint's matrices, in the order of their rows in the fused matrix."""
 _IDLE_WAIT_S = 5.0
 """Longest time that one flush call waits for running requests."""
 _LEAVE_S = 5.0
 """Time limit of the call to leave a broadcast group."""
 _SLACK_S = 10.0
-"""Time by which the limit of a call that moves weights or memory exceeds ``timeout_s``."""
+"""The limit of a call that moves weights or memory is longer than ``timeout_s`` by this time."""
 _SERVED = {"selector": "target"}
-"""Part of a call about weights: it is about the served model alone, and leaves a draft of speculation as it is."""
+"""Part of the body of a call about weights. The call is for the served model alone: a draft model stays as it is."""
 
 
 @dataclass(frozen=True)
 class DecodedScores:
-    """Log-probabilities ``[prompt][token]`` (nats) of the same tokens: when they were decoded, and from a prefill of
-    prompt and tokens."""
+    """Log-probabilities ``[prompt][token]`` (nats) of the same tokens, computed twice.
+
+    ``decode``: computed while the tokens were decoded. ``prefill``: computed by a prefill of prompt and tokens.
+    """
 
     decode: list[list[float]]
     prefill: list[list[float]]
@@ -147,7 +149,7 @@ class EngineWeights:
 
     Attributes:
         places_directly: whether the server loads updates by direct placement. SGLang's own loader needs some tensors
-            under two names; direct placement needs each once.
+            under two names; direct placement needs each tensor once.
 
     Coroutines send requests to the server, each with a time limit. They raise EngineLostError if the server does not
     respond, EngineRequestError if it rejects the request, and EngineAnswerError if the response does not have SGLang's
@@ -188,15 +190,15 @@ class EngineWeights:
         timeout_s: float = 600.0,
         patience_s: float = CONTROL_TIMEOUT_S,
     ) -> Self:
-        """Read a server's layout and take ownership of ``client``, which ``close`` closes.
+        """Read a server's layout. The result owns ``client``: its ``close`` also closes ``client``.
 
         Args:
             client: connects to the server with its admin key.
             shape: the shape of the model that trainer and server hold.
-            dtype: dtype of the trainer's weights, "float32" or "bfloat16"; the server's must be the same.
-            quantization: "fp8" for a server whose linear layers and experts are block FP8; None for any other.
+            dtype: dtype of the trainer's weights, "float32" or "bfloat16"; the server must have the same dtype.
+            quantization: "fp8" if the server's linear layers and experts are block FP8, else None.
             timeout_s: time limit of every call that moves, hashes or scores weights.
-            patience_s: time limit of every other call, after which a scheduler that does not respond counts as hung.
+            patience_s: time limit of every other call. A scheduler that does not respond in this time counts as hung.
 
         Raises:
             EngineMismatchError: weights of this server's layout or dtype cannot be verified.
@@ -254,7 +256,7 @@ class EngineWeights:
         return await self.client.answers(timeout_s)
 
     async def schedules(self, timeout_s: float) -> bool:
-        """Return whether the server's scheduler responds within ``timeout_s``; a paused scheduler does."""
+        """Return whether the server's scheduler responds within ``timeout_s``. A paused scheduler responds."""
         return await self.client.schedules(timeout_s)
 
     async def pause_when_idle(self, timeout_s: float) -> bool:
@@ -275,7 +277,7 @@ class EngineWeights:
             await self._flush(min(remaining_s, _IDLE_WAIT_S))
 
     async def pause(self) -> None:
-        """Pause generation: the server holds back every request, including running ones."""
+        """Pause generation: the server holds back every request, including running requests."""
         await self._order("/pause_generation", {"mode": "in_place"})
 
     async def interrupt(self) -> None:
@@ -284,8 +286,8 @@ class EngineWeights:
         Running requests keep their tokens and return to the queue without keys and values. After ``resume`` the server
         recomputes the keys and values with the weights that it has then.
         """
-        # Mode ``in_place`` would continue with keys and values of the old weights, and would label the token whose
-        # result was still pending with the new version.
+        # Mode ``in_place`` would continue with keys and values of the old weights. It would also label a token that the
+        # old weights were still computing at the pause with the new version.
         await self._order("/pause_generation", {"mode": "retract"})
         await self.flush()
 
@@ -342,7 +344,7 @@ class EngineWeights:
         """Continue ``prompts`` greedily, and return the log-probabilities of at most ``count`` decoded tokens of each.
 
         The first token of a continuation comes from the prompt's prefill and is left out. A continuation ends before
-        the token ``end_before``, which the server cannot score.
+        the token ``end_before``, because the server cannot score this token.
         """
         answer = await self._generate(prompts, 1 + count, adapter)
         with self._reading("/generate"):
@@ -392,7 +394,7 @@ class EngineWeights:
         )
 
     async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
-        """Pause the server and release the memory of ``tags``, whose contents are lost.
+        """Pause the server and release the memory of ``tags``. The contents of this memory are lost.
 
         No request may run: call ``pause_when_idle`` or ``interrupt`` before. Waiting requests keep their tokens. Raises
         MemoryOrderError, and EngineAnswerError if requests run; the server is then paused and keeps its memory.
@@ -433,7 +435,7 @@ class EngineWeights:
             port: port of the group's rendezvous.
             name: the group's name.
             backend: a backend of torch.distributed.
-            first_rank: rank in the group of the engine's first rank; its other ranks follow.
+            first_rank: rank that the engine's first rank has in the group; the engine's other ranks follow.
             size: number of ranks in the group.
         """
         body = {
@@ -486,7 +488,7 @@ class EngineWeights:
         await self._move("/update_weights_from_tensor", body)
 
     async def load_folder(self, folder: str) -> None:
-        """Make the engine load the safetensors of ``folder``, which must hold every weight."""
+        """Make the engine load the safetensors of ``folder``. The folder must hold every weight."""
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
         await self._move("/update_weights_from_disk", body)
 
@@ -499,7 +501,7 @@ class EngineWeights:
         return await self._by_rank("checksum")
 
     async def held_tensors(self) -> HeldTensors:
-        """Return what the engine holds now; a server that ``launch_server`` did not start rejects the request."""
+        """Return the tensors that the engine holds now. Only servers of ``launch_server`` answer this request."""
         ranks = await self._by_rank(held_tensors.ACTION)
         return HeldTensors(
             self.url,
@@ -540,11 +542,11 @@ class EngineWeights:
     async def load_adapter(self, name: str, folder: str) -> dict[str, str]:
         """Make the engine load the adapter in ``folder``, in PEFT's format, as ``name``.
 
-        Returns the SHA-256 of each tensor that the engine then holds. A request names its adapter; the server rejects a
-        request whose adapter is not loaded, and never answers it without the adapter. Raises EngineAnswerError if the
-        server's response has no digests.
+        Returns the SHA-256 of each of the adapter's tensors that the engine holds afterwards. A request for generation
+        names its adapter. If the adapter is not loaded, the server rejects the request; it never answers the request
+        without the adapter. Raises EngineAnswerError if the server's response has no digests.
         """
-        # SGLang's other endpoint receives tensors over HTTP and unpickles them, so it is not used.
+        # Do not use SGLang's other endpoint: it receives tensors over HTTP and unpickles them.
         answer = await self._move("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         loaded_adapters = answer.get("loaded_adapters") or {}
         if ADAPTER_DIGESTS not in loaded_adapters:
@@ -565,7 +567,7 @@ class EngineWeights:
         """Return the names of the adapters that the engine has loaded."""
         models = await self.client.get_json("/v1/models")
         with self._reading("/v1/models"):
-            # Only adapters have a parent, which is the model.
+            # Only adapters have a parent: the model.
             return [model["id"] for model in models["data"] if model["parent"] is not None]
 
     def inputs(self, name: str) -> list[str]:
@@ -578,7 +580,7 @@ class EngineWeights:
         self,
         tensors: Sequence[tuple[str, Sequence[int]]],
     ) -> list[tuple[str, Sequence[int]]]:
-        """Return the names and shapes of what ``encode`` returns for Hugging Face tensors (names, shapes)."""
+        """Return names and shapes of the tensors that ``encode`` makes of Hugging Face ``tensors`` (names, shapes)."""
         if not self.tensors.quantized:
             return list(tensors)
         return list(stored_tensors({name: tuple(dims) for name, dims in tensors}).items())
@@ -617,7 +619,7 @@ class EngineWeights:
         return self.header(self.sent_shapes(gathered))
 
     def probe_header(self) -> WireHeader:
-        """Return the header of a bucket that changes no weight; a group's first connections are made with it."""
+        """Return the header of a bucket that changes no weight. The first broadcast of a group sends this bucket."""
         return WireHeader((PROBE,), (_name_of(self._dtype),), ((1,),), self._dtype.itemsize)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
@@ -629,7 +631,7 @@ class EngineWeights:
         return pieces
 
     def expected(self) -> ExpectedChecksums:
-        """Return a new ExpectedChecksums, to which the buckets of an update are added."""
+        """Return a new ExpectedChecksums for the buckets of an update."""
         return ExpectedChecksums(self.tensors, self._dtype)
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
@@ -637,7 +639,7 @@ class EngineWeights:
         await self.client.control_json(path, body, timeout_s=self._patience)
 
     async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a call that moves or hashes weights, which must be resident."""
+        """Send a call that moves or hashes weights. The weights must be resident."""
         self.occupation.check(f"POST {path}", "weights")
         return await self._long_order(path, body)
 
@@ -665,7 +667,7 @@ class EngineWeights:
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
-        """Convert the errors of reading a response of unexpected form to EngineAnswerError, which blames the engine."""
+        """Convert the block's errors to EngineAnswerError: the block reads a response, and its form is unexpected."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -697,8 +699,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def fused_module(module: str) -> tuple[str, int]:
-    """Return the engine's module that holds the rows of the checkpoint's ``module``, and the position of these rows
-    among its parts; 0 for a module that is not fused."""
+    """Return the engine's module that holds the rows of the checkpoint's ``module``, and the position of ``module``
+    among the modules that are fused there. A module that is not fused has the position 0."""
     parent, _, leaf = module.rpartition(".")
     for fused_leaf, leaves in FUSED.items():
         if leaf in leaves:
@@ -707,5 +709,5 @@ def fused_module(module: str) -> tuple[str, int]:
 
 
 def _without_constants(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums of a rank without those of buffers that follow from config.json."""
+    """Return a rank's checksums without the buffers that follow from config.json."""
     return {name: digest for name, digest in checksums.items() if not name.endswith(AXES)}

@@ -3,7 +3,7 @@
 The platform needs no sgl_kernel and no flashinfer, and launches no Triton kernel. SGLang calls ``activate`` through the
 entry-point group ``sglang.srt.platforms`` in every process, before it imports a model. The platform interface is
 SGLang's own and changes between releases, so the project pins SGLang exactly. The other files of this package have
-functions in place of SGLang's own, which ``platform`` installs; this file loads no sglang.
+replacements of SGLang's functions, and ``platform`` installs the replacements. This file loads no sglang.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def activate() -> str | None:
     if torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
     _make_torchvision_importable()
-    # Disable torch.compile: SGLang's compiled helpers, such as that of a vocabulary on several ranks, would compile C++
-    # at the first request, which needs Python's headers and takes up to a minute.
+    # Disable torch.compile. SGLang's compiled helpers, for example the helper of a vocabulary on several ranks, would
+    # compile C++ at the first request. This needs Python's headers and takes up to a minute.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return _PLATFORM_CLASS
 
@@ -56,7 +56,7 @@ class _InertModule(types.ModuleType):
 
 
 def _make_torchvision_importable() -> None:
-    """Replace torchvision by inert modules where it is missing: SGLang imports it, but only image models use it."""
+    """Replace torchvision by inert modules if it is missing: SGLang imports it, but only image models use it."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.utils import import_utils

@@ -1,4 +1,4 @@
-"""The norms of queries and keys that span all heads (MiniMax-M2), which SGLang computes in Triton kernels."""
+"""Norms over all heads of the queries or keys (MiniMax-M2). SGLang computes these norms in Triton kernels."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def rms_apply_serial(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Norm the rows of x1 and x2. ``sum_sq``: the results of ``rms_sumsq_serial``, summed over ``tp_world`` ranks,
-    which have equally many columns."""
+    """Norm the rows of x1 and x2.
+
+    ``sum_sq``: the results of ``rms_sumsq_serial``, summed over ``tp_world`` ranks with equally many columns.
+    """
     rows = x1.shape[0]
     first = _normed(x1, w1, sum_sq[:rows], tp_world, eps)
     second = _normed(x2, w2, sum_sq[rows : 2 * rows], tp_world, eps)

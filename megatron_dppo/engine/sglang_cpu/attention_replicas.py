@@ -1,6 +1,6 @@
 """Attention in data parallel on a CPU: SGLang pads the replicas' batches and gathers their tokens.
 
-SGLang has plain code for CPUs, but selects it by its own CPU platform, which needs sgl_kernel.
+SGLang has plain code for CPUs, but selects it only on its own CPU platform. That platform needs sgl_kernel.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 SLEEPING = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
 _LONGEST_SLEEP_MS = 20
 PADDED_LENGTH = 1
-"""Number of tokens in the sequence of a padded row. The row reads the first slot of the cache, which no request has."""
+"""Number of tokens in the sequence of a padded row. The row reads the cache's first slot: no request has this slot."""
 
 
 def use_plain_code() -> None:
-    """Select SGLang's code for CPUs where it pads batches, and copies and gathers tokens."""
+    """Select SGLang's CPU code for padding batches, and for copying and gathering tokens."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -48,7 +48,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group_name: str) -> None:
 def sleep_briefly(original: Callable[[Any], None], sleeper: Any) -> None:
     """Sleep until a request arrives; with several replicas at most _LONGEST_SLEEP_MS.
 
-    A step of one replica waits for all replicas, and a request for one replica does not wake the others.
+    A step of one replica waits for all replicas, but a request for one replica does not wake the other replicas.
     """
     from sglang.srt.runtime_context import get_parallel
 

@@ -1,7 +1,8 @@
 """Attention with sinks (gpt-oss): SGLang's attention of PyTorch has windows, but no sinks.
 
-The softmax of each head has a further logit, the head's sink, whose share is dropped. A further key of zeros, whose
-value is zeros too, has such a logit if the sink is added to it.
+The softmax of each head has one more logit, the head's sink. The sink's share of the probability is dropped. Here an
+additional key and value of zeros have this effect. The key's logit is 0, and the sink is added to the logit. The value
+adds nothing to the output.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _sinks: list[Tensor] = []
 
 
 def admit() -> None:
-    """Let SGLang accept PyTorch's attention for gpt-oss: its list has the backends that have sinks without us."""
+    """Make SGLang accept PyTorch's attention for gpt-oss: SGLang's list has only backends with sinks."""
     from sglang.srt.arg_groups import model_hook, overrides
 
     def backends(arguments: Any) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ def attend(
 ) -> Tensor:
     """Compute the attention of query [1, H, L, D] to key [1, G, S, D] and value [1, G, S, E], with the layer's sinks.
 
-    ``attn_mask`` [L, S] is true where a query attends to a key. With ``is_causal`` L equals S.
+    ``attn_mask`` [L, S]: whether a query attends to a key. With ``is_causal`` L equals S.
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if not _sinks:

@@ -1,7 +1,7 @@
 """Linear layers and experts with block-FP8 weights, emulated in fp32 (W8A8).
 
 SGLang's kernels multiply e4m3 activations by e4m3 weights and sum in fp32. Here both are dequantised and multiplied in
-fp32: the rounding of weights and activations is that of the kernels, and the order of the sums is not.
+fp32. Weights and activations are rounded as in the kernels, but the sums have another order.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
 def experts_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Return the sum of the chosen experts' outputs, in the dtype of ``x``.
 
-    As in SGLang's Triton kernels, each of the two products is rounded to that dtype, the second one after it was
-    multiplied by the router's weight.
+    As in SGLang's Triton kernels, each of the two products is rounded to the dtype of ``x``. The second product is
+    multiplied by the router's weight before it is rounded.
 
     Args:
         layer: has the experts' weights and scales, under SGLang's names.
         x: activations ``[tokens, hidden]``.
         weights: the router's weights ``[tokens, experts per token]``.
-        experts: the experts' numbers on this rank, of the same shape; negative for those of other ranks.
+        experts: the experts' numbers on this rank, of the same shape; negative for experts of other ranks.
     """
     outputs = x.new_zeros(*experts.shape, x.shape[-1])
     for expert, tokens, choices in local_choices(experts):

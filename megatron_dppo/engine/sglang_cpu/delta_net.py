@@ -161,8 +161,8 @@ def extend(
 ) -> tuple[Tensor, None, None]:
     """Compute the new tokens of each request. Updates ``ssm_states``.
 
-    ``g`` is the logarithm of the decay. q, k, v, g and beta are those of ``delta_rule`` for the tokens of all requests,
-    with a first dimension of 1.
+    q, k, v, ``g`` and ``beta`` are the query, key, value, log_decay and beta of ``delta_rule`` for the tokens of all
+    requests. Each has a first dimension of 1.
     """
     output = torch.empty_like(v)
     for request, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
@@ -208,7 +208,8 @@ def split_by_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split two products that are ordered by key head, into [T, q k v], z [T, V, E], b [T, V] and a [T, V].
 
-    Each key head has in ``qkvz`` its q and k, then v of its value heads, then their z, and in ``ba`` their b, then a.
+    For each key head, ``qkvz`` has the q and k of the key head, then v of its value heads, then z of its value heads.
+    For each key head, ``ba`` has b of its value heads, then a of its value heads.
     """
     tokens = len(qkvz)
     values = value_heads // key_heads

@@ -1,7 +1,8 @@
 """SGLang's processes as forks of the server's process.
 
-SGLang spawns its scheduler and its detokenizer. Each of them would import SGLang again, which takes a processor eight
-seconds. Forks share the imports of the server's process, which may itself be a fork (``system.fork_server``).
+SGLang spawns its scheduler and its detokenizer. Each of them would import SGLang again: this takes a processor eight
+seconds. Forks share the imports of the server's process. The server's process may itself be a fork
+(``system.fork_server``).
 """
 
 from __future__ import annotations
@@ -52,6 +53,6 @@ def _become_child() -> None:
     if os.getppid() == _server_pid:
         die_with_parent(_server_pid)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    # A process of SGLang that starts processes itself, such as its controller of data-parallel schedulers, has threads
-    # and must spawn them.
+    # Some processes of SGLang start processes themselves, for example the controller of data-parallel schedulers. They
+    # have threads, so they must spawn their processes.
     multiprocessing.set_start_method("spawn", force=True)

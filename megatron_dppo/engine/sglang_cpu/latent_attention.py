@@ -18,7 +18,7 @@ def get_rope(
     partial_rotary_factor: float = 1.0,
     device: str | None = None,
 ) -> Any:
-    """Make the rotary embedding of latent attention; replaces SGLang's function, which on a CPU supports only YaRN."""
+    """Make the rotary embedding of latent attention. On a CPU the replaced function of SGLang supports only YaRN."""
     from sglang.srt.layers.rotary_embedding import factory
 
     sizes = (head_size, rotary_dim, max_position, base, is_neox_style)
@@ -31,7 +31,7 @@ def get_rope(
 def use_latent_cache() -> None:
     """Make PyTorch's attention compute all passes from the cached latents.
 
-    SGLang's default method for an unregistered backend reads the heads' keys and values, which are not in the cache.
+    SGLang's default method for an unregistered backend reads the heads' keys and values. They are not in the cache.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 

@@ -1,4 +1,7 @@
-"""Experts of one rank on a CPU: what is supported, and their sum where SGLang's PyTorch function needs all experts."""
+"""The sum of one rank's experts on a CPU, and a check that the experts are supported.
+
+SGLang's PyTorch function needs all experts on one rank.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from torch import Tensor
 
 
 class LocalExperts:
-    """Replacement of SGLang's ``moe_forward_native``, which is ``forward``. This class adds the case of a rank that has
-    only some of the experts."""
+    """Replacement of SGLang's ``moe_forward_native`` that also works on a rank with only some of the experts.
+
+    ``forward``: SGLang's function, for a rank with all experts.
+    """
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._forward = forward
@@ -44,7 +49,7 @@ def local_choices(experts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each expert of this rank that a token has chosen, with the rows (tokens) and columns (choices) of
     ``experts`` that have its number.
 
-    Negative numbers are experts of other expert-parallel ranks, which add their outputs.
+    Negative numbers are experts of other expert-parallel ranks. Those ranks add their outputs.
     """
     for expert in experts.unique().tolist():
         if expert >= 0:
@@ -59,7 +64,7 @@ def local_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Ten
         layer: has the experts' weights, under SGLang's names.
         x: activations ``[tokens, hidden]``.
         weights: the router's weights ``[tokens, experts per token]``.
-        experts: the experts' numbers on this rank, of the same shape; negative for those of other ranks.
+        experts: the experts' numbers on this rank, of the same shape; negative for experts of other ranks.
     """
     outputs = x.new_zeros(*experts.shape, x.shape[-1])
     for expert, tokens, choices in local_choices(experts):

@@ -22,7 +22,7 @@ def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
     padding = -rows % ROWS
     if padding:
         a = torch.cat([a, a.new_zeros(padding, width)])
-    # Call aten::mm.out, which ``enable`` does not replace.
+    # Call aten::mm.out: ``enable`` does not replace this operator.
     out = a.new_empty(rows + padding, b.shape[1])
     for start in range(0, rows, ROWS):
         torch.mm(a[start : start + ROWS], b, out=out[start : start + ROWS])
@@ -47,7 +47,7 @@ def blocked_addmm(
 
 
 def enable() -> None:
-    """Replace all matrix products of this process on a CPU by blocked ones. A second call has no effect."""
+    """Replace all matrix products of this process on a CPU by blocked products. A second call has no effect."""
     if _overrides:
         return
     library = torch.library.Library("aten", "IMPL")

@@ -1,4 +1,4 @@
-"""Pageable memory for LoRA: SGLang's torch_native backend allocates page-locked memory, which needs a device."""
+"""Pageable memory for LoRA: SGLang's torch_native backend allocates page-locked memory, but this needs a device."""
 
 from __future__ import annotations
 

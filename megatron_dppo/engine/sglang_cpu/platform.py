@@ -83,10 +83,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return speculation.cache_locations
 
     def empty_cache(self) -> None:
-        """Do nothing: the base class would collect garbage, which takes 0.4 s at every flush and resume."""
+        """Do nothing: the base class would collect garbage. This takes 0.4 s at every flush and resume."""
 
     def init_backend(self) -> None:
-        """Put functions in place of SGLang's that need a device or sgl_kernel, or are slow on a CPU."""
+        """Replace functions of SGLang that need a device or sgl_kernel, or are slow on a CPU."""
         from sglang.kernels.ops.elementwise import elementwise
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
@@ -97,7 +97,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.utils import weight_checker
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        # The capture of routed experts requests page-locked memory, which needs a device.
+        # The capture of routed experts requests page-locked memory, but this needs a device.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # SGLang's hash on a CPU, SHA-256, takes ten times as long, and cannot be summed from parts.
         _replace(weight_checker, "_hash_tensor", tiled_hash)

@@ -19,7 +19,7 @@ class ReceivedBuckets:
 
     def __call__(self, names: Any, dtypes: Any, shapes: Any, device: Any) -> Any:
         # SGLang has copied a bucket's tensors before it requests the next bucket, so the memory is free. The kernel
-        # would provide new memory page by page, which takes longer than the copies.
+        # provides new memory page by page: this takes longer than the copies.
         bucket = self._empty(names, dtypes, shapes, device)
         size = bucket.flattened_tensor.numel()
         if size > self.LARGEST:

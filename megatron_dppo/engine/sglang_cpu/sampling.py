@@ -80,7 +80,7 @@ def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
 def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.ndarray:
     """MurmurHash3 (32 bits) of the 16 bytes seed, position, column: uint32 ``[n, columns]``.
 
-    ``seeds`` are int64 ``[n]``, whose bits are read as uint64; ``positions`` are integers ``[n]``.
+    ``seeds``: int64 ``[n]``; their bits are read as uint64. ``positions``: integers ``[n]``.
     """
     wide = seeds.astype(np.int64).view(np.uint64)
     state = np.zeros(len(wide), np.uint32)

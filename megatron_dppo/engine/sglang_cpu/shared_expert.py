@@ -1,4 +1,4 @@
-"""The gate of a shared expert (Qwen2-MoE), which SGLang computes in a Triton kernel."""
+"""The gate of a shared expert (Qwen2-MoE). SGLang computes the gate in a Triton kernel."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def add_gated_shared_expert(
     shared_output: Tensor,
     final_hidden_states: Tensor,
 ) -> None:
-    """Add sigmoid(h w) * shared to ``final_hidden_states`` in place; h [T, H], w [H], the others [T, H]."""
+    """Add sigmoid(h w) * shared to ``final_hidden_states`` in place; w [H], h and all other tensors [T, H]."""
     gate = torch.sigmoid(hidden_states @ gate_weight)
     final_hidden_states += gate[:, None] * shared_output

@@ -1,7 +1,7 @@
 """Speculative decoding with n-grams: SGLang builds, scores and samples the trees of drafted tokens in CUDA kernels.
 
-Legend: B requests, N nodes of a request's tree, of which the first one is its last token, V tokens of the vocabulary,
-H heads. A node's links are the indices of its first child and of its next sibling, -1 for none.
+Legend: B requests, N nodes of a request's tree, V tokens of the vocabulary, H heads. The first node of a tree is the
+request's last token. A node's links are the indices of its first child and of its next sibling, -1 for none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def use_pytorch(replace: Callable[[types.ModuleType, str, Any], None]) -> None:
     replace(eagle, "fill_accept_out_cache_loc_func", fill_accepted_locations)
     replace(allocation, "assign_req_to_token_pool_func", assign_locations)
     replace(spec_tree, "verify_tree_greedy_func", verify_greedily)
-    # SGLang has None in the place of kernels that a platform lacks, so that no module has another's function.
+    # SGLang has None in the place of kernels that a platform lacks. ``replace`` finds the modules that have imported a
+    # function, but it cannot find modules by None. So set the functions in each module.
     for module in (verify_sampling, eagle_utils):
         module.tree_speculative_sampling_target_only = verify_by_sampling
     for module in (renorm, eagle_utils):
@@ -62,7 +63,7 @@ def use_pytorch(replace: Callable[[types.ModuleType, str, Any], None]) -> None:
 
 
 def _import_tree_links() -> None:
-    """Import SGLang's module of the trees' links, which imports a kernel of sgl_kernel that ``link_trees`` replaces."""
+    """Import SGLang's module of the trees' links. The kernel that it imports from sgl_kernel is ``link_trees`` here."""
     stand_ins = (types.ModuleType(_KERNELS), types.ModuleType(f"{_KERNELS}.speculative"))
     vars(stand_ins[1])["reconstruct_indices_from_tree_mask"] = link_trees
     missing = [module for module in stand_ins if module.__name__ not in sys.modules]
@@ -125,9 +126,10 @@ def verify_by_sampling(
 ) -> None:
     """Sample each request's next tokens from the model's distribution, along its tree of drafted tokens.
 
-    At a node, the number u = ``uniform_samples`` of the node selects the first child whose probability, added to those
-    of the siblings before it, exceeds u. Without such a child a token is drawn from the distribution without the
-    children's tokens, and the walk ends. So each token has the model's probability if siblings have distinct tokens.
+    At each node the probabilities of its children are added up in order. The walk goes on to the first child at which
+    the sum exceeds the node's number in ``uniform_samples``. If no sum exceeds this number, the walk ends: a token is
+    drawn from the distribution without the children's tokens. So each token has the model's probability if siblings
+    have distinct tokens.
 
     Args:
         predicts: int32 ``[B N]``, written: the token after each accepted node.
@@ -140,9 +142,9 @@ def verify_by_sampling(
         uniform_samples: fp32 ``[B, N]`` in [0, 1).
         uniform_samples_for_final_sampling: fp32 ``[B]`` in [0, 1).
         target_probs: the model's probabilities after each node ``[B, N, V]``.
-        options: of SGLang's kernel. Of these the thresholds must be 1.
+        options: further options of SGLang's kernel. The thresholds among them must be 1.
 
-    Raises ValueError for other thresholds, which accept tokens more often than they are probable.
+    Raises ValueError for other thresholds: they would accept tokens more often than the model's probability says.
     """
     for name in ("threshold_single", "threshold_acc"):
         if options.get(name, 1.0) != 1.0:
@@ -178,7 +180,7 @@ def verify_greedily(
     target_predict: Tensor,
     topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept the drafted tokens that are the most probable ones; as ``verify_by_sampling``.
+    """Accept each drafted token that is the most probable token after its parent; else as ``verify_by_sampling``.
 
     ``target_predict`` ``[B, N]``: the most probable token after each node. ``topk`` is not read.
     """
@@ -229,7 +231,7 @@ def _write_path(
     predicts: Tensor,
     accept_index: Tensor,
 ) -> None:
-    """Write the nodes of ``path``, and the token after each of them, of which ``last_token`` is the last."""
+    """Write the nodes of ``path``, and the token after each node. ``last_token`` follows the last node."""
     accepted = indices[request, path]
     tokens = [*(tree.tokens[node] for node in path[1:]), last_token]
     accept_index[request, : len(path)] = accepted
@@ -242,7 +244,7 @@ def _drawn(probs: Tensor, excluded: list[int], coin: float) -> int:
     weights[excluded] = 0
     sums = weights.cumsum(0)
     if sums[-1] == 0:
-        # By rounding, the excluded tokens have less than the whole probability: select one of them.
+        # Only excluded tokens have a probability. Rounding has made their sum less than 1: select one of them.
         return excluded[int(probs[excluded].argmax())]
     token = int(torch.searchsorted(sums, coin * sums[-1], right=True))
     return min(token, int(weights.nonzero()[-1]))
@@ -329,7 +331,7 @@ def attend_in_trees(
     save_kv_cache: bool = True,
     **options: Any,
 ) -> Tensor:
-    """Compute the attention of trees of drafted tokens; of other tokens by SGLang's own method, which has no mask."""
+    """Compute the attention of trees of drafted tokens. SGLang's own method has no mask; it computes other tokens."""
     if not forward_batch.forward_mode.is_target_verify():
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **options)
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -365,8 +367,8 @@ def attend_in_trees(
 def _tree_rows(forward_batch: Any, req_to_token: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield for each request the slice of its nodes in the batch, the places of its tokens, and the nodes' mask.
 
-    The places are those of the tokens before the tree, then of the nodes: ``[T + N]``. The mask ``[N, T + N]`` is true
-    where a node attends to a token.
+    The places ``[T + N]`` belong to the tokens before the tree, then to the nodes. The mask ``[N, T + N]``: whether a
+    node attends to a token.
     """
     nodes = forward_batch.spec_info.draft_token_num
     flat_mask = forward_batch.spec_info.custom_mask
