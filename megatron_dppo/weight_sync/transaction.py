@@ -154,7 +154,8 @@ class WeightUpdateError(RunError):
     """An update failed, or engines could not be attached. Every trainer rank raises it.
 
     After a failed update every attached engine is quarantined (paused, with an unverified version) until a complete
-    update succeeds.
+    update succeeds. If the failure comes before the unverified version is set, an engine keeps its version, and may
+    still generate.
 
     Attributes:
         engines: URLs of the engines known to be at fault; empty if unknown.
@@ -733,7 +734,8 @@ class WeightUpdater:
             self._strategy.abort()
         if not self._is_rank_0 or self._engines is None:
             return
-        # Until the canary, engines are paused with an unverified version already. From the canary on, they generate.
+        # Before the canary, engines are paused with an unverified version already, unless ``_begin`` failed before it
+        # set this version. From the canary on, engines generate.
         if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 
