@@ -389,7 +389,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
 SHOWN = 4
 """The number of printed layouts of each schedule after ``--search``."""
 NEAREST = 3
-"""The number of layouts that a plan which does not fit proposes."""
+"""The number of layouts that the command proposes if the recipe does not fit."""
 WIDTH = 118
 """Least width of the printed tables, in characters."""
 
@@ -431,7 +431,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 def _weights(question: Question, options: argparse.Namespace) -> int:
     """Print the plan of a weight update's buckets for all ranks.
 
-    The returned exit code is 2 where the plan has problems, for example an element that no rank sends.
+    The returned exit code is 2 if the plan has problems, for example an element that no rank sends.
     """
     if faults := question.layout_faults():
         raise ConfigError(faults, options.recipe)

@@ -1,8 +1,8 @@
 """Count a rank's memory that grows with a micro-batch: activations of layers and head, and working memory of passes.
 
 A layer's activations are the tensors that its kernels keep for the backward pass, in bytes per token of a micro-batch:
-Transformer Engine's kernels on GPUs, torch's on CPUs. Legend: h = hidden size, f = MLP size, b = bytes of an element of
-an activation; all sizes are those of one rank.
+Transformer Engine's kernels on GPUs, torch's on CPUs. Legend: h = hidden size, f = MLP size on one rank, b = bytes of
+an element of an activation.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LocalSizes:
 
     Attributes:
         query: elements of all query heads.
-        kv: elements of all key heads, and of all value heads.
+        kv: elements of all key heads; all value heads have as many.
         heads: number of query heads.
         ffn, expert_ffn, shared_ffn: width of a dense MLP, of an expert and of the shared expert.
         qk_norm: whether queries and keys have norms.
-        norms_all_heads: whether one of these norms spans all heads (OLMoE), not each head alone.
+        norms_all_heads: whether a norm of queries or keys spans all heads (OLMoE), instead of one head.
         hidden_share: share of a micro-batch's tokens whose hidden states the rank holds (1 / TP with sequence
             parallelism).
         assignments: (token, expert) pairs on the rank for each token of the micro-batch, with balanced experts.
@@ -62,7 +62,7 @@ class LocalSizes:
 
         A rank sends as many (token, expert) pairs to the other expert-parallel ranks as it receives, so EP does not
         appear in ``assignments``. With expert tensor parallelism, a rank computes its slice of an expert for the tokens
-        of its whole group.
+        of its whole expert-tensor-parallel group.
         """
         shape = trainer.shape
         layout = trainer.layout
@@ -96,7 +96,7 @@ class LayerBytes:
     Without recomputation, the layer keeps ``norms`` + ``projections`` + ``core`` + ``mlp`` + ``router``.
 
     Attributes:
-        input: the layer's input, which is all that full recomputation keeps.
+        input: the layer's input. Full recomputation keeps nothing else.
         norms: the norms of hidden states.
         projections: the norms of queries and keys, the rotary embedding (torch), and the output of the core attention.
         core: the tensors of the core attention without its output.
@@ -135,15 +135,17 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
     - A norm that is fused into a linear, and the norm before the router, keep their input and output, b each, and the
       inverse RMS of each row, fp32.
-    - Attention keeps queries and keys before their norms (where the family has these) and after the rotary embedding,
-      and values: b each. The norms keep an inverse RMS for each head, fp32; keys are counted with as many heads as
-      queries.
-    - Flash attention keeps its output (which the projection shares) and a fp32 log-sum-exp for each head.
+    - Attention keeps values, and queries and keys after the rotary embedding: b each.
+    - If the family has norms of queries and keys, these norms keep their inputs, b each, and an inverse RMS, fp32, for
+      each head (or one for all heads). Keys are counted with as many heads as queries.
+    - Flash attention keeps its output and an fp32 log-sum-exp for each head. The output is also the projection's input,
+      and counts once.
     - SwiGLU keeps its fused input, 2f, and the second linear keeps its input, f. Experts also keep their permuted
       input, h, and the routing probability of each (token, expert) pair, fp32.
     - The fused permutation of tokens keeps an int32 map, [tokens, 2 x experts + 1].
-    - Selective recomputation drops the experts' f and the output of the norm before the router in an MoE model
-      (``moe_act``, ``layernorm``), and the log-sum-exp in a dense model (``core_attn``).
+    - In an MoE model, selective recomputation drops the experts' f and the output of the norm before the router
+      (``moe_act``, ``layernorm``). In a dense model, it drops the log-sum-exp (``core_attn``). A dense layer of an MoE
+      model is counted like a layer of a dense model.
     """
     norm = (2 * s.hidden * s.item_bytes + _FLOAT) * s.hidden_share
     attention_inputs = (s.query + 2 * s.kv) * s.item_bytes
@@ -177,15 +179,15 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
 def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     """Return the bytes of a layer of ``trainer/cpu``, measured by ``tests/distributed/test_planner_memory.py``.
 
-    - ``rms_norm`` keeps two fp32 tensors of its size and one fp32 number for each row; the next module keeps the
-      output, b.
+    - ``rms_norm`` keeps two fp32 tensors as large as its input and one fp32 number for each row; the next module keeps
+      the output, b.
     - The rotary embedding keeps a cosine and a sine for queries and for keys: 4 head sizes, b.
     - scaled_dot_product_attention keeps padded queries, keys, values and output, b each, and a log-sum-exp for each
-      head, fp32. The padding and its removal keep two int64 indices (``padded_batches.py``). Selective recomputation
-      instead keeps queries, keys and the fused projection.
-    - SwiGLU keeps 2f (the fused input) + 2f (activation, linear part) + f (product); with routing weights another f.
-      Experts also keep their permuted input, h, and for each (token, expert) pair the routing probability, fp32, and
-      the token's index, int64.
+      head, fp32. The padding and its removal keep two int64 indices for each token (``padded_batches.py``). Selective
+      recomputation instead keeps queries, keys and the fused projection.
+    - SwiGLU keeps 2f (the fused input) + 2f (activation, linear part) + f (product). Experts keep another f, because
+      they also multiply by routing weights. Experts also keep their permuted input, h, and for each (token, expert)
+      pair the routing probability, fp32, and the token's index, int64.
     """
     norm = (s.hidden * (2 * _FLOAT + s.item_bytes) + _FLOAT) * s.hidden_share
     qk_size = s.query + s.kv
@@ -193,11 +195,12 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     fused_projection_bytes = (s.query + 2 * s.kv) * s.item_bytes
     qk_norm = 0.0
     if s.norms_all_heads:
-        # The inputs are views, which keep the whole fused projection. Each of the two norms keeps its scale, fp32.
+        # The norms' inputs are views, and a view keeps the whole fused projection. Each of the two norms also keeps its
+        # scale, fp32.
         qk_norm = fused_projection_bytes + 2 * _FLOAT
     elif s.qk_norm:
         qk_norm = qk_size * 2 * _FLOAT + qk_size / s.head_dim * _FLOAT
-        # In fp32, the norms of queries and keys also keep their inputs, which are views of the fused projection.
+        # In fp32, the norms of queries and keys also keep their inputs: parts of the fused projection.
         if s.item_bytes == _FLOAT:
             qk_norm += qk_bytes
     rotary = 4 * s.head_dim * s.item_bytes
@@ -221,12 +224,14 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
 
 def with_delta_net(layer: LayerBytes, trainer: TrainerFacts) -> LayerBytes:
-    """Convert ``layer``, the bytes of a layer with attention, to those of a layer with a delta net.
+    """Convert ``layer`` from the bytes of a layer with attention to the bytes of a layer with a delta net.
 
-    The formula counts the tensors that ``trainer/delta_net.py`` keeps, and was not measured. In fp32: the convolution's
-    input, its output, and this output without the zeros between sequences; queries and keys before their norms, each
-    twice; the input of the gated norm. With b bytes: queries, keys and values after the convolution; the normed queries
-    and keys, repeated for each value head; the values, the output, the gates and the gated output.
+    The formula counts the tensors that ``trainer/delta_net.py`` keeps. It was not measured.
+
+    - In fp32: the convolution's input, its output, and this output without the zeros between sequences; queries and
+      keys before their norms, each twice; the input of the gated norm.
+    - With b bytes: queries, keys and values after the convolution; the normed queries and keys, repeated for each value
+      head; the values, the output, the gates and the gated output.
     """
     delta = trainer.shape.delta
     assert delta is not None
@@ -234,15 +239,16 @@ def with_delta_net(layer: LayerBytes, trainer: TrainerFacts) -> LayerBytes:
     elements = delta.convolved_width + repeated_qk_width + 4 * delta.value_width
     floats = 3 * delta.convolved_width + 2 * (2 * delta.key_width) + delta.value_width
     kept = (elements * trainer.item_bytes + floats * _FLOAT) / trainer.layout.tensor
-    # Selective recomputation of the core attention does not apply. With Transformer Engine, ``layer.dropped`` is the
-    # part of the experts: all families with delta nets have experts.
+    # Selective recomputation of the core attention does not apply to delta nets. With Transformer Engine,
+    # ``layer.dropped`` is the part of the experts: all families with delta nets have experts.
     dropped = layer.dropped if trainer.transformer_engine else 0.0
     return replace(layer, projections=0.0, core=kept, dropped=dropped)
 
 
 def _gate(s: LocalSizes) -> float:
-    """Return the bytes that the gate of a shared expert keeps for each token: the expert's output, which it multiplies,
-    and the sigmoid of its score.
+    """Return the bytes that the gate of a shared expert keeps for each token.
+
+    The gate multiplies the expert's output by the sigmoid of a score. It keeps the output and the sigmoid.
     """
     if s.gates_shared_expert:
         return (s.hidden + 1) * s.item_bytes * s.hidden_share
@@ -265,17 +271,20 @@ def with_adapters(
     trainer: TrainerFacts,
     number: int = 0,
 ) -> LayerBytes:
-    """Convert ``trained_layer``, the bytes of layer ``number`` with trained weights, to those of the frozen layer with
-    adapters.
+    """Return the bytes of layer ``number`` with frozen weights and adapters.
 
-    - A frozen norm of torch keeps one fp32 tensor of its size fewer than a trained norm. A norm that is fused into an
-      adapted linear is computed a second time for the adapter; in a bfloat16 model, this second norm keeps its input in
-      fp32. A frozen norm of Transformer Engine keeps as much as a trained norm (assumed), and the second norm keeps its
-      input, its output and the inverse RMS.
-    - An adapter keeps A x, ``rank`` values for each of its matrices. Where several matrices are fused, it also keeps A
-      and B as concatenated tensors, once for each micro-batch.
-    - A frozen linear does not keep its input, but its adapter does, so that the sum does not change. The input of a
-      linear without an adapter is counted too, although nothing keeps it.
+    ``trained_layer`` has the bytes of the layer with trained weights. The two differ in:
+
+    - Frozen norms. A norm of torch keeps one fp32 tensor of its input's size instead of two. A norm of Transformer
+      Engine keeps as much as a trained norm (assumed).
+    - Second norms. If a norm is fused into an adapted linear, the adapter computes the norm a second time. torch's
+      second norm keeps its input in fp32 if the model is bfloat16. Transformer Engine's second norm keeps its input,
+      its output and the inverse RMS.
+    - Adapters. An adapter keeps A x, ``rank`` values for each of its matrices. Except in row-parallel linears, it also
+      keeps A and B as concatenated tensors, once for each micro-batch.
+
+    A frozen linear does not keep its input, but its adapter does, so that the sum does not change. The input of a
+    linear without an adapter is counted too, although nothing keeps it.
     """
     assert trainer.trained is not None
     adapters = trainer.trained.adapters
@@ -315,8 +324,9 @@ def _linears_of_layer(
     adapters: Adapters,
     number: int,
 ) -> list[AdaptedLinear]:
-    """Return the adapted linears of layer ``number`` on the first rank of its stage; all ranks of a stage hold as many
-    elements.
+    """Return the adapted linears of layer ``number`` on the first rank of its stage.
+
+    The first rank stands for the others: all ranks of a stage hold equally many elements.
     """
     layout = trainer.layout
     for stage in range(layout.pipeline):
@@ -328,8 +338,8 @@ def _linears_of_layer(
 
 
 def _fused_factor_elements(linear: AdaptedLinear, rank: int) -> int:
-    """Return the elements of the concatenated A and B of a linear in which several matrices are fused."""
-    # A row-parallel linear has one matrix, whose A and B are used as they are.
+    """Return the elements of a linear's concatenated A and B, 0 if they are not concatenated."""
+    # A row-parallel linear has one matrix: its A and B are not concatenated.
     if linear.axis == 1:
         return 0
     width = len(linear.parts) * rank
@@ -340,8 +350,9 @@ def _fused_factor_elements(linear: AdaptedLinear, rank: int) -> int:
 def _has_norm(linear: AdaptedLinear) -> bool:
     """Return whether the linear is fused with the norm before it.
 
-    Column-parallel linears are, except those of experts and ``linear_q_proj`` of latent attention: this linear and the
-    linear of the latent, which every rank computes whole, share a norm that is a module of its own.
+    Column-parallel linears are fused, with two exceptions: the linears of experts, and ``linear_q_proj`` of latent
+    attention. The norm before ``linear_q_proj`` is a separate module, because the linear of the latent uses its output
+    too. The linear of the latent is not column-parallel: every rank computes it whole.
     """
     is_shared_expert = ".shared_experts." in linear.path
     is_column_parallel = linear.axis == 0 and not linear.is_whole
@@ -352,7 +363,7 @@ def _has_norm(linear: AdaptedLinear) -> bool:
 
 
 BUSIEST_RANK = 1.25
-"""Tokens on the busiest expert-parallel rank / the mean over ranks. Assumption, as no loss balances the routing."""
+"""Tokens on the busiest expert-parallel rank / the mean over ranks. Assumption: no loss balances the routing."""
 
 
 @dataclass(frozen=True)
@@ -360,11 +371,11 @@ class ActivationBytes:
     """Bytes of activations on one rank at the peak of a step.
 
     Attributes:
-        layers: tensors that the layers keep, of all micro-batches in flight.
+        layers: tensors that the layers keep for all micro-batches in flight.
         head: final norm and statistics of one micro-batch.
         logits: logits of one chunk of a micro-batch's tokens.
-        recomputed: all tensors of one layer that full recomputation runs again. They and the head do not exist at the
-            same time, so that the larger of the two counts.
+        recomputed: all tensors of one layer that full recomputation runs again. These tensors and the head's tensors do
+            not exist at the same time, so that only the larger number counts.
         working: gradients and temporaries.
     """
 
@@ -413,8 +424,8 @@ def activation_bytes(
     """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
     layers = model chunks in flight x layers of a model chunk x tokens / CP x bytes that a layer keeps under the
-    recompute setting. Dense and MoE layers are counted apart, and so are layers with delta nets and with attention; the
-    model chunks of a stage are assumed to have equal parts of each kind.
+    recompute setting. Each kind of layer is counted separately: dense or MoE, with attention or with a delta net. All
+    model chunks of a stage are assumed to have the same number of layers of each kind.
 
     Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so that all tensors
     of one layer exist in addition to the kept inputs. The working memory holds the gradients with respect to the widest
@@ -456,9 +467,9 @@ def activation_bytes(
 def _exchanged_elements(trainer: TrainerFacts, sizes: LocalSizes) -> float:
     """Return the elements that context parallelism exchanges for each of a rank's own tokens.
 
-    A ring (``AttnFuncWithCPAndKVP2P`` of Transformer Engine 2.11) holds the keys and values of all C ranks. It also
-    holds an output for each of its C steps until it adds them up; the outputs after the first have half of the tokens.
-    An all-to-all holds the tensors that it sends and those that it receives.
+    A ring (``AttnFuncWithCPAndKVP2P`` of Transformer Engine 2.11) holds the keys and values of all C ranks. The ring
+    also holds an output for each of its C steps until it adds up the outputs; each output after the first has half of
+    the tokens. An all-to-all holds the tensors that it sends and the tensors that it receives.
     """
     ranks = trainer.layout.context
     if ranks == 1:
@@ -471,9 +482,13 @@ def _exchanged_elements(trainer: TrainerFacts, sizes: LocalSizes) -> float:
 def _working(trainer: TrainerFacts, busiest: float, *, is_moe: bool) -> float:
     """Return the bytes of working memory for each token of a context-parallel rank.
 
-    The working memory holds the gradients of the widest layer (2f; with experts 2h + 2f for each (token, expert) pair),
-    those of the hidden states that tensor-parallel ranks gather (2h), and the tensors that attention exchanges between
-    context-parallel ranks. ``is_moe``: whether the layer has experts.
+    The working memory holds:
+
+    - the gradients of a layer's widest tensors: 2f, or 2h + 2f for each (token, expert) pair with experts;
+    - the gradients of the hidden states that tensor-parallel ranks gather: 2h;
+    - the tensors that attention exchanges between context-parallel ranks.
+
+    ``is_moe``: whether the layer has experts.
     """
     sizes = LocalSizes.of(trainer, qk_norm=False)
     gathered_elements = 2 * sizes.hidden

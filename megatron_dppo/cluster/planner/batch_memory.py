@@ -46,9 +46,9 @@ class ColumnBytes:
 def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
     """Return rows x bytes of a row for each column that ``data/columns.py`` declares, at the mean lengths.
 
-    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for each token but the last; a server sends the
-    same bytes outside the JSON. Top-K: K int32 ids and K fp32 log-probabilities for each sampled token; a server sends
-    them in base64.
+    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for each token but the last. A server sends
+    these bytes outside the JSON. Top-K: K int32 ids and K fp32 log-probabilities for each sampled token. A server sends
+    these in base64.
     """
     routing = topk = 0.0
     if rollout.routing:

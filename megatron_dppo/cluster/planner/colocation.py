@@ -22,8 +22,8 @@ KEPT_BY_SERVER = 2 * GIB
 
 
 _COPIES: dict[TrainerPart, int] = {"gradients": 0, "reference": 1, "optimizer": 2, "weights": 2}
-"""The number of times that ``trainer/parking.py`` copies a parked part in a step, the cheapest part first. Gradients
-are freed, a reference policy's weights are only copied back, other state is copied to the host and back."""
+"""How often ``trainer/parking.py`` copies a parked part in a step, with the cheapest part first. Gradients are freed. A
+reference policy's weights are only copied back. Other state is copied to the host and back."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def shared_bytes(
     server_communicators: int,
     gpu_memory: int,
 ) -> SharedBytes:
-    """Return the bytes of a GPU on which a rank parks only the parts that it must park to share it with a server.
+    """Return the bytes of a GPU that a rank and a server share. The rank parks only the parts that it must park.
 
     While the server generates, it holds its context, weights, KV cache, communicators and ``LEAST_RESERVED`` of working
     memory. The rank then holds its context, its communicators and the state that is not parked, but no activations. The
@@ -97,7 +97,7 @@ def shared_bytes(
 
 
 def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
-    """Return the bytes of a shared GPU for each pipeline stage; empty where servers have GPUs of their own."""
+    """Return the bytes of a shared GPU for each pipeline stage; empty if trainer and servers take no turns."""
     if not facts.schedule.is_colocated or not facts.engine.servers:
         return ()
     shape = facts.trainer.shape
@@ -113,8 +113,8 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
 def switch_seconds(facts: RunFacts, device: Device) -> float:
     """Return the seconds in which a step parks state in host memory and copies it back, plus a fixed part.
 
-    The stage with the most bytes counts. The server's weights are not copied: the server drops them and receives them
-    again in the weight update.
+    The stage that copies the most bytes counts. The server's weights are not copied: the server drops them and receives
+    them again in the weight update.
     """
     stages = shared_ranks(facts, device)
     if not stages:

@@ -28,9 +28,15 @@ PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
 def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
     """Return the bytes of the communicators that a trainer rank uses.
 
-    A rank uses the world's communicator, one for each parallel dimension of more than one rank, one for the joint data
-    and context dimension, over which gradients are reduced, and with ``sends`` one with all engine ranks. Megatron-Core
-    makes more groups; NCCL allocates memory only for groups that are used.
+    A rank uses these communicators:
+
+    - one of all trainer ranks;
+    - one for each of the dimensions tensor, context, pipeline, data, expert and expert data with more than one rank;
+    - one for data and context together, if both have more than one rank: gradients are reduced over it;
+    - one for expert and expert tensor together, if both have more than one rank;
+    - with ``sends``, one with all engine ranks.
+
+    Megatron-Core makes more groups, but NCCL allocates memory only for groups that are used.
     """
     if layout.world_size == 1:
         return int(sends) * PER_COMMUNICATOR

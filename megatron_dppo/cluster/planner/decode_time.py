@@ -43,14 +43,14 @@ def network_seconds(
 ) -> float:
     """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
 
-    The pass computes the logits of ``sampled_tokens`` of the tokens. The result is 0 where a tensor-parallel group is
+    The pass computes the logits of ``sampled_tokens`` of the tokens. The result is 0 if a tensor-parallel group is
     inside a node.
 
-    SGLang all-reduces hidden states (bf16) after the embedding and twice in each layer, and gathers the logits; between
-    nodes, NCCL does both. NCCL models a collective (``src/graph/tuning.cc``) as latency + bytes / rate. With n GPUs on
-    h nodes, the latency of each collective is 2 ceil(log2 h) x the network's latency (up and down a tree). Between
-    nodes travel 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of a gather's bytes, through the ports of all
-    n / h GPUs of a node at once.
+    SGLang all-reduces hidden states (bf16) after the embedding and twice in each layer, and gathers the logits. Between
+    nodes, SGLang uses NCCL for both. NCCL models a collective (``src/graph/tuning.cc``) as latency + bytes / rate. With
+    n GPUs on h nodes, the latency of each collective is 2 ceil(log2 h) x the network's latency: up a tree and down. An
+    all-reduce sends 2 (n - 1) / n of its bytes between nodes, and a gather sends (n - 1) / n. All n / h GPUs of a node
+    use their ports at once.
     """
     gpus = engine.layout.tensor
     nodes = ceil(gpus / cluster.gpus_per_node)
@@ -73,7 +73,7 @@ def hand_over_seconds(
 ) -> float:
     """Return the seconds in which a pipeline stage sends ``tokens`` hidden states (bf16) to a stage on another node.
 
-    Each GPU of the stage sends its part through a port of its own: latency + bytes / rate. The result is 0 where all
+    Each GPU of the stage sends its part through its own network port: latency + bytes / rate. The result is 0 if all
     stages are on one node.
     """
     if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
@@ -83,13 +83,13 @@ def hand_over_seconds(
 
 
 HBM_EFFICIENCY = 0.7
-"""Share of the memory's rate at which decoding reads dense weights and KV cache. Published runs of dense models agree
-with the value (docs/evidence/scale.md)."""
+"""Share of the memory's rate that decoding reaches when it reads dense weights and KV cache. Published runs of dense
+models agree with this share (docs/evidence/scale.md)."""
 
 
 EXPERT_EFFICIENCY = 0.55
-"""Share of the memory's rate at which decoding reads experts' weights, each of which serves only a few tokens. Set from
-published runs (docs/evidence/scale.md)."""
+"""Share of the memory's rate that decoding reaches when it reads experts' weights. Each expert serves only a few
+tokens. Set from published runs (docs/evidence/scale.md)."""
 
 
 PREFILL_UTILISATION = 0.4
@@ -115,12 +115,12 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
 
     The formula is max(bytes / memory rate, FLOPs / peak) + collectives + an overhead of the step + an overhead of each
     sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences. With attention replicas,
-    it reads the KV cache of its replica's sequences, and a larger share of attention's weights. Collectives are counted
-    as without attention replicas, although attention then has smaller ones.
+    it reads the KV cache of its replica's sequences, and a larger share of attention's weights. Attention replicas also
+    make attention's collectives smaller, but the formula does not count that.
 
-    With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
-    stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
-    hidden states to the next stage, and the weights are read p times.
+    With p pipeline stages, the batch is split into p parts. At any time each stage (1 / p of the layers) computes
+    another part, and in a step each part passes all stages. A step then takes p x the seconds in which one stage
+    computes one part and sends the part's hidden states to the next stage. Each stage reads its weights p times.
 
     Block-FP8 weights halve the bytes of linear layers and experts. FLOPs count at the bf16 peak, because no rate of FP8
     kernels was measured here.
@@ -158,8 +158,8 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
 def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
     """Return the seconds of the all-reduces within a node in one forward pass.
 
-    Each layer has two all-reduces, and each takes its latency and the time in which 2 (n - 1) / n of the hidden states'
-    bytes (bf16) cross NVLink.
+    Each layer has two all-reduces. An all-reduce among n GPUs takes a latency, and the time in which 2 (n - 1) / n of
+    the hidden states' bytes (bf16) cross NVLink.
     """
     gpus = engine.layout.tensor
     if gpus == 1:
@@ -189,8 +189,9 @@ def quantized_parameters(shape: ModelShape) -> int:
 
 @cache
 def attention_parameters(shape: ModelShape) -> int:
-    """Return the number of weights that each attention replica holds, without the embedding: a step reads few rows of
-    it.
+    """Return the number of weights that each attention replica holds, without the embedding.
+
+    The embedding does not count, because a step reads only a few of its rows.
     """
     total = 0
     for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
@@ -202,8 +203,8 @@ def attention_parameters(shape: ModelShape) -> int:
 def touched_parameters(shape: ModelShape, running: float) -> TouchedParameters:
     """Return the numbers of weights that a batch of ``running`` tokens reads.
 
-    With uniform routing, the batch reads the share 1 - (1 - k / E)^running of the experts' weights, for k of E experts
-    per token.
+    With uniform routing to k of E experts for each token, the batch reads the share 1 - (1 - k / E)^running of the
+    experts' weights.
     """
     if not shape.is_moe:
         return TouchedParameters(float(active_parameters(shape)), 0.0)

@@ -1,7 +1,7 @@
 """Collect the facts of a run that the formulas need, and count the parameters of a trainer rank.
 
-The facts are read once from a checked configuration and its model. The parameters, all of them and the trained ones,
-are counted from the tables of the model family, without allocating them.
+The facts are read once from a checked configuration and its model. All parameters and the trained parameters are
+counted from the tables of the model family, without allocating tensors.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Schedule:
     """How generation and training share time and GPUs.
 
     Attributes:
-        placement: ``separate``: servers have GPUs of their own. ``colocated``: servers and trainer take turns on all
-            GPUs.
+        placement: ``separate``: trainer and servers use different GPUs. ``colocated``: servers and trainer take turns
+            on all GPUs.
         staleness: number of batches that generation may be ahead.
         drains: whether a weight update waits until each running response has ended. Otherwise the responses continue
             after the update.
@@ -83,8 +83,9 @@ COLOCATED = Schedule("colocated")
 class RankParameters:
     """The parameters of one rank of a pipeline stage.
 
-    The two groups have different replicas: ``data`` ranks hold the same dense parameters, ``expert_data`` ranks the
-    same experts. Without expert parallelism, experts count as dense parameters, as in Megatron-Core.
+    The two groups have different numbers of replicas: ``data`` x ``context`` ranks hold the same dense parameters, and
+    ``expert_data`` ranks hold the same experts. Without expert parallelism, experts count as dense parameters, as in
+    Megatron-Core.
     """
 
     dense: Counts
@@ -104,7 +105,8 @@ def elements(counts: Counts) -> int:
 def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
     """Count the parameters of each rank of pipeline stage ``stage``; all ranks of a stage hold the same number.
 
-    The counts agree with the list of ``model.mapping.local_parameters``: the family's rules, divided by their splits.
+    The counts agree with ``model.mapping.local_parameters``: both divide the parameters of the family's rules among the
+    ranks by the rules' splits.
     """
     family = family_of(shape)
     layers = layers_of_stage(shape, layout, stage)
@@ -118,7 +120,7 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
     if is_last and not shape.tied_embeddings:
         dense.append((family.output, 1))
     if is_last and shape.tied_embeddings and not is_first:
-        # The last stage has its own copy of the embedding, which is also the output matrix.
+        # The last stage holds a copy of the embedding and uses it as the output matrix.
         dense.append((family.embedding, 1))
     rank_experts = _moe_layers(shape, layers) * shape.num_experts // layout.expert
     experts = [(rule, rank_experts) for rule in family.expert]
@@ -155,7 +157,7 @@ def _counts_on_a_rank(
     shape: ModelShape,
     ranks: int,
 ) -> Counts:
-    """Return the elements of each rule's parameter on one of the ``ranks`` that divide it, and its count."""
+    """Return (elements on one rank, count) for each rule; ``ranks`` ranks divide the rule's parameter."""
     counts: list[tuple[int, int]] = []
     for rule, count in rules:
         if count:
@@ -173,7 +175,7 @@ class Trained:
 
     @classmethod
     def of(cls, lora: LoraConfig, shape: ModelShape) -> Trained | None:
-        """Return the trained parameters that the section configures; None where all parameters are trained."""
+        """Return the trained parameters that the section configures; None if all parameters are trained."""
         adapters = adapters_of(lora, shape)
         if adapters is None:
             return None
@@ -182,15 +184,15 @@ class Trained:
     def parameters(self, shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
         """Count the trained parameters of each rank of ``stage``.
 
-        Each adapted matrix has two parameters, A and B. If each expert has adapters of its own, those of the rank's
-        experts are stacked in one parameter.
+        Each adapted matrix has two parameters, A and B. If experts do not share adapters, one parameter stacks the A of
+        all experts on the rank, and another stacks the B.
         """
         dense: list[tuple[int, int]] = []
         experts: list[tuple[int, int]] = []
         adapter_rank = self.adapters.rank
         first_rank = stage * layout.stage_ranks
         for linear in adapted_linears(self.adapters, shape, layout, first_rank):
-            # Every rank holds an adapter that experts share as a whole.
+            # If experts share an adapter, every rank holds the whole adapter.
             is_shared = linear.of_experts and not linear.experts
             group = experts if linear.experts and layout.expert > 1 else dense
             stacked = max(1, len(linear.experts))
@@ -209,7 +211,7 @@ class Trained:
         return trained_elements(shape, self.adapters, routers=self.routers)
 
     def trained_base(self, shape: ModelShape, layout: Layout, stage: int) -> int:
-        """Count the elements of the model's own parameters that ``stage`` trains: those of the routers."""
+        """Count the elements of the model's own parameters that ``stage`` trains: the routers, or nothing."""
         if not self.routers:
             return 0
         routers = _moe_layers(shape, layers_of_stage(shape, layout, stage))
@@ -217,9 +219,10 @@ class Trained:
 
 
 PACKING = 0.9
-"""Share of a micro-batch's token budget that sequences fill. Assumption: sequences of many lengths are not divided."""
+"""Share of a micro-batch's token budget that sequences fill. Assumption. The rest stays empty, because no sequence is
+divided between micro-batches."""
 EVALUATION_PROBLEMS = 30
-"""Problems of a held-out set whose file is missing on this machine, as many as in AIME. Assumption."""
+"""Assumed problems of a held-out set if they can't be counted on this machine: as many as AIME has."""
 _COUNTED = {
     "megatron": {"fp8", "fp8_recipe", "cp_comm_type"},
     "megatron_ddp": {"grad_reduce_in_fp32"},
@@ -256,8 +259,8 @@ class AdamFacts:
     def of(cls, config: PolicyConfig) -> AdamFacts:
         """Return the state that the ``megatron_optimizer`` table configures.
 
-        Offloaded moments are fp32, whatever dtype the table has for moments. Without the precision-aware optimizer,
-        Megatron-Core keeps the masters of offloaded elements on the device too, beside copies on the host.
+        Offloaded moments are fp32, even if the table sets another dtype for moments. Without the precision-aware
+        optimizer, Megatron-Core keeps the masters of offloaded elements on the device and copies of them on the host.
         """
         table = config.megatron_optimizer
         offloaded = offloaded_fraction(table)
@@ -282,8 +285,8 @@ class AdamFacts:
     def host(self) -> float:
         """Bytes of an element's state in host memory: an fp32 copy of the weight, an fp32 gradient, and moments.
 
-        Copy and gradient are page-locked. torch rounds page-locked memory up to a power of two, so each of the two is
-        counted with twice its size.
+        Copy and gradient are page-locked. torch rounds page-locked memory up to a power of two, so the copy and the
+        gradient are each counted with twice their size.
         """
         return self.offloaded * (2 * _FLOAT + 2 * _FLOAT + self.moments)
 
@@ -304,7 +307,7 @@ class TrainerFacts:
         dtype: dtype of weights and activations.
         recompute: ``training.recompute``.
         distributed: whether the optimizer is distributed.
-        tokens: tokens of the longest micro-batch. A sequence longer than the budget has a micro-batch of its own.
+        tokens: tokens of the longest micro-batch. A sequence longer than the token budget is alone in a micro-batch.
         micro_batches: micro-batches of one replica in one optimiser step.
         exchange: how context-parallel ranks exchange keys and values for attention, ``p2p`` or ``a2a``.
         transformer_engine: whether the layers are Transformer Engine's; otherwise they are torch's.
@@ -371,7 +374,7 @@ class RolloutFacts:
         routing: whether tokens carry the engine's routing (R3).
         recompute_pass: whether the trainer, before it trains, computes the log-probabilities of the whole batch at the
             rollout's weights.
-        max_concurrent: requests that one leader may have open at the same time.
+        max_concurrent: requests that a leader may have open at the same time.
     """
 
     prompts: int
@@ -420,9 +423,9 @@ class EngineFacts:
         servers: number of servers.
         layout: the layout of each pipeline stage of a server.
         pipeline: number of pipeline stages of a server.
-        memory_fraction: SGLang's ``mem_fraction_static``; None where SGLang chooses it.
-        max_running: SGLang's ``max_running_requests``; None where SGLang chooses it.
-        chunked_prefill: SGLang's ``chunked_prefill_size``; None where SGLang chooses it.
+        memory_fraction: SGLang's ``mem_fraction_static``; None if SGLang chooses the value.
+        max_running: SGLang's ``max_running_requests``; None if SGLang chooses the value.
+        chunked_prefill: SGLang's ``chunked_prefill_size``; None if SGLang chooses the value.
         kv_bytes: bytes of an element of the KV cache.
         quantized: whether linear layers and experts are block FP8.
     """
@@ -464,8 +467,8 @@ class RunFacts:
         checkpoint_every: steps between two checkpoints.
         checkpoint_background: whether checkpoints are written in the background.
         not_counted: settings of the libraries that no formula reads although they may change memory or time.
-        ranks_per_sender: number of consecutive ranks of which one sends weights: the ranks of a node, or 1 where each
-            holder sends.
+        ranks_per_sender: size of the blocks of consecutive ranks that have at most one sender of weights. A block is
+            the ranks of a node, or one rank with ``weight_sync.senders = "holders"``.
         updates_adapters: whether weight updates send only adapters.
         evaluation: the evaluation; None without held-out sets.
         changes_only: whether weight updates send only changed elements. Senders then keep a copy of the weights that
@@ -494,9 +497,10 @@ class RunFacts:
     def batches(self) -> dict[str, float]:
         """Return the sizes of batches.
 
-        An optimiser step trains on ``per_step`` = responses / steps responses, and a replica on ``replica`` =
-        per_step / DP of them. Each replica has one leader, which requests ``per_leader`` = responses / DP. ``tokens``
-        is for mean lengths, ``longest_tokens`` for a batch in which each sequence reaches both limits.
+        ``per_step`` = responses / steps is the number of responses that an optimiser step trains on. Each replica
+        trains on ``replica`` = per_step / DP of these. Each replica has one leader, and the leader requests
+        ``per_leader`` = responses / DP responses. ``tokens`` counts sequences of mean length; ``longest_tokens`` counts
+        sequences that reach both limits.
         """
         rollout = self.rollout
         data = self.trainer.layout.data
@@ -517,9 +521,9 @@ class RunFacts:
 def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
     """Count the trainer ranks that send weights.
 
-    Candidates are the first rank that holds each shard of the experts, or the first rank of each stage without expert
-    parallelism. One candidate in each block of ``ranks_per_sender`` consecutive ranks sends
-    (``weight_sync/strategies.py``, ``model.gather_plan.node_receivers``).
+    In each stage, the first rank that holds each shard of the experts is a candidate; without expert parallelism, this
+    is the first rank of the stage. If a block of ``ranks_per_sender`` consecutive ranks has candidates, one of them
+    sends (``weight_sync/strategies.py``, ``model.gather_plan.node_receivers``).
     """
     blocks = set()
     for stage in range(layout.pipeline):
@@ -630,7 +634,10 @@ def _uncounted_settings(config: TrainConfig) -> tuple[str, ...]:
 
 
 def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
-    """Return the configured schedule. Without staleness, no response is running when a weight update begins."""
+    """Return the configured schedule.
+
+    Without staleness, no response is running when a weight update begins, so that the schedule drains.
+    """
     drains = rollout.interrupt == "drain" or rollout.max_staleness == 0
     return Schedule(engine.placement, rollout.max_staleness, drains=drains)
 
@@ -638,7 +645,7 @@ def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
 def _topk(algorithm: AlgorithmFacts, configured_topk: int, vocab_size: int) -> int:
     """Return K of the TopK(mu) that each response token carries; 0: none.
 
-    An algorithm that needs a distribution over the whole vocabulary, mu or a recomputed one, counts with K = its size.
+    If an algorithm needs mu, or a recomputed distribution, over the whole vocabulary, K is the vocabulary's size.
     """
     # Do not call ``carried_topk`` here: it rejects a vocabulary that is too large to send with the responses. The check
     # of the configuration reports that error, and a plan can still show the bytes.
@@ -648,7 +655,10 @@ def _topk(algorithm: AlgorithmFacts, configured_topk: int, vocab_size: int) -> i
 
 
 def _count_problems(path: str) -> int:
-    """Return the lines of a held-out set in JSON Lines; ``EVALUATION_PROBLEMS`` for other or missing files."""
+    """Return the number of problems in a held-out set, one for each line of JSON Lines.
+
+    The number is ``EVALUATION_PROBLEMS`` if a file is missing or has another format.
+    """
     files = data_files(path).files
     if not files or any(file.suffix != ".jsonl" or not file.is_file() for file in files):
         return EVALUATION_PROBLEMS
@@ -705,7 +715,7 @@ def trainer_facts(
 
 
 def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
-    """Return the number to whose multiple the tokens of a micro-batch are padded, so that ranks divide them evenly.
+    """Return the multiple to which the tokens of a micro-batch are padded, so that ranks divide them evenly.
 
     Context parallelism cuts each sequence into 2 C chunks for C ranks.
     """
@@ -735,7 +745,7 @@ def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) ->
 def shape_of(checkpoint: str, known_models: str | Path) -> ModelShape:
     """Return the shape of the model in ``checkpoint``.
 
-    The function reads ``checkpoint/config.json`` or, where that file is missing, the file
+    The function reads ``checkpoint/config.json``. If this file is missing, the function reads
     ``known_models/<the checkpoint's name in lower case>/config.json``.
 
     Raises:

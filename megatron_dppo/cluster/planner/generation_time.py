@@ -24,7 +24,7 @@ class GenerationSeconds:
 
     Attributes:
         steady: seconds in which the servers are full.
-        tail: seconds in which only a few of the longest responses run, and the next batch must not begin.
+        tail: seconds in which only a few of the longest responses still run. The next batch waits for their end.
         mean_response: seconds of a response of mean length on a full server.
         last_response: seconds of the longest response if it starts when the queue becomes empty.
     """
@@ -43,17 +43,20 @@ class GenerationSeconds:
 def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     """Return the seconds in which the servers generate a rollout batch under the run's schedule.
 
-    Where each step waits for all of its responses, the seconds count from the first prompt to the last response.
-    steady = (sampled tokens of a server / sequences at once) x the decode step of that many sequences at half of the
-    mean response, plus one prefill of each group's prompt (the prefix cache serves the group's other responses). tail =
-    (tokens of the longest response - tokens of the mean response) x the decode step of a tenth of the sequences.
+    If each step waits for all of its responses, the seconds count from the first prompt to the last response:
 
-    Where responses continue after a weight update, there is no tail, but each update prefills the running sequences
-    again. The cost of the longest response then depends on the trainer, too: see ``StepSeconds.decoding``.
+    - steady = (sampled tokens of a server / sequences at once) x seconds of a decode step + seconds of the prefill. In
+      the decode step, each sequence has half of a mean response. The prefill computes the prompt of each group once:
+      the prefix cache serves the group's other responses.
+    - tail = (tokens of the longest response - tokens of the mean response) x seconds of a decode step of a tenth of the
+      sequences.
+
+    If responses continue after a weight update, there is no tail, but each update prefills the running sequences again.
+    The cost of the longest response then also depends on the trainer: see ``StepSeconds.decoding``.
     """
     rollout = facts.rollout
     if not facts.engine.servers:
-        # The responses are read from a file, or attached servers, whose speed is unknown, generate them.
+        # The responses come from a file, or from attached servers of unknown speed.
         return GenerationSeconds(0.0, 0.0)
     running = sequences_at_once(facts, cluster)
     context = rollout.mean_prompt + rollout.mean_response / 2
@@ -73,7 +76,7 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
 
 
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the sequences that a server runs at once: its share of the queue, or its slots where these are fewer."""
+    """Return the sequences that a server runs at once: the smaller of its share of the queue and its slots."""
     rollout = facts.rollout
     batches_ahead = 1
     if not facts.schedule.drains:
@@ -83,7 +86,7 @@ def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
 
 
 def server_slots(facts: RunFacts, cluster: Cluster) -> float:
-    """Return a server's slots: the smaller of the sequences in its KV cache and its share of concurrent requests."""
+    """Return a server's slots: the sequences that fit its KV cache, or its share of concurrent requests if smaller."""
     rollout = facts.rollout
     engine = facts.engine
     memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)
@@ -105,8 +108,9 @@ def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
 
 
 def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the seconds of one evaluation, 0 without one. Its responses are assumed to be as long as training's, up to
-    the evaluation's limit.
+    """Return the seconds of one evaluation; 0 for a run without evaluations.
+
+    The mean response is assumed to be as long as in training, at most the evaluation's limit.
     """
     evaluation = facts.evaluation
     if evaluation is None:
@@ -129,9 +133,9 @@ def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
 def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds in which the servers prefill each prompt of a rollout batch once.
 
-    The formula is FLOPs / (peak x utilisation) + the network time of the passes, each over one chunk of prompts. With p
-    pipeline stages, a pass takes 1 / p of the layers' time in each stage, and p - 1 more passes fill and drain the
-    pipeline. Each attention replica that has a response of a group prefills the group's prompt.
+    The formula is FLOPs / (peak x utilisation) + the network time of the passes. A pass computes one chunk of prompts.
+    With p pipeline stages, each stage computes a pass in 1 / p of the time of all layers, and p - 1 more passes fill
+    and drain the pipeline. Each attention replica that has a response of a group prefills the group's prompt.
     """
     shape = facts.trainer.shape
     rollout = facts.rollout
@@ -144,7 +148,7 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes
     stages = engine.pipeline
-    # Each prompt gets the logits of its last token.
+    # A prefill computes logits only for the last token of each prompt.
     network = network_seconds(shape, engine, cluster, chunk, server_prompts / passes) / stages
     network += hand_over_seconds(shape, engine, cluster, chunk)
     return (math_seconds / passes + network) * (passes + stages - 1)

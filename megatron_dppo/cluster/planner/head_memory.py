@@ -16,11 +16,12 @@ fp32; mu, fp32."""
 
 
 def logits_bytes(trainer: TrainerFacts) -> int:
-    """Return the bytes of the logits of one chunk of a micro-batch: tokens / CP x padded vocabulary / TP logits.
+    """Return the bytes of the logits of one chunk: tokens of the chunk x padded vocabulary / TP x bytes of a logit.
 
-    ``vocab_parallel/head.py`` keeps the logits of one chunk from the forward to the backward pass. The logits of other
-    chunks and all gradients overwrite them, and the kernels hold rows in registers. The matrix products of the backward
-    pass copy fp32 logits to the model's dtype.
+    A chunk has ``trainer.chunk_tokens`` tokens, or all tokens / CP of a micro-batch if these are fewer.
+    ``vocab_parallel/head.py`` has one buffer for logits, and keeps it from the forward to the backward pass. The logits
+    of each chunk and all gradients are written to this buffer, and the kernels hold rows in registers. The matrix
+    products of the backward pass copy fp32 logits to the model's dtype, if that is another dtype.
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
@@ -35,8 +36,9 @@ def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
     """Return the bytes of the statistics of a micro-batch; ``topk``: K of TopK(mu), 0 for none.
 
     Tensor-parallel ranks also reduce a packed row for each token: 3 fp32 values for each rank
-    (``vocab_parallel/wire.py``). Context-parallel ranks compute the statistics of their own tokens and gather those of
-    all tokens, because each rank needs the loss of all tokens. With Top-K, the target is one more id.
+    (``vocab_parallel/wire.py``). A context-parallel rank computes the statistics of its own tokens. It then gathers the
+    statistics of all tokens, because each rank needs the loss of all tokens. With Top-K, the target counts as one more
+    id.
     """
     bytes_per_token = _STATISTICS
     if trainer.layout.tensor > 1:
@@ -49,11 +51,12 @@ def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
 def head_bytes(trainer: TrainerFacts, topk: int) -> int:
     """Return the bytes that the last stage keeps between the last layer and its backward pass, without the logits.
 
-    The bytes are those of one micro-batch. The final norm keeps what a layer's norm keeps (``activations.py``); with
-    sequence parallelism, its output is gathered: tokens x hidden.
+    Only one micro-batch counts. The final norm keeps the same tensors as a layer's norm (``activations.py``). With
+    sequence parallelism, the norm's output is gathered: tokens x hidden.
     """
     hidden = trainer.shape.hidden_size
-    # Transformer Engine keeps input and output, torch two fp32 tensors and the output; both keep a fp32 scale per row.
+    # Transformer Engine keeps input and output. torch keeps two fp32 tensors and the output. Both also keep an fp32
+    # scale for each row.
     bytes_per_element = 8 + trainer.item_bytes
     if trainer.transformer_engine:
         bytes_per_element = 2 * trainer.item_bytes

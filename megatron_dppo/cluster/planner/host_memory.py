@@ -77,21 +77,21 @@ ENGINE_PROCESS = 8 * devices.GIB
 
 
 COPIES = 2
-"""Copies of a batch's columns: the batch that is trained on, and the packs made of it. Staleness adds the batches that
-generation is ahead."""
+"""Copies of a batch's columns: the batch that is trained on, and the packs made of it. Staleness adds one copy for each
+batch that generation may be ahead."""
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Bytes of host memory on one node, which may train, serve or do both.
+    """Bytes of host memory on one node. The node may train, serve, or do both.
 
     Attributes:
         processes: the processes of ranks and servers.
         batch: the columns of rollout batches.
-        checkpoint: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``), 0 where
+        checkpoint: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``); 0 if
             checkpoints are not written in the background.
         capture: the servers' pinned buffers of R3.
-        parked: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
+        parked: pinned copies of the ranks' state; 0 if trainer and servers take no turns on GPUs.
         offloaded: Adam's state of an offloaded optimizer.
         sent: pinned copies of the weights that the ranks sent last, 0 unless updates send only changes.
     """
@@ -120,20 +120,21 @@ def host_bytes(
 ) -> HostBytes:
     """Return the bytes of host memory on ``node``.
 
-    - batch = ranks x copies x columns of all replicas / DP. This is an upper bound: the ranks of a replica share one
-      copy on a host where shared memory has room.
+    - batch = ranks x copies x columns of all replicas / DP. This is an upper bound: if the host's shared memory has
+      room, the ranks of a replica share one copy.
     - checkpoint: each rank copies its share of weights and optimizer state. An element takes 14 bytes (12 in float32,
-      less with bfloat16 moments), divided among its replicas; with adapters, only their elements count. The rank copies
-      into one pinned buffer, which torch's CachingHostAllocator rounds up to a power of two.
-    - sent: the share of an update that the node's senders send. This is an upper bound: as many of the node's ranks as
-      the run has senders are counted as senders.
+      less with bfloat16 moments), and the replicas of an element divide them among themselves. With adapters, only the
+      trained elements count. The rank copies into one pinned buffer. torch's CachingHostAllocator rounds the buffer up
+      to a power of two.
+    - sent: the share of an update that the node's senders send. This is an upper bound: all senders of the run are
+      assumed to be on this node, up to the number of its ranks.
 
     Args:
         facts: The run.
         columns: The columns of one rollout batch.
         node: The roles of the node's GPUs.
         capture: Bytes of R3's pinned buffer for each engine GPU, 0 without R3.
-        parked: Bytes of state that a rank keeps in host memory while a server has its GPU.
+        parked: Bytes of state that a rank keeps in host memory while a server uses the rank's GPU.
         update: Bytes of a whole weight update.
     """
     copies = COPIES + facts.schedule.staleness

@@ -13,8 +13,8 @@ from megatron_dppo.cluster.planner.trainer_state import StateBytes, state_bytes
 _COLUMN_PIECE = 64 * devices.MIB
 """``PIECE_BYTES`` of loop/exchange.py: ranks exchange columns over the GPUs in pieces of this size."""
 _FP8_COPIES = 2
-"""Bytes of the two FP8 copies of a weight's element: one copy is in the order of the rows, one in that of the columns.
-Their scales, 4 bytes for 128 x 128 elements, are not counted."""
+"""Bytes of the two FP8 copies of a weight's element: one copy is row-wise, the other column-wise. The copies' scales, 4
+bytes for 128 x 128 elements, are not counted."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class RankBytes:
         stage: the pipeline stage.
         state: weights, gradients and optimizer state.
         activations: activations and working memory.
-        update_buckets: buckets of a weight update, or pieces of exchanged columns, where these are larger.
+        update_buckets: the larger of the buckets of a weight update and the pieces of exchanged columns.
         communicators: NCCL's buffers.
         context: the process's CUDA context, kernels and libraries.
-        fragmentation: memory that the allocator loses.
-        quantised: FP8 copies of the layers' weights, which Transformer Engine keeps for the micro-batches of a step.
+        fragmentation: memory that the allocator loses to fragmentation.
+        quantised: FP8 copies of the layers' weights. Transformer Engine keeps them for all micro-batches of a step.
     """
 
     stage: int
@@ -74,7 +74,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     """Return the bytes on the GPU of each rank of ``stage``.
 
     A weight update holds three buckets: one that is gathered, one that is converted to the engine's layout, and one
-    that is sent. The exchange of columns between ranks holds two pieces, at another time.
+    that is sent. The exchange of columns between ranks holds two pieces. It never overlaps with a weight update.
     """
     activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
     quantised = 0

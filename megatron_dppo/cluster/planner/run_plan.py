@@ -38,12 +38,12 @@ class RunPlan:
         cluster: its machines.
         nodes: roles of each node's GPUs.
         ranks: memory of a trainer rank of each pipeline stage.
-        engine: memory of a server's GPU; None where the run starts no servers, or where they cannot hold the model.
+        engine: memory of a server's GPU; None if the run starts no servers, or if the servers cannot hold the model.
         shared: memory of a GPU on which trainer and server take turns, for each pipeline stage.
         hosts: host memory of each node.
         columns: bytes of a rollout batch's columns.
         traffic: weight update and checkpoint.
-        seconds: seconds of a step; None where the servers cannot hold the model.
+        seconds: seconds of a step; None if the servers cannot hold the model.
         misplaced: the reasons why the roles do not fit the nodes, one line for each fault.
         too_large: the memories that are exceeded, one line for each fault.
     """
@@ -73,14 +73,14 @@ class RunPlan:
 
     @property
     def gpu_hours(self) -> float:
-        """GPU hours of a step on all GPUs of the cluster; 0 where the time is unknown."""
+        """GPU hours of a step on all GPUs of the cluster; 0 if the time is unknown."""
         if self.seconds is None:
             return 0.0
         return self.seconds.total * self.cluster.gpus / 3600
 
     @property
     def gpu_idle(self) -> float:
-        """Share of the time in which the GPUs of trainer and servers wait; 0 without servers."""
+        """Share of their time that GPUs of trainer and servers wait; 0 without servers or if the time is unknown."""
         engine = self.facts.engine
         if self.seconds is None or not engine.servers:
             return 0.0
@@ -176,7 +176,7 @@ def _engine(
 ) -> tuple[server_memory.EngineBytes | None, list[str]]:
     """Return the memory of a server's GPU, and its faults.
 
-    The memory is None where the run starts no server, or where the server's layout cannot hold the model.
+    The memory is None if the run starts no server, or if the server's layout cannot hold the model.
     """
     engine = facts.engine
     shape = facts.trainer.shape
@@ -224,7 +224,7 @@ def _sharing_faults(
     engine: server_memory.EngineBytes | None,
     cluster: Cluster,
 ) -> Iterator[str]:
-    """Report servers that start on a rank's GPU (``sglang.base_gpu_id``) and do not fit in its memory with the rank."""
+    """Report that a server starts on a rank's GPU (``sglang.base_gpu_id``) and the GPU's memory cannot hold both."""
     first_device = facts.roles.first_device
     if engine is None or first_device is None or first_device >= facts.roles.ranks:
         return
@@ -253,8 +253,8 @@ def _host_faults(hosts: Sequence[host_memory.HostBytes], cluster: Cluster) -> It
 def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     """Check at the start that the run fits in the memory of ``machine``.
 
-    On GPUs, the whole plan is checked; GPUs of an unknown kind are not checked. Without GPUs, only state and weights
-    are, against the machine's memory.
+    With GPUs, the function checks every memory of the plan; it does not judge GPUs of an unknown kind. Without GPUs, it
+    only compares the ranks' state and the servers' weights with the machine's memory.
     """
     gpu = machine.gpus > 0
     try:

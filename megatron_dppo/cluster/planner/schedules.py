@@ -6,11 +6,11 @@ from megatron_dppo.model.layout import Layout
 
 
 def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
-    """Return the largest number of forward passes of a model chunk on ``stage`` whose backward pass has not run yet.
+    """Return the largest number of model chunks' forward passes on ``stage`` that wait for their backward pass.
 
-    The number is one more than the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py), which is
-    P - p - 1 for 1F1B and 2 (P - p - 1) + (v - 1) P for v interleaved chunks. All forward passes of a step are the
-    upper bound.
+    The number is the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py) + 1, at most all forward
+    passes of a step. On stage p of P, the warm-up is P - p - 1 for 1F1B, and 2 (P - p - 1) + (v - 1) P for v
+    interleaved chunks.
     """
     stages = layout.pipeline
     chunks = layout.chunks

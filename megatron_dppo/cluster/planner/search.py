@@ -32,8 +32,8 @@ _RECOMPUTE = ("none", "selective", "full")
 MOST_TENSOR = 8
 """The largest tensor-parallel size that the search tries, for trainer and servers."""
 LEAST_CONTEXT = 8192
-"""The smallest part of the longest sequence, in tokens, for which a context-parallel rank's attention takes longer than
-the exchange of keys and values. Assumption."""
+"""The fewest tokens of the longest sequence that a context-parallel rank gets in the search. Assumption: with fewer
+tokens, attention takes less time than the exchange of keys and values."""
 MOST_NODES = 16
 """The largest number of nodes that the search for a larger cluster tries."""
 FULLEST = 0.9
@@ -50,7 +50,7 @@ class Question:
         cluster: the cluster.
         mean_response, mean_prompt: assumed or measured tokens; None for the assumptions of ``facts_of``.
         storage: bytes/s of the shared file system.
-        other: a schedule that replaces the recipe's; None: the recipe's.
+        other: a schedule that replaces the recipe's schedule; None keeps the recipe's schedule.
     """
 
     config: TrainConfig
@@ -67,12 +67,15 @@ class Question:
         return self.other or schedule_of(self.config.rollout, self.config.engine)
 
     def layout_faults(self) -> list[str]:
-        """List the faults of the layout: by itself, for the model, and for the batch sizes. The checks read no file."""
+        """List the faults of the layout.
+
+        The sizes must fit each other, the model and the batch sizes. The checks read no file.
+        """
         config = self.config
         sizes = config.parallel.sizes
         faults = list(world_faults(sizes))
         if not faults:
-            # An invalid number of ranks has no number of replicas, by which the batch sizes are divided.
+            # The check divides batch sizes by the number of replicas, so it needs a valid number of ranks.
             per_step = config.training.prompts_per_mini_batch
             faults += batch_faults(config.rollout, per_step, config.parallel.data)
         faults += layout_faults(sizes, config.megatron, self.shape)
@@ -106,7 +109,7 @@ class Proposal:
     Attributes:
         changes: the differences from the recipe, as overrides for the command line.
         question: the recipe with the changes.
-        plan: its plan.
+        plan: the plan of ``question``.
     """
 
     changes: tuple[str, ...]
@@ -121,7 +124,7 @@ class Proposal:
 
 
 def schedules(question: Question) -> tuple[Schedule, ...]:
-    """Return the on-policy, stale and colocated schedules, and the recipe's schedule if it is none of these."""
+    """Return the on-policy, stale and colocated schedules, and the recipe's schedule if it differs from all three."""
     return tuple(dict.fromkeys((ON_POLICY, STALE, COLOCATED, question.schedule)))
 
 
@@ -151,7 +154,7 @@ def search(question: Question) -> list[Proposal]:
 
     - numbers of GPUs for trainer and servers, in steps of half a node;
     - tensor, pipeline, virtual pipeline and expert sizes;
-    - context sizes with which each rank has ``LEAST_CONTEXT`` tokens of the longest sequence;
+    - context sizes that leave each rank at least ``LEAST_CONTEXT`` tokens of the longest sequence;
     - the three recompute settings;
     - the servers' tensor sizes.
 
@@ -161,9 +164,9 @@ def search(question: Question) -> list[Proposal]:
 
 
 def least_nodes(question: Question) -> Cluster | None:
-    """Return the smallest cluster with more nodes on which some layout fits.
+    """Add nodes to the cluster until some layout fits, and return this cluster.
 
-    The result is None where no layout fits on up to ``MOST_NODES`` nodes.
+    The result is None if no layout fits on up to ``MOST_NODES`` nodes.
     """
     for nodes in range(question.cluster.nodes + 1, MOST_NODES + 1):
         larger_cluster = replace(question.cluster, nodes=nodes)
@@ -174,7 +177,7 @@ def least_nodes(question: Question) -> Cluster | None:
 
 
 def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
-    """Return the ``count`` proposals with the fewest changes to the recipe; of equally many changes, the fastest."""
+    """Return the ``count`` proposals with the fewest changes to the recipe. Among equals, the fastest come first."""
     return sorted(proposals, key=lambda p: (len(p.changes), p.seconds))[:count]
 
 
@@ -225,7 +228,7 @@ def _tensors() -> tuple[int, ...]:
 def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     """Yield (trainer ranks, servers, GPUs of a server) for the whole cluster.
 
-    Trainer and servers divide the GPUs in steps of half a node; where they are colocated, each uses all GPUs.
+    Trainer and servers divide the GPUs in steps of half a node. If they are colocated, both use all GPUs.
     """
     config = question.config
     cluster = question.cluster
@@ -267,11 +270,11 @@ def _changed(
 
 
 def _changes(question_before: Question, question_after: Question) -> Iterator[str]:
-    """Yield the overrides that turn the recipe of one question into that of the other."""
+    """Yield the overrides that turn the recipe of ``question_before`` into the recipe of ``question_after``."""
     new_config = question_after.config
     for section in ("parallel", "training", "optimizer", "engine"):
         new_section = getattr(new_config, section)
-        # Compare with a configuration that has the changes of all other sections: defaults may depend on them.
+        # Change only this section: a default may depend on values in other sections.
         old_section = getattr(question_before.config, section)
         base_config = new_config.model_copy(update={section: old_section})
         for key in type(new_section).model_fields:
@@ -298,7 +301,7 @@ def _engine_tensor(question: Question) -> int:
 
 
 def _effective(config: TrainConfig, section: str, key: str) -> Any:
-    """Return a key's value; for an empty key with a default that follows from other keys, this default."""
+    """Return a key's value, or for an empty key the default that follows from other keys."""
     match section, key:
         case "parallel", "expert_tensor":
             return config.parallel.sizes.expert_tensor_size

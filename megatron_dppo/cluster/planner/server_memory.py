@@ -22,7 +22,7 @@ _CHUNKED_PREFILL = 8192
 _STATE_SHARE = 0.9
 """SGLang's default of ``mamba_full_memory_ratio``: memory of recurrent states for each byte of the KV cache."""
 _STATES_PER_SEQUENCE = 5
-"""Recurrent states that SGLang keeps of a running sequence: three, and two snapshots for the prefix cache."""
+"""Recurrent states that SGLang keeps for a running sequence: three, and two snapshots for the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def _tensor_bytes(row: EngineRow, shape: ModelShape, ranks: int, quantized: bool
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
-    """Return the bytes of a token in the KV cache of one GPU, of the largest pipeline stage.
+    """Return the bytes of a token in the KV cache on one GPU of the largest pipeline stage.
 
     The formula is 2 x layers with attention x key-value heads of the rank (at least one) x head size x bytes of an
-    element (SGLang's ``MHATokenToKVPool``). With latent attention it is layers x (width of the latent + rotated part of
-    the key) x bytes of an element (``MLATokenToKVPool``).
+    element (SGLang's ``MHATokenToKVPool``). With latent attention, the formula is layers x (width of the latent +
+    rotated part of the key) x bytes of an element (``MLATokenToKVPool``).
     """
     layers = -(-shape.attention_layers // engine.pipeline)
     return layers * shape.cached_elements(engine.layout.attention_tensor) * engine.kv_bytes
@@ -102,8 +102,8 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
 def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
     """Return the bytes of one recurrent state of a sequence on one GPU (SGLang's ``MambaPool``).
 
-    In each layer with a delta net, the state has the fp32 matrices of the rank's heads, and the inputs of the
-    convolution from the last tokens, bf16.
+    In each layer with a delta net, the state has the matrices of the rank's heads, fp32, and the convolution's inputs
+    of the last tokens, bf16.
     """
     if shape.delta is None:
         return 0
@@ -116,9 +116,9 @@ def state_bytes(shape: ModelShape, engine: EngineFacts) -> int:
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
 
-    SGLang keeps free, in MiB: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP x PP + 2 x largest batch with a
-    CUDA graph, and on GPUs above 60 GiB at least 10 GiB. With n attention replicas it adds 3 x n x largest batch with a
-    CUDA graph, times 1.5 where that batch is above 300.
+    SGLang keeps this number of MiB free: 512 + 1.5 x chunked prefill (at least 2048) + 128 x TP x PP + 2 g, where g is
+    the largest batch with a CUDA graph. With n > 1 attention replicas, SGLang adds 3 n g if g is at most 300, and
+    1.5 x 3 n g otherwise. On GPUs above 60 GiB, SGLang keeps at least 10 GiB free.
     """
     memory_mib = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
@@ -153,10 +153,10 @@ def engine_bytes(
     """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 
     KV pool = fraction x memory that is free before the weights are loaded - weights; tokens = pool / bytes of a token.
-    Sequences at once = tokens / mean length, at most ``max_running_requests``, whose default is
-    clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``). With delta nets the pool is
-    divided between the KV cache and recurrent states, which limit the sequences too (``mem_cache/
-    kv_cache_configurator.py``). Each attention replica has a pool of its own, and its share of
+    Sequences at once = tokens / mean length, at most ``max_running_requests``. The default of ``max_running_requests``
+    is clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``). With delta nets, the pool is
+    divided between the KV cache and recurrent states, and the number of states also limits the sequences
+    (``mem_cache/kv_cache_configurator.py``). Each attention replica has its own pool, and its share of a configured
     ``max_running_requests``.
     """
     weights = weight_bytes(shape, engine.layout, quantized=engine.quantized) // engine.pipeline
@@ -189,7 +189,7 @@ def engine_bytes(
 
 
 def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
-    """Return the bytes of pinned host memory in which a server with R3 stores its routing capture.
+    """Return the bytes of pinned host memory for the routing capture of a server with R3.
 
     The buffer holds the experts of each token in the KV pool: int32 [tokens, layers, experts of a token]
     (``state_capturer/base.py``, ``BaseHostCache``).

@@ -38,17 +38,17 @@ DENSE_UTILISATION = 0.5
 """Share of a GPU's peak that the forward and backward passes of dense layers reach, without collectives. Set from
 published runs (docs/evidence/scale.md)."""
 MOE_UTILISATION = 0.13
-"""Share of a GPU's peak that these passes reach for models with fine-grained experts in RL. Tuned pretraining with
+"""Share of a GPU's peak that the passes of models with fine-grained experts reach in RL. Tuned pretraining with
 balanced experts reaches more than twice as much."""
 UNBALANCED = 1.1
-"""Time of the slowest replica / the replicas' mean in an optimiser step; sequences are distributed by predicted cost
-(data/balancing.py). Assumption."""
+"""Time of the slowest replica in an optimiser step / the replicas' mean. Assumption: sequences are distributed by
+predicted cost (data/balancing.py)."""
 OVERHEAD = 0.5
 """Seconds that an optimiser step adds to its passes: optimizer, reductions, launches. Assumption."""
 
 HOST_RATE = 200 * GB
-"""Bytes/s at which all ranks of a node together read and write its host memory. Assumption: half of two sockets' peak
-with eight channels of DDR5 each."""
+"""Bytes/s of the reads and writes of all ranks of a node in host memory together. Assumption: half of the peak of two
+sockets with eight channels of DDR5 each."""
 HOST_ADAM_BYTES = 40
 """Bytes that torch's fused Adam and the casts of gradient and weight read and write for an offloaded element."""
 
@@ -128,7 +128,7 @@ class StepSeconds:
     def total(self) -> float:
         """Seconds of a step: servers, then trainer, then the phases that all GPUs wait for.
 
-        Where training and generation overlap, the longer of the two replaces their sum.
+        If training and generation overlap, the longer of the two replaces their sum.
         """
         blocking = self.switch + self.update + self.checkpoint
         if self.schedule.overlaps:
@@ -139,13 +139,15 @@ class StepSeconds:
     def decoding(self) -> float:
         """Seconds of a step in which servers generate, or wait for the next batch while the last responses end.
 
-        Where a weight update interrupts responses, a batch begins with an update and must end before its training
+        If a weight update interrupts responses, a batch begins with an update. The batch must end before its training
         begins, e steps later (e: staleness). Let d be the seconds that this property returns, l the seconds of the
-        last response, and R the trainer's seconds that overlap with generation. The last prompts of the batch must
-        leave the queue by (e + 1) d - R - l, and the next batch begins at d. During the x = l + R - e d seconds
-        between these two times the servers drain. The running responses end at a constant rate, within the m seconds
-        of a mean response. The servers lose lost(x) = x^2 / 2m seconds where x <= m, and x - m / 2 otherwise. So
-        d = servers + lost(x), and d >= (l + R) / (e + 1), the bound where all responses of a batch run at once.
+        last response, R the trainer's seconds that overlap with generation, and m the seconds of a mean response.
+
+        The last prompts of the batch must leave the queue by (e + 1) d - R - l. The next batch begins at d. Between
+        these two times, for x = l + R - e d seconds, the servers drain: the running responses end at a constant rate,
+        all of them within m seconds. So the servers lose lost(x) = x^2 / 2m seconds if x <= m, and x - m / 2 seconds
+        otherwise. The result is d = servers + lost(x), but at least (l + R) / (e + 1): d reaches this bound if all
+        responses of a batch run at once.
         """
         servers = self.servers + self.evaluation
         if self.schedule.drains:
@@ -158,16 +160,16 @@ class StepSeconds:
         return max(servers + self._lost(servers, window), least_seconds)
 
     def _lost(self, servers: float, window: float) -> float:
-        """Return the seconds that the servers lose: y = lost(x), where x = ``window`` - e (``servers`` + y).
+        """Return the seconds that the servers lose: y = lost(x), with x = ``window`` - e (``servers`` + y).
 
-        e is the staleness, m the seconds of a mean response, and lost the function of ``decoding``.
+        The docstring of ``decoding`` defines e, m and lost(x).
         """
         m = self.mean_response
         e = self.schedule.staleness
         x_without_loss = window - e * servers
         if x_without_loss <= 0:
             return 0.0
-        # If x <= m: solve x^2 / 2m = y, where y = (x_without_loss - x) / e.
+        # If x <= m: solve x^2 / 2m = y, with y = (x_without_loss - x) / e.
         x = sqrt((m / e) ** 2 + 2 * m * x_without_loss / e) - m / e
         if x > m:
             # Solve x - m / 2 = y.
@@ -176,10 +178,10 @@ class StepSeconds:
 
     @property
     def idle(self) -> dict[str, float]:
-        """The share of a step in which GPUs wait, by role.
+        """The share of a step that GPUs wait, by role.
 
-        All GPUs work during a weight update. Servers count as waiting while only the last responses run, and shared
-        GPUs while they change between trainer and servers.
+        All GPUs work during a weight update. Servers count as waiting while only the last responses run. Shared GPUs
+        also count as waiting while they change between trainer and servers.
         """
         trainers = self.trainer + self.update + self.checkpoint
         servers = self.generation + self.evaluation
@@ -201,10 +203,10 @@ class StepSeconds:
 def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSeconds:
     """Return the seconds of each phase of a step.
 
-    training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) x stage + optimiser
-    steps x overhead. stage is the number of layers of the largest pipeline stage / the mean of all stages. A pass for
-    recomputed or reference log-probabilities costs its forward FLOPs. The seconds of a checkpoint, or of an evaluation,
-    are divided by the steps between two of them.
+    training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) x s + optimiser steps
+    x overhead, with s = layers of the largest pipeline stage / mean layers of a stage. A pass for recomputed or
+    reference log-probabilities costs its forward FLOPs. The seconds of a checkpoint are divided by the steps between
+    two checkpoints, and the seconds of an evaluation by the steps between two evaluations.
     """
     trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
@@ -241,8 +243,8 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
 def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds in which the hosts update offloaded state in an optimiser step; 0 without offloaded state.
 
-    The ranks of a node share the rate of its memory. Each rank first receives its fp32 gradients from its GPU, and at
-    the end sends the weights back; the formula has no overlap.
+    The ranks of a node share the rate of the node's memory. Each rank copies its fp32 gradients from its GPU before the
+    update, and its weights back after the update. The formula assumes that nothing overlaps.
     """
     layout = facts.trainer.layout
     stages = range(layout.pipeline)
@@ -257,8 +259,11 @@ def host_adam_seconds(facts: RunFacts, cluster: Cluster) -> float:
 class HeadFlops:
     """FLOPs of a token in the output layer, minus the FLOPs of an output layer that computes all tokens.
 
-    The difference is negative where the output layer skips the prompts. ``forward``: of a forward pass. ``training``:
-    of a forward and backward pass.
+    The difference is negative if the output layer skips the prompts.
+
+    Attributes:
+        forward: difference for a forward pass.
+        training: difference for a forward and a backward pass.
     """
 
     forward: float
@@ -269,9 +274,9 @@ def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
     """Return the output layer's FLOPs, averaged over the tokens of a sequence.
 
     The output layer computes only responses (``vocab_parallel/head.py``). One matrix product costs 2 x hidden x
-    vocabulary FLOPs a token. Training needs three products, or two where the layer is frozen. It needs one more for all
-    chunks of a micro-batch but the last, whose logits are computed again. Tokens without a gradient count like tokens
-    with one.
+    vocabulary FLOPs a token. Training needs three products, or two if the layer is frozen. Every chunk of a micro-batch
+    except the last needs one more product, because its logits are computed again. Tokens without a gradient count like
+    tokens with a gradient.
     """
     product_flops = 2.0 * trainer.shape.hidden_size * trainer.shape.vocab_size
     response_share = rollout.mean_response / rollout.mean_length
@@ -297,7 +302,7 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
 
 
 def _stage_layers(trainer: TrainerFacts) -> float:
-    """Return the layers of the largest pipeline stage, at least the mean of all stages."""
+    """Return the layers of the largest pipeline stage, but at least the mean of all stages."""
     num_layers = trainer.shape.num_layers
     layout = trainer.layout
     return max(layout.most_stage_layers(num_layers), num_layers / layout.pipeline)
@@ -312,18 +317,19 @@ def _utilisation(trainer: TrainerFacts) -> float:
 def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Return the seconds of the collectives in all passes of a step, without any overlap.
 
-    - Tensor parallelism: a layer's forward pass has 2 gathers and 2 scatters (or 2 all-reduces) of tokens x hidden, the
-      backward pass has the same, and full recomputation repeats the forward pass. (TP - 1) / TP of the bytes leave a
+    - Tensor parallelism: a layer's forward pass has 2 gathers and 2 scatters (or 2 all-reduces) of tokens x hidden. The
+      backward pass has as many, and full recomputation repeats the forward pass. (TP - 1) / TP of the bytes leave a
       rank.
-    - Context parallelism, in each layer: in a ring, each of C ranks sends its tokens' keys and values C - 1 times in a
-      forward pass, and these and their gradients in the backward pass. An all-to-all sends queries, keys, values and
-      outputs, or their gradients, of which (C - 1) / C leave a rank. Transformer Engine hides most of a ring behind
-      attention's arithmetic; the formula ignores that.
+    - Context parallelism with C ranks, in each layer. In a ring, each rank sends its tokens' keys and values C - 1
+      times in a forward pass; in the backward pass, it sends keys, values and their gradients C - 1 times. An
+      all-to-all sends queries, keys, values and outputs in a forward pass, and their gradients in the backward pass;
+      (C - 1) / C of the bytes leave a rank. Transformer Engine hides most of a ring behind attention's arithmetic; the
+      formula ignores that.
     - Expert parallelism: each pass sends the hidden state of each (token, expert) pair to the expert and back;
-      (EP - 1) / EP of them leave a rank.
+      (EP - 1) / EP of the bytes leave a rank.
     - Replicas and context-parallel ranks: an optimiser step reduces fp32 gradients and gathers weights once.
 
-    A group that spans nodes communicates at the network's rate, any other group at NVLink's.
+    A group that spans nodes communicates at the network's rate, and any other group at NVLink's rate.
     """
     trainer = facts.trainer
     layout = facts.trainer.layout
@@ -335,7 +341,7 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     sent_share = (layout.tensor - 1) / layout.tensor
     seconds = 4 * hidden_bytes * sent_share / _rate(cluster, layout.tensor)
     if layout.expert > 1:
-        # Tensor-parallel ranks divide the tokens; expert-tensor-parallel ranks all receive a token.
+        # Tensor-parallel ranks divide the tokens. All expert-tensor-parallel ranks of an expert receive its tokens.
         routed_bytes = (
             2 * hidden_bytes * shape.experts_per_token / layout.tensor * layout.expert_tensor
         )
@@ -384,7 +390,7 @@ def _rate(cluster: Cluster, ranks: int) -> float:
 def model_flops_utilisation(facts: RunFacts, seconds: StepSeconds, cluster: Cluster) -> float:
     """Return the trainer's MFU: FLOPs without recomputation / (peak of the trainer's GPUs x seconds of training).
 
-    The FLOPs are 6 x active parameters x tokens, plus those of attention.
+    The FLOPs are 6 x active parameters x tokens, plus attention's FLOPs.
     """
     shape = facts.trainer.shape
     rollout = facts.rollout

@@ -17,7 +17,7 @@ BUCKET_LATENCY = 0.02
 FIXED_UPDATE = 1.0
 """Seconds to drain, to compare canaries and to commit. Assumption."""
 STORAGE = 5 * GB
-"""Bytes/s at which all writers together write to a shared file system. Assumption; ``--storage-gbps`` replaces it."""
+"""Bytes/s that all writers of a shared file system reach together. Assumption; ``--storage-gbps`` replaces it."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Traffic:
 def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
     """Return the bytes and seconds of a weight update and of a checkpoint.
 
-    Weight update: each engine GPU receives all weights. The senders broadcast one after the other, so that seconds =
-    bytes / (a network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers
-    on the ranks' own GPUs, although they need no network. Before a sender broadcasts, it gathers the shards that it
-    does not hold, within its node where one rank of each node sends.
+    Weight update: each engine GPU receives all weights. Only one sender broadcasts at a time, so that seconds = bytes /
+    (a network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers on the
+    ranks' GPUs, although these servers need no network. Before a sender broadcasts, it gathers the shards that it does
+    not hold. If one rank of each node sends, it gathers them within its node.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.
 
     Checkpoint: bytes = elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments) or elements x (4 + 8) for
-    float32, less where moments are bfloat16, and seconds = bytes / the storage's rate. With adapters, only their
+    float32, less if moments are bfloat16, and seconds = bytes / the storage's rate. With adapters, only the trained
     elements count.
     """
     trainer = facts.trainer

@@ -18,14 +18,15 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 
 _PARAMETER_PAD, _BUCKET_PAD = 64, 128
-"""Elements to whose multiples Megatron-Core pads a parameter's start and a bucket's end."""
+"""Megatron-Core pads a parameter's start to a multiple of 64 elements, and a bucket's end to a multiple of 128."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes that stay allocated on one rank's device during the whole run, by ``TrainerPart``.
 
-    ``offloaded``: further bytes, of Adam's state in host memory. ``offloaded_elements``: elements whose state is there.
+    ``offloaded``: bytes of Adam's state in host memory. ``offloaded_elements``: number of elements whose Adam state is
+    in host memory.
     """
 
     weights: int
@@ -55,9 +56,9 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     - With the distributed optimizer, weights and gradients are stored in buffers: each parameter starts at a multiple
       of 64 elements, and the end is padded to a multiple of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
       ``_pad_end_of_bucket_if_needed``).
-    - With adapters, only the trained parameters have such buffers; the frozen weights stay in the tensors of the model.
-    - A reference policy copies the trained parameters (``ReferenceWeights``), but adapters only if they start from a
-      folder: otherwise the initial policy is the model without adapters.
+    - With adapters, only the trained parameters have buffers; the frozen weights stay in the tensors of the model.
+    - A reference policy copies the trained parameters (``ReferenceWeights``). It copies adapters only if they start
+      from a folder: otherwise the initial policy is the model without adapters.
     """
     parameters = rank_parameters(trainer.shape, trainer.layout, stage)
     frozen_elements = 0
@@ -99,8 +100,8 @@ class ParkedBytes:
 
     Attributes:
         device: bytes that parking frees on the GPU.
-        host: bytes of pinned host memory, which stays allocated after the first parking. Each part has its own buffer,
-            which torch's CachingHostAllocator rounds up to a power of two.
+        host: bytes of pinned host memory. The memory stays allocated after the first parking. Each part has a buffer,
+            and torch's CachingHostAllocator rounds each buffer up to a power of two.
     """
 
     device: int
@@ -119,7 +120,7 @@ def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PAR
 
 
 def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:
-    """Return the parameters and the number of replicas of each group that has parameters."""
+    """Return (parameters, number of replicas) of each group that has parameters."""
     dense_replicas = layout.data * layout.context
     groups = [(parameters.dense, dense_replicas), (parameters.experts, layout.expert_data)]
     return [(counts, replicas) for counts, replicas in groups if counts]
