@@ -34,7 +34,7 @@ def end_time(job: str) -> float | None:
 
 
 def addresses(names: Sequence[str]) -> list[str]:
-    """Return the address of each named node for the other nodes. Raises SlurmError for an unknown node."""
+    """Return the addresses at which other nodes reach the named nodes. Raises SlurmError for an unknown node."""
     resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
     other_nodes = [address for address in resolved if not address.startswith("127.")]
     node_addresses = []
@@ -58,7 +58,7 @@ def bad_nodes(names: Sequence[str]) -> dict[str, str]:
     """Return the nodes that Slurm can't use any more, with their state. Raises SlurmError."""
     states_of_bad_nodes = {}
     for name in names:
-        # A state has flags, such as IDLE+DRAIN.
+        # A state may have flags, as in IDLE+DRAIN.
         state = record("node", name).get("State", "UNKNOWN")
         if any(bad_state in state for bad_state in _BAD_STATES):
             states_of_bad_nodes[name] = state
@@ -70,11 +70,11 @@ def requeue(job: str) -> None:
 
 
 def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Exclude ``nodes`` from a waiting job, and from each group of a heterogeneous one. Raises SlurmError.
+    """Exclude ``nodes`` from a waiting job, and from each group of a heterogeneous job. Raises SlurmError.
 
     Nodes that are excluded already stay excluded.
     """
-    # scontrol shows each group of a heterogeneous job in a line of its own.
+    # scontrol shows one line for each group of a heterogeneous job.
     for group in map(fields, slurm("scontrol", "-o", "show", "job", job).splitlines()):
         if "JobId" not in group:
             continue
@@ -98,10 +98,10 @@ _CLIENT_VARIABLES = (
 
 
 def allocation_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables in ``environment`` that describe the allocation in which this process runs; none outside of
-    an allocation.
+    """Return the names of the variables that describe the allocation of this process; none outside of an allocation.
 
-    sbatch passes its variables to the new job, which would take these for a description of its own allocation.
+    sbatch passes its variables to the new job. The job would take these variables for a description of its own
+    allocation.
     """
     if "SLURM_JOB_ID" not in environment:
         return []

@@ -14,7 +14,7 @@ from megatron_dppo.launch.supervisor import Outcome
 CANCELLED_CODE = 143
 """Exit code of a batch process that received SIGTERM, as a shell reports it: 128 + 15."""
 _STOPPED_FOR_GOOD = {"asked": 0, "cancelled": CANCELLED_CODE}
-"""Exit codes by the reason of a stop after which the job does not start again."""
+"""Reasons of a stop after which the job does not start again, each with the exit code."""
 
 
 def count_fruitless_starts(attempts: Sequence[Attempt]) -> int:
@@ -61,14 +61,14 @@ def decide(
         finished: whether the run's folder says that the run has nothing left to do.
         cancelled: whether Slurm ended the job (scancel, or Slurm's own requeue). Slurm ends the steps at the same time,
             so the supervisor may see them end first, and report a failure.
-        fruitless_starts: number of starts in a row without a newer checkpoint, this one included.
+        fruitless_starts: number of starts in a row without a newer checkpoint, including this start.
         max_failures: number of fruitless starts after which the run is given up.
     """
     if finished:
         return Decision("done", "", 0, requeue=False)
     if outcome.ending in ("succeeded", "refused"):
         return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
-    # Check this before the failures: steps that Slurm ended along with the job look like failed ones.
+    # Check this before the failures: steps that Slurm ended along with the job look like failed steps.
     if cancelled:
         return Decision("cancelled", "", CANCELLED_CODE, requeue=False)
     if outcome.ending == "stopped" and outcome.detail in _STOPPED_FOR_GOOD:
@@ -79,7 +79,7 @@ def decide(
         reason, detail = outcome.detail, ""
     elif outcome.ending == "ended":
         detail = "the ranks ended without an error, and the run is not finished: a node was lost"
-    # Do not return 0 for a run that is not finished, whatever exit code its steps had.
+    # Do not return 0 for a run that is not finished, even if its steps returned 0.
     code = outcome.code or 1
     if fruitless_starts >= max_failures:
         end = f"gave up after {fruitless_starts} starts without a new checkpoint (max_failures)"

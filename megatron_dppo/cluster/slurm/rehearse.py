@@ -1,8 +1,9 @@
 """A rehearsal inside a Slurm job: the batch process of ``submit --rehearse``.
 
-It looks for the recipe's files on every node, has the first node make the tiny model and the rehearsal's configuration,
-and runs that configuration twice under the supervisor of this job: once until it is stopped, once until its end. The
-verdict is printed to the job's output, which a waiting ``submit`` shows on its terminal.
+The process looks for the recipe's files on every node. The first node makes the tiny model and the rehearsal's
+configuration. The process then runs this configuration twice under the supervisor of this job: once until it is stopped
+and once until its end. The verdict is printed to the job's output. A waiting ``submit`` shows the output on its
+terminal.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class _RehearsalSetup:
 
 
 def _supervised(recipe: Path, site: Path | None) -> RunForm:
-    """Return the form of the runs: each is supervised in this job. SIGUSR2 stops it, as ``slurm stop`` stops a run.
+    """Return the form of the runs. Each run is supervised in this job, and SIGUSR2 stops it, as ``slurm stop`` does.
 
-    The tiny recipes of the runs have other sizes, so the roles of the nodes are those of ``recipe``.
+    The nodes get the roles that ``recipe`` gives them, because the tiny recipes of the runs have other sizes.
     """
     flags = ["--once", f"--roles-of={recipe}"]
     if site is not None:

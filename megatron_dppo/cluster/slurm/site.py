@@ -24,24 +24,24 @@ _DEFAULT = Path("~/.config/megatron_dppo/site.yaml")
 
 
 class ContainerConfig(Section):
-    """The container in which the ranks and servers of a run start; the supervisor itself runs outside."""
+    """The container of a run's ranks and servers. The supervisor runs outside of it."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """``none``: no container. ``pyxis``: srun starts it, by the flags of this Slurm plugin. ``apptainer``: ``apptainer
-    exec`` precedes each command.
+    """``none``: no container. ``pyxis``: srun starts the container, by the flags of this Slurm plugin. ``apptainer``:
+    ``apptainer exec`` precedes each command.
     """
     image: str | None = None
     """Image of the ranks: a name or a file for pyxis, a file for apptainer."""
     server_image: str | None = None
     """Image of servers and router. Empty: ``image``."""
     python: str = "python3"
-    """Interpreter in the images, with this package's libraries; servers use ``engine.python`` where it is set."""
+    """Interpreter in the images, with this package's libraries. Servers use ``engine.python`` if this key is set."""
     mounts: list[str] = Field(default_factory=list)
     """Mounts, ``outside:inside`` each, or one path for both; the working directory is always mounted."""
 
     @property
     def interpreter(self) -> str:
-        """Python of the ranks, and of servers without one of their own."""
+        """Python of the ranks, and of the servers if ``engine.python`` is not set."""
         if self.kind == "none":
             return sys.executable
         return self.python
@@ -69,7 +69,7 @@ class ContainerConfig(Section):
 
         Args:
             folder: the working directory, outside and inside.
-            server: whether a step runs a server or the router, which have an image of their own.
+            server: whether a step runs a server or the router. These use ``server_image`` if it is set.
             flags: further flags of srun.
             prologue: shell lines that run before the command.
         """
@@ -130,10 +130,10 @@ class SiteConfig(Section):
     time: str | int | None = None
     """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
     gpus_per_node: int = Field(default=8, ge=0, le=1024)
-    """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
+    """GPUs of a node. 0: nodes without GPUs; each of ``processes_per_node`` processes then counts like a GPU."""
     gres: str | None = None
-    """``--gres`` in place of ``--gpus-per-node``, such as ``gpu:h100:8``, where a cluster requires that; its number
-    must be ``gpus_per_node``.
+    """``--gres``, for clusters that require it in place of ``--gpus-per-node``: for example ``gpu:h100:8``. Its number
+    of GPUs must be ``gpus_per_node``.
     """
     gpu: (
         Literal["a100", "h100", "h200", "b200", "a100-40gb", "h100-pcie", "h100-nvl", "h200-nvl"]
@@ -141,43 +141,46 @@ class SiteConfig(Section):
     ) = None
     """Kind of the GPUs; ``submit`` then plans the run's memory and refuses a run that does not fit."""
     host_memory_gib: int | None = Field(default=None, gt=0)
-    """Host memory of a node in GiB, for the memory plan. Empty: that of the vendor's own nodes with such GPUs."""
+    """Host memory of a node in GiB, for the memory plan. Empty: the memory of the vendor's nodes with these GPUs."""
     processes_per_node: int = Field(default=1, gt=0, le=1024)
     """Ranks and servers on a node without GPUs."""
     checkpoint_margin_s: int = Field(default=900, gt=0, le=65535)
-    """Seconds before the time limit at which the ranks are asked to end their step and save a checkpoint. Set it longer
-    than a step and a checkpoint take; ``sbatch --signal`` accepts no more than 65535.
+    """This many seconds before the time limit, the ranks are asked to end their step and save a checkpoint. Set it
+    longer than a step and a checkpoint take. ``sbatch --signal`` accepts at most 65535.
     """
     start_s: int = Field(default=900, gt=0)
-    """Seconds that a start and one step take at least. A time limit must leave them before ``checkpoint_margin_s``."""
+    """Seconds that a start and one step take at least. A time limit must be at least ``start_s`` +
+    ``checkpoint_margin_s``.
+    """
     preflight: bool = True
     """Check every node before a start (docs/preflight.md)."""
     preflight_skip: list[str] = Field(default_factory=list)
     """Names of the preflight's checks to skip."""
     spares_servers: bool = False
-    """Whether a node's death ends only the processes on this node: its servers then move to a spare node, or are given
-    up. Otherwise Slurm ends the whole job and starts it again.
+    """Whether a node's death ends only the processes on this node. The node's servers then move to a spare node, or are
+    given up. Otherwise Slurm ends the whole job and starts it again.
     """
     supervisor_patience_s: int = Field(default=180, gt=0)
-    """Seconds without a heartbeat of the supervisor after which its servers end and the job is requeued, if
-    ``spares_servers`` is set. Set it longer than the shared file system may hang.
+    """With ``spares_servers``: after this many seconds without a heartbeat of the supervisor, the servers end and the
+    job is requeued. Set it longer than the shared file system may hang.
     """
     max_failures: int = Field(default=3, gt=0)
-    """Number of starts in a row without a new checkpoint after which a run is given up."""
+    """A run is given up after this many starts in a row without a new checkpoint."""
     server_partition: str | None = None
-    """Partition of the servers' nodes. It makes the job a heterogeneous one: ranks and router on nodes of
-    ``partition``, servers on nodes of ``server_partition``; all nodes have equally many devices. Empty: one allocation.
+    """Partition of the servers' nodes. The job is then heterogeneous: ranks and router are on nodes of ``partition``,
+    servers on nodes of ``server_partition``. All nodes must have equally many devices. Empty: one allocation.
     """
     sbatch_flags: list[str] = Field(default_factory=list)
-    """Further flags of sbatch, such as ``--constraint=h100``."""
+    """Further flags of sbatch, for example ``--constraint=h100``."""
     srun_flags: list[str] = Field(default_factory=list)
     """Further flags of every srun."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every rank and server, such as NCCL_SOCKET_IFNAME."""
+    """Environment variables of every rank and server, for example NCCL_SOCKET_IFNAME."""
     prologue: str = ""
     """Shell lines before the Python of every rank, server and check, on each node: ``module load cuda``, exports.
-    bash runs them as a login shell; one that fails ends the step. With apptainer they run before the container
-    starts, with pyxis inside it. The supervisor has the environment in which ``submit`` was run.
+    bash runs the lines as a login shell, and a line that fails ends the step. With apptainer, the lines run before the
+    container starts; with pyxis, they run inside the container. The supervisor does not run them: it has the
+    environment of ``submit``.
     """
     container: ContainerConfig = ContainerConfig()
 
@@ -219,5 +222,5 @@ def site_path(given_path: str | None, environment: Mapping[str, str] = os.enviro
 
 
 def load_site(path: Path | None, overrides: Sequence[str] = ()) -> SiteConfig:
-    """Read a site file strictly; None: every default except for ``overrides``. Raises ConfigError."""
+    """Read a site file strictly. Without a path, only ``overrides`` differ from the defaults. Raises ConfigError."""
     return load_as(SiteConfig, path, overrides)

@@ -69,7 +69,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def directory_faults(directory: Path) -> Iterator[str]:
-    """Report a run's folder that can't be created or written, or where Slurm can't write output."""
+    """Report a run's folder that can't be created or written, or that Slurm can't write output to."""
     # In a file pattern of Slurm, a backslash disables all symbols, so that the job's id would be missing.
     if "\\" in str(directory):
         yield f"run.directory: {directory} has a backslash, expected a path without one"
@@ -83,9 +83,10 @@ class FlagForm:
 
     Attributes:
         key: key of the site file, or option of ``submit``, with the flags.
-        with_value: letters of the short options that have a value: the rest of their word, or else the next word.
-        refused: letters of the short options with which the program starts nothing, or returns only at the job's end.
-        alone: long options without a value; all others are written ``--name=value``.
+        with_value: letters of the short options with a value. The value is the rest of the word, or else the next word.
+        refused: letters of the short options that are refused: the program starts nothing, or returns only at the job's
+            end.
+        alone: long options without a value; all other long options are written ``--name=value``.
     """
 
     key: str
@@ -115,9 +116,10 @@ SRUN = FlagForm(
 
 
 def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
-    """Report words that are no option, or that lack their value.
+    """Report words that are not options, and options that lack their value.
 
-    Slurm would take such a word for the script or the command that follows the options, or the script for its value.
+    Slurm would take a word that is not an option for the script or the command that follows the options. It would take
+    the script for the value that an option lacks.
     """
     words = iter(flags)
     for word in words:
@@ -126,7 +128,7 @@ def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
 
 
 def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str | None:
-    """Return what is wrong with an option, or None; the value of a short option may be the word in ``following``."""
+    """Return what is wrong with an option, or None. A short option may take its value from ``following``."""
     if word.startswith("--") and len(word) > 2:
         if "=" in word or word[2:] in form.alone:
             return None
@@ -143,9 +145,9 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
 
 
 def partition_of(name: str | None) -> dict[str, str] | None:
-    """Return Slurm's fields of the partition ``name``; None: of the default partition.
+    """Return Slurm's fields of the partition ``name``, or of the default partition without a name.
 
-    Returns None where Slurm does not answer, or has no such partition: sbatch then reports it.
+    The result is None if Slurm does not answer, or if it does not have the partition: sbatch then reports the fault.
     """
     query = ["partition"]
     if name:
@@ -162,9 +164,9 @@ def partition_of(name: str | None) -> dict[str, str] | None:
 
 
 def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
-    """Report a time limit that Slurm can't read, that is above the partition's, or that is too short for a step.
+    """Report a time limit that Slurm can't read, that exceeds the partition's limit, or that is too short for a step.
 
-    A site file without a time limit gets the partition's.
+    Without a time limit in the site file, the job has the time limit of the partition.
     """
     limits = partition or {}
     max_time = limits.get("MaxTime", "UNLIMITED")
@@ -215,10 +217,10 @@ def environment_faults(
     flags: Sequence[str],
     environment: Mapping[str, str],
 ) -> Iterator[str]:
-    """Report variables of the steps on GPUs that the run can't work with.
+    """Report environment variables with which the run's steps on GPUs can't work.
 
-    The variables are the site file's and those of ``environment`` that sbatch passes on: all of them unless ``flags``
-    or a variable of sbatch decide otherwise.
+    The function checks the variables of the site file. It also checks ``environment``, because sbatch passes these
+    variables on, unless ``flags`` or SBATCH_EXPORT select the variables.
     """
     if not site.gpus_per_node:
         return
@@ -259,7 +261,7 @@ def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path])
 
 
 def _shell_faults(site: SiteConfig) -> Iterator[str]:
-    """Report a prologue that is no shell code, and a ``gres`` with another number of GPUs than the placement has."""
+    """Report a prologue that is not shell code, and a ``gres`` whose number of GPUs differs from ``gpus_per_node``."""
     if site.prologue:
         command = ["bash", "-n"]
         # With -n, bash parses the lines without running them.
@@ -277,7 +279,7 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
         return
     count = 0
     for entry in site.gres.split(","):
-        # An entry is name[:type][:count], such as gpu:h100:8(S:0-1), whose brackets name sockets.
+        # An entry is name[:type][:count], for example gpu:h100:8(S:0-1). The brackets name sockets.
         kind, *words = entry.split("(")[0].split(":")
         if kind == "gpu":
             has_number = bool(words) and words[-1].isdigit()
@@ -292,8 +294,8 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
 def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
     """Report values of the ``sglang:`` table that SGLang refuses, in the Python of the servers.
 
-    The result is empty where the run starts no server (``sections`` is None where it generates nothing), and where the
-    servers' Python can't run on this machine: the job's check on its first node then finds the faults.
+    The result is empty if the run starts no server. (``sections`` is None if the run generates nothing.) It is also
+    empty if the servers' Python can't run on this machine: the job's check on its first node then finds the faults.
     """
     if sections is None or not sections.engine.servers_to_start or not SGLANG.free(sections.sglang):
         return
@@ -323,8 +325,9 @@ def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iter
 def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     """Return a line about the planned memory, and reasons against the run.
 
-    The plan needs no weights: it needs the layout and a config.json, the checkpoint's or that of a known model with the
-    checkpoint's name. Nothing is planned where the site file does not name the GPUs, or the nodes have none.
+    The plan needs no weights, only the layout and a config.json: the checkpoint's file, or the file of a known model
+    with the checkpoint's name. Nothing is planned if the site file does not name the kind of GPU, or if the nodes have
+    no GPUs.
     """
     config = submission.config
     site = submission.site
@@ -376,11 +379,11 @@ class Submission:
     nodes: int
     placement: Placement
     rehearses: str = ""
-    """The recipe and its overrides as the user wrote them, where the job is a rehearsal."""
+    """The recipe and its overrides as the user wrote them, if the job is a rehearsal; otherwise empty."""
 
     @classmethod
     def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
-        """Place the run. ``nodes``: None for as many as the roles fill. Raises PlacementError."""
+        """Place the run on ``nodes`` nodes, or for None on as many as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
         roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
@@ -408,7 +411,7 @@ class Submission:
 
     @property
     def directory(self) -> Path:
-        """The run's folder; a rehearsal has one beside it."""
+        """The run's folder. The folder of a rehearsal is beside the folder of the recipe's run."""
         directory = Path(self.config.run.directory).resolve()
         if self.rehearses:
             return directory.with_name(f"{directory.name}-rehearsal")
@@ -417,7 +420,7 @@ class Submission:
     def command(self, extra: Sequence[str] = ()) -> list[str]:
         """Return the sbatch command line, with the further flags ``extra``.
 
-        Options precede the script: sbatch passes words after it to the script.
+        Options precede the script: sbatch passes the words after the script to the script.
         """
         site = self.site
         options = {
@@ -451,8 +454,9 @@ class Submission:
         return command
 
     def _second_group(self, node_counts: Sequence[int]) -> list[str]:
-        """Return the options of the servers' nodes in a heterogeneous job, for whose second group sbatch ignores the
-        options in the script.
+        """Return the options of the servers' nodes, the second group of a heterogeneous job.
+
+        sbatch ignores the options in the script for this group.
         """
         site = self.site
         options = {"account": site.account, "qos": site.qos, "time": site.time}
@@ -491,7 +495,7 @@ class Submission:
         for partition in partitions:
             time_limit_faults |= dict.fromkeys(time_faults(self.site, partition))
         yield from time_limit_faults
-        # A run without servers has one group, whatever ``server_partition`` is.
+        # A run without servers has one group, even if ``server_partition`` is set.
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
             yield from node_faults(nodes, partition)
         config = self.config
@@ -632,7 +636,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
 
 
 def _waiting_faults(directory: Path) -> Iterator[str]:
-    """Report a job that uses the run's directory already: the new one could only wait for its lease, and end."""
+    """Report a job that uses the run's directory already: a new job could only wait for the run's lease, and end."""
     job = job_state(directory, [])
     if job.state not in (None, UNKNOWN):
         yield (
@@ -648,13 +652,13 @@ def _checked(
 ) -> tuple[Submission | None, str, list[str]]:
     """Return the submission, a line about its memory, and every fault.
 
-    The submission is None where the roles do not fit on the nodes.
+    The submission is None if the roles do not fit on the nodes.
     """
     faults: list[str] = []
     submission, memory = None, "memory: not planned, as the roles have no place"
     rehearses = options.rehearse
     try:
-        # A rehearsal makes its own weights, so the checkpoint's need not be there.
+        # A rehearsal makes its own weights, so the checkpoint's weights need not exist.
         check_config(config, options.recipe, weights=not rehearses)
     except ConfigError as error:
         faults += error.faults
@@ -669,7 +673,7 @@ def _checked(
         faults += submission.faults(options.sbatch)
         faults += _waiting_faults(submission.directory)
         memory, memory_faults = memory_verdict(submission)
-        # The rehearsal's model is tiny: the memory of the recipe's does not matter.
+        # The rehearsal's model is tiny: the memory of the recipe's model does not matter.
         if not rehearses:
             faults += memory_faults
     faults += server_option_faults(ServerSections.of(config).where_generated, site)

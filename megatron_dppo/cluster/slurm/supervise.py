@@ -5,7 +5,7 @@ Its signals:
 - USR1: the time limit is near, by Slurm's clock; this process watches the limit by its own clock too. The run saves a
   checkpoint, and the job starts again.
 - USR2 (``megatron-dppo stop``): the run saves a checkpoint and ends.
-- TERM (scancel): as USR2, within the 30 s (KillWait) after which Slurm kills the job.
+- TERM (scancel): the run saves a checkpoint and ends. Slurm kills the job after 30 s (KillWait).
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ from megatron_dppo.system.secret_variables import (
 
 log = logging.getLogger(__name__)
 
-# Time before the limit to end the processes of a run that has not saved its checkpoint.
+# Time before the limit at which a run's processes are ended, even if the run has not saved its checkpoint.
 _END_S = 60.0
-# Period in which the time limit is read again.
+# Period after which the time limit is read again.
 _LIMIT_EVERY_S = 60.0
 
 
@@ -118,7 +118,7 @@ class Job:
         return cls(job, attempt, tuple(hosts), commands.end_time(job), gpus)
 
     def stops(self, margin_s: float) -> StopRequests:
-        """Return the stops that Slurm's signals request, or the clock ``margin_s`` seconds before the time limit."""
+        """Return the requests to stop: by Slurm's signals, and by the clock ``margin_s`` seconds before the limit."""
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
@@ -143,7 +143,7 @@ class Job:
 
 
 def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
-    """Return Slurm's list of the nodes of each group of a heterogeneous job; any other job has the one group None."""
+    """Return Slurm's node list for each group of a heterogeneous job. Any other job has one group, with key None."""
     group_count = int(environment.get("SLURM_HET_SIZE", "0"))
     if not group_count:
         return {None: environment["SLURM_JOB_NODELIST"]}
@@ -158,7 +158,7 @@ def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
 
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that Slurm can't use any more, with their state; none where Slurm does not answer."""
+    """Return the nodes that Slurm can't use any more, with their state; no nodes if Slurm does not answer."""
     try:
         return commands.bad_nodes(names)
     except SlurmError as error:
@@ -167,9 +167,9 @@ def bad_nodes(names: Sequence[str]) -> dict[str, str]:
 
 
 class Spares:
-    """Hosts without a role, which replace the hosts of servers whose node died.
+    """Hosts without a role. They replace hosts of servers whose node died.
 
-    All servers of a host move to one spare, which has as many devices as the host.
+    All servers of a host move to one spare. The spare has as many devices as the host.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Spares:
         self._states_of_bad_nodes = states_of_bad_nodes
 
     def host_now(self, host: Host) -> Host:
-        """Return the host on which a server of ``host`` restarts: ``host``, or the spare that replaces it."""
+        """Return the host on which a server of ``host`` restarts: ``host``, or the spare that replaces ``host``."""
         current_host = self._replacements.get(host, host)
         while True:
             name = current_host.name
@@ -201,7 +201,7 @@ class Spares:
 MODULE = "megatron_dppo.train"
 _POLL_S = 0.1
 _STEP_LIMIT_S = 900.0
-"""Longest time of a step before the run, such as the preflight."""
+"""Longest time of a step before the run, for example of the preflight."""
 
 
 class PreflightError(RunError):
@@ -210,7 +210,10 @@ class PreflightError(RunError):
 
 @dataclass(frozen=True)
 class Steps:
-    """Runs the Slurm steps that precede a run whose ``config.yaml`` is written. Any of ``stops`` ends a step early."""
+    """Runs the Slurm steps that precede a run. Any of ``stops`` ends a step early.
+
+    ``check`` and ``preflight`` read the run's ``config.yaml``, so that file must exist.
+    """
 
     directory: RunDirectory
     form: srun.StepForm
@@ -218,7 +221,7 @@ class Steps:
     stops: StopRequests
 
     def check(self, host: Host) -> Outcome | None:
-        """Run the check that needs the libraries on ``host``; return its refusal, or None."""
+        """Run on ``host`` the check that needs the libraries. Return None if it passes, else the run's outcome."""
         path = self.directory.path / "logs" / "check.out"
         command = [*rank_command(MODULE, self.directory, self.python), CHECK]
         code = self.run("check", command, [host], path, tolerant=False, needs_keys=True)
@@ -236,7 +239,7 @@ class Steps:
     def preflight(self, needs: Needs, job: Job, skipped: Sequence[str]) -> dict[str, str]:
         """Return the nodes that must be left out, each with the reason.
 
-        Raises LaunchError for a fault that no node causes: other nodes would have it too.
+        Raises LaunchError for a fault that no node causes: other nodes would have the same fault.
         """
         folder = self.directory.path / "preflight" / f"{job.id}-{job.attempt}"
         command = [self.python, "-m", "megatron_dppo.cluster.preflight", str(self.directory.config)]
@@ -320,7 +323,7 @@ class Steps:
 
 
 def _ports(placement: Placement) -> set[int]:
-    """Return the ports on which the run's processes listen; one that restarts listens on another port."""
+    """Return the ports on which the run's processes listen. A process that restarts listens on another port."""
     router = placement.router
     ports = [placement.master_port, *(server.port for server in placement.servers)]
     ports += [server.meeting_port for server in placement.servers]
@@ -337,10 +340,10 @@ class Start:
         config: the run's configuration.
         job: the Slurm job of this process.
         site: settings of the cluster.
-        directory: the run's folder, whose lease this process holds.
+        directory: the run's folder. This process holds the folder's lease.
         stops: requests to end the run.
-        roles_of: the configuration whose ranks and servers are placed; None: ``config``. A rehearsal's servers are
-            smaller than the recipe's servers, and take their places.
+        roles_of: the configuration whose ranks and servers are placed; None: ``config``. In a rehearsal, ``roles_of``
+            is the recipe: the rehearsal's smaller servers take the places of the recipe's servers.
     """
 
     config: TrainConfig
@@ -400,7 +403,7 @@ class Start:
         return replace(decision, exclude=tuple(excluded_nodes))
 
     def _outcome(self) -> Outcome:
-        """Place and check everything, then run; the outcome has the reason where nothing was started."""
+        """Place and check everything, then run. If nothing was started, the outcome has the reason."""
         if is_finished(self.config):
             return Outcome(0, "ended")
         first_port = srun.port_base(self.job.id)
@@ -501,13 +504,13 @@ class Start:
 
 
 def _lost_nodes(names: Sequence[str]) -> str | None:
-    """Return the nodes that Slurm can't use any more, in words; None without one."""
+    """Return the nodes that Slurm can't use any more, in words; None if there are none."""
     states = [f"node {name} is {state}" for name, state in bad_nodes(names).items()]
     return ", ".join(states) or None
 
 
 def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) -> Roles:
-    """Return the roles of ``recipe``; without GPUs each server is on one host of ``devices`` devices."""
+    """Return the roles of ``recipe``. Without GPUs, each server is on one host and has at most ``devices`` devices."""
     sections = ServerSections.of(recipe).where_generated
     roles = Roles.of(recipe.parallel.world_size, sections)
     if on_gpus:
@@ -518,8 +521,8 @@ def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) 
 def _place_again(roles: Roles, fit_nodes: Allocation, unfit_nodes: Mapping[str, str]) -> Placement:
     """Place the roles on the remaining nodes.
 
-    Raises PreflightError where they are too few, and LaunchError where the preflight leaves out all of several nodes:
-    then the run's own settings are at fault, and other nodes would not help.
+    Raises PreflightError if too few nodes remain. Raises LaunchError if there were several nodes and none remains: then
+    the run's own settings are at fault, and other nodes would not help.
     """
     reasons = "; ".join(f"{name}: {reason}" for name, reason in unfit_nodes.items())
     log.warning("preflight leaves out %s", reasons)
@@ -575,9 +578,9 @@ def supervise(
 
 
 def _requeue(job: Job, decision: Decision) -> int:
-    """Requeue the job where that was decided; return the exit code.
+    """Requeue the job if ``decision`` says so, and return the exit code.
 
-    Slurm accepts excluded nodes only for a job that waits again.
+    Nodes are excluded after the requeue: Slurm accepts excluded nodes only for a waiting job.
     """
     if not decision.requeue:
         return decision.code
@@ -588,7 +591,8 @@ def _requeue(job: Job, decision: Decision) -> int:
         return decision.code or 1
     if decision.exclude:
         _exclude(job, decision.exclude)
-    # A requeue also sends SIGTERM to this process. The caller's ``stops`` only note it: wait for it before they end.
+    # A requeue also sends SIGTERM to this process. While the caller listens with ``stops``, the signal is only noted:
+    # wait for the signal before the caller's ``stops`` end.
     time.sleep(_REQUEUE_SIGNAL_S)
     return 0
 
