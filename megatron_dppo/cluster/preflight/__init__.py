@@ -102,7 +102,7 @@ def _errors(name: str, entries: Mapping[str, Evidence]) -> Iterator[Finding]:
 
 
 def bad_hosts(findings: Sequence[Finding]) -> list[str]:
-    """Return the nodes with findings, which a run leaves out."""
+    """Return the nodes with findings. A run leaves these nodes out."""
     return sorted({finding.host for finding in findings} - {EVERYWHERE})
 
 

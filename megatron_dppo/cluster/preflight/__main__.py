@@ -2,8 +2,8 @@
 
 ``megatron-dppo preflight CONFIG.yaml [key.path=value ...]``.
 
-On one machine the command checks that machine and prints the result. As a Slurm step with one task on each node it
-writes the node's evidence, which the supervisor judges.
+On one machine, the command checks this machine and prints the result. In a Slurm step with one task on each node, each
+task writes its node's evidence, and the supervisor judges the evidence of all nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3
-"""Exit code where a node can't take part in the run."""
+"""Exit code if a node can't take part in the run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _judge_node_of_step(
     needs: Needs,
     folder: Path,
 ) -> int:
-    """Judge this node by its own evidence and that of the nodes that have finished."""
+    """Judge this node by its own evidence and by the evidence of the nodes that have finished."""
     earlier_evidence = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
     all_findings = judge({**earlier_evidence, host: evidence}, needs, [host])
     findings = [finding for finding in all_findings if finding.host == host]
@@ -96,7 +96,7 @@ def _default_gpus(device: str | None, ranks: int) -> int:
 
 
 def _folder(run: Path) -> Path:
-    """Return the folder of the evidence: in a job as the supervisor calls it, ``<job>-<attempt>``."""
+    """Return the folder of the evidence. In a job, its name is the supervisor's: ``<job>-<attempt>``."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return run / "preflight" / time.strftime("local-%Y%m%d-%H%M%S")

@@ -1,6 +1,6 @@
 """The check of an all-reduce among a node's GPUs and among all nodes: its sum and its bandwidth.
 
-Each node starts one ``all_reduce_process`` for each GPU; a node without GPUs starts one.
+Each node starts one ``all_reduce_process`` for each GPU. A node without GPUs starts one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEAST_SHARE = 0.5
 def collect_all_reduce(site: Site) -> dict[str, Any]:
     """Collect the interface that was used, and bandwidths in GB/s: among this node's GPUs, and among all nodes.
 
-    Where a process fails, the evidence has no bandwidths, but ``failed``: the last lines of the process that failed
+    If a process fails, the evidence has ``failed`` in place of bandwidths: the last lines of the process that failed
     first.
     """
     meeting = site.meeting
@@ -77,7 +77,7 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
 
 
 def _master(site: Site, first_host: str) -> dict[str, Any]:
-    """Return the address and port where rank 0 listens, which the first node writes."""
+    """Wait until the first node has written the address and port of rank 0, and return them."""
     deadline = time.monotonic() + site.meeting.timeout_s
     while time.monotonic() < deadline:
         masters = site.meeting.read(_MASTER)
@@ -127,7 +127,7 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a failed all-reduce, and nodes whose GPUs exchange far less than those of the median node."""
+    """Report a failed all-reduce, and nodes whose bandwidth among GPUs is far below the median of all nodes."""
     reasons = {host: entry["failed"] for host, entry in evidence.items() if "failed" in entry}
     is_everywhere = len(reasons) == len(evidence)
     for host, reason in reasons.items():

@@ -19,7 +19,7 @@ _ROUNDS = 5
 def exchange() -> None:
     """Measure the bandwidth among this node's processes and among all processes, and print both as a line of JSON.
 
-    Bandwidth is the bus bandwidth of a ring, ``2 (n - 1) / n * bytes / seconds``, which does not depend on the number
+    Bandwidth is the bus bandwidth of a ring, ``2 (n - 1) / n * bytes / seconds``. It does not depend on the number
     ``n`` of processes.
     """
     import torch
@@ -49,8 +49,9 @@ def exchange() -> None:
 
 
 def _bandwidth(group: object, size: int, device: torch.device, data_bytes: int) -> float:
-    """Measure the bus bandwidth in GB/s among the ``size`` processes of ``group``. Raises RuntimeError where the sum is
-    wrong.
+    """Measure the bus bandwidth in GB/s among the ``size`` processes of ``group``.
+
+    Raises RuntimeError if the sum is wrong.
     """
     import torch
     import torch.distributed as dist

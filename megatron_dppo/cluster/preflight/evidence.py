@@ -36,7 +36,7 @@ _GIB = 2**30
 _SHM_BYTES = _GIB // 4
 """Shared memory for rings and queues of NCCL, gloo and SGLang; a container's default of 64 MiB is too small."""
 _SPARE_BYTES = _GIB
-"""Free bytes of disk and memory that every run needs beyond the model's."""
+"""Free bytes of disk and memory that every run needs in addition to the model's bytes."""
 _DISTRIBUTION = "megatron-dppo"
 
 
@@ -46,7 +46,7 @@ class Needs:
 
     Attributes:
         gpus: number of GPUs; 0 for a run on CPUs.
-        run_directory: the run's folder, which all nodes share.
+        run_directory: the run's folder. All nodes share this folder.
         disk_bytes: free bytes in ``run_directory``.
         temporary_bytes: free bytes in the node's own folder for temporary files.
         shm_bytes: free bytes in ``/dev/shm``.
@@ -83,7 +83,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     if config.engine.servers_to_start and config.rollout.replay_from is None:
         pythons["engine"] = config.engine.python or sys.executable
         extras["engine"] = "gpu-engine"
-    # The strategy ``disk`` without a folder of its own writes each update to /dev/shm.
+    # Without ``weight_sync.directory``, the strategy ``disk`` writes each update to /dev/shm.
     shm_bytes = _SHM_BYTES
     if sync.strategy == "disk" and sync.directory is None:
         shm_bytes += update_bytes
@@ -107,7 +107,7 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
         shape = load_model_shape(folder)
         trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
     except ModelError:
-        # A model that can't be read is no node's fault; the check of the configuration refuses it.
+        # A model that can't be read is no node's fault. The check of the configuration refuses such a model.
         return 0, 0, 0
     weight_bytes = parameters(shape) * ITEM_BYTES[dtype]
     update_bytes = weight_bytes
@@ -129,7 +129,7 @@ def _pins(extra: str) -> tuple[str, ...]:
 
 
 Evidence = Mapping[str, Any]
-"""Values that one check collected on one node; or only ``error``, the reason why it could not collect them."""
+"""The values that one check collected on one node. If the check failed, there is only ``error``, the reason."""
 EVERYWHERE = "*"
 """Host of a finding that no single node causes, so that leaving out nodes would not help."""
 _POLL_S = 0.05
@@ -140,7 +140,7 @@ class EvidenceError(RunError, ValueError):
 
 
 class CheckError(RuntimeError):
-    """A node can't collect a check's values; the message, which says why, becomes the evidence's ``error``."""
+    """A node can't collect a check's values. The message gives the reason, and becomes the evidence's ``error``."""
 
 
 @dataclass(frozen=True, order=True)
@@ -161,7 +161,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Site:
-    """Context in which a check runs on a node.
+    """The context of a check on a node.
 
     Attributes:
         needs: requirements on the node.
@@ -285,9 +285,9 @@ def _amount(value: int, unit: str) -> str:
 
 
 def outlier_findings(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each host whose value differs from the most frequent one.
+    """Yield a finding for each host whose value differs from the most frequent value.
 
-    Of equally frequent values, the value of the first host by name is expected.
+    If several values are equally frequent, the expected value is the first of them in the order of host names.
     """
     if not values:
         return
@@ -302,7 +302,7 @@ def outlier_findings(subject: str, values: Mapping[str, Any]) -> Iterator[Findin
 def culprits(broken: set[frozenset[str]]) -> Iterator[tuple[str, int]]:
     """Yield nodes that explain all broken pairs, each with the number of further pairs that it explains.
 
-    The choice is greedy: the next node is the one in most of the pairs that are left.
+    The choice is greedy: each next node is the node with the most remaining pairs.
     """
     unexplained_pairs = set(broken)
     while unexplained_pairs:

@@ -29,14 +29,14 @@ _FIELDS = {
 }
 _SMI_S = 30.0
 _MOST_USED_MIB = 1024
-"""Most memory in use on an idle GPU, in MiB; only the driver uses it there."""
+"""Most memory in use on an idle GPU, in MiB. Only the driver uses memory of an idle GPU."""
 
 
 def gpus_here() -> dict[str, Any]:
-    """Return the machine's GPUs, from ``nvidia-smi``; from /proc, only names and driver, if it is not installed.
+    """Return the machine's GPUs from ``nvidia-smi``. If it is not installed, return names and driver from /proc.
 
     ``gpus`` has one entry for each GPU, and ``source`` is the program or the folder that was read. Raises CheckError
-    where ``nvidia-smi`` fails.
+    if ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -61,9 +61,9 @@ _CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the cuDNN library that Transformer Engine will load; None without one.
 
-    The search is that of ``transformer_engine.common._load_cuda_library``: the variables' folders, ``/usr/local/cuda``,
-    then the loader's own paths. A rank of the trainer sets CUDNN_HOME to the wheel's folder if neither CUDNN_HOME nor
-    CUDNN_PATH is set.
+    The function searches like ``transformer_engine.common._load_cuda_library``: first the variables' folders, then
+    ``/usr/local/cuda``, then the loader's own paths. If CUDNN_HOME and CUDNN_PATH are not set, a rank of the trainer
+    sets CUDNN_HOME to the wheel's folder, so that this folder comes first.
     """
     homes = [environment.get(name) for name in _CUDNN_VARIABLES]
     if not environment.get("CUDNN_HOME") and not environment.get("CUDNN_PATH"):
@@ -89,8 +89,9 @@ def cudnn_version(path: str) -> str:
 
 
 def cudnn() -> dict[str, str | None]:
-    """Return ``library``, the cuDNN that Transformer Engine will load; its ``version``; and ``wheel``, the version of
-    the wheel, whose library torch loads.
+    """Return ``library``, the path of the cuDNN that Transformer Engine will load, its ``version``, and ``wheel``.
+
+    ``wheel`` is the version of the cuDNN wheel. torch loads the library of this wheel.
     """
     library = cudnn_library()
     library_version = None if library is None else cudnn_version(library)

@@ -1,6 +1,7 @@
-"""Checks of a node by itself, without its GPUs: host name, memory, disk, open files, ports, and Python environments.
+"""Checks of a single node except for its GPUs: host name, memory, disk, open files, ports, and Python environments.
 
-Packages and NCCL in the environments of trainer and engine must have the pinned versions, on all nodes alike.
+In the environments of trainer and engine, packages must have the pinned versions. Packages and NCCL must have the same
+versions on all nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def collect_host(site: Site) -> dict[str, Any]:
 
 
 def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a host name that does not resolve, or only to a loopback address, unless there is only one node."""
+    """Report a host name that resolves to no address or only to loopback, unless there is only one node."""
     if len(evidence) < 2:
         return
     for host, entry in evidence.items():
@@ -69,7 +70,7 @@ def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
 
 
 def collect_memory(site: Site) -> dict[str, Any]:
-    """Collect the bytes of total and available memory, and of free shared memory, which is in ``/dev/shm``."""
+    """Collect the bytes of total memory, of available memory, and of free shared memory (``/dev/shm``)."""
     memory = psutil.virtual_memory()
     shm_free = shutil.disk_usage("/dev/shm").free
     return {"total": memory.total, "available": memory.available, "shm_free": shm_free}
@@ -114,7 +115,7 @@ def collect_open_files(site: Site) -> dict[str, Any]:
 
 
 def judge_open_files(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a soft limit that is too low, whatever the hard limit is: a run does not raise its limits."""
+    """Report a soft limit that is too low. The hard limit does not matter: a run does not raise its soft limit."""
     soft = _by_host(evidence, "soft")
     yield from too_little("open files (ulimit -n)", soft, needs.open_files, "files")
 
@@ -152,7 +153,7 @@ _TIMEOUT_S = 60.0
 
 
 def collect_pythons(site: Site) -> dict[str, Any]:
-    """Collect, for trainer and engine, the versions in its Python environment (``inspection.py``)."""
+    """Collect the versions in the Python environments of trainer and engine (``inspection.py``)."""
     packages = {"torch"}
     for pins in site.needs.requirements.values():
         packages |= {Requirement(pin).name for pin in pins}
@@ -165,10 +166,10 @@ def collect_pythons(site: Site) -> dict[str, Any]:
 
 
 def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what ``inspection.py`` prints in the interpreter ``python``. Raises CheckError where it fails."""
+    """Return what ``inspection.py`` prints in the interpreter ``python``. Raises CheckError if the program fails."""
     command = [python, str(_INSPECTION), *packages]
     environment = dict(os.environ)
-    # Ranks and servers run with this CUDA_HOME, which selects the library of cuDNN.
+    # Use the CUDA_HOME of ranks and servers: the variable selects the library of cuDNN.
     if (home := toolkit_home(environment)) is not None:
         environment["CUDA_HOME"] = str(home)
     try:
@@ -193,7 +194,7 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
     """Report packages without their pinned version, packages and kernels that differ between nodes, and NCCL libraries
     that differ between nodes or between trainer and engine.
 
-    On GPUs, also report missing tools of Triton, and a library of cuDNN that torch does not load.
+    On GPUs, also report missing tools of Triton, and a cuDNN for Transformer Engine that is not torch's version.
     """
     for role, pins in needs.requirements.items():
         packages = {host: roles[role]["packages"] for host, roles in evidence.items()}
@@ -236,7 +237,7 @@ def _judge_triton_tools(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
 
 
 def _judge_cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
-    """Report nodes where Transformer Engine would load another cuDNN than torch: the first attention would fail."""
+    """Report nodes on which Transformer Engine would load another cuDNN than torch: the first attention would fail."""
     for host, roles in evidence.items():
         cudnn = roles["trainer"].get("cudnn", {})
         version = cudnn.get("version")

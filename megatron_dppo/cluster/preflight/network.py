@@ -92,8 +92,9 @@ def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 
 
 def reachable_interface(evidence: Mapping[str, Evidence], host: str) -> str | None:
-    """Return the interface of ``host`` that most other nodes reach; where no other node does, its first interface, or
-    None.
+    """Return the interface of ``host`` that most other nodes reach.
+
+    If no other node reaches ``host``, the result is the first interface of ``host``, or None without interfaces.
     """
     counts: Counter[str] = Counter()
     for entry in evidence.values():

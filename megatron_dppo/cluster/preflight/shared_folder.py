@@ -22,13 +22,15 @@ _POLL_S = 0.05
 
 
 def collect_shared_folder(site: Site) -> dict[str, Any]:
-    """Collect ``seen``, the nodes whose file this node saw; ``replaced``, the nodes whose file it saw replaced, after
-    ``replaced_after_s``; and ``won``, whether this node won the exclusive creation of a file.
+    """Collect which files of other nodes this node sees.
+
+    ``seen``: nodes whose file this node saw. ``replaced``: nodes whose new file this node saw. ``replaced_after_s``:
+    seconds that it waited for the new files. ``won``: whether this node won the exclusive creation of a file.
     """
     meeting = site.meeting
     has_won = meeting.is_first(_CONTEST)
     meeting.write(_CANARY, _canary(meeting.host, "old"))
-    # Read the files before they are replaced: this node may cache the old contents, which the check must find out.
+    # Read the files before they are replaced: the check must find out whether this node's cache keeps the old contents.
     seen_hosts = sorted(meeting.wait_for_all(_CANARY))
     meeting.write(_CANARY, _canary(meeting.host, "new"))
     meeting.write(_REPLACED, {})
@@ -54,8 +56,9 @@ def _canary(host: str, age: str) -> dict[str, str]:
 
 
 def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report nodes that explain all files that a node did not see replaced, and an exclusive creation without exactly
-    one winner.
+    """Report nodes that do not see each other's new files, and an exclusive creation without exactly one winner.
+
+    In a faulty pair, one node did not see the other's new file. ``culprits`` selects the nodes that explain all pairs.
     """
     missed_pairs: set[frozenset[str]] = set()
     for host, entry in evidence.items():

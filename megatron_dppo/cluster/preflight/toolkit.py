@@ -30,8 +30,8 @@ from megatron_dppo.system import toolkit as cuda_toolkit
 _COMPILE_S = 120.0
 
 
-# The first header rejects an nvcc of another version than the toolkit's headers, as with the wheels of nvcc 13.5 and of
-# headers 13.0.
+# The first header rejects an nvcc whose version differs from the version of the toolkit's headers, for example the
+# wheel of nvcc 13.5 with the wheels of headers 13.0.
 _KERNEL = """\
 #include <cuda/std/version>
 #include <cuda_bf16.h>
@@ -41,7 +41,7 @@ extern "C" int launch(float* x) { rounded<<<1, 1>>>(x); return cudaGetLastError(
 
 
 def collect_toolkit(site: Site) -> dict[str, Any]:
-    """Collect the result of :func:`toolkit_here` where a server of the run is on GPUs."""
+    """Collect the result of :func:`toolkit_here` if a server of the run uses GPUs."""
     python = site.needs.pythons.get("engine")
     if not site.needs.gpus or python is None:
         return {"skipped": "no server of this run compiles for a GPU"}
@@ -58,7 +58,7 @@ def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
 
     Returns:
         ``home`` and ``version`` of the toolkit, ``ninja``'s path, the ``driver``'s version, ``cuda`` (``torch_cuda``),
-        and ``failed``, the first error of the compilation; each is None where there is none.
+        and ``failed``, the first error of the compilation. A value is None if this machine does not have it.
     """
     path = cuda_toolkit.tool_path(os.environ, python)
     home = cuda_toolkit.toolkit_home(os.environ)
@@ -106,16 +106,14 @@ def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
 
 
 def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a driver or a toolkit of another version than torch was built for, a failed compilation, and missing
-    ninja.
-    """
+    """Report a driver or toolkit that does not fit torch's CUDA version, a failed compilation, and missing ninja."""
     for host, entry in evidence.items():
         if "skipped" not in entry:
             yield from toolkit_findings(host, entry)
 
 
 def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
-    """Yield the findings about one machine's entry, which ``toolkit_here`` made."""
+    """Yield the findings about ``entry``, the result of ``toolkit_here`` on one machine."""
     driver, torch_cuda = entry["driver"], entry["cuda"]
     major = torch_cuda.partition(".")[0] if torch_cuda else None
     oldest_driver = None
