@@ -543,7 +543,7 @@ def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
-    """Return SGLang's faults of options that the rehearsal drops for its CPU server; the run checks kept options."""
+    """Return SGLang's faults of options that the rehearsal drops for its CPU server. The run checks kept options."""
     unchecked_keys = {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.ENGINE_SIZES}
     table = {key: value for key, value in config.sglang.items() if key not in unchecked_keys}
     if not forwarded.SGLANG.free(table):
@@ -572,11 +572,11 @@ def _short(value: Any) -> str:
 
 
 _REWARDS_OF_SUMS = ("math_verify", "exact_integer")
-"""Rewards that score toy problems, which are sums."""
+"""Rewards that score toy problems. The toy problems are sums."""
 
 
 def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
-    """Whether the recipe's rewards can score toy problems: a reward may need columns that only its own data has."""
+    """Whether the recipe's rewards can score toy problems: some need columns that only the recipe's data has."""
     from megatron_dppo.data.problems import ProblemSet
     from megatron_dppo.data.trajectory import Problem
     from megatron_dppo.rewards.trial import reward_faults
@@ -594,7 +594,7 @@ def _unreachable(faults: Sequence[str]) -> dict[str, str]:
     """Return the keys of option tables whose service does not answer, each with the reason."""
     reasons = {}
     for fault in faults:
-        # A fault begins with a key of the table, such as ``reward.options.url``.
+        # A fault begins with a key of the table, for example ``reward.options.url``.
         key, _, reason = fault.partition(": ")
         table = key
         if "options" in key:
@@ -608,9 +608,9 @@ def _first_phases(step: int) -> str:
 
 
 def _resumed_phases(last: int) -> attempts.PhaseOf:
-    """Return the function that names the phases of the second run, which ends after step ``last``.
+    """Return the function that names the phases of the second run. The second run ends after step ``last``.
 
-    The run's records begin with those of the first run, so the step does not change until the run has resumed.
+    Both runs have one file of records, so the last recorded step does not change until the second run has resumed.
     """
     first_step: int | None = None
 

@@ -50,7 +50,7 @@ _KEYS_OF_ERRORS = {
 
 
 def key_of(text: str) -> str | None:
-    """Return the recipe's key that an error names, else the key for its class; None where neither is known."""
+    """Return the recipe's key that an error names, or else the key for the error's class; None if there is neither."""
     # Search from the end: the last error is the cause.
     for line in reversed(text.splitlines()):
         if match := _KEY.search(line):
@@ -154,7 +154,7 @@ class RunForm:
     Attributes:
         command: the command line before the path of the configuration.
         stop_signal: the signal that makes the run end its step and save a checkpoint.
-        environment: environment variables in addition to this process's.
+        environment: environment variables in addition to the variables of this process.
         fork_servers: fork servers that have imported the libraries for all runs.
     """
 
@@ -235,7 +235,7 @@ def run_attempt(
 
 
 def _text_from(path: Path, position: int) -> str:
-    """Return the text of a log from ``position`` on; empty where there is no log."""
+    """Return the text of a log from ``position`` on; empty if there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(position)
@@ -245,7 +245,7 @@ def _text_from(path: Path, position: int) -> str:
 
 
 def was_interrupted(attempt: RehearsalRun) -> bool:
-    """Whether the user ended the attempt, not the rehearsal."""
+    """Whether the user, and not the rehearsal, ended the attempt."""
     return attempt.code in INTERRUPTED and not attempt.was_stopped
 
 

@@ -79,7 +79,7 @@ def findings(
 
 
 def _environment_row(name: str, faults: Sequence[Mapping[str, Any]]) -> VerdictRow:
-    """Report faults of the environment. A real run replaces the episodes; in a rehearsal, a fault is a finding."""
+    """Report faults of the environment. A real run replaces faulty episodes; in a rehearsal, a fault is a finding."""
     measured = "; ".join(f"{fault['count']} x {fault['reason']}" for fault in faults) or "none"
     return VerdictRow(f"faults of environment.name {name}", measured, "none", not faults)
 

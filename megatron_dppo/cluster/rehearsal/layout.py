@@ -1,4 +1,4 @@
-"""The layout of a rehearsal: the recipe's with fewer layers, or one of the same kind on fewer ranks."""
+"""The layout of a rehearsal: the recipe's layout with fewer layers, or a layout of the same kind on fewer ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dppo.model.layout import LayoutSizes, size_faults
 def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:
     """Return the tiny model's layers in the first and the last stage, by the key of ``parallel``.
 
-    Where the recipe sets a number, the stage has one layer in each model chunk.
+    If the recipe sets a number for a stage, the stage has one layer in each model chunk.
     """
     layers_of_stage = {
         "first_stage_layers": parallel.first_stage_layers,

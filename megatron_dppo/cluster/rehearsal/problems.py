@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HELD_OUT = 2
 """Problems of each evaluation set."""
 _FIRST_ROWS = 512
-"""Number of rows at a file's beginning from which the shortest prompts are selected."""
+"""Number of rows at a file's beginning. The shortest prompts are selected among these rows."""
 _ANY_LENGTH = 1 << 20
 """Limit of a prompt's tokens that no prompt reaches."""
 _TERMS = 100
@@ -71,8 +71,8 @@ def make_problems(
 ) -> Problems:
     """Write ``count`` training problems of each file, and a few of each evaluation set, into ``folder``.
 
-    Every row of a recipe's file is read and checked. Raises DataError, which begins with the key of the recipe, for a
-    row that is no problem, and for a prompt that the template or the tokenizer does not accept.
+    Every row of a recipe's file is read and checked. Raises DataError for a row that is no problem, and for a prompt
+    that the template or the tokenizer does not accept. The error's message begins with the recipe's key.
     """
     folder.mkdir(parents=True, exist_ok=True)
     form = PromptForm(
@@ -140,7 +140,7 @@ def _longest_prompt(
     tokenizer: PreTrainedTokenizerBase,
     form: PromptForm,
 ) -> int:
-    """Return the tokens of the longest prompt in the written file. Raises DataError, which begins with ``key``."""
+    """Return the tokens of the longest prompt in the written file. Raises DataError that begins with ``key``."""
     try:
         problems = load_problems(
             path,

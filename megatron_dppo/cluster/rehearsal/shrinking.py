@@ -1,4 +1,4 @@
-"""The configuration of a rehearsal: the recipe's with changed keys, and the parts of the recipe that it leaves out."""
+"""The configuration of a rehearsal, made from the recipe by changed keys; and the recipe's parts that it leaves out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEARNING_RATE = 1e-4
 random.
 """
 _ANY_PROCESSES = 1024
-"""Value of ``run.processes_per_core`` with which no number of processes is refused."""
+"""Value of ``run.processes_per_core`` that accepts any number of processes."""
 # Least time limits. They are long, because many ranks share few cores.
 _WAIT_S = 3600.0
 """Limit of collectives, starts of servers and weight updates."""
@@ -69,7 +69,7 @@ KEPT_ENGINE_OPTIONS = frozenset(
         "watchdog_timeout",
     )
 )
-"""Options of SGLang that mean on a CPU what they mean on a GPU. A rehearsal on CPUs leaves out all other options."""
+"""Options of SGLang that have the same meaning on CPU and GPU. A rehearsal on CPUs leaves out all other options."""
 DROPPED_MEGATRON_OPTIONS = frozenset(
     (
         "fp8",
@@ -109,11 +109,11 @@ class Stage:
         model: the tiny model's folder.
         train, evaluation: files of problems.
         longest_prompt: tokens of the longest prompt.
-        has_own_tokenizer: whether the tokenizer is the recipe's.
+        has_own_tokenizer: whether the tokenizer is the recipe's own.
         servers: number of servers to start.
         unreachable: keys of tables whose service does not answer, each with the reason.
         scores_toys: whether the recipe's reward scores the toy problems that replace its data.
-        nodes: devices of a cluster's nodes on which the rehearsal runs; None: it runs on this machine's CPUs.
+        nodes: kind of the nodes' devices if the rehearsal runs on a cluster; None: it runs on this machine's CPUs.
     """
 
     directory: Path
@@ -148,7 +148,7 @@ def changed_values(
     config: TrainConfig,
     rehearsal_config: TrainConfig,
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, each with the recipe's value and the rehearsal's."""
+    """Return the keys whose values differ, each with the recipe's value and the rehearsal's value."""
     recipe_tables = config.model_dump()
     changes = {}
     for section, table in rehearsal_config.model_dump().items():
@@ -170,13 +170,16 @@ def longest_sequence(environment: EnvironmentConfig, longest_prompt: int) -> int
 
 
 def problems_needed(config: TrainConfig, parallel: ParallelConfig) -> int:
-    """Return twice the number of training problems of all steps: filters may drop some, and staleness draws ahead."""
+    """Return twice the number of training problems of all steps.
+
+    More problems are needed than the steps train on: filters may drop some, and with staleness some are drawn ahead.
+    """
     _, prompts_per_step = _prompts(config, parallel)
     return 2 * STEPS * prompts_per_step
 
 
 def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> TrainConfig:
-    """Return the rehearsal's configuration: ``config`` with the fewest changes with which it runs on CPUs in minutes.
+    """Return the rehearsal's configuration: ``config`` with as few changes as a run of minutes on CPUs needs.
 
     Args:
         config: the recipe, with the user's overrides.
@@ -197,7 +200,7 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
 
 
 def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dict[str, Any]:
-    """Return the changed keys by section, except those of data, reward and the libraries' tables."""
+    """Return the changed keys by section, without the sections data and reward and the libraries' tables."""
     prompts_per_mini_batch, prompts_per_step = _prompts(config, parallel)
     environment = EnvironmentConfig()
     max_response_tokens = RESPONSE_TOKENS
@@ -301,7 +304,10 @@ def _prompts(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
-    """Return the changed keys of ``data``: the paths of the rehearsal's problems, under the recipe's other settings."""
+    """Return the changed keys of ``data``: the paths of the rehearsal's problems, and its limit of a prompt's tokens.
+
+    Each file keeps the recipe's other settings.
+    """
     train: Any
     if isinstance(config.data.train, str):
         train = stage.train[0]
@@ -407,10 +413,10 @@ def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
 
 
 def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
-    """Return the options of each table that choose GPU kernels or GPU memory; none where the rehearsal has GPUs."""
+    """Return the options of each table that choose GPU kernels or GPU memory; none if the rehearsal has GPUs."""
     if stage.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
-    # The sizes of a server are no GPU options: ``shrink`` drops them, and ``omissions`` reports ``tp_size`` by itself.
+    # Leave out the sizes of a server: ``shrink`` drops them, and ``omissions`` reports ``tp_size`` in an extra entry.
     unlisted_keys = {*KEPT_ENGINE_OPTIONS, *ENGINE_SIZES}
     return {
         "sglang": [key for key in config.sglang if key not in unlisted_keys],
@@ -420,8 +426,9 @@ def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
 
 
 def _dropped_adam_options(optimizer: Mapping[str, Any]) -> list[str]:
-    """Return the options that only Transformer Engine's Adam has. An offloaded optimizer, which runs on the CPU, keeps
-    its options.
+    """Return the options that only Transformer Engine's Adam has; none for an offloaded optimizer.
+
+    An offloaded optimizer runs on the CPU, so it keeps its options.
     """
     if optimizer.get(OFFLOAD):
         return []

@@ -18,7 +18,7 @@ from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
 
 KNOWN_MODELS = EXAMPLES / "model_configs"
 _GUESSED_MOE, _GUESSED_DENSE = "qwen3-30b-a3b-base", "qwen3-1.7b-base"
-"""Models of ``KNOWN_MODELS`` for which an unknown model is taken."""
+"""Models of ``KNOWN_MODELS`` that replace an unknown model."""
 HEAD_DIM = 16
 HIDDEN = 64
 _MLP_ROWS = 32
@@ -75,7 +75,7 @@ class KnownModel:
     Attributes:
         values: the content of config.json.
         shape: the model that it describes.
-        missing: the reason why the config.json of a guessed model was read; empty if none was guessed.
+        missing: the reason why the model was guessed; empty if the model was not guessed.
     """
 
     values: Mapping[str, Any]
@@ -121,8 +121,9 @@ def tiny_sizes(
         layout: layout of the trainer.
         shape: the recipe's own model.
         longest: tokens of the longest sequence.
-        all_to_all: whether context-parallel ranks exchange heads for tokens on GPUs too (``cp_comm_type: a2a``). They
-            then divide a rank's key-value heads. On CPUs they exchange heads in any case, and divide the query heads.
+        all_to_all: whether context-parallel ranks also exchange heads for tokens on GPUs (``cp_comm_type: a2a``). They
+            then divide a tensor-parallel rank's key-value heads. On CPUs, context-parallel ranks always exchange heads
+            for tokens, and divide the query heads.
     """
     tensor = layout.tensor
     group_ranks = tensor
@@ -151,8 +152,8 @@ def tiny_sizes(
     chunks = layout.virtual_pipeline or 1
     layers = layout.pipeline * chunks
     if layout.given_stages:
-        # The recipe sets the layers of some stages. ``small_stages`` sets one in each chunk of these; the other stages
-        # have two, so that the stages stay uneven.
+        # The recipe sets the layers of some stages. In these stages, each chunk gets one layer (``small_stages``). In
+        # all other stages, each chunk gets two layers, so that the stages stay uneven.
         layers += (layout.pipeline - len(layout.given_stages)) * chunks
     positions = -(-(longest + _SPARE_POSITIONS) // 256) * 256
     return TinySizes(
@@ -182,7 +183,8 @@ def sizes_for_kernels(
 ) -> TinySizes:
     """Return ``sizes`` with widths that GPU kernels support, and heads that servers of ``engine`` ranks divide.
 
-    A head is as wide as in the recipe's model, because attention kernels support only few widths. Not yet run on a GPU.
+    A head is as wide as in the recipe's model, because attention kernels support only few widths. These sizes have not
+    run on a GPU yet.
     """
     groups = sizes.groups
     heads = math.lcm(sizes.heads, engine)
@@ -213,9 +215,7 @@ def sizes_for_blocks(
     shape: ModelShape,
     engine: int,
 ) -> TinySizes:
-    """Return ``sizes`` with which each rank of a server (of ``engine`` ranks) has whole blocks of 128 x 128, for FP8
-    weights.
-    """
+    """Return ``sizes`` for FP8 weights: each of a server's ``engine`` ranks has whole blocks of 128 x 128 elements."""
     wide_sizes = sizes_for_kernels(sizes, layout, shape, engine)
     hidden = wide_sizes.hidden
     if not _has_own_head_dim(shape):
@@ -224,9 +224,9 @@ def sizes_for_blocks(
 
 
 def _has_own_head_dim(shape: ModelShape) -> bool:
-    """Return whether the family's hidden size does not follow from the heads: every Qwen3 config.json has ``head_dim``.
+    """Return whether the hidden size is independent of the heads: every Qwen3 config.json has ``head_dim``.
 
-    All other families get hidden = heads x width of a head, which agrees with a config.json without ``head_dim``.
+    In all other families, hidden = heads x width of a head, because their config.json may have no ``head_dim``.
     """
     return shape.family.startswith("qwen3")
 
@@ -304,9 +304,9 @@ def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any
 
 
 def _with_outer_values(known_model: KnownModel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the language model's ``values`` in the place where the recipe's file has them.
+    """Return a config.json with the language model's ``values`` at their place in the recipe's file.
 
-    In families with a vision tower, the language model's values are in a table of their own.
+    In families with a vision tower, the language model's values are in a separate table.
     """
     table = family_of(known_model.shape).text_table
     if table is None:
@@ -324,7 +324,7 @@ def _with_outer_values(known_model: KnownModel, values: Mapping[str, Any]) -> di
 
 
 _VISION_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-"""Sizes of a vision tower, which a rehearsal writes and does not run."""
+"""Sizes of a vision tower. A rehearsal writes the tower but does not run it."""
 
 
 def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a rehearsal: the recipe's own, or one with a token for every byte."""
+"""The tokenizer of a rehearsal: the recipe's own tokenizer, or a tokenizer with a token for every byte."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def byte_vocabulary_size() -> int:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token for every byte, which encodes any text without loss, and a ChatML template."""
+    """Make a tokenizer with a token for every byte and a ChatML template. It encodes any text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

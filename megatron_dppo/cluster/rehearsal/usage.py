@@ -23,8 +23,8 @@ class UsageSample:
     Attributes:
         ranks: bytes of each rank.
         others: bytes of servers, router and workers together.
-        is_proportional: whether the bytes of a shared page are divided among its processes; otherwise each process
-            counts all of them.
+        is_proportional: whether the bytes of a shared page are divided among its processes. Otherwise the whole page
+            counts for each process.
         rank_seconds: processor seconds of each rank since its start.
         other_seconds: processor seconds of each other process since its start.
     """
@@ -132,7 +132,7 @@ def usage_of(root: int) -> UsageSample:
 
 
 def _proportional_bytes(pid: int) -> int | None:
-    """Return the proportional set size; None where the kernel does not show it to this user."""
+    """Return the proportional set size; None if the kernel does not show it to this user."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except PermissionError:

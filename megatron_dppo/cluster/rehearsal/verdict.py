@@ -1,4 +1,4 @@
-"""The verdict of a rehearsal as text: findings, the parts of the recipe that ran and that did not, and the cost."""
+"""The verdict of a rehearsal as text: findings, the parts of the recipe that ran or did not run, and the cost."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def show(
         omissions: parts of this recipe that the rehearsal left out.
         usage: seconds and memory.
         parts: parts of the recipe that ran.
-        never: parts that this kind of rehearsal covers for no recipe.
+        never: parts that no rehearsal of this kind covers.
     """
     console.print(verdict_table("Rehearsal", rows))
     console.print(f"exercised: {', '.join(parts)}", soft_wrap=True)

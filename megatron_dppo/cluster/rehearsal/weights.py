@@ -1,4 +1,4 @@
-"""Random weights of a tiny model, with which most responses end by themselves."""
+"""Random weights of a tiny model. With these weights, most responses end before the limit of their length."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ END_PROBABILITY = 0.15
 """Probability of the end-of-sequence token after a random token."""
 _COMMON_LENGTH = 1.5
 """Length of the vector that is added to all embeddings / the mean length of an embedding."""
-# Random tokens on which the end's probability is measured.
+# Numbers of random sequences, and of tokens in each of them, that the end's probability is measured on.
 _SAMPLED_SEQUENCES = 8
 _SAMPLED_TOKENS = 32
 _HALVINGS = 20
-"""Number of halvings of the interval in which the scale of the end's row is searched."""
+"""Number of halvings in the bisection that finds the scale of the end's row."""
 
 
 def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) -> int:
     """Write random weights for ``config``, a config.json, into ``folder``; return the number of parameters.
 
     After any token, the end-of-sequence token has a probability of about ``END_PROBABILITY``, so that most responses
-    end before the limit. In a purely random model with a large vocabulary, none would.
+    end before the limit. In a purely random model with a large vocabulary, no response would end before the limit.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -55,8 +55,8 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
 def _make_likely(model: PreTrainedModel, end: int) -> None:
     """Set the row of token ``end`` in the output layer so that the token has ``END_PROBABILITY`` after random tokens.
 
-    One vector is added to all embeddings, so that all hidden states have a part along it. The row is a multiple of this
-    vector; bisection finds the multiple.
+    One vector is added to all embeddings, so that all hidden states have a part along this vector. The row is a
+    multiple of the vector; bisection finds the multiple.
     """
     import torch
 
