@@ -97,7 +97,7 @@ def shared_bytes(
 
 
 def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
-    """Return the bytes of a shared GPU for each pipeline stage; empty if trainer and servers take no turns."""
+    """Return the bytes of a shared GPU for each pipeline stage; empty unless trainer and servers share GPUs."""
     if not facts.schedule.is_colocated or not facts.engine.servers:
         return ()
     shape = facts.trainer.shape

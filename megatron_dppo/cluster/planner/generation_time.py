@@ -46,8 +46,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     If each step waits for all of its responses, the seconds count from the first prompt to the last response:
 
     - steady = (sampled tokens of a server / sequences at once) x seconds of a decode step + seconds of the prefill. In
-      the decode step, each sequence has half of a mean response. The prefill computes the prompt of each group once:
-      the prefix cache serves the group's other responses.
+      the decode step, each sequence has its prompt and half of a mean response. The prefill computes the prompt of each
+      group once: the prefix cache serves the group's other responses.
     - tail = (tokens of the longest response - tokens of the mean response) x seconds of a decode step of a tenth of the
       sequences.
 

@@ -91,7 +91,7 @@ class HostBytes:
         checkpoint: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``); 0 if
             checkpoints are not written in the background.
         capture: the servers' pinned buffers of R3.
-        parked: pinned copies of the ranks' state; 0 if trainer and servers take no turns on GPUs.
+        parked: pinned copies of the ranks' state; 0 unless trainer and servers share GPUs.
         offloaded: Adam's state of an offloaded optimizer.
         sent: pinned copies of the weights that the ranks sent last, 0 unless updates send only changes.
     """

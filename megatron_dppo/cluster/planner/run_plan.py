@@ -80,7 +80,7 @@ class RunPlan:
 
     @property
     def gpu_idle(self) -> float:
-        """Share of their time that GPUs of trainer and servers wait; 0 without servers or if the time is unknown."""
+        """Share of time that the GPUs of trainer and servers wait; 0 without servers or if the time is unknown."""
         engine = self.facts.engine
         if self.seconds is None or not engine.servers:
             return 0.0

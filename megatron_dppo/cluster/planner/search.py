@@ -274,7 +274,7 @@ def _changes(question_before: Question, question_after: Question) -> Iterator[st
     new_config = question_after.config
     for section in ("parallel", "training", "optimizer", "engine"):
         new_section = getattr(new_config, section)
-        # Change only this section: a default may depend on values in other sections.
+        # Compare two configurations that differ only in this section: a default may depend on other sections.
         old_section = getattr(question_before.config, section)
         base_config = new_config.model_copy(update={section: old_section})
         for key in type(new_section).model_fields:

@@ -47,7 +47,7 @@ OVERHEAD = 0.5
 """Seconds that an optimiser step adds to its passes: optimizer, reductions, launches. Assumption."""
 
 HOST_RATE = 200 * GB
-"""Bytes/s of the reads and writes of all ranks of a node in host memory together. Assumption: half of the peak of two
+"""Bytes/s that all ranks of a node together read from and write to host memory. Assumption: half of the peak of two
 sockets with eight channels of DDR5 each."""
 HOST_ADAM_BYTES = 40
 """Bytes that torch's fused Adam and the casts of gradient and weight read and write for an offloaded element."""
@@ -274,9 +274,9 @@ def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
     """Return the output layer's FLOPs, averaged over the tokens of a sequence.
 
     The output layer computes only responses (``vocab_parallel/head.py``). One matrix product costs 2 x hidden x
-    vocabulary FLOPs a token. Training needs three products, or two if the layer is frozen. Every chunk of a micro-batch
-    except the last needs one more product, because its logits are computed again. Tokens without a gradient count like
-    tokens with a gradient.
+    vocabulary FLOPs a token. Training needs three products, or two if the layer is frozen. The logits of a
+    micro-batch's last chunk are kept. All other chunks need one more product, because their logits are computed again.
+    Tokens without a gradient count like tokens with a gradient.
     """
     product_flops = 2.0 * trainer.shape.hidden_size * trainer.shape.vocab_size
     response_share = rollout.mean_response / rollout.mean_length

@@ -89,7 +89,7 @@ def cudnn_version(path: str) -> str:
 
 
 def cudnn() -> dict[str, str | None]:
-    """Return ``library``, the path of the cuDNN that Transformer Engine will load, its ``version``, and ``wheel``.
+    """Return ``library``, the cuDNN library that Transformer Engine will load, its ``version``, and ``wheel``.
 
     ``wheel`` is the version of the cuDNN wheel. torch loads the library of this wheel.
     """

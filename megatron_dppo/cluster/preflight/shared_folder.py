@@ -25,7 +25,7 @@ def collect_shared_folder(site: Site) -> dict[str, Any]:
     """Collect which files of other nodes this node sees.
 
     ``seen``: nodes whose file this node saw. ``replaced``: nodes whose new file this node saw. ``replaced_after_s``:
-    seconds that it waited for the new files. ``won``: whether this node won the exclusive creation of a file.
+    seconds that this node waited for the new files. ``won``: whether this node won the exclusive creation of a file.
     """
     meeting = site.meeting
     has_won = meeting.is_first(_CONTEST)

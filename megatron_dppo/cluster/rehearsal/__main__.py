@@ -610,7 +610,7 @@ def _first_phases(step: int) -> str:
 def _resumed_phases(last: int) -> attempts.PhaseOf:
     """Return the function that names the phases of the second run. The second run ends after step ``last``.
 
-    Both runs have one file of records, so the last recorded step does not change until the second run has resumed.
+    Both runs write one file of records, so the last recorded step does not change until the second run has resumed.
     """
     first_step: int | None = None
 

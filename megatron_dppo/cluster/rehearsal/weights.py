@@ -16,7 +16,7 @@ END_PROBABILITY = 0.15
 """Probability of the end-of-sequence token after a random token."""
 _COMMON_LENGTH = 1.5
 """Length of the vector that is added to all embeddings / the mean length of an embedding."""
-# Numbers of random sequences, and of tokens in each of them, that the end's probability is measured on.
+# The end's probability is measured on this many random sequences, each of this many tokens.
 _SAMPLED_SEQUENCES = 8
 _SAMPLED_TOKENS = 32
 _HALVINGS = 20

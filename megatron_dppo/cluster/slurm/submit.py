@@ -84,8 +84,8 @@ class FlagForm:
     Attributes:
         key: key of the site file, or option of ``submit``, with the flags.
         with_value: letters of the short options with a value. The value is the rest of the word, or else the next word.
-        refused: letters of the short options that are refused: the program starts nothing, or returns only at the job's
-            end.
+        refused: letters of the short options that are not allowed. With these options, the program starts nothing, or
+            returns only at the job's end.
         alone: long options without a value; all other long options are written ``--name=value``.
     """
 
@@ -219,8 +219,8 @@ def environment_faults(
 ) -> Iterator[str]:
     """Report environment variables with which the run's steps on GPUs can't work.
 
-    The function checks the variables of the site file. It also checks ``environment``, because sbatch passes these
-    variables on, unless ``flags`` or SBATCH_EXPORT select the variables.
+    The function checks the variables of the site file. sbatch also passes on ``environment``, unless ``flags`` or
+    SBATCH_EXPORT select variables: then the function checks only the site file.
     """
     if not site.gpus_per_node:
         return
@@ -383,7 +383,7 @@ class Submission:
 
     @classmethod
     def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
-        """Place the run on ``nodes`` nodes, or for None on as many as the roles fill. Raises PlacementError."""
+        """Place the run on ``nodes`` nodes; None: on as many nodes as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
         roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)

@@ -76,9 +76,9 @@ from megatron_dppo.system.secret_variables import (
 
 log = logging.getLogger(__name__)
 
-# Time before the limit at which a run's processes are ended, even if the run has not saved its checkpoint.
+# A run that has not saved its checkpoint is ended this many seconds before the time limit.
 _END_S = 60.0
-# Period after which the time limit is read again.
+# The time limit is read again after this many seconds.
 _LIMIT_EVERY_S = 60.0
 
 
