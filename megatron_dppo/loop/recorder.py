@@ -222,7 +222,7 @@ class Recorder(Closing):
         if self._writer is None:
             return unwritten
         records_hash = self._writer.hash.copy()
-        unwritten_rows = self._unwritten.get(records.RECORDS_FILE, "").splitlines(keepends=True)
+        unwritten_rows = records.split_lines(self._unwritten.get(records.RECORDS_FILE, ""))
         for record in records.decode_records(unwritten_rows, records.RECORDS_FILE):
             records_hash.add(record)
         last = records_hash.last

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -108,10 +109,10 @@ def read_records(directory: str | Path) -> list[Record]:
 def last_step(directory: Path) -> int:
     """Return the last recorded step of the run in ``directory``; -1 without a record. The run may be running."""
     try:
-        lines = (directory / RECORDS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+        text = (directory / RECORDS_FILE).read_text(encoding="utf-8")
     except OSError:
         return -1
-    steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+    steps = [json.loads(line)["step"] for line in split_lines(text) if line.endswith("\n")]
     return max(steps, default=-1)
 
 
@@ -129,6 +130,14 @@ def read_lines(path: Path) -> list[str]:
         raise RecordsError(
             f"{path}: damaged: not UTF-8 at byte {error.start}; move the file away to continue without it"
         ) from error
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the JSON lines of ``text`` with their ends.
+
+    ``str.splitlines`` also ends a line at other characters, such as U+2028, which a sample's text may have.
+    """
+    return io.StringIO(text, newline="\n").readlines()
 
 
 class RecordsHash:
@@ -290,7 +299,7 @@ class StepLines:
     def restore(self, text: str) -> None:
         """Append the lines of ``text`` that the file lacks because the disk was full. Raises OSError."""
         known_lines = set(read_lines(self.path)) if self.path.exists() else set()
-        missing_lines = [line for line in text.splitlines(keepends=True) if line not in known_lines]
+        missing_lines = [line for line in split_lines(text) if line not in known_lines]
         if missing_lines:
             self.append("".join(missing_lines))
 
@@ -329,7 +338,7 @@ class MetricsWriter:
     def restore(self, text: str) -> None:
         """Append the records of ``text`` that the file lacks because the disk was full. Raises OSError."""
         self._lines.restore(text)
-        lines = text.splitlines(keepends=True)
+        lines = split_lines(text)
         for line, record in zip(lines, decode_records(lines, str(self._lines.path)), strict=True):
             if step_of(record) > self._last_step:
                 self._add(line, record)

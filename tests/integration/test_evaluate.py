@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from megatron_dppo.metrics.records import read_step_lines
 from tests.integration.runs import write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -26,7 +27,7 @@ def test_the_figures_are_of_the_kept_responses(tmp_path):
     result = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     (report,) = json.loads((out / "evaluation.json").read_text()).values()
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = read_step_lines(out / "samples.jsonl")
     assert len(samples) == PROBLEMS * SAMPLES
     rewards = [sample["reward"] for sample in samples]
     assert len(set(rewards)) > 1

@@ -19,6 +19,7 @@ from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenize
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain import __main__ as explain
 from megatron_dppo.diagnostics.explain import replay
+from megatron_dppo.metrics.records import read_step_lines
 from megatron_dppo.metrics.samples import read_samples
 from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, write_material
 
@@ -124,7 +125,7 @@ def test_every_token_is_what_the_loss_saw(run, tmp_path, capsys):
     record = records_of(run)[-1]
     assert len(blocked) == record["mask/masked"] > 10
     assert len(rows) == record["policy/tokens"]
-    (line,) = [json.loads(x) for x in (run / "masked_tokens.jsonl").read_text().splitlines()]
+    (line,) = read_step_lines(run / "masked_tokens.jsonl")
     for token in line["tokens"]:
         own = [float(r["advantage"]) for r in blocked if int(r["token_id"]) == token["id"]]
         assert token["raised"] == sum(a > 0 for a in own)

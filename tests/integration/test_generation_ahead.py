@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.data.sampling import ProblemSampler
+from megatron_dppo.metrics.records import read_step_lines
 from tests.integration.runs import (
     GROUP,
     PROMPTS,
@@ -143,8 +144,8 @@ def test_every_due_evaluation_is_there_once_whatever_came_between(disturbed, res
     due = sorted({*range(0, last, 2), last})
     for begin, end in zip(due, [*due[1:], last + 1], strict=True):
         assert len([step for step in evaluated if begin <= step < end]) == 1, (due, evaluated)
-    lines = (resumed.directory / "samples.jsonl").read_text().splitlines()
-    shown = [line["step"] for line in map(json.loads, lines) if line["set"] == "sums"]
+    lines = read_step_lines(resumed.directory / "samples.jsonl")
+    shown = [line["step"] for line in lines if line["set"] == "sums"]
     # Four problems have two responses each. Four of these responses are shown.
     assert shown == [step for step in evaluated for _ in range(4)]
 
@@ -277,7 +278,7 @@ def test_kills_count_nothing_twice(killed):
         assert records[step]["policy/tokens"] == tokens
         assert records[step]["optimizer/steps"] == PROMPTS // 4
     for name, lines in {"samples.jsonl": 4, "masked_tokens.jsonl": 1}.items():
-        read = [json.loads(line) for line in (killed / name).read_text().splitlines()]
+        read = read_step_lines(killed / name)
         trained = [line["step"] for line in read if line.get("set", "training") == "training"]
         assert trained == [r["step"] for r in records[1:] for _ in range(lines)], name
     summary = summary_of(killed)

@@ -16,7 +16,7 @@ from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, settings_of
 from megatron_dppo.loop.start_checks import changes_since_checkpoint, check_resume
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import RecordsError, read_records, step_of
+from megatron_dppo.metrics.records import RecordsError, read_records, read_step_lines, step_of
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.system.files import sha256_of
@@ -449,7 +449,8 @@ def test_records_in_the_way_of_a_folder_are_one_error(tmp_path):
 def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resumes(tmp_path, full):
     """The checkpoint has them; starts from the same checkpoint write them once."""
     settings = config(tmp_path, steps=9)
-    sample = Sample(1, "training", 2, 0, "p", "r", "4", 0.0, "no answer", False, 3)
+    response = "not the end of a line: \u2028\x85"
+    sample = Sample(1, "training", 2, 0, "p", response, "4", 0.0, "no answer", False, 3)
     with recorder_of(settings, 0, 0) as recorder:
         recorder.write(0, EVALUATED)
         content = (tmp_path / full).read_bytes() if full == "metrics.jsonl" else b""
@@ -467,8 +468,8 @@ def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resum
         with recorder_of(settings, 0, 1, mark=mark) as recorder:
             assert [step_of(row) for row in read_records(tmp_path)] == [0, 1]
             assert "unwritten" not in recorder.mark(1)
-        (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
-        assert json.loads(line)["step"] == 1
+        (line,) = read_step_lines(tmp_path / "samples.jsonl")
+        assert line["response"] == response
         assert len((tmp_path / "masked_tokens.jsonl").read_text().splitlines()) == 1
     with recorder_of(settings, 0, 1, mark=mark) as recorder:
         recorder.write(2, EVALUATED)
