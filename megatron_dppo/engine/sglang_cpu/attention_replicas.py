@@ -32,10 +32,16 @@ def use_plain_code() -> None:
 
 
 def all_gather(output: Tensor, input: Tensor, group_name: str) -> None:
-    """Gather in one of SGLang's groups of ranks; its custom operator has no kernel for CPUs."""
+    """Gather in one of SGLang's groups of ranks; SGLang's custom operator has no kernel for CPUs.
+
+    SGLang gathers logits ``[rows, columns]`` into ``[ranks, rows, columns]``. Gloo refuses these shapes, so that both
+    tensors are gathered flat. A replica without requests has no rows on any rank, and gathers nothing.
+    """
     from sglang.srt.distributed import parallel_state
 
-    parallel_state._groups[group_name]()._all_gather_into_tensor(output, input)
+    if output.numel():
+        group = parallel_state._groups[group_name]()
+        group._all_gather_into_tensor(output.view(-1), input.contiguous().view(-1))
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group_name: str) -> None:
