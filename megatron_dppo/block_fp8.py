@@ -18,7 +18,7 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 """448, the largest value of e4m3."""
 _CHECKSUM_ROWS = 64 * BLOCK
-"""Rows that ``block_checksums`` handles at a time, because its products take as much memory as the values."""
+"""Rows that ``block_checksums`` handles at a time. Its products take as much memory as the rows themselves."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _SMALLEST_ACTIVATION = 1e-10
 """SGLang's lower bound of the largest magnitude in a block of activations, so that no scale is 0."""

@@ -1,7 +1,8 @@
 """Checks of speculative decoding: the ``sglang:`` table turns it on.
 
 If SGLang verifies drafted tokens correctly, each token is drawn from the served model's own probabilities, and the
-server reports these probabilities. The checks admit an algorithm only if a test showed this, or SGLang's source.
+server reports these probabilities. The checks admit an algorithm only if a test or SGLang's source shows that both
+hold.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_thresho
 UNUSABLE: Mapping[str, str] = {
     **dict.fromkeys(
         THRESHOLDS,
-        "drafted tokens would be accepted more often than the probabilities that the server reports say",
+        "drafted tokens would be accepted more often than by their reported probabilities",
     ),
     **dict.fromkeys(
         (
@@ -70,7 +71,8 @@ def table_faults(table: Mapping[str, Any]) -> Iterator[str]:
     elif algorithm is not None:
         yield (
             f"{subject}, expected {NGRAM!r}, {' or '.join(map(repr, DRAFT_MODELS))}: other drafts are parts of the "
-            "model that training leaves behind, or draw tokens in ways that were not compared with plain decoding"
+            "trained model, which updates of the weights do not reach, or draw tokens in ways that were not compared "
+            "with plain decoding"
         )
 
 
@@ -79,18 +81,18 @@ def _ngram_faults(table: Mapping[str, Any]) -> Iterator[str]:
     if breadth == 1:
         yield (
             f"sglang.speculative_ngram_max_bfs_breadth: got {given(breadth)}, expected at least 2: matches of several "
-            "lengths make a tree, and SGLang's kernels then read no mask of one"
+            "lengths make a tree, but with breadth 1 SGLang's kernels read no mask of a tree"
         )
     page_size = table.get("page_size")
     if page_size not in (None, 1):
         yield (
-            f"sglang.page_size: got {given(page_size)} with {ALGORITHM} {NGRAM}, expected 1: SGLang moves the accepted "
-            "tokens of a tree within pages for one kernel of attention alone"
+            f"sglang.page_size: got {given(page_size)} with {ALGORITHM} {NGRAM}, expected 1: with larger "
+            "pages, only one of SGLang's attention kernels moves the accepted tokens of a tree to their places"
         )
     if table.get("attn_dp_size") not in (None, 0, 1) or table.get("enable_dp_attention"):
         yield (
-            f"sglang.{ALGORITHM}: got {given(NGRAM)} with attention replicas, expected one replica: SGLang has "
-            "no n-grams there"
+            f"sglang.{ALGORITHM}: got {given(NGRAM)} with attention replicas, expected one replica: "
+            "SGLang does not run n-gram drafts with attention replicas"
         )
 
 
@@ -122,14 +124,14 @@ def run_faults(config: schema.TrainConfig, model: ModelShape) -> Iterator[str]:
     option = f"sglang.{ALGORITHM} {algorithm}"
     if config.engine.deterministic:
         yield (
-            f"engine.deterministic: got true with {option}, expected false: the numbers that draw a token then depend "
+            f"engine.deterministic: got true with {option}, expected false: the random numbers of a token depend "
             "on its draft, and drafts depend on the other requests"
         )
     if config.rollout.interrupt != "drain":
         yield (
-            f"rollout.interrupt: got {config.rollout.interrupt!r} with {option}, expected 'drain': the tokens of the "
-            "last verification of an interrupted response were not compared with its end, and to redraw only some of "
-            "them would favour drafted tokens"
+            f"rollout.interrupt: got {config.rollout.interrupt!r} with {option}, expected 'drain': an interrupted "
+            "response may end between the tokens of one verification, and it was not checked that the rest is drawn "
+            "from the same distribution"
         )
     if updates_adapters(config.lora):
         yield (

@@ -106,8 +106,8 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
     home = Path.home()
     if home.is_relative_to(current_folder):
         raise SandboxError(
-            f"the current folder {current_folder}, which a sandbox contains, holds the home {home}, "
-            "expected a folder that does not"
+            f"the current folder {current_folder} holds the home {home}, and a sandbox shows the current folder: "
+            "expected another current folder"
         )
     yield from ("--ro-bind", "/usr", "/usr")
     yield from root_folders("/lib", "/lib64", "/bin", "/sbin")
@@ -120,7 +120,7 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
             raise SandboxError(f"{path}: there is no such file or folder to show in the sandbox")
         resolved = os.path.realpath(path)
         yield from ("--ro-bind", resolved, resolved)
-        # A path through links must exist in the sandbox too. Links inside the current folder do already.
+        # A path through links must exist in the sandbox too. Links inside the current folder exist there already.
         is_inside_current = Path(path).absolute().is_relative_to(current_folder)
         if path != resolved and not is_inside_current:
             yield from ("--ro-bind", resolved, os.path.abspath(path))
@@ -180,7 +180,7 @@ DENIED_TO_SNIPPETS: Calls = {
     "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }  # fmt: skip
-"""System calls that a snippet may not make: it has one process, one thread and one kind of memory."""
+"""System calls that a snippet may not make: it has one process, one thread, and no memory but its address space."""
 
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64 of linux/audit.h."""

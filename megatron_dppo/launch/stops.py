@@ -33,7 +33,7 @@ class StopRequests:
     """The requested stops, in order.
 
     Attributes:
-        signals: stop of each signal, received within ``listening()``.
+        signals: signal -> stop; ``listening()`` receives the signals.
         deadlines: stop -> epoch seconds; at this time the stop is requested without a signal.
         now: returns the time in epoch seconds.
     """
@@ -48,7 +48,7 @@ class StopRequests:
         self.deadlines = deadlines
 
     def requested(self) -> list[Stop]:
-        """Return the requested stops in order, without repetitions of a stop that does not insist."""
+        """Return the requested stops in order. Only a stop that insists may be in them more than once."""
         for stop, deadline in self.deadlines.items():
             if stop not in self._requested and self.now() >= deadline:
                 self._requested.append(stop)
@@ -62,8 +62,8 @@ class StopRequests:
             yield
         finally:
             for number, handler in previous_handlers.items():
-                # Ignore signals from now on instead of exiting by them: the run has ended, and a signal must not
-                # interrupt the cleaning up, or replace the exit code of the stop that was handled.
+                # Before the run, ``exit_by_code`` may have installed a handler that exits. Ignore its signals from now
+                # on: they must not interrupt the cleaning up, or replace the exit code of the handled stop.
                 is_ours = handler is _exit_with_code
                 signal.signal(number, signal.SIG_IGN if is_ours else handler)
 
@@ -75,7 +75,7 @@ class StopRequests:
 
 
 def exit_by_code() -> None:
-    """Make SIGTERM and SIGHUP end this process with a shell's exit code, 128 + n, instead of its death by the signal.
+    """Make this process exit with a shell's code, 128 + n, on SIGTERM and SIGHUP; else the signal would kill it.
 
     Call it in the main thread of a command's process. Before the run, a signal raises SystemExit. During the run,
     StopRequests handles the signals. After the run, the signals are ignored. A signal that is ignored at the time of

@@ -48,7 +48,7 @@ class RunInfo:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
         """Build from a resolved configuration as plain values, e.g. ``TrainConfig.model_dump()``."""
-        # FP8 servers need a trainer in bfloat16, so their quantization says both dtypes.
+        # FP8 servers need a trainer in bfloat16, so "fp8" tells the dtype of servers and trainer.
         dtype = config["model"]["dtype"]
         if config.get("engine", {}).get("quantization") is not None:
             dtype = config["engine"]["quantization"]
@@ -145,7 +145,8 @@ class RunSummary:
         eval_steps: steps of the first and the last evaluation.
         eval_accuracy_by_set: held-out set -> its avg@k at the first and the last evaluation of the set.
         train_reward_start, train_reward_end: mean rewards of the first and the last ``window_steps`` steps.
-        mean_abs_prob_gap: mean |pi - mu| at equal weights over the last ``window_steps`` steps.
+        mean_abs_prob_gap: mean |pi - mu| of tokens whose trainer and server had equal weights, over the last
+            ``window_steps`` steps.
         weight_updates, weight_updates_verified: number of updates, and of updates whose tensors were all compared.
         hf_export_max_logprob_diff: largest difference of a log-probability between trainer and
             exported checkpoint, nats.
@@ -260,7 +261,7 @@ def write_summary(
 ) -> RunSummary:
     """Write ``summary.json`` of the run in ``directory`` (replaced atomically) and return it.
 
-    ``summarize`` describes ``info`` and ``hf_export_max_logprob_diff``. Raises RecordsError if there is no metrics
+    See ``summarize`` for ``info`` and ``hf_export_max_logprob_diff``. Raises RecordsError if there is no metrics
     file, ValueError if no step was trained.
     """
     summary = summarize(

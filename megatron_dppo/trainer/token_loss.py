@@ -1,4 +1,4 @@
-"""The loss of a packed micro-batch: its statistics and the columns of its ``PackedBatch`` become ``TokenInputs``."""
+"""The loss of a packed micro-batch. The algorithm's ``TokenInputs`` are made from statistics and ``PackedBatch``."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
             sampled=(stats.log_probs.detach(), batch.column("rollout_log_probs"), batch.target_ids),
         )
     branches = branch_ids(batch)
+    # The number of ids outside of the columns.
     tail_ids = None
     if valid is not None and stats.vocab_size is not None:
         tail_ids = stats.vocab_size - valid.sum(-1)

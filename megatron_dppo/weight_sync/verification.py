@@ -79,7 +79,10 @@ def compare_checksums(
 
 
 class ExpectedByLayout:
-    """Expected checksums of the buckets that this rank sends, for each layout among the engines."""
+    """Expected checksums of the buckets that this rank sends, for each layout among the engines.
+
+    An engine's ``layout`` is its EngineLayout with the name of its device's kind.
+    """
 
     def __init__(self, engines: Engines) -> None:
         self._by_layout: dict[tuple[EngineLayout, str], ExpectedChecksums] = {}
@@ -108,7 +111,7 @@ def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Dig
     digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
-            # As in ExpectedByLayout, layouts are numbered in the order of the engines.
+            # ExpectedByLayout.partials has the layouts in the order in which the engines have them first.
             index = len(digests)
             layout_partials = [sender_partials[index] for sender_partials in partials]
             digests[engine.layout] = engine.expected().digests(layout_partials)

@@ -1,7 +1,7 @@
-"""Compare the trainer on this machine's device with the same trainer on the CPU, and its state before and after it
-leaves the device.
+"""Compare the trainer on this machine's device with the same trainer on the CPU, each in a process of its own.
 
-``python -m megatron_dppo.diagnostics.gpu_check.parts.cpu_twin CASE CHECKPOINT FOLDER`` is one of the two processes.
+The trainer's state is also compared before and after parking, and before and after a checkpoint.
+``python -m megatron_dppo.diagnostics.gpu_check.parts.cpu_twin CASE CHECKPOINT FOLDER`` is the process of one trainer.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _batch(trainer: Trainer) -> PackedBatch:
 
 
 def _step(trainer: Trainer, batch: PackedBatch) -> float:
-    """Do an optimiser step without a mask, and return the unclipped norm of its gradient."""
+    """Do an optimiser step without a trust region, and return the unclipped norm of its gradient."""
     return take_step(trainer, batch, float(batch.loss_mask.sum()), "pg-is")
 
 
@@ -167,7 +167,8 @@ def _has_torch_hash(trainer: Trainer) -> bool:
         data = tensor.detach()
         run = run_of(data, 0, data.numel() * data.element_size())
         on_cpu = run_of(data.cpu(), 0, data.numel() * data.element_size())
-        if start_sums([run])() != [sums_by_torch(on_cpu)]:
+        read_sums = start_sums([run])
+        if read_sums() != [sums_by_torch(on_cpu)]:
             return False
     return True
 
@@ -181,7 +182,7 @@ def _is_equal_after_parking(trainer: Trainer) -> bool:
 
 
 def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
-    """Return whether loading a checkpoint undoes the step after it."""
+    """Return whether loading a checkpoint undoes a step that followed its saving."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints", keep=1, background=True)
