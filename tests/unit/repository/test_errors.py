@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.system import errors
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
+PACKAGE = Path(__file__).resolve().parents[3] / "megatron_dppo"
 TREE, OUTSIDE = errors.__doc__.split("The errors below are outside")
 
 
