@@ -245,6 +245,19 @@ class DemoTask:
     root: Path
 
 
+def _tool_task(name: str, call: str) -> DemoTask:
+    """Return the task ``name``: the policy computes products by a tool. ``call`` is the template of a call."""
+    return DemoTask(
+        recipe=f"{name}.yaml",
+        expressions=products,
+        pairs=partial(tool_pairs, call),
+        words=TOOL_WORDS,
+        gain=0.4,
+        longest_s=900,
+        root=Path("runs/tiny_moe", name),
+    )
+
+
 TASKS = {
     "sums": DemoTask(
         recipe="config.yaml",
@@ -255,24 +268,8 @@ TASKS = {
         longest_s=600,
         root=Path("runs/tiny_moe/material"),
     ),
-    "calculator": DemoTask(
-        recipe="calculator.yaml",
-        expressions=products,
-        pairs=partial(tool_pairs, "? {}"),
-        words=TOOL_WORDS,
-        gain=0.4,
-        longest_s=900,
-        root=Path("runs/tiny_moe/calculator"),
-    ),
-    "python": DemoTask(
-        recipe="python.yaml",
-        expressions=products,
-        pairs=partial(tool_pairs, "{{ print({}) }}"),
-        words=TOOL_WORDS,
-        gain=0.4,
-        longest_s=900,
-        root=Path("runs/tiny_moe/python"),
-    ),
+    "calculator": _tool_task("calculator", "? {}"),
+    "python": _tool_task("python", "{{ print({}) }}"),
 }
 
 

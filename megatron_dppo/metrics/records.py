@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -143,8 +144,8 @@ def split_lines(text: str) -> list[str]:
 class RecordsHash:
     """The SHA-256 of the values in a run's records: of one JSON array of the records, with sorted keys.
 
-    Records are added one by one. Only the last record is kept, because the run may still complete it
-    (``replace_last``).
+    Records are added one by one. Only the last record is kept. ``last`` may be replaced, because the run may still
+    complete the record.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
@@ -161,16 +162,10 @@ class RecordsHash:
             self._has_earlier = True
         self.last = record
 
-    def replace_last(self, record: Record) -> None:
-        """Replace the last record."""
-        self.last = record
-
     def copy(self) -> RecordsHash:
         """Return a hash of the same records. Records that are added to it do not change this hash."""
-        copied = RecordsHash()
-        copied.last, copied._earlier = self.last, self._earlier.copy()
-        copied._has_earlier = self._has_earlier
-        return copied
+        # ``_earlier`` is never updated in place, so both may hold the same object.
+        return copy.copy(self)
 
     def until(self, step: int) -> str:
         """Return the hash (hex) of the records up to ``step``: of all records, or of all records but the last."""
@@ -251,14 +246,12 @@ class StepLines:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self.path = path
-        self.last_step = -1
         lines = read_lines(path) if path.exists() else []
         kept_lines: list[str] = []
         # An incomplete last line has no record, so there may be one line more than records.
         for line, record in zip(lines, decode_records(lines, str(path)), strict=False):
             if record["step"] < resume_step:
                 kept_lines.append(line)
-                self.last_step = max(self.last_step, record["step"])
         if len(kept_lines) < len(lines):
             write_atomically(path, "".join(kept_lines))
 
@@ -330,7 +323,6 @@ class MetricsWriter:
         self._lines = StepLines(directory / RECORDS_FILE, resume_step)
         # Create the file at the start: to readers, a folder without it is not the folder of a run.
         self._lines.append("")
-        self._last_step = self._lines.last_step
         lines = read_lines(self._lines.path)
         self._last_line = lines[-1] if lines else ""
         self.hash = RecordsHash(decode_records(lines, str(self._lines.path)))
@@ -340,12 +332,16 @@ class MetricsWriter:
         self._lines.restore(text)
         lines = split_lines(text)
         for line, record in zip(lines, decode_records(lines, str(self._lines.path)), strict=True):
-            if step_of(record) > self._last_step:
+            if step_of(record) > self.last_step:
                 self._add(line, record)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last record; -1 without a record."""
+        return -1 if self.hash.last is None else step_of(self.hash.last)
 
     def _add(self, line: str, record: Record) -> None:
         """Note that ``record`` was written as ``line``."""
-        self._last_step = step_of(record)
         self._last_line = line
         self.hash.add(record)
 
@@ -359,9 +355,9 @@ class MetricsWriter:
 
     def append(self, step: int, line: str) -> None:
         """Write the encoded record ``line`` of ``step``, as ``write`` does. Raises RecordsError, OSError."""
-        if step <= self._last_step:
+        if step <= self.last_step:
             raise RecordsError(
-                f"step {step} was written after step {self._last_step}, expected one record a step, in order"
+                f"step {step} was written after step {self.last_step}, expected one record a step, in order"
             )
         self._lines.append(line)
         self._add(line, json.loads(line))
@@ -379,7 +375,7 @@ class MetricsWriter:
         another step.
         """
         last_record = self.hash.last
-        if last_record is None or step_of(last_record) != step:
+        if last_record is None or self.last_step != step:
             raise RecordsError(
                 f"{self._lines.path}: the last record is not the record of step {step}"
             )
@@ -397,7 +393,7 @@ class MetricsWriter:
         completed_line = encode_record(step, completed_values) + "\n"
         self._lines.replace_last(self._last_line, completed_line)
         self._last_line = completed_line
-        self.hash.replace_last(json.loads(completed_line))
+        self.hash.last = json.loads(completed_line)
         return new_values
 
 
