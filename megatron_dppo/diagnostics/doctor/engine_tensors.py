@@ -218,11 +218,12 @@ def _block_differences(
             if torch.equal(held_grid[is_different], other_grid[is_different]):
                 held_version = version
                 break
-        moved = _moved(held_grid, is_different, name, place_of)
         if held_version is not None:
             text = f"of {places} of version {held_version}"
             yield name, _FaultOfTensor(kind, text, is_of_weights=True)
-        elif moved is not None:
+            continue
+        moved = _moved(held_grid, is_different, name, place_of)
+        if moved is not None:
             yield name, _FaultOfTensor(kind, f"of {moved}")
         elif kind == _SCALES:
             factors = held_grid[is_different] / grid[is_different]

@@ -313,6 +313,7 @@ class Reference(Policy):
         for part in parts:
             if part is not None:
                 row_shape = (part.shape[1], part.shape[2])
+                break
         rows = torch.full((*shape, *row_shape), -1)
         for row, part in zip(rows, parts, strict=True):
             if part is not None:

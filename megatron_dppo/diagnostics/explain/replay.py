@@ -215,6 +215,9 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
     return SummaryTable("Blocked tokens", columns, [*rows, row("all", steps)], note)
 
 
+_POSITIVE, _NEGATIVE, _ZERO = "A > 0", "A < 0", "A = 0"
+
+
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
     """Yield a table for each algorithm of the tokens that only it blocks: number, mean mu and mean pi by sign of A."""
     tokens: list[OtherToken] = []
@@ -224,7 +227,7 @@ def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
         ("Only the run's rule blocks", True),
         ("Only the other rule blocks", False),
     ):
-        tokens_by_sign: dict[str, list[OtherToken]] = {"A > 0": [], "A < 0": [], "A = 0": []}
+        tokens_by_sign: dict[str, list[OtherToken]] = {_POSITIVE: [], _NEGATIVE: [], _ZERO: []}
         for t in tokens:
             if (t.run_blocks, t.other_blocks) == (by_run, not by_run):
                 tokens_by_sign[_sign_text(t.advantage)].append(t)
@@ -243,10 +246,10 @@ def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
 
 def _sign_text(advantage: float) -> str:
     if advantage > 0:
-        return "A > 0"
+        return _POSITIVE
     if advantage < 0:
-        return "A < 0"
-    return "A = 0"
+        return _NEGATIVE
+    return _ZERO
 
 
 def derive(options: argparse.Namespace) -> None:
