@@ -30,18 +30,13 @@ def main() -> None:
     for colour, kind in zip(COLOURS, options.kinds, strict=False):
         label, _, folders = kind.rpartition("=")
         for i, folder in enumerate(folders.split(",")):
-            steps, values = curve(Path(folder), options.metric)
+            steps, values = series(read_records(folder), options.metric)
             axes.plot(steps, values, "o-", color=colour, ms=3.5, lw=1.4, label="" if i else label)
     axes.set(xlabel="step", ylabel=options.metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(options.output)
-
-
-def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have a finite value of the metric, and the values."""
-    return series(read_records(run), metric)
 
 
 if __name__ == "__main__":

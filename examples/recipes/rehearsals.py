@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.recipes.verdicts import NODES
+from examples.recipes.verdicts import NODES, with_table
 from megatron_dppo.cluster.rehearsal import RESULT
 from megatron_dppo.cluster.rehearsal.verdict import features
 from megatron_dppo.config import TrainConfig, load_config
@@ -164,9 +164,7 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
 
 def written(text: str, results: Path = RESULTS) -> str:
     """Return the page ``text`` with the present table."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(results, text)}\n{END}{after}"
+    return with_table(text, BEGIN, END, table(results, text))
 
 
 def main() -> int:

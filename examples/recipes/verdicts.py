@@ -100,9 +100,18 @@ def _cell(plan: RunPlan) -> str:
 
 def written(text: str) -> str:
     """Return README.md, ``text``, with the present table."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return with_table(text, BEGIN, END, table())
+
+
+def with_table(page: str, begin: str, end: str, table_text: str) -> str:
+    """Return ``page`` with ``table_text`` between its lines ``begin`` and ``end``. Raises ValueError without both."""
+    before, _, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_end:
+        raise ValueError(
+            f"the page has no {begin} with {end} after it, expected both around the table"
+        )
+    return f"{before}{begin}\n{table_text}\n{end}{after}"
 
 
 def main() -> int:

@@ -264,7 +264,8 @@ REFUSED = [
     (["rollout.top_k=50"], "rollout.top_k: got 50, expected -1 (off)"),
     (
         ["algorithm.reference_estimator=k2"],
-        "algorithm.reference_estimator: got 'k2' (str) with algorithm.reference_kl 0 (off)",
+        "algorithm.reference_estimator: got 'k2' (str) with algorithm.reference_kl 0 (off), expected "
+        "algorithm.reference_kl above 0, or no algorithm.reference_estimator",
     ),
     (
         ["algorithm.reference_importance_weights=true"],

@@ -469,6 +469,7 @@ def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resum
             assert [step_of(row) for row in read_records(tmp_path)] == [0, 1]
             assert "unwritten" not in recorder.mark(1)
         (line,) = read_step_lines(tmp_path / "samples.jsonl")
+        assert line["step"] == 1
         assert line["response"] == response
         assert len((tmp_path / "masked_tokens.jsonl").read_text().splitlines()) == 1
     with recorder_of(settings, 0, 1, mark=mark) as recorder:

@@ -101,7 +101,9 @@ def test_growth_is_the_slope_after_the_warm_up_of_each_process():
         # The caches of this server fill in its first 500 steps, 100 MiB in all; then it stays flat.
         server_mib = min(step, 500) / 5
         measurements.append(soak.Measurement(step, "server", 7, int(server_mib * 2**20), 40))
-        # This rank loses 12 MiB and 2 descriptors in 1,000 steps.
+        # This scheduler loses 5 descriptors in 1,000 steps, and no memory.
+        measurements.append(soak.Measurement(step, "scheduler", 11, 2**20, 80 + step // 200))
+        # This rank loses 12 MiB in 1,000 steps, and 2 descriptors.
         measurements.append(
             soak.Measurement(step, "rank", 8, int(step * 12 * 2**20 / 1000), 100 + step // 500)
         )
@@ -112,8 +114,9 @@ def test_growth_is_the_slope_after_the_warm_up_of_each_process():
     measurements.append(soak.Measurement(100, "worker", 9, 2**20, 5))
     measurements.append(soak.Measurement(900, "worker", 9, 2**30, 500))
     found = {growth.kind: growth for growth in soak.growths(measurements)}
-    assert found.keys() == {"server", "rank", "router"}
+    assert found.keys() == {"server", "rank", "router", "scheduler"}
     assert found["router"].is_flat
+    assert not found["scheduler"].is_flat
     assert found["server"].mib == pytest.approx(0.0, abs=1e-9)
     assert found["server"].is_flat
     assert found["rank"].mib == pytest.approx(12.0, abs=1e-3)
