@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, ServerSections
 from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.metrics.progress import progress
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from megatron_dppo.loop.scorer import PendingScore, Scorer
 
 log = logging.getLogger(__name__)
-
-_WEIGHT_VERSION = 0
-"""Version of the checkpoint's weights, which the servers keep."""
 
 
 class GenerationError(RunError):
@@ -113,7 +110,7 @@ class OwnFleet:
         self._runner = AsyncRunner()
         self._parser = AnswerParser()
         self._client = FleetClient(_report_lost, parser=self._parser)
-        self._runner.run(self._client.serve(members, _WEIGHT_VERSION))
+        self._runner.run(self._client.serve(members, FIRST_WEIGHT_VERSION))
 
     def generate(
         self,

@@ -119,7 +119,7 @@ OPTIONS: dict[str, Option] = {
     "mean_k3": Option("largest mean of r - 1 - log r of a response that trains", "mask"),
     "second_moment": Option("largest mean of (log r)^2 over tokens of the optimiser step", "step"),
     "largest_shift": Option(
-        "largest mean of |pi' / mu - 1| at which all tokens of a response train", "mask"
+        "largest mean of |pi' / mu - 1| over a response; above it tokens are blocked", "mask"
     ),
     "gate_segment": Option(
         "tokens of a segment that is judged by its gap of log pi' and log mu", "weight", whole=True

@@ -20,7 +20,7 @@ import xxhash
 from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 from megatron_dppo.algorithms.table import AdvantageName
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.errors import RunError, first_of
 
 SHOWN = 3
 """Number of faults that an error message lists."""
@@ -33,12 +33,9 @@ class SealError(RunError):
 
     @classmethod
     def of(cls, step: int, faults: Sequence[str]) -> Self:
-        more = ""
-        if len(faults) > SHOWN:
-            more = f"; and {len(faults) - SHOWN} more"
         return cls(
             f"the batch of step {step} is not what its seal says and was not trained on: "
-            f"{'; '.join(faults[:SHOWN])}{more}"
+            f"{first_of(faults, SHOWN)}"
         )
 
 

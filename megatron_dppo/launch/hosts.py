@@ -32,8 +32,8 @@ from megatron_dppo.launch.remote_process import MODULE, STOP, RemoteCommand, hea
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.launch.srun import node_command
-from megatron_dppo.launch.supervisor import RankFailure, Supervisor, failed_at, keep_previous
-from megatron_dppo.logging import configure_logging, failure_mark
+from megatron_dppo.launch.supervisor import RankFailure, Supervisor, first_failure, keep_previous
+from megatron_dppo.logging import configure_logging
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.secret_variables import split_environment
@@ -275,18 +275,12 @@ class RemoteRanks:
     def _failure(self, node: int, code: int) -> RankFailure:
         """Return the failure of a host whose shell ended with ``code``.
 
-        The failed rank is the rank that noted its failure first. If no rank noted a failure, the failure has the number
-        of the host's first rank, and the output of the remote shell.
+        If no rank noted a failure, the failure has the output of the remote shell.
         """
         per_host = self._placement.ranks_per_host
         ranks = range(node * per_host, (node + 1) * per_host)
         outputs = {rank: self._directory.rank_output(rank) for rank in ranks}
-        marked = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
-        if not marked:
-            output = self._node_output(node)
-            return RankFailure(ranks[0], code, output, failed_at(output))
-        rank = min(marked, key=lambda number: failed_at(outputs[number]))
-        return RankFailure(rank, code, outputs[rank], failed_at(outputs[rank]))
+        return first_failure(outputs, code, self._node_output(node))
 
 
 def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:

@@ -127,6 +127,7 @@ def supervised_fleet(
 
     # A colocated trainer allows the starts once it has left the devices.
     directory.fleet.allow_starts(engine.placement == "separate")
+    new_budget = partial(RestartBudget, engine.max_restarts, engine.restart_window_s)
     servers: list[SupervisedServer] = []
     for server in placement.servers:
         title = "the engine" if engine.servers_to_start == 1 else server.name
@@ -135,7 +136,7 @@ def supervised_fleet(
                 server.name,
                 partial(maker.server, server),
                 directory.fleet,
-                budget=RestartBudget(engine.max_restarts, engine.restart_window_s),
+                budget=new_budget(),
                 title=title,
                 may_start=directory.fleet.begin_start,
             )
@@ -146,7 +147,7 @@ def supervised_fleet(
             ROUTER,
             partial(maker.router, placement.router),
             directory.fleet,
-            budget=RestartBudget(engine.max_restarts, engine.restart_window_s),
+            budget=new_budget(),
             title="the router",
         )
     try:

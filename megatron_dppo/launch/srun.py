@@ -22,8 +22,7 @@ from pathlib import Path
 from megatron_dppo.launch import node_ranks
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
-from megatron_dppo.logging import failure_mark
+from megatron_dppo.launch.supervisor import RankFailure, failed_at, first_failure, keep_previous
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import START_VARIABLE, FencedError
 from megatron_dppo.system.secret_variables import split_environment
@@ -397,28 +396,17 @@ class SrunRanks:
         return self._popen.poll()
 
     def _failure(self, task: int, code: int) -> RankFailure:
-        """Return the failure of a task that ended with ``code``.
-
-        The failed rank is the task's rank that noted its failure first, or the task's first rank if no rank noted a
-        failure.
-        """
+        """Return the failure of a task that ended with ``code``."""
         first_rank = task * self._ranks_per_task
         outputs = {
             rank: self._directory.rank_output(rank)
             for rank in range(first_rank, first_rank + self._ranks_per_task)
         }
-        marked_ranks = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
-        if marked_ranks:
-            rank = min(marked_ranks, key=lambda number: failed_at(outputs[number]))
-            output = outputs[rank]
-        elif self._ranks_per_task == 1:
-            rank = first_rank
-            output = outputs[rank]
-        else:
+        unmarked = outputs[first_rank]
+        if self._ranks_per_task > 1:
             # The process that forks the ranks failed, for example in its imports.
-            rank = first_rank
-            output = outputs[rank].with_name(f"node{task}.out")
-        return RankFailure(rank, code, output, failed_at(output))
+            unmarked = unmarked.with_name(f"node{task}.out")
+        return first_failure(outputs, code, unmarked)
 
 
 def node_command(command: Sequence[str], ranks: int, logs: Path) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -105,6 +105,21 @@ def failed_at(path: Path) -> float:
     if path.exists():
         return path.stat().st_mtime
     return 0.0
+
+
+def first_failure(outputs: Mapping[int, Path], code: int, unmarked: Path) -> RankFailure:
+    """Return the failure of ranks whose common process ended with ``code``.
+
+    The failed rank is the rank that noted its failure first. If no rank noted a failure, the failure has the first
+    rank's number, and the output ``unmarked``.
+
+    ``outputs``: rank -> its output, in the order of the ranks.
+    """
+    marked_ranks = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
+    if not marked_ranks:
+        return RankFailure(min(outputs), code, unmarked, failed_at(unmarked))
+    rank = min(marked_ranks, key=lambda number: failed_at(outputs[number]))
+    return RankFailure(rank, code, outputs[rank], failed_at(outputs[rank]))
 
 
 log = logging.getLogger(__name__)

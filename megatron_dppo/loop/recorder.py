@@ -111,14 +111,14 @@ class Recorder(Closing):
             faults_file = Path(directory) / records.ENVIRONMENT_FAULTS_FILE
             self._faults = records.StepLines(faults_file, resume_step)
             self._restore(mark.get(_UNWRITTEN, {}))
-            record_count = len(records.read_records(directory))
-            self._compare(mark)
-        if record_count < resume_step:
+            rows = records.read_records(directory)
+            self._compare(rows, mark)
+        if len(rows) < resume_step:
             log.warning(
                 "%s/%s holds %d of the %d records before step %d; report and summary will lack them",
                 directory,
                 records.RECORDS_FILE,
-                record_count,
+                len(rows),
                 resume_step,
                 resume_step,
             )
@@ -158,9 +158,11 @@ class Recorder(Closing):
             raise RecordingError(f"tracking.trackers: {error}") from error
         return Trackers(builders, run)
 
-    def _compare(self, mark: Mapping[str, Any]) -> None:
-        """Log a warning if records were altered since the checkpoint. Reports show them, training ignores them."""
-        rows = records.read_records(self._run.directory)
+    def _compare(self, rows: Sequence[records.Record], mark: Mapping[str, Any]) -> None:
+        """Log a warning if the records, ``rows``, were altered since the checkpoint.
+
+        Reports show altered records; training ignores them.
+        """
         if "sha256" not in mark or not rows:
             return
         if records.sha256_until(rows, mark["step"]) != mark["sha256"]:

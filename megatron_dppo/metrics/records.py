@@ -311,7 +311,7 @@ class MetricsWriter:
     """Appends one record for each step to ``metrics.jsonl``. Rank 0 only.
 
     ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``. The file is read only at
-    the start, so the cost of a step or a checkpoint does not grow with the number of steps.
+    the start: the cost of ``append`` and of ``hash`` does not grow with the number of steps. ``complete`` copies it.
 
     Attributes:
         hash: the hash of the records in the file.

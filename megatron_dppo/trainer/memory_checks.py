@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, device
 
 from megatron_dppo.data.seal import text_digest
-from megatron_dppo.system.errors import AlteredMemoryError
+from megatron_dppo.system.errors import AlteredMemoryError, first_of
 from megatron_dppo.tensor_hash import Part, TiledHash, add_parts
 from megatron_dppo.trainer import model
 from megatron_dppo.trainer.checkpoint.state import is_replicated, state_slices
@@ -210,7 +210,7 @@ class MemoryChecks:
         for is_expert, ranks in groups:
             faults += replica_faults(is_expert, ranks, gathered)
         raise error(
-            f"the trainer's replicas have different {subject}: {_first_of(faults)}; "
+            f"the trainer's replicas have different {subject}: {first_of(faults, SHOWN)}; "
             f"{AlteredMemoryError.CONSEQUENCE}"
         )
 
@@ -284,15 +284,7 @@ def _changes_text(changes_by_rank: Iterable[Sequence[Sequence[str]]]) -> str:
     for rank, changes in enumerate(changes_by_rank):
         for name, digest, expected in changes:
             texts.append(f"{name} on rank {rank} has the hash {digest}, expected {expected}")
-    return _first_of(texts)
-
-
-def _first_of(texts: Sequence[str]) -> str:
-    """Join the first SHOWN texts, and say how many more there are."""
-    joined_texts = "; ".join(texts[:SHOWN])
-    if len(texts) <= SHOWN:
-        return joined_texts
-    return f"{joined_texts}; and {len(texts) - SHOWN} more"
+    return first_of(texts, SHOWN)
 
 
 def _is_expert(parameter: Any) -> bool:

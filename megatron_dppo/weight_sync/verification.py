@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.system.errors import first_of
 from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError, Engines
 
 
@@ -46,12 +47,9 @@ class ChecksumMismatchError(EngineError):
     """The tensors that an engine holds differ from the tensors that the trainer sent."""
 
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
-        first_mismatches = "; ".join(str(m) for m in mismatches[:_SHOWN_MISMATCHES])
-        more = ""
-        if len(mismatches) > _SHOWN_MISMATCHES:
-            more = f"; and {len(mismatches) - _SHOWN_MISMATCHES} more"
+        first_mismatches = first_of([str(m) for m in mismatches], _SHOWN_MISMATCHES)
         super().__init__(
-            f"{len(mismatches)} engine tensors differ from the trainer's: {first_mismatches}{more}"
+            f"{len(mismatches)} engine tensors differ from the trainer's: {first_mismatches}"
         )
         self.mismatches = tuple(mismatches)
         # Different names mean different models, and a retry cannot help. Wrong bytes may be right the next time.
