@@ -212,7 +212,8 @@ def _delta_of(shape: ModelShape) -> DeltaNet:
     return shape.delta
 
 
-def _round_up(size: int, multiple: int) -> int:
+def ceil_to(size: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
@@ -221,15 +222,15 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
     The rows beyond ``vocab_size`` belong to no token: statistics and checkpoints exclude them.
     """
-    return _round_up(vocab_size, tensor_parallel)
+    return ceil_to(vocab_size, tensor_parallel)
 
 
 def engine_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """Return the rows of SGLang's embedding over all ranks: the vocabulary, padded as ENGINE_VOCABULARY_MULTIPLE
     says."""
-    rows = _round_up(vocab_size, ENGINE_VOCABULARY_MULTIPLE)
+    rows = ceil_to(vocab_size, ENGINE_VOCABULARY_MULTIPLE)
     if rows % tensor_parallel:
-        rows = _round_up(vocab_size, ENGINE_VOCABULARY_MULTIPLE * tensor_parallel)
+        rows = ceil_to(vocab_size, ENGINE_VOCABULARY_MULTIPLE * tensor_parallel)
     return rows
 
 

@@ -18,6 +18,8 @@ from megatron_dppo.model.layout import layers_of_stage
 
 _FLOAT = 4
 """Bytes of an fp32 element."""
+_INT32 = 4
+"""Bytes of an int32 index."""
 _INDEX = 8
 """Bytes of an int64 index."""
 
@@ -158,7 +160,7 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
     if is_moe:
         pair_bytes = (s.hidden + 3 * s.expert_ffn) * s.item_bytes + _FLOAT
         mlp = s.assignments * pair_bytes + 3 * s.shared_ffn * s.item_bytes + _gate(s)
-        router = _router(s) + 4 * (2 * s.experts + 1) * s.hidden_share
+        router = _router(s) + _INT32 * (2 * s.experts + 1) * s.hidden_share
         norm_output = s.hidden * s.item_bytes * s.hidden_share
         dropped = s.assignments * s.expert_ffn * s.item_bytes + norm_output
     else:
@@ -290,7 +292,7 @@ def with_adapters(
     adapters = trainer.trained.adapters
     linears = _linears_of_layer(trainer, adapters, number)
     fused_norms = sum(_has_norm(linear) for linear in linears)
-    norm_change = qk_norm_change = 0.0
+    qk_norm_change = 0.0
     if trainer.transformer_engine:
         norm_change = fused_norms * (2 * s.hidden * s.item_bytes + _FLOAT) * s.hidden_share
     else:

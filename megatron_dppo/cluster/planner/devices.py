@@ -35,11 +35,6 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length() if count else 0
 
 
-def ceil_to(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
-    return -(-value // multiple) * multiple
-
-
 @dataclass(frozen=True)
 class Device:
     """One GPU and its share of a node.

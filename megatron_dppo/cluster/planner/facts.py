@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dppo.algorithms.table import AlgorithmFacts
-from megatron_dppo.cluster.planner.devices import ceil_to
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.forwarded import (
@@ -43,6 +42,7 @@ from megatron_dppo.model.families import Rule, family_of, layer_counts, load_mod
 from megatron_dppo.model.layout import Layout, LayoutSizes, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.model.splits import ceil_to
 
 Counts = tuple[tuple[int, int], ...]
 """(elements of a parameter, number of parameters of that size) pairs of one group of parameters."""

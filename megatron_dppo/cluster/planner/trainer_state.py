@@ -16,6 +16,7 @@ from megatron_dppo.cluster.planner.facts import (
 )
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
+from megatron_dppo.model.splits import ceil_to
 
 _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 """Megatron-Core pads a parameter's start to a multiple of 64 elements, and a bucket's end to a multiple of 128."""
@@ -128,5 +129,5 @@ def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, in
 
 def _buffer_elements(counts: Counts, replicas: int) -> int:
     """Return the elements of one buffer of the distributed optimizer, with the padding of parameters and of the end."""
-    total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
-    return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
+    total = sum(ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
+    return ceil_to(total, math.lcm(replicas, _BUCKET_PAD))

@@ -115,15 +115,17 @@ def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) 
 def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
     """Return the index of the first process that failed or does not end in time; None if all end without error."""
     deadline = time.monotonic() + _ALL_REDUCE_S
-    while time.monotonic() < deadline:
+    while True:
+        is_late = time.monotonic() >= deadline
         codes = [process.poll() for process in processes]
         for index, code in enumerate(codes):
             if code:
                 return index
         if None not in codes:
             return None
+        if is_late:
+            return codes.index(None)
         time.sleep(_POLL_S)
-    return [process.poll() for process in processes].index(None)
 
 
 def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:

@@ -13,14 +13,14 @@ def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:
 
     If the recipe sets a number for a stage, the stage has one layer in each model chunk.
     """
-    layers_of_stage = {
+    layers_by_key = {
         "first_stage_layers": parallel.first_stage_layers,
         "last_stage_layers": parallel.last_stage_layers,
     }
-    for key, layers in layers_of_stage.items():
+    for key, layers in layers_by_key.items():
         if layers is not None:
-            layers_of_stage[key] = parallel.virtual_pipeline or 1
-    return layers_of_stage
+            layers_by_key[key] = parallel.virtual_pipeline or 1
+    return layers_by_key
 
 
 def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.cluster.planner.devices import ceil_to
 from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.cluster.rehearsal.layout import small_stages
 from megatron_dppo.config import TrainConfig
@@ -15,6 +14,7 @@ from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import MOMENT_DTYPES, OFFLOAD, PRECISION_AWARE
 from megatron_dppo.config.loading import merged
 from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.model.splits import ceil_to
 
 STEPS = 3
 """Number of rollout batches: one before the stop, and at least one after the resume."""

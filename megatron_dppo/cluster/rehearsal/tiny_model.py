@@ -15,6 +15,7 @@ from megatron_dppo.model.families import family_of, language_model_values, load_
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
 from megatron_dppo.model.shape import DeltaNet, LatentAttention, ModelShape
+from megatron_dppo.model.splits import ceil_to
 
 KNOWN_MODELS = EXAMPLES / "model_configs"
 _GUESSED_MOE, _GUESSED_DENSE = "qwen3-30b-a3b-base", "qwen3-1.7b-base"
@@ -155,7 +156,7 @@ def tiny_sizes(
         # The recipe sets the layers of some stages. In these stages, each chunk gets one layer (``small_stages``). In
         # all other stages, each chunk gets two layers, so that the stages stay uneven.
         layers += (layout.pipeline - len(layout.given_stages)) * chunks
-    positions = -(-(longest + _SPARE_POSITIONS) // 256) * 256
+    positions = ceil_to(longest + _SPARE_POSITIONS, 256)
     return TinySizes(
         layers=max(layers, _LEAST_LAYERS),
         heads=heads,

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dppo.model.splits import ceil_to
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +34,7 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 def byte_vocabulary_size() -> int:
     """Return the number of bytes and special tokens, rounded up to a multiple of 4."""
-    return -(-(256 + len(SPECIAL_TOKENS)) // 4) * 4
+    return ceil_to(256 + len(SPECIAL_TOKENS), 4)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -600,6 +600,7 @@ def _requeue(job: Job, decision: Decision) -> int:
 def _exclude(job: Job, nodes: Sequence[str]) -> None:
     for _ in range(_EXCLUDE_TRIES):
         try:
-            return commands.exclude(job.id, nodes)
+            commands.exclude(job.id, nodes)
+            return
         except SlurmError:
             time.sleep(_EXCLUDE_EVERY_S)

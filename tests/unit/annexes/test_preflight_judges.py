@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cluster.preflight import CHECKS, EVERYWHERE, Finding, Needs, bad_hosts, judge
+from megatron_dppo.cluster.preflight import (
+    CHECKS,
+    EVERYWHERE,
+    Finding,
+    Needs,
+    all_reduce,
+    bad_hosts,
+    judge,
+)
 from megatron_dppo.cluster.preflight.all_reduce import judge_all_reduce
 from megatron_dppo.cluster.preflight.evidence import (
     EvidenceError,
@@ -300,3 +309,23 @@ def test_evidence_is_read_as_it_was_written_and_a_damaged_file_is_named(tmp_path
 def test_the_docs_list_every_check_in_its_order():
     page = (Path(__file__).resolve().parents[3] / "docs" / "preflight.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("commands", "failed"),
+    [(("true", "true"), None), (("true", "false"), 1), (("true", "sleep"), 1)],
+)
+def test_the_processes_of_an_all_reduce_are_judged_once_more_when_the_time_is_up(
+    monkeypatch, commands, failed
+):
+    monkeypatch.setattr(all_reduce, "_ALL_REDUCE_S", 0.0)
+    processes = [subprocess.Popen([command, "60"]) for command in commands]
+    for command, process in zip(commands, processes, strict=True):
+        if command != "sleep":
+            process.wait()
+    try:
+        assert all_reduce._first_failure(processes) == failed
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
