@@ -315,6 +315,8 @@ class FleetMembership:
         self,
         current: Sequence[Member],
         suspended: Mapping[str, str],
+        *,
+        waits: bool = True,
     ) -> list[Member] | None:
         """Choose the members of the next update: healthy members of ``current``, and new servers that answer.
 
@@ -324,6 +326,7 @@ class FleetMembership:
         Args:
             current: members of the last update.
             suspended: servers that a rank suspended since the last update, by name, with the reason.
+            waits: if false, return the servers that are ready now. The list may be empty.
 
         Raises:
             EngineUnavailableError: no server was ready within ``engine.start_timeout_s``.
@@ -333,7 +336,7 @@ class FleetMembership:
         expected_count = self._expected
         self._expected = 1
         members = self._ready_members(current)
-        if len(members) < expected_count:
+        if waits and len(members) < expected_count:
             with progress("waiting for the engine", interval_s=_PROGRESS_S):
                 waited = self._wait(members, expected_count)
             if waited is None:
@@ -430,14 +433,6 @@ class FleetMembership:
                 )
             elif outcome is not None:
                 raise outcome
-
-    def has_servers(self) -> bool:
-        """Whether a published server is left that is not lost."""
-        try:
-            return any(not self._states[server].lost for server in self._record.servers())
-        except errors.EngineError:
-            # The code that waits for servers raises this error.
-            return False
 
     def clear_devices(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
         """Wait until no server of this run is starting and all running servers have released their memory.

@@ -348,12 +348,10 @@ class EngineSession:
     def _make_room(self) -> None:
         """Park the trainer's parts on shared devices, so that servers can start there.
 
-        If servers wait for an update already, the trainer's weights stay on the devices: the update reads them.
+        If the updater is attached to servers, the trainer's weights stay on the devices: the update reads them.
         """
         if self._devices.is_shared:
-            has_servers = self._membership is not None and self._membership.has_servers()
-            has_update_next = self._is_attached and collectives.any_rank(has_servers)
-            kept_parts: list[TrainerPart] = ["weights"] if has_update_next else []
+            kept_parts: list[TrainerPart] = ["weights"] if self._is_attached else []
             self._devices.leave(*kept_parts)
 
     def start(
@@ -475,7 +473,18 @@ class EngineSession:
             return
 
     def _agree_on_members(self) -> list[membership.Member]:
-        """Return the members of the next update. Rank 0 chooses the members among the servers. Collective."""
+        """Return the members of the next update, at least one; wait for a server if there is none. Collective.
+
+        A new server can start only after the trainer has left shared devices.
+        """
+        members = self._choose_members(waits=self._devices.are_free)
+        if not members:
+            self._devices.leave()
+            members = self._choose_members(waits=True)
+        return members
+
+    def _choose_members(self, *, waits: bool) -> list[membership.Member]:
+        """Return the members that rank 0 chooses among the servers (``FleetMembership.choose``). Collective."""
         suspended: dict[str, str] = {}
         for losses in collectives.all_gather_json(self._connections.client.take_losses()):
             suspended |= losses
@@ -483,7 +492,7 @@ class EngineSession:
         fault = None
         if self._membership is not None:
             try:
-                members = self._membership.choose(self._members, suspended)
+                members = self._membership.choose(self._members, suspended, waits=waits)
                 if members is not None:
                     members_json = membership.MEMBERS.dump_python(members)
             except (membership.EngineUnavailableError, EngineError) as error:

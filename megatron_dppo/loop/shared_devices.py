@@ -15,7 +15,7 @@ from megatron_dppo.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class SharedDevices:
-    """The turns of trainer and servers on shared devices. Without shared devices, no method is called.
+    """The turns of trainer and servers on shared devices. Without shared devices, only ``are_free`` is used.
 
     Attributes:
         is_shared: whether trainer and servers share devices.
@@ -31,10 +31,15 @@ class SharedDevices:
     released: Sequence[MemoryTag]
     record: RecordClient | None
 
+    @property
+    def are_free(self) -> bool:
+        """Whether the trainer keeps no part on shared devices, so that servers may start; always without sharing."""
+        return not self.is_shared or self.trainer.parked.issuperset(self.parts)
+
     def leave(self, *kept_parts: TrainerPart) -> None:
         """End the trainer's turn and park all its parts except ``kept_parts``. Collective.
 
-        Servers may start only if no part is kept: a starting server needs the memory of the kept parts.
+        Servers may start only if the devices are free then: a starting server needs the memory of the kept parts.
         """
         unaffected_parts = self.trainer.parked.union(kept_parts)
         leaving_parts = [part for part in self.parts if part not in unaffected_parts]
@@ -43,7 +48,7 @@ class SharedDevices:
             self.trainer.park(leaving_parts)
             failpoint("parking/parked")
         collectives.barrier()
-        self.allow_starts(not kept_parts)
+        self.allow_starts(self.are_free)
 
     def take(self) -> None:
         """Begin the trainer's turn. Collective."""

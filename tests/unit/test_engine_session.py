@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
+from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.patience import own_patience
@@ -77,8 +79,8 @@ def open_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(membership, "_POLL_S", 0.02)
     opened: list[Small] = []
 
-    def open_one() -> Small:
-        opened.append(Small(tmp_path, monkeypatch))
+    def open_one(**settings: Any) -> Small:
+        opened.append(Small(tmp_path, monkeypatch, **settings))
         return opened[-1]
 
     yield open_one
@@ -129,6 +131,45 @@ def test_no_server_in_time_is_told_as_what_it_is(open_small):
     small.runner.run(small.server.die())
     with pytest.raises(EngineUnavailableError, match="1 s"):
         small.session.connect()
+
+
+class ParkedParts:
+    """The part of a trainer that leaves and takes shared devices."""
+
+    def __init__(self) -> None:
+        self.topology = SimpleNamespace(rank=0)
+        self.shape = None
+        self.weights = dict
+        self.parked: frozenset[TrainerPart] = frozenset()
+
+    def park(self, parts: Sequence[TrainerPart]) -> None:
+        self.parked |= set(parts)
+
+
+def test_the_trainer_leaves_its_devices_to_wait_for_a_server(open_small):
+    """The last server is lost after the trainer has kept its weights for the next update."""
+    trainer = ParkedParts()
+    small = open_small(trainer=trainer, placement="colocated", start_timeout_s=30.0)
+    session, [server] = small.session, small.record.servers()
+    session._is_attached = True
+    session._make_room()
+    assert trainer.parked == set(TRAINER_PARTS) - {"weights"}
+    assert not small.record.begin_start(server.name)
+    small.record.withdraw(server)
+    supervisor = Thread(target=publish_if_allowed, args=(small.record, server))
+    supervisor.start()
+    assert [member.server for member in session._agree_on_members()] == [server]
+    assert trainer.parked == set(TRAINER_PARTS)
+    supervisor.join()
+
+
+def publish_if_allowed(record: FleetRecord, server: Server) -> None:
+    """Publish ``server`` as soon as it may start."""
+    patience = own_patience(20)
+    while not record.begin_start(server.name) and not patience.is_exhausted():
+        time.sleep(0.02)
+    if record.begin_start(server.name):
+        record.publish(server)
 
 
 def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_small):
