@@ -1,4 +1,4 @@
-"""Environments answer the policy's turns and reward them. The interface, the table, and two small environments.
+"""Environments answer and reward the policy's turns. This module has the interface and two small environments.
 
 To add an environment, write a class and, to ship it with the package, a row of ``ENVIRONMENTS``
 (``docs/environments.md``). This module imports no environment's libraries.
@@ -28,7 +28,7 @@ _MAX_CHARACTERS = 200
 class EnvironmentFaultError(RunError):
     """An environment crashed, hung, or gave an invalid answer. The run continues without this sample.
 
-    ``is_shared``: whether the process that ended had other episodes too. Then the episode at fault is unknown.
+    ``is_shared``: whether a process with several episodes ended. Then the episode at fault is unknown.
     """
 
     def __init__(self, message: str, *, is_shared: bool = False) -> None:
@@ -62,8 +62,8 @@ class ChatCall:
         messages: the messages since the last turn of the branch; all messages if the branch is new.
         tools: definitions of tools. All calls of a branch have equal tools.
         max_tokens: largest number of tokens of the requested turn; None: the run's limit.
-        branch: number of the branch that continues. If it equals the number of branches so far, a new branch begins,
-            and the messages are its prompt. The first call begins branch 0.
+        branch: number of the branch that the call continues. If this number equals the number of branches so far, the
+            call begins a new branch, with the messages as prompt. The first call begins branch 0.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -109,7 +109,7 @@ class Step:
         observation: text or messages after the turn; unused if the episode is ``done``.
         reward: reward of this turn, a finite number of at most 1e18 in absolute value.
         done: whether the episode has ended.
-        is_scored: for the last turn: whether the run's rewards also score its text, as they score a response without an
+        is_scored: whether the run's rewards also score the text of the last turn, as they score a response without an
             environment.
         scored_text: text that the run's rewards score in place of the turn's text.
     """
@@ -135,7 +135,7 @@ def _require(is_valid: bool, name: str, value: object, expectation: str) -> None
 
 
 class Environment(Protocol):
-    """One episode. The class is called with ``environment.options``.
+    """One episode. A worker calls the class with ``environment.options`` for each episode.
 
     A method may take up to ``environment.step_timeout_s``; other episodes run meanwhile. An exception is a fault of the
     environment, never a reward of 0. After a fault, the turns so far are replayed in a new environment of the same
@@ -145,8 +145,8 @@ class Environment(Protocol):
     async def reset(self, problem: Problem) -> Observation:
         """Begin the episode and return the first observation.
 
-        Text follows the problem's own prompt as one more user message; empty text: the prompt is complete. A ChatCall
-        replaces the prompt, and needs the attribute ``makes_prompts`` of the class to be True.
+        A text becomes one more user message after the problem's own prompt. An empty text adds no message. A ChatCall
+        replaces the prompt, and requires that the class has the attribute ``makes_prompts = True``.
         """
 
     async def step(self, turn: Turn) -> Step:
@@ -178,7 +178,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """Answers a turn that ends in a call, ``? 3 + 5``, with the number; any other turn is the answer to the problem.
+    """Answers a turn that ends in a call, ``? 3 + 5``, with the result. Any other turn is the answer to the problem.
 
     Args:
         call: text that begins an expression.

@@ -25,13 +25,14 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _READ_FIELDS = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
 """Fields of a request that are accepted with any value."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
-# Values of further fields that change nothing, so they are accepted.
+# Further fields, each with the only value that is accepted: this value changes nothing.
 _HARMLESS_VALUES: Mapping[str, Any] = {
     "n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False, "store": False,
     "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
 }  # fmt: skip
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 MOST_BRANCHES = 8
+"""Default of ``environment.options.branches``."""
 
 
 ToolFormat = Callable[[str], tuple[str, list[tuple[Any, Any]]]]
@@ -42,7 +43,7 @@ Raises KeyError, TypeError or ValueError for a call that can't be parsed.
 
 
 def of_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """Parse any number of calls ``<tool_call>{"name", "arguments"}</tool_call>`` between text."""
+    """Parse a text with any number of calls ``<tool_call>{"name", "arguments"}</tool_call>``."""
     calls = [json.loads(call) for call in _CALL.findall(text)]
     return _CALL.sub("", text).strip(), [(call["name"], call["arguments"]) for call in calls]
 
@@ -102,7 +103,7 @@ class _Branch:
 class _Call:
     """A call of the agent. ``completion`` is the future of its answer.
 
-    ``has_client`` is False if the client has disconnected; it may send the call again.
+    ``has_client`` is False if the client has disconnected. The client may send the call again.
     """
 
     branch: _Branch
@@ -122,7 +123,7 @@ class Conversation:
 
     Attributes:
         calls: requests for turns of the policy, in the order of their arrival.
-        refusal: why the last refused call was refused; empty if none was.
+        refusal: why the last refused call was refused; empty if no call was refused.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Conversation:
             call = self._call_of(body)
         except RefusedCallError:
             raise
-        # Status 400 instead of 500: a client would repeat a call that ends with status 500 for ever.
+        # Answer with status 400: after status 500, a client would repeat the call for ever.
         except Exception as error:
             error_name = type(error).__name__
             raise RefusedCallError(400, f"the call can't be read: {error_name}: {error}") from error
@@ -203,7 +204,7 @@ class Conversation:
             call.has_client = False
 
     def _call_of(self, body: Any) -> _Call:
-        """Return the undelivered call that a request repeats. If it repeats none, queue and return a new call."""
+        """Return the undelivered call that a request repeats. For any other request, queue and return a new call."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise RefusedCallError(400, "expected a JSON object with a list of messages")
         if _is_deeper(body, _MAX_LEVELS):
@@ -269,7 +270,7 @@ class Conversation:
 
 
 def _plain(message: Any, location: str) -> dict[str, Any]:
-    """Convert a message to the form that chat templates take. Messages that differ in form alone become equal."""
+    """Convert a message to the form that chat templates take. Messages that differ only in form become equal."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RefusedCallError(
             400, f"{location}: got {shortened(message)}, expected a role and content"
@@ -303,6 +304,7 @@ def _text_of(content: Any, location: str) -> str:
     """Return the text of a message's ``content``: text, null, or a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
+    # The loop refuses None, like any other part that is no text.
     parts = content if isinstance(content, list) else [None]
     texts = []
     for part in parts:
@@ -375,7 +377,7 @@ def _message_of(
     turn: int,
     tool_format: ToolFormat | None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a turn's text as a message, and its tool calls. A text with an invalid call is a message without calls.
+    """Return a turn's text as a message, and the turn's tool calls. If a call is invalid, the message has no calls.
 
     ``turn``: number of the turn. ``tool_format``: parser of the calls; None without tools.
     """

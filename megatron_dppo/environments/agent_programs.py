@@ -25,9 +25,9 @@ from megatron_dppo.system.imports import ImportTargetError, import_target, is_as
 
 _SANDBOX_START_S = 30.0
 _MAX_OUTPUT_SHOWN = 160
-"""Number of characters at the end of a failed command's output that the error has."""
+"""The error of a failed command quotes this many characters from the end of the command's output."""
 _MAX_OUTPUT_READ = 65536
-"""Number of bytes at the end of a command's output that are read."""
+"""Only this many bytes at the end of a command's output are read."""
 FUNCTION_PATH = re.compile(r"[\w.]+:\w+")
 
 
@@ -129,9 +129,9 @@ def _sandboxed_if(
     command: Sequence[str],
     variables: Mapping[str, str],
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
-    """Yield the whole command, its environment, and the descriptors that it must inherit.
+    """Yield the command to start, its environment, and the descriptors that it must inherit.
 
-    With ``sandbox_paths``, the whole command runs ``command`` in a sandbox.
+    With ``sandbox_paths``, the command to start is bubblewrap, which runs ``command`` in a sandbox.
     """
     environment = {**secret_variables.program_environment(os.environ), **variables}
     if sandbox_paths is None:

@@ -15,7 +15,7 @@ from megatron_dppo.system.network import url_host
 
 _MAX_BODY_BYTES = 1 << 20
 _KEEP_ALIVE_S = 15.0
-"""Seconds between two comments on a stream without an answer yet."""
+"""Seconds between two comments on a stream that has no answer yet."""
 
 
 async def serve(conversation: Conversation, key: str, host: str) -> tuple[web.AppRunner, str]:
@@ -89,7 +89,7 @@ async def _stream(
     (choice,) = answer["choices"]
     message = dict(choice["message"])
     if "tool_calls" in message:
-        # Tool calls of a stream have an index.
+        # In a stream, each tool call has a field ``index``: its position among the message's calls.
         message["tool_calls"] = [{"index": i, **c} for i, c in enumerate(message["tool_calls"])]
     message_choice = {"index": 0, "delta": message, "finish_reason": None}
     end_choice = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}

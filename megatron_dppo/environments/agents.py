@@ -78,10 +78,10 @@ class Agent:
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        """Raise ValueError for bad options, and SandboxError if they need a sandbox that this machine lacks."""
+        """Raise ValueError for bad options, and SandboxError if the requested sandbox does not work on this machine."""
         environment = cls(**options)
         agent_of(environment._agent)
-        # ``host_fault`` resolves the host's name. Every episode calls the constructor, so it does not check the host.
+        # Check the host here, once: the constructor runs for every episode, and ``host_fault`` resolves the name.
         fault = host_fault(environment._host)
         if fault:
             raise ValueError(f"options: host: {fault}")
@@ -141,7 +141,10 @@ class Agent:
         return Step(done=True, is_scored=True, scored_text=result)
 
     def _refusal(self) -> str:
-        """Return the text that begins an error message if a call was refused: the refusal may have ended the agent."""
+        """Return the last refusal as the beginning of an error message: the refusal may have ended the agent.
+
+        The text is empty if no call was refused.
+        """
         refusal = self._conversation.refusal
         if refusal:
             return f"a call was refused: {refusal}; "

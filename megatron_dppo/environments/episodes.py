@@ -1,8 +1,8 @@
 """Episodes: the turns of a policy and the answers of an environment as one trajectory, token by token.
 
 The prompt of a turn has all tokens of its branch so far, exactly as they were sampled or given. The tokens that the
-chat template inserts (``TurnTemplate``) follow; their loss mask is False. Recorded routing is requested from the first
-missing row on. So versions, log-probabilities and routing of each token come from the call that sampled the token.
+chat template inserts (``TurnTemplate``) follow; their loss mask is False. Each call requests recorded routing only for
+the missing rows. So the version, log-probability and routing of each token come from the call that sampled the token.
 
 A new branch begins with a prompt that the template renders from messages. If the messages contain turns of other
 branches, the tokens of these turns are part of the prompt, with a loss mask of False. So each sampled token is trained
@@ -41,10 +41,10 @@ class EpisodeLimits:
 
     Attributes:
         turns: largest number of turns of the policy.
-        tokens: largest number of tokens of a trajectory with its prompt, all branches together.
+        tokens: largest number of tokens of a trajectory: the sum over all branches, with their prompts.
         observation_tokens: largest number of tokens of one observation, including the template's tokens.
-        retries: the episode is played again after this many faults of the environment. After one more fault, another
-            sample replaces the episode.
+        retries: number of faults of the environment after which the episode is played again. After one more fault,
+            another sample replaces the episode.
         answers_cut_turns: whether an episode continues after a turn that was cut off.
     """
 
@@ -154,8 +154,8 @@ class Episodes:
                         await self._advance(environment, episode, ask)
                 return _finished(episode)
             except EnvironmentFaultError as fault:
-                # If the process had several episodes, another episode may be at fault. Then don't count the fault, but
-                # play this episode alone in a process, so that this episode causes the next fault.
+                # If the process had several episodes, another episode may be at fault. Then don't count this fault.
+                # Play this episode alone in a process: this episode is then the cause of any further fault.
                 if fault.is_shared:
                     needs_own_process = True
                 else:
@@ -180,10 +180,10 @@ class Episodes:
         request: GenerationRequest,
         observation: Observation,
     ) -> None:
-        """Begin the episode with a new environment's first observation. It is added to the prompt, or replaces it.
+        """Begin the episode with a new environment's first observation.
 
-        If an earlier attempt had an equal first observation, its turns stay. Otherwise they are removed, and will be
-        sampled again.
+        A text is added to the prompt; a ChatCall replaces the prompt. If the earlier attempt had an equal first
+        observation, the episode keeps its turns. Otherwise the turns are removed and sampled again.
         """
         if observation == episode.first_observation:
             return
@@ -228,7 +228,7 @@ class Episodes:
             )
 
     async def _replay(self, environment: Environment, episode: _Episode) -> None:
-        """Replay the episode's turns in a new environment. Raises EnvironmentFaultError if its answers differ."""
+        """Replay the episode's turns in a new environment. Raises EnvironmentFaultError if the new answers differ."""
         for turn, earlier_step in episode.answered_turns:
             if await environment.step(turn) != earlier_step:
                 log.warning(
@@ -272,7 +272,7 @@ class Episodes:
         episode.turn = None
 
     def _end_truncated(self, episode: _Episode, turn: Turn, *, is_done: bool) -> None:
-        """End the episode after a turn that was cut off. ``is_done``: whether the environment, too, ends it."""
+        """End the episode after a turn that was cut off. ``is_done``: whether the environment also ended it."""
         episode.finish_reason = "length"
         number = len(episode.answered_turns) + 1
         tokens = len(turn.token_ids)
@@ -287,7 +287,7 @@ class Episodes:
         )
 
     def _prepare_next_turn(self, episode: _Episode, observation: Observation) -> None:
-        """Set the tokens before the next turn, or end the episode if no turn or token remains."""
+        """Set the tokens before the next turn. End the episode if no turn or no token remains."""
         limits = self.limits
         episode.last_observation = observation
         if episode.branch > len(episode.branches):
@@ -329,7 +329,7 @@ class Episodes:
         number = episode.branch
         seed = first_request.sampling.seed
         if number and seed is not None:
-            # The server samples by seed and position: two branches with equal prompts would get equal turns.
+            # The server samples by seed and position. With one seed, branches with equal prompts would get equal turns.
             seed = seed_of(seed, "branch", number)
         sampling = replace(first_request.sampling, max_new_tokens=max_tokens, seed=seed)
         request = replace(first_request, sampling=sampling)

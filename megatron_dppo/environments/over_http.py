@@ -69,7 +69,7 @@ class OverHttp:
     def _checked(self, fields: Mapping[str, Any]) -> Step:
         """Build the step of an answer.
 
-        Raises TypeError and ValueError for bad values. The server may echo its key: the messages leave the key out.
+        Raises TypeError and ValueError for bad values. The errors leave out the server's key, which an answer may echo.
         """
         try:
             return Step(**fields)

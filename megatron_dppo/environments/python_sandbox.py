@@ -56,12 +56,12 @@ class Python:
 
     Args:
         begin: mark before a snippet.
-        end: mark after a snippet. If the turn lacks the mark, the snippet is the rest of the turn. A turn lacks it, for
-            example, if the mark is a stop text of the run.
+        end: mark after a snippet. If the turn lacks the mark, the snippet is the rest of the turn. For example, a turn
+            lacks the mark if the mark is a stop text of the run.
         seconds: limit of the CPU time; the limit of the wall time is twice as long.
         memory_mib: limit of a snippet's address space.
-        longest_output: number of bytes of output that are kept. Choose it with
-            ``environment.max_observation_tokens``, which limits the observation: a byte may take a token.
+        longest_output: largest number of bytes of output that are kept. A byte may become one token, and
+            ``environment.max_observation_tokens`` limits the tokens.
     """
 
     def __init__(
@@ -179,7 +179,10 @@ def _ending_of(code: int, seconds: int) -> str:
 
 
 async def _first_line(output: asyncio.StreamReader) -> bytes:
-    """Return the sandbox's first line. Raises SandboxError if there is none in time: the snippet can't be the cause."""
+    """Return the first line of the output. ``_BOOT`` writes this line before the snippet starts.
+
+    Raises SandboxError if the line does not come in time: the snippet can't be the cause.
+    """
     try:
         return await asyncio.wait_for(output.readline(), _START_S)
     except TimeoutError:

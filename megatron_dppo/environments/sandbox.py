@@ -28,12 +28,12 @@ NAMESPACES = (
     "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL", "--new-session",
     "--die-with-parent",
 )  # fmt: skip
-"""Arguments for both kinds of programs: namespaces except the network's, the user and group nobody (65534), no
-capabilities, no terminal, and an end when the parent ends."""
+"""Arguments for both kinds of programs. They make all namespaces except the network's, set the user and group to nobody
+(65534), and remove all capabilities and the terminal. The program ends when its parent ends."""
 
 
 class SandboxError(RunError, ValueError):
-    """The sandbox is not available on this machine, or failed; no program ran without it."""
+    """The sandbox is not available on this machine, or failed. No program ran outside the sandbox."""
 
 
 def find_program(name: str) -> str:
@@ -86,8 +86,8 @@ def sandboxed(
     """Yield ``command`` in a sandbox: its arguments, its variables, and a descriptor that it must inherit.
 
     The sandbox has the network, its own processes and an empty home. It can read these files of the machine: the
-    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also if the
-    current folder contains the user's home, because the sandbox could then read the home.
+    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, for example
+    if the current folder contains the user's home: a program in the sandbox could then read the home.
     """
     files = list(_program_files(paths))
     sandbox = find_program("bwrap")
@@ -180,7 +180,8 @@ DENIED_TO_SNIPPETS: Calls = {
     "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }  # fmt: skip
-"""System calls that a snippet may not make: it has one process, one thread, and no memory but its address space."""
+"""System calls that a snippet may not make: a snippet has one process, one thread, and only the memory of its address
+space."""
 
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64 of linux/audit.h."""
@@ -202,7 +203,7 @@ def denied_numbers(denied: Calls, machine: str) -> list[int]:
 def filter_program(denied: Calls, machine: str) -> bytes:
     """Return a filter of system calls as the kernel's classic BPF program (seccomp(2)).
 
-    A denied call returns EPERM. The process is killed if it makes any call by another architecture's numbers.
+    A denied call returns EPERM. Any call with the numbers of another architecture kills the process.
     """
     # An instruction is (opcode, instructions to skip if true, instructions to skip if false, operand). The operand of
     # a load is an offset in struct seccomp_data: 0 for the call's number, 4 for the architecture.

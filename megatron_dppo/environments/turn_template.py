@@ -1,9 +1,9 @@
 """The tokens that the chat template inserts between two turns of a conversation.
 
-Sampled tokens are never encoded again. The tokens of the text that the template writes between the end of a turn and
-the beginning of the next turn follow them. For the observation "4" of a tool, for example, the text is <|im_end|>,
-newline, <|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The first token <|im_end|> is
-left out if the policy sampled it. The first newline is kept, because only the template writes it.
+Sampled tokens are never encoded again. The template writes a text between the end of a turn and the beginning of the
+next turn. Only this text is encoded. For the observation "4" of a tool, for example, the text is <|im_end|>, newline,
+<|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The first token <|im_end|> is left out
+if the policy sampled it. The first newline is kept, because only the template writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_dppo.environments import (
     Observation,
 )
 
-# Texts that no template and no message contains: the content of a turn, and the content of other messages.
+# Contents of the turn and of the other messages that test a template. No template and no real message contains them.
 _TURN_MARK = "Turn7q3v9z"
 _PROBE = "Probe5x8w2k"
 Message = Mapping[str, Any]
@@ -166,7 +166,7 @@ class TurnTemplate:
     def _held_text(self, text_of: Callable[[_Hold], str]) -> str:
         """Render with marks in place of the control tokens in messages and tools.
 
-        ``text_of`` renders messages after it has applied its argument to each message. A template may itself read added
+        ``text_of`` applies its argument to each message, and renders the results. A template may itself read added
         tokens that are not special, for example the tokens around a thought. Then only special tokens are replaced.
         Raises TurnTemplateError if the template reads special tokens in a message.
         """
@@ -192,7 +192,7 @@ class TurnTemplate:
         return held_message
 
     def _hold_special(self, message: Message) -> dict[str, Any]:
-        """Replace the special tokens alone by marks."""
+        """Replace only the special tokens by marks."""
         special = self._control_tokens.special
         held_message: dict[str, Any] = self._control_tokens.hold(message, special)
         return held_message
@@ -241,6 +241,7 @@ class TurnTemplate:
         *,
         asks: bool = True,
     ) -> str:
+        """Render messages. ``asks``: whether to add the generation prompt. Raises TurnTemplateError."""
         try:
             return render(
                 self._tokenizer,

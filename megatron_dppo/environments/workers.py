@@ -51,7 +51,7 @@ _MODULE = "megatron_dppo.environments.workers"
 _CANCEL_S = 5.0
 """Longest wait for the answer to a cancellation, or for the end of an episode."""
 _MAX_OUTPUT = 2000
-"""Number of characters at the end of a dead process's output that a fault has."""
+"""A fault quotes this many characters from the end of a dead process's output."""
 _PASSED_KEY = "environment.passed_variables"
 _MAX_FAULT = 200
 """Largest number of characters of an environment's exception in a fault."""
@@ -111,7 +111,7 @@ class EnvironmentPool:
         return RemoteEnvironment(self, worker)
 
     def is_alone(self, worker: EnvironmentWorker) -> bool:
-        """Whether the worker has only one episode. It ends after this episode."""
+        """Whether the worker was started for one episode. Such a worker ends after this episode."""
         return worker in self._lone_workers
 
     def leave(self, worker: EnvironmentWorker) -> None:
@@ -134,7 +134,7 @@ class EnvironmentPool:
 
 
 class RemoteEnvironment(Environment):
-    """An environment in a worker. Every method except ``close`` raises EnvironmentFaultError, and nothing else."""
+    """An environment in a worker. ``reset`` and ``step`` raise EnvironmentFaultError, and no other exception."""
 
     def __init__(self, pool: EnvironmentPool, worker: EnvironmentWorker) -> None:
         self._pool, self._worker = pool, worker
@@ -167,7 +167,7 @@ class RemoteEnvironment(Environment):
         self._is_open = False
         try:
             if self._pool.is_alone(self._worker):
-                # The process ends next.
+                # Wait for the answer, because ``leave`` then ends the process.
                 await self._worker.finish(self._episode)
             else:
                 self._worker.send("close", self._episode)
@@ -187,7 +187,7 @@ class EnvironmentWorker(RestrictedWorker):
             asdict(spec),
             memory_gib=spec.memory_gib,
             variable_names=spec.variable_names,
-            # The worker itself enforces ``largest_bytes``. Add room for the fault that it sends instead.
+            # The worker itself enforces ``largest_bytes``. Add room for the fault that replaces a larger answer.
             largest_answer=spec.largest_bytes + 4096,
         )
         self.episodes = itertools.count()
@@ -234,7 +234,7 @@ class EnvironmentWorker(RestrictedWorker):
     async def _wait_until_ready(self) -> None:
         """Wait for the start of the process, and kill it if it takes too long.
 
-        This method does not raise for a process that ended: the request that follows does.
+        For a process that ended, this method does not raise: the next ``_call`` raises.
         """
         if self.ready.done():
             return
@@ -248,7 +248,7 @@ class EnvironmentWorker(RestrictedWorker):
         """Send a message and return the result in its answer. Raises EnvironmentFaultError."""
         message = {"operation": operation, "episode": episode, **values}
         content = json.dumps(message).encode()
-        # Write in another thread: the write blocks if the pipe is full because the process does not read.
+        # Write in another thread: if the process does not read, the pipe fills and the write blocks.
         pending_answer = await self._loop.run_in_executor(None, self.call, content)
         try:
             answer = _read_json(await asyncio.wrap_future(pending_answer))
@@ -269,7 +269,7 @@ class EnvironmentWorker(RestrictedWorker):
             self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
-        """Store whether the process had several episodes at its end. Later the number falls, as their requests fail.
+        """Store whether the process had several episodes at its end. The number falls as the requests fail.
 
         A process that did not start counts as not shared, because no episode is at fault then.
         """
@@ -313,7 +313,7 @@ def _read_json(content: bytes) -> Any:
 
 
 class EnvironmentHost:
-    """The environments of a worker process, by the number of their episode."""
+    """Serves the environments of a worker process. Each environment has the number of its episode."""
 
     def __init__(self, connection: CallConnection, spec: EnvironmentSpec) -> None:
         self._connection = connection
