@@ -6,8 +6,8 @@ A server that dies, hangs, or answers with other weights is *suspended*: it rece
 its unfinished calls are sent to other servers, and the supervisor receives a report.
 
 A weight update may start while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
-is read, so that the result of the update is known when an answer is checked. If the update aborts the calls in flight,
-``hold`` returns when all of them are answered.
+is read, so that the result of the update is known when an answer is checked. If ``hold`` aborts the calls in flight, it
+returns when all these calls have ended.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _ROUTER_REMOVES_SECONDS = 0.1
 """The router stops using a server that is gone within this time."""
 _ABORT_AGAIN_SECONDS = 0.2
 _QUESTION_SECONDS = 300.0
-"""Longest time to ask all suspects. Meanwhile other ranks wait in a collective that times out after 600 s."""
+"""Longest time to request all suspects. Meanwhile other ranks wait in a collective that times out after 600 s."""
 _FATAL_ENDS = 2
-"""Number of servers that must end after a prompt, so that the prompt is held to be the cause."""
+"""When this many servers have ended after the same prompt, the prompt counts as the cause."""
 _NO_SERVER_CODES = ("no_available_workers", "model_not_found")
-"""smg's error codes for a call that it has no server for."""
+"""smg's error codes for a call when smg has no server."""
 
 
 @dataclass(eq=False)
@@ -66,8 +66,9 @@ class ActiveServer:
 
 
 async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
-    """Return the result of ``call``, whose task is in ``calls`` until its end. Raises ServerLostError when that task is
-    cancelled.
+    """Run ``call`` in a task, and return its result. The task is in ``calls`` until it ends.
+
+    Raises ServerLostError when the task is cancelled.
     """
     task = asyncio.create_task(call)
     calls.add(task)
@@ -88,8 +89,8 @@ class FleetClient:
         on_lost: called with a server, or the HTTP router, that must be replaced.
         router: the connection to the HTTP router; None: the run has no router.
         parser: parser of answers; None: this process parses them.
-        adapters: whether weight updates change adapters in the engines. Calls then name the committed version's
-            adapters.
+        adapters: whether weight updates change adapters in the engines. Each call then names the adapter of the
+            committed version.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FleetClient:
         # The committed version at the time of each failed update.
         self._failed_updates: list[int | None] = []
         self._losses: dict[str, str] = {}
-        # Request id of each open call -> the call's server (None: only the router knows) and its requests.
+        # Request id of each open call -> the call's server (None: only the router knows the server), its requests.
         self._open_calls: dict[str, tuple[ActiveServer | None, Sequence[GenerationRequest]]] = {}
         self._suspects = Suspects()
         # Set while calls may be sent: from ``serve`` to the next ``hold``.
@@ -126,12 +127,12 @@ class FleetClient:
         """Stop sending calls and reading answers until ``serve``, because the servers will be paused for a weight
         update.
 
-        ``abort``: end the calls in flight early, and return when each is answered or its server is lost.
+        ``abort``: end the calls in flight early, and return when all these calls have ended.
         """
         self._serving.clear()
         if abort:
             # End the calls before the servers are paused: a call that waits at a paused server would continue after the
-            # update with the adapters of the version before.
+            # update with the adapter of the previous version.
             await self._end_calls()
         for active in self._servers:
             active.client.is_paused = True
@@ -139,8 +140,8 @@ class FleetClient:
     async def break_off(self) -> None:
         """Cancel the calls in flight after a failed update, so that they are sent again.
 
-        The weights of the servers are unknown. An answer that has arrived but is not read yet is requested again too if
-        it has tokens of the failed update.
+        The weights of the servers are unknown. An answer may have arrived that is not read yet. If this answer has
+        tokens of the failed update, its call is sent again too.
         """
         self._failed_updates.append(self._version)
         for active in self._servers:
@@ -234,14 +235,14 @@ class FleetClient:
 
     @property
     def suspects(self) -> int:
-        """Number of prompts that two losses of servers have in common, and that no server has answered since."""
+        """Number of prompts that were in flight at two losses of servers, and that no server has answered since."""
         return len(self._suspects.questionable())
 
     async def question_suspects(self, stop: Callable[[], bool]) -> Suspect | None:
         """Request one token for each suspect, one after another; return the first suspect after which two servers
         ended.
 
-        If only one server is left, its end is enough. No other call may be in flight on the servers, from any rank.
+        If only one server is left, the end of this server is enough. No rank may have another call in flight.
         """
         questionable = self._suspects.questionable()
         log.warning(
@@ -380,7 +381,7 @@ class FleetClient:
         last_version = self._version
         later_failures = self._failed_updates[failures:]
         if later_failures:
-            # A failed update cancels all unanswered calls, so this answer is older than the first later failure.
+            # A failed update cancels all unanswered calls. So this answer arrived before the first of these failures.
             last_version = later_failures[0]
         if start_version is None or last_version is None:
             return None
@@ -419,7 +420,7 @@ class FleetClient:
             await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
 
     async def _abort_on_each(self, abort: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``abort`` on every server. The HTTP router does not forward aborts, or tell which server has a call."""
+        """Call ``abort`` on every server: the router forwards no aborts, and does not tell which server has a call."""
         aborts = (abort(active.client) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
             # A lost server has no call to abort.
@@ -495,7 +496,7 @@ class FleetClient:
         server = active.member.server
         self._losses[server.name] = reason
         log.warning("%s is suspended: %s", server.name, reason)
-        # The server had its own calls, and may have had any call of the router.
+        # The server had the calls that were sent to it directly. It may also have had any call through the router.
         lost_requests: list[GenerationRequest] = []
         for called_server, requests in self._open_calls.values():
             if called_server in (active, None):

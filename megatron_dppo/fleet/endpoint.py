@@ -2,8 +2,8 @@
 
 A question is a call of a method of the registry: one POST to ``/fleet/<name>`` with the arguments as a JSON object. So
 ranks on other hosts and the user's command need no consistent view of the run's folder. The admin key opens all
-questions. A command on the run's own host has the key of commands instead: it opens the questions of commands only, and
-it opens no server.
+questions. A command on the run's own host has the key of commands instead. The key of commands opens only the questions
+of commands, and it opens no server.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def control_host(interface: str | None, address: str) -> str:
 
 
 def admin_key() -> str:
-    """Return the admin key of the environment, so that other hosts can know it. Without one, return a new key."""
+    """Return the environment's admin key, which other hosts can know. If the environment has no key, return a new
+    key."""
     return os.environ.get(ADMIN_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
@@ -92,8 +93,8 @@ class FleetEndpoint:
     """Serves ``record`` on a free port of ``host`` to clients with ``key``, from ``start`` to ``stop``.
 
     The user's command reads the URL from ``engine/endpoint.json``, and the key from a file on this machine that only
-    the user can read. Code of a model's response that runs outside a sandbox can read this file too. Therefore the file
-    has the key of commands, not the admin key.
+    the user can read. A model's response may contain code, and such code can read this file too if it runs outside a
+    sandbox. Therefore the file has the key of commands, not the admin key.
     """
 
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:

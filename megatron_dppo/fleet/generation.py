@@ -1,9 +1,9 @@
 """Generation: requests for responses, their seeds, and their execution in the background of the rank.
 
-A response is counted once: each key holds the result of one attempt, every attempt has a new request id, and an attempt
-that timed out is aborted and its answer never read. When the last server is lost, finished responses are kept, and
-``resume`` requests only the missing responses. If an update ends a response early, its tokens so far are kept too
-(``engine.continuation``).
+A response is counted once: each key holds the result of one attempt, and every attempt has a new request id. An attempt
+that timed out is aborted, and its answer is never read. When the last server is lost, finished responses are kept, and
+``resume`` requests only the missing responses. If an update ends a response early, the response's tokens so far are
+kept too (``engine.continuation``).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class GenerationLimits:
 
 
 class Slots:
-    """Slots for the calls of all generations that run at the same time, at most ``count``, from one event loop.
+    """``count`` slots that limit the calls of all generations together. All generations run on one event loop.
 
     A free slot goes to the waiting call of the generation with the lowest ``order``, not to the call that waits
     longest: the batch that is trained on next goes before a batch that is generated ahead. While servers are paused,
@@ -168,7 +168,7 @@ class Slots:
             if limit.expired():
                 continue
             until = limit.when()
-            # A paused limit has no time.
+            # A paused limit has no deadline.
             if until is not None:
                 self._remaining_s[limit] = until - current_time
             limit.reschedule(None if is_held else current_time + remaining_s)
@@ -237,9 +237,9 @@ class GenerationJob:
         group_size: responses to each problem.
         sampling: sampling parameters.
         columns: columns to record in addition to the usual columns, as in GenerationRequest.
-        seeds: seeds of the responses, in the order of ``problems``; None: the server chooses.
-        decode: decodes tokens. Then a response that the server ended early can be continued. None: the whole response
-            is sampled again.
+        seeds: seeds of the responses, in the order of ``problems``; None: the server chooses the seeds.
+        decode: decodes tokens, so that a response that the server ended early can be continued. None: such a response
+            is sampled again from its first token.
         play: makes each response in several turns; None: a response has one turn.
     """
 
@@ -295,19 +295,19 @@ _CLEAN_UP_SECONDS = 5.0
 _BACK_OFF_SECONDS = 0.5
 """Pause after a call's first aborted attempt; it doubles with each further attempt."""
 _MAX_LOSSES = 20
-"""Number of losses of its server after which a call fails."""
+"""A call fails after it has lost its server this many times."""
 _REDRAW_SECONDS = 0.2
 """Seconds between two updates of the progress bar."""
 
 
 OnResponse = Callable[[Hashable, Trajectory], None]
-"""Callback with the key of a request and its response, called once for each."""
+"""Callback with the key of a request and its response, called once for each request."""
 OnTimeout = Callable[[int], None]
 """Callback with a number of responses that took too long and are sampled again."""
 
 
 class GenerationEnd(IntEnum):
-    """End of a rank's share of a generation; the largest value over all ranks counts."""
+    """How a rank's share of a generation ended. The largest value over all ranks counts for the whole generation."""
 
     DONE = 0
     LOST = 1
@@ -402,7 +402,7 @@ class Generation:
         return isinstance(running.exception(), errors.GenerationInterruptedError)
 
     def wait(self, stop: Callable[[], bool]) -> tuple[GenerationEnd, str]:
-        """Wait until this attempt ends, with a progress bar; return how it ended, and the reason of a loss."""
+        """Wait until this attempt ends, with a progress bar; return how it ended, and the reason of a loss or fault."""
         if self.running is None:
             end = GenerationEnd.STOPPED if stop() else GenerationEnd.DONE
             return end, ""
@@ -472,7 +472,7 @@ async def generate_many(
 ) -> Results:
     """Run the requests and return their results by key, in the order of ``requests``.
 
-    No call is left running on a server, also if the function ends with an error.
+    No call is left running on a server, even if the function ends with an error.
 
     Args:
         client: client of the servers.
@@ -532,7 +532,8 @@ class _GenerationAttempt:
         new_indices: list[int] = []
         for index, request in enumerate(self.requests):
             if request.key in partials:
-                # The requests of one call must share their parameters, but each rest has its own limit of tokens.
+                # The requests of one call must share their parameters, but each continued response has its own limit of
+                # tokens.
                 self._pending.append([index])
             else:
                 new_indices.append(index)
@@ -612,7 +613,7 @@ class _GenerationAttempt:
         reason = ""
         while failures < self.limits.max_attempts and losses < _MAX_LOSSES:
             # SGLang aborts every request whose id begins with the given id. Numbers of a fixed width make sure that no
-            # id begins with another.
+            # id begins with another id.
             rid = f"{self._prefix}-{indices[0]:08d}-{self._attempts[indices[0]]:04d}"
             self._attempts[indices[0]] += 1
             self._in_flight[rid] = len(indices)
@@ -622,7 +623,7 @@ class _GenerationAttempt:
             except TimeoutError:
                 reason = f"no response within {self.limits.request_timeout_s} s"
                 failures += 1
-                # Log and count it: a timeout favours short responses.
+                # Log and count timeouts, because they favour short responses.
                 log.warning("request %s: %s; it is drawn again", requests[0].key, reason)
                 if self.on_timeout is not None:
                     self.on_timeout(len(indices))
@@ -686,5 +687,5 @@ class _GenerationAttempt:
                     aborts = (self.client.abort(rid, count) for rid, count in calls.items())
                     await asyncio.gather(*aborts)
             except (errors.EngineLostError, TimeoutError):
-                # No server is left that runs them.
+                # No server is left, or the servers did not answer the aborts in time.
                 return

@@ -32,7 +32,7 @@ OPEN_PATHS = (
 """Paths that smg answers without a key, with any options: its health, and facts about the servers."""
 
 _LONGEST_CALL_S = 7 * 24 * 3600
-"""smg needs a limit of a call; calls are limited by their clients."""
+"""smg requires a time limit of a call. The clients limit their calls themselves."""
 
 
 class HttpRouterProcess(ChildServer):
@@ -90,7 +90,7 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
         "port": port,
         "policy": policy,
         "power_of_two_load_metric": "least_requests",
-        # Only in this mode may every policy start without servers.
+        # In any other mode, some policies cannot start without servers.
         "enable_igw": True,
         # smg's metrics have no key, and without a host smg would listen on all addresses.
         "prometheus_host": "127.0.0.1",

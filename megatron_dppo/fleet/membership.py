@@ -3,9 +3,10 @@
 Rank 0 reads the published servers, checks new servers and remembers faults.
 
 A server serves from the weight update that first reaches it until it is *suspended* in generation or *blamed* for a
-failed update. Rank 0 reports a server that does not answer to the supervisor. The supervisor replaces the server if it
-started it. A server that fails an update and still answers is left out, and may join the next update. After its second
-failure in a row it is replaced, or left out for good if it runs elsewhere.
+failed update. If a server does not answer, rank 0 reports this to the supervisor. The supervisor replaces the server if
+the supervisor started it. A server that fails an update and still answers is left out, and may join the next update.
+After its second failure in a row, a server that the supervisor started is replaced, and any other server is left out
+for good.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""Exceptions of code that reads an answer of another form than SGLang's."""
+"""Exceptions of the code that reads answers, if an answer has another form than SGLang's answers."""
 
 
 class EngineUnavailableError(RunError):
@@ -78,7 +79,8 @@ class EngineUnavailableError(RunError):
 
 
 class FatalPromptError(EngineUnavailableError):
-    """A server ends when it receives a prompt with a request for one token. Every further server would end too."""
+    """Servers ended when they received this prompt, although only one token was requested. Every further server would
+    end too."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Member:
 
     @classmethod
     def of(cls, server: Server, keys: Keys, engine: EngineConfig) -> Member:
-        # A server that the run starts is published after its first answer. Another server may still be starting.
+        # A server that the run starts is published after its first answer. An attached server may still be starting.
         first_answer_s = 0.0
         if not server.replaceable:
             first_answer_s = engine.start_timeout_s
@@ -136,13 +138,13 @@ class ServerState:
     """Rank 0's view of one published server.
 
     Attributes:
-        is_member: whether it takes part in the update under way, or took part in the last update.
-        serves: whether it has the committed weights.
-        strikes: failed updates in a row that it caused.
-        lost: reason why it is lost; empty while it is not.
-        quarantined: reason why it is quarantined; empty while it is not.
-        silent_s: monotonic time at which it last did not answer.
-        examination: result of its last examination; None before the first, and for servers that the run starts.
+        is_member: whether the server takes part in the update under way, or took part in the last update.
+        serves: whether the server has the committed weights.
+        strikes: failed updates in a row that the server caused.
+        lost: reason why the server is lost; empty while it is not lost.
+        quarantined: reason why the server is quarantined; empty while it is not quarantined.
+        silent_s: monotonic time at which the server last failed to answer.
+        examination: result of the last examination; None before the first, and for servers that the run starts.
     """
 
     is_member: bool = False
@@ -181,8 +183,8 @@ class ServerStates(dict[Server, ServerState]):
 class Examiner:
     """Rank 0's examination of the attached servers of a run: whether they fit, and why not.
 
-    Any error in the examination refuses the server; a server that does not answer is examined again later. A refusal
-    lasts until the server is attached anew. The coroutines run on one event loop.
+    A server that does not answer is examined again later. An error that a retry cannot mend refuses the server, until
+    the server is attached anew. The coroutines run on one event loop.
 
     Args:
         states: stores the examinations; members are not examined.
@@ -215,9 +217,9 @@ class Examiner:
             await asyncio.sleep(_LOOK_S)
 
     async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
-        """Return the last examination of an attached server, or make a new one if that is not recent.
+        """Return the last examination of an attached server if it is still valid; otherwise examine the server.
 
-        ``at_once``: do not wait until a server that did not answer is asked again.
+        ``at_once``: the last examination is not valid if the server did not answer.
         """
         state = self.states[server]
         async with self._one_at_a_time:
@@ -287,7 +289,7 @@ class FleetMembership:
         record: client of the server registry.
         engine: the configuration's section.
         runner: event loop of the clients.
-        check: examines a server elsewhere, as in Examiner.
+        check: examines an attached server, as in Examiner.
         stop: returns whether a clean stop was requested.
     """
 
@@ -437,8 +439,8 @@ class FleetMembership:
     def clear_devices(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
         """Wait until no server of this run is starting and all running servers have released their memory.
 
-        Servers that don't release their memory are replaced. Returns the reason if the wait takes too long, else None.
-        ``release`` releases the memory of one member.
+        Servers that don't release their memory are replaced. ``release`` releases the memory of one member. Returns
+        None, or the reason if the wait takes too long or the registry does not answer.
         """
         deadline = time.monotonic() + _CLEAR_S
         try:
@@ -558,7 +560,7 @@ class FleetMembership:
         return f"no healthy engine within {seconds:.0f} s; {published_servers}"
 
     def _answers(self, member: Member) -> bool:
-        # A server elsewhere may be unmodified SGLang. Its /health generates, so it fails while the server is paused.
+        # An attached server may be unmodified SGLang. Then /health generates, and so fails while the server is paused.
         if member.server.replaceable:
             return self._with_client(member, methodcaller("health", _ANSWER_S))
         return self._with_client(member, methodcaller("answers", _ANSWER_S))

@@ -8,10 +8,10 @@ The files are for later starts and for readers:
                       begins with the servers that were attached by command
       endpoint.json   address of the registry while the run runs
 
-Only the owner of the folder can read it. A file appears by a rename, so a reader sees a whole file or none. If a file
-is damaged in spite of this, or if another user owns or could write it, it is renamed to ``*.json.damaged`` with a
-warning, and counts as missing. No file has a key: keys of servers started here reach the ranks through their
-environment. The module loads no torch.
+Only the owner of the folder can read the folder. A file appears by a rename, so a reader sees a whole file or no file.
+If a file is damaged in spite of this, or if another user owns or could write the file, it is renamed to
+``*.json.damaged`` with a warning, and counts as missing. No file has a key: the ranks receive the keys of servers
+started here in environment variables. The module loads no torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class Server:
     """The address of a server and its origin: this run's supervisor, ``engine.urls``, or a command.
 
-    ``incarnation`` grows by one with each restart by the supervisor. Each attachment by command has a new one.
+    ``incarnation`` grows by one with each restart by the supervisor. Each attachment by command has a new incarnation.
     """
 
     name: str
@@ -94,8 +94,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of ``fleet.json``: the published servers by name, the ranks' view of the servers, the ranks' newest
-    start."""
+    """Content of ``fleet.json``: the published servers by name, the ranks' view of the servers, and the number of the
+    ranks' newest start."""
 
     servers: dict[str, Server] = field(default_factory=dict)
     status: Json = field(default_factory=dict)
@@ -111,8 +111,8 @@ class FleetRecord:
         run_directory: the run's folder.
         fence: raises FencedError once another start has taken over the run. Then the file belongs to that start, and
             this process does not write it.
-        runs: whether the run's process keeps the registry. If a file can't be written, this process logs that and goes
-            on; a command raises OSError.
+        runs: true in the run's process, false in a command. If a file can't be written, the run's process logs the
+            failure and goes on, and a command raises OSError.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class FleetRecord:
             self._write()
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
-        """Add a server that runs elsewhere. Raises ValueError for a bad URL, and for a URL in the registry."""
+        """Add a server that runs elsewhere. Raises ValueError for a bad URL, and for a URL already in the registry."""
         # A second attachment of a URL has a new incarnation, so it counts as another server: states of the first
         # attachment do not apply to it.
         incarnation = 0
@@ -226,8 +226,8 @@ class FleetRecord:
             self._write()
 
     def begin_start(self, name: str) -> bool:
-        """Whether the server ``name`` may start now, or continue its start. Then it counts as starting until
-        ``end_start``."""
+        """Whether the server ``name`` may start now, or continue its start. If it may, the server counts as starting
+        until ``end_start``."""
         with self._lock:
             if self._starts_allowed:
                 self._starting.add(name)
@@ -263,7 +263,8 @@ class FleetRecord:
         return read_own_json(self._file, _Content) or _Content()
 
     def _write(self) -> None:
-        # After a takeover the file belongs to the new start. This start's ranks use the memory until they end.
+        # After a takeover the file belongs to the new start. This start's ranks use the registry in this process's
+        # memory until they end.
         try:
             self._fence()
         except FencedError:
@@ -285,7 +286,8 @@ def attached_name(url: str) -> str:
 
 
 def read_own_json(path: Path, kind: type[T]) -> T | None:
-    """Return the file's JSON as a ``kind``; None if the file is missing or damaged, or could be another user's."""
+    """Return the file's JSON as a ``kind``; None if the file is missing or damaged, or another user may have written
+    it."""
     try:
         return TypeAdapter(kind).validate_json(private_files.read_own(path), strict=True)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """The connection to the HTTP router: its list of servers, and calls through it.
 
-After a restart by the supervisor, the router has another address and no servers. The connection finds it again.
+After a restart by the supervisor, the router has another address and no servers. The connection finds the router again,
+and registers the servers again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from megatron_dppo.fleet.record import Keys, Server
 log = logging.getLogger(__name__)
 
 ROUTED_MODEL = "policy"
-"""Name of the model at the router. On the servers its name is a path, and paths may differ."""
+"""Name of the model at the router. Each server names the model by a path, and paths may differ."""
 
 SERVED_BY = "x-smg-routed-worker-id"
-"""Header of an answer: the URL of the server that gave it."""
+"""Header of an answer: the URL of the server that gave the answer."""
 
 _REGISTRATION_SECONDS = 20.0
 """Longest time for the router to add all servers."""
@@ -90,7 +91,7 @@ async def _control_once(
 
 
 class HttpRouterLink:
-    """A connection that finds the HTTP router, keeps the router's list of servers current, and notices its loss.
+    """A connection that finds the HTTP router, keeps the router's list of servers current, and notices a lost router.
 
     ``usable`` tells whether calls may go through the router.
 

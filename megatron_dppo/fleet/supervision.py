@@ -109,7 +109,8 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _PortWait:
-    """Another process has had the server's port since the time ``since``; ``starts`` have failed because of that."""
+    """Another process has had the server's port since the time ``since``. ``starts`` is the number of starts that
+    failed because of the port."""
 
     since: float
     starts: int
@@ -249,7 +250,8 @@ class SupervisedServer:
 
     def _check_published(self) -> None:
         assert self._process is not None
-        # A hung process keeps running, so only its clients notice. A report on an earlier incarnation comes too late.
+        # A hung process keeps running, so only its clients notice the hang. A report on an earlier incarnation comes
+        # too late.
         is_reported = self.record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
             # If the process ends within this time, its exit code says more than the report.
@@ -382,7 +384,7 @@ class SupervisedFleet:
                 self._router = None
 
     def free_devices(self) -> None:
-        """Free the devices of servers that start or are lost: the run is stopping, and the trainer may need them."""
+        """End servers that start or are lost: the run is stopping, and the trainer may need their devices."""
         for server in self._servers:
             server.free_devices()
 

@@ -1,7 +1,7 @@
 """Prompts that may kill servers: several servers were lost while they generated from the prompt.
 
-A server that dies loses all its calls, so the loss does not show which prompt killed it, if any did. A prompt that two
-losses have in common is requested alone before anything else (``FleetClient.question_suspects``).
+A server that dies loses all its calls, so the loss does not show which prompt killed the server, if any prompt did. A
+prompt that was in flight at two losses is requested alone before anything else (``FleetClient.question_suspects``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Suspects:
             self._by_prompt.pop(tuple(request.prompt_ids), None)
 
     def questionable(self) -> list[Suspect]:
-        """Return the prompts that two losses have in common, the prompts with the most losses first."""
+        """Return the prompts that were in flight at two losses or more, the prompts with the most losses first."""
         # Copy the list: a rank's thread calls this while calls end in the event loop's thread.
         suspects = [s for s in list(self._by_prompt.values()) if len(s.servers) >= _LOSSES]
         return sorted(suspects, key=_count_losses, reverse=True)
