@@ -161,7 +161,7 @@ SPARE_POSITIONS = 2
 (``tp_worker.py``), and a response is truncated one position before ``max_req_len`` (``scheduler.py``).
 """
 PROMPT_SPARE_POSITIONS = 7
-"""SGLang refuses a prompt that is not this many tokens shorter than the context (``max_req_input_len``)."""
+"""Tokens by which SGLang requires a prompt to be shorter than the context, at least (``max_req_input_len``)."""
 LONGEST_WAIT_S = 10**8
 """Longest time in seconds: three years. ``threading`` accepts a hundred times as much. ``select`` and the timers of C++
 libraries accept less than ``threading``."""
@@ -218,7 +218,7 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
     if not faults:
         faults += engine_faults(model, EngineLayout.of_options(sglang))
     for fault in faults:
-        # ``dp_size`` is SGLang's older name of the option.
+        # A table without ``attn_dp_size`` has SGLang's older name of the option, ``dp_size``: report that name.
         named_fault = fault
         if fault.key == REPLICAS and not sglang.get(REPLICAS):
             named_fault = replace(fault, key="dp_size")
@@ -402,7 +402,7 @@ def check_config(
     *,
     weights: bool = True,
 ) -> str:
-    """Run every check and return the layout in one line. Raises ConfigError with the name ``source``.
+    """Run every check and return the layout in one line. Raises ConfigError with ``source`` as its source.
 
     ``weights``: whether the model's weights must exist; its config.json and tokenizer always must.
     """
@@ -471,7 +471,7 @@ def check_config(
 
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
-    """Run every check of a supervised run. Raises ConfigError with the name ``source``."""
+    """Run every check of a supervised run. Raises ConfigError with ``source`` as its source."""
     parallel = config.parallel
     training = config.training
     faults = [
@@ -725,7 +725,7 @@ def _colocation(
     rollout: schema.RolloutConfig,
     strategy: str,
 ) -> layout.Faults:
-    """Report settings that colocated servers can't have, because they stop for every training step."""
+    """Report settings that do not work with colocated servers, because these servers stop for every training step."""
     if engine.urls:
         yield (
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "

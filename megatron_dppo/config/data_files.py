@@ -13,7 +13,9 @@ from pathlib import Path
 
 _TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".tsv")
 DATA_ENDINGS = (*_TEXT_ENDINGS, *(f"{ending}.gz" for ending in _TEXT_ENDINGS), ".parquet", ".arrow")
-"""Endings of the files in a folder that are read, upper or lower case. A path to one file may have any ending."""
+"""In a folder, only files with these endings (in upper or lower case) are read. A path to one file may have any
+ending.
+"""
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files without problems that Hugging Face's ``datasets`` writes beside its data."""
 _MAX_LISTED = 5
@@ -87,7 +89,7 @@ def data_files(path: str | Path) -> DataFiles:
 def label_of(path: str) -> str:
     """Return the text that names a data path's metrics.
 
-    The text is the path itself. For a glob it is the last part of the path that has characters beside its ending and
+    The text is the path itself. For a glob it is the last part of the path that has characters besides its ending and
     its wildcards: ``train-*.jsonl`` -> ``train``.
     """
     if os.path.exists(path) or not glob.has_magic(path):

@@ -137,8 +137,8 @@ class RewardTerm(Section):
     workers: int = Field(default=2, gt=0, le=1024)
     """Worker processes of this reward in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
-    """A function that scores several responses gets up to this number of them in one call. Of an asynchronous function,
-    each worker process runs up to this number of calls at the same time.
+    """A function that scores several responses gets at most this number of responses in one call. If the function is
+    asynchronous, each worker process runs at most this number of calls at the same time.
     """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each worker process and its children, in GiB; a call that maps more fails."""
@@ -160,13 +160,13 @@ class RewardConfig(RewardTerm):
     further: dict[str, RewardTerm] = Field(default_factory=dict)
     """Further rewards, by a name for metrics and samples; null removes a reward of the configuration's ``base``."""
     max_replacements: int = Field(default=3, ge=0, le=100)
-    """Rounds that replace responses without a reward by other responses to their problems. The run ends if some
+    """Rounds that replace responses without a reward by other responses to the same problems. The run ends if some
     responses have no reward after the last round.
     """
 
     @property
     def first(self) -> str:
-        """Name of the function of ``name``, which is the key of this reward in ``terms``."""
+        """``name`` without the part before its colon; this reward's key in ``terms``."""
         return self.name.rpartition(":")[2]
 
     @property
@@ -190,7 +190,7 @@ class EnvironmentConfig(Section):
     credit: Credit = "trajectory"
     """Which reward becomes the advantage of a token. ``trajectory``: the reward of the whole trajectory. ``turn``: the
     reward from the token's turn on; docs/environments.md#credit. The n-th turn of a trajectory is compared with the
-    n-th turns of the group's other trajectories. Turns are counted branch after branch, whatever their time was.
+    n-th turns of the group's other trajectories. Turns are counted branch after branch, not in the order of time.
     """
     role: str = "user"
     """Role of the environment's messages in the chat template: ``user``, ``tool``."""
@@ -214,7 +214,7 @@ class EnvironmentConfig(Section):
     """Longest time for an answer of the environment. A later answer is a fault of the episode."""
     retries: int = Field(default=2, ge=0)
     """Largest number of faults of an episode. After each of these faults, the episode's turns are replayed in a new
-    environment. After one more fault, another response to its problem replaces the episode, up to
+    environment. After one more fault, another response to the same problem replaces the episode, up to
     ``reward.max_replacements`` times.
     """
     workers: int = Field(default=1, gt=0, le=1024)
@@ -233,9 +233,9 @@ class EnvironmentConfig(Section):
     """
 
     def longest(self, prompt: int, response: int) -> int:
-        """Return the tokens of the longest sequence: ``max_tokens`` with its default filled in.
+        """Return the length of the longest sequence in tokens: ``max_tokens`` with its default filled in.
 
-        ``prompt`` and ``response`` are the tokens of the longest prompt and turn.
+        ``prompt`` and ``response`` are the lengths of the longest prompt and of the longest turn, in tokens.
         """
         if self.name is None:
             return prompt + response

@@ -133,7 +133,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
-    """Return the key that the ``location`` of a pydantic error stands for.
+    """Return the key of the schema at the ``location`` of a pydantic error.
 
     The tag of a union's branch is part of the location, but not of the key. The index of a list's item is part of the
     key if the item is a table: ``data.train[0].path``.
@@ -213,7 +213,7 @@ def _inside(outer_type: Any, part: Any) -> Any:
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every key of the schema with its sections, ``section.key``, and ``prefix`` before each."""
+    """Yield the dotted path (``section.key``) of every section and key of ``model``, each after ``prefix``."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

@@ -433,7 +433,7 @@ SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 SGLANG_KNOWN: frozenset[str] = frozenset(
     (
-        # Memory and what runs together.
+        # Memory and batching.
         "mem_fraction_static",
         "max_running_requests",
         "max_queued_requests",
@@ -531,7 +531,7 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
 source, or seen in the options that SGLang chose for an H100 (``tests/gpu_evidence``)."""
 
 _USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
-"""Values, beside false, that turn most options off."""
+"""Values, besides false, that turn most options off."""
 
 
 def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:
@@ -631,8 +631,9 @@ class _SglangTable(ForwardedTable):
             )
         yield from speculation.table_faults(values)
         replicas = values.get("dp_size")
-        is_of_attention = values.get("enable_dp_attention") and not values.get("attn_dp_size")
-        if replicas not in (None, 1) and not is_of_attention:
+        attention_is_replicated = values.get("enable_dp_attention")
+        counts_attention_replicas = attention_is_replicated and not values.get("attn_dp_size")
+        if replicas not in (None, 1) and not counts_attention_replicas:
             yield (
                 f"sglang.dp_size: got {given(replicas)}, expected 1, or sglang.enable_dp_attention with it and no "
                 "sglang.attn_dp_size: a server has one replica of the experts, and engine.servers starts more servers"
@@ -687,7 +688,7 @@ def _capability_fault(
 
 
 def recompute_faults(table: Mapping[str, Any], recompute: str) -> Iterator[str]:
-    """Report an FP8 recipe that a mixture of experts can't have with selective recomputation.
+    """Report an FP8 recipe that does not work with selective recomputation of a mixture of experts.
 
     ``recompute``: ``training.recompute``; on a GPU ``selective`` recomputes the experts' activation and the norms.
     """
@@ -895,7 +896,7 @@ def _optimizer_memory_faults(
 
 
 def adam_faults(optimizer: Mapping[str, Any], *, has_fused_adam: bool) -> Iterator[str]:
-    """Report Adam's state in the ``megatron_optimizer:`` table that only Transformer Engine's Adam can have.
+    """Report an option of the ``megatron_optimizer:`` table that needs Transformer Engine's Adam, if it is missing.
 
     ``has_fused_adam``: whether Transformer Engine is installed.
     """

@@ -3,15 +3,16 @@
 A relative path in a configuration is relative to the directory that the program is started in.
 
 A configuration is YAML of the 1.2 core schema, without duplicate keys. PyYAML reads YAML 1.1: ``1e-6`` is text,
-``1:30`` is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here ``1e-6``, ``1_000``, ``0x10`` and ``.inf``
-are numbers, ``true`` and ``false`` are the only truth values, and ``1:30``, ``no`` and ``2024-01-01`` are text.
-:func:`parse_yaml` reads back what :func:`dump_yaml` writes. ruamel.yaml also reads YAML 1.2, but it turns
-``2024-01-01`` into a date, it accepts keys that are no text, and it would be a second YAML library, because our
-dependencies bring PyYAML.
+``1:30`` is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. In a configuration ``1e-6``,
+``1_000``, ``0x10`` and ``.inf`` are numbers, ``true`` and ``false`` are the only truth values, and ``1:30``, ``no`` and
+``2024-01-01`` are text. :func:`parse_yaml` reads back what :func:`dump_yaml` writes.
+
+ruamel.yaml also reads YAML 1.2, but it turns ``2024-01-01`` into a date, and it accepts keys that are no text. It would
+also be a second YAML library, because our dependencies bring PyYAML.
 
 A configuration can build on a base. Its top-level key ``base: other.yaml`` reads other.yaml first. Then tables are
-merged key by key, and every other value, null included, replaces the base's value. The path is relative to the file
-that has the key ``base``, so a run can be started in any directory. A base may itself have a base.
+merged key by key, and every other value, null included, replaces the base's value. The base's path is relative to
+the file that has the key ``base``, so a run can be started in any directory. A base may itself have a base.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.system.files import hash_fault
 
 MAX_VALUES = 100_000
-"""Largest number of values of a document. A value with aliases counts at each of its places."""
+"""Largest number of values of a document. A value counts again for each alias of it."""
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _PLAIN_TYPES = (
@@ -63,7 +64,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  PyYAML's own protocol
 
     def get_single_node(self) -> yaml.Node | None:
-        """Read the document's root as PyYAML does, but refuse a document whose aliases stand for millions of values."""
+        """Read the document's root as PyYAML does, but refuse a document of more than ``MAX_VALUES`` values."""
         node = super().get_single_node()
         if node is not None:
             _count_values(node, {})
@@ -178,6 +179,7 @@ _PATTERNS: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first_characters in _PLAIN_TYPES:
     _compiled = re.compile(rf"^(?:{_pattern})$")
     _PATTERNS[_tag.rpartition(":")[2]] = _compiled
+    # In PyYAML's table the empty text has the first character "".
     _firsts = [character.strip("\0") for character in _first_characters]
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, _compiled, _firsts)
@@ -355,10 +357,10 @@ class Remainder:
         return any(key.partition(".")[0] in sections for key in self.faulty_keys)
 
     def is_certain(self, fault: str) -> bool:
-        """Whether the fault that a check reports about ``config`` does not come from a replaced value.
+        """Whether ``fault``, reported by a check of ``config``, certainly comes from values that were not replaced.
 
-        The fault may come from a replaced value if its text has the value's key, if it is about a table that contains
-        this key, or if it is about the section of a function that contains this key.
+        The fault may come from the replaced value of a faulty key in three cases: the fault's text contains this key,
+        the fault is about a table that contains this key, or fault and key are in the same section of a function.
         """
         fault_key = fault.partition(":")[0]
         for key in self.faulty_keys:
@@ -513,7 +515,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
-    """Set the value of a dotted key, and create its tables; return a fault if one of these is no table."""
+    """Set the value of a dotted key, and create missing tables; return a fault if a table's name has another value."""
     *table_names, last_name = key.split(".")
     table = tree
     for depth, name in enumerate(table_names):

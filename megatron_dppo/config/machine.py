@@ -1,4 +1,4 @@
-"""Checks of the machine's GPUs, cores and open files before a run starts there. The planner checks memory."""
+"""Checks of a machine's GPUs, cores and open files before a run starts on it. The planner checks memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _MISSING_PACKAGES_PROGRAM = (
     "import importlib.util as u, json, sys;"
     "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
 )
-"""Program that prints, as JSON, the names among its arguments that are no packages of its interpreter."""
+"""Program that takes names of packages, and prints as JSON the names that its interpreter can't find."""
 
 
 _SERVER_SIZES = (
@@ -88,7 +88,7 @@ _SERVER_SIZES = (
     "max_running_requests",
     "chunked_prefill_size",
 )
-"""Keys of the ``sglang:`` table that the planner and the placement of servers on devices compute with."""
+"""Keys of the ``sglang:`` table with the sizes that the planner and the placement of servers on devices read."""
 
 
 @dataclass(frozen=True)

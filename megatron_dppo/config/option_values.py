@@ -18,7 +18,7 @@ def option_value_faults(target: Callable[..., Any], options: Mapping[str, Any]) 
     """Yield ``NAME: got VALUE, expected TYPE`` for each option whose type differs from its parameter's type.
 
     Only functions and classes of this package are checked: annotations of other packages need not be exact. Options
-    without a parameter are not reported: the call itself is checked elsewhere.
+    without a parameter are not reported: the caller checks the names of the options.
     """
     # The configured name may be the name of an object without a module, for instance of a number.
     module = getattr(target, "__module__", None) or ""

@@ -27,17 +27,17 @@ class RunConfig(Section):
     seed: int = Field(default=1, ge=0, lt=2**31)
     """Seeds the order of the data, the trainer's generators and the engine."""
     steps: int = Field(gt=0)
-    """Rollout batches to train on in total; a resumed run counts on from its checkpoint."""
+    """Rollout batches to train on in total, including the batches before the checkpoint that a run resumes from."""
     resume: Literal["auto", "never", "required"] = "auto"
     """``auto``: start from the newest checkpoint, or at step 0 if there is no checkpoint yet. ``never``: start at step
     0 and set aside the files of earlier starts. ``required``: start from a checkpoint, or fail.
     """
     sha256_list: str | None = None
-    """File in sha256sum's format: hashes of inputs (checkpoint, tokenizer, data), with names relative to its folder.
-    They are compared before every start, and by ``--check``.
+    """File in sha256sum's format with the hashes of inputs (checkpoint, tokenizer, data). File names in it are relative
+    to its own folder. The hashes are compared before every start, and by ``--check``.
     """
     show_sample_every: int = Field(default=5, ge=0)
-    """Steps between two responses on the console, each with its reward and the reason; 0: none. The file
+    """Steps between two sample responses on the console, each with its reward and the reason; 0: no samples. The file
     ``samples.jsonl`` has a few responses of every step.
     """
     max_restarts: int = Field(default=3, ge=0)
@@ -56,7 +56,7 @@ class ModelConfig(Section):
     """The policy."""
 
     hf_checkpoint: str
-    """Hugging Face folder: config.json, safetensors, tokenizer. The start of a fresh run."""
+    """Hugging Face folder: config.json, safetensors, tokenizer. A run without a checkpoint starts from its weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in the trainer; the optimizer's master weights are fp32."""
 
@@ -86,18 +86,18 @@ class LoraConfig(Section):
     from the engine's, even with equal weights.
     """
     target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
-    """Adapted matrices, by the last part of their name in the checkpoint (``q_proj``, ...), or groups of them:
+    """Adapted matrices, by the last part of their name in the checkpoint (``q_proj``, ...), or groups of matrices:
     ``attention``, ``mlp`` (dense), ``experts``, ``head`` (the output layer, if it is not also the embedding),
     ``all-linear`` (all except ``head``).
     """
     experts: Literal["each", "shared"] = "each"
-    """``each``: every expert has its own adapters. ``shared``: the experts of a layer share them."""
+    """``each``: every expert has its own adapters. ``shared``: the experts of a layer share adapters."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Initial values of A, as in PEFT. ``kaiming``: uniform within +-1/sqrt(inputs). ``gaussian``: normal with standard
     deviation 1/rank. B starts at zero.
     """
     start_from: str | None = None
-    """Folder of adapters in PEFT's format to start from. Their model, rank and modules must equal this run's."""
+    """Folder of adapters in PEFT's format to start from. The adapters must have this run's model, rank and modules."""
     train_router: bool = False
     """Train the routers' own weights too."""
     update: Literal["merged", "adapters"] = "merged"
@@ -129,8 +129,8 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Must be -1 (off), for the reason of ``top_p``."""
     stop_token_ids: list[int] = Field(default_factory=list)
-    """Tokens that end a response in addition to the model's own, in training and evaluation. The token that ends a
-    response is trained on.
+    """Tokens that end a response in addition to the model's own end tokens, in training and evaluation. The token that
+    ends a response is trained on.
     """
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response, in training and evaluation. The response trains up to the token that completes one of
@@ -138,15 +138,15 @@ class RolloutConfig(Section):
     """
     topk_log_probs: int = Field(default=0, ge=0)
     """K of the engine's TopK(mu) log-probabilities to record, also for an algorithm that does not need them. 0: the
-    algorithm's own K. If the algorithm has a K, another value than 0 must equal it.
+    algorithm's own K. For an algorithm with its own K, only 0 and this K are valid.
     """
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Largest number of requests in flight from one data-parallel leader, the rank that generates for its replica."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for one response before it is aborted and sampled again. The time of weight updates, and in
-    colocated runs of training, does not count. Empty: the time of the longest response at 10 tokens/s, and at least
-    600. The second sample may be shorter, so a limit that long responses reach favours short responses. The metric
-    ``rollout/timed_out`` counts the aborted responses.
+    """Longest time for one response before it is aborted and sampled again. The time of weight updates does
+    not count; in colocated runs, the time of training does not count either. Empty: the time of the longest response at
+    10 tokens/s, and at least 600. The second sample may be shorter, so a limit that long responses reach favours short
+    responses. The metric ``rollout/timed_out`` counts the aborted responses.
     """
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. Several responses in a call save the engine work if responses have only a few
@@ -304,13 +304,13 @@ class StepConfig(Section):
     """How one optimiser step is divided and computed."""
 
     micro_batch_tokens: int = Field(gt=0)
-    """Token budget of a packed micro-batch; a longer sequence fills one micro-batch alone. With context parallelism
+    """Token budget of a packed micro-batch; a longer sequence is a micro-batch of its own. With context parallelism
     each rank of a CP group holds its share of these tokens.
     """
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation. ``full``: of every layer. ``selective``: of the core attention. For mixtures of experts
-    on GPUs, ``selective`` recomputes the experts' activation function and the norms instead, because recomputing fused
-    attention saves almost nothing. ``megatron.recompute_modules`` replaces this choice.
+    """Activation recomputation. ``full`` recomputes every layer. ``selective`` recomputes the core attention. For
+    mixtures of experts on GPUs, ``selective`` recomputes the experts' activation function and the norms instead,
+    because recomputing fused attention saves almost nothing. ``megatron.recompute_modules`` replaces this choice.
     """
 
 
@@ -333,7 +333,7 @@ class OptimizerConfig(Section):
     or as half a cosine.
     """
     decay_steps: int | None = Field(default=None, gt=0)
-    """Optimiser steps, including the warm-up, after which the rate is ``min_lr`` and stays there. Empty only with the
+    """Optimiser steps, including the warm-up, after which the rate stays at ``min_lr``. Empty only with the
     constant schedule. A rollout batch of several mini-batches counts as several optimiser steps.
     """
     min_lr: float = Field(default=0.0, ge=0)
@@ -360,7 +360,9 @@ class EngineConfig(Section):
     urls: list[str] = Field(default_factory=list)
     """Addresses of servers that already run. The run uses them in addition to the servers that it starts."""
     ca_file: str | None = None
-    """PEM file of the authorities that sign the certificates of ``urls`` with https. Empty: the system's."""
+    """PEM file of the authorities that sign the certificates of ``https`` servers in ``urls``. Empty: the system's
+    authorities.
+    """
     passed_variables: list[str] = Field(default_factory=list)
     """Environment variables with credentials that the run passes on to the servers that it starts. For instance, SGLang
     needs credentials to read weights from an object store; docs/shared_hosts.md.
@@ -379,12 +381,12 @@ class EngineConfig(Section):
     ``consistent_hashing``: by the prompt's hash.
     """
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest time for a server to start, and longest time that a run without any healthy server waits for one. On
-    GPUs a starting server reads the weights, compiles kernels, captures CUDA graphs and answers its first requests.
+    """Longest time for a server to start, and longest time that a run without a healthy server waits for one. On GPUs a
+    starting server reads the weights, compiles kernels, captures CUDA graphs and answers its first requests.
     """
     hang_timeout_s: float = Field(default=60.0, gt=0)
-    """A server that answers nothing, not even health checks, for longer counts as lost. A server of ``urls`` may still
-    compile: until its first answer ``start_timeout_s`` applies.
+    """A server counts as lost if it answers nothing for this time, not even health checks. Until the first answer of a
+    server of ``urls``, ``start_timeout_s`` applies instead, because the server may still compile.
     """
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of each server within ``restart_window_s``. The pause before a restart grows. A server
@@ -413,7 +415,7 @@ class EngineConfig(Section):
     """
     python: str | None = None
     """Python interpreter of the servers and their router, with this package, SGLang and smg installed. Empty: the
-    trainer's.
+    trainer's interpreter.
     """
 
     @property
@@ -439,9 +441,9 @@ class WeightSyncConfig(Section):
     ``disk``: a folder that the engines read.
     """
     senders: Literal["holders", "nodes"] | None = None
-    """Ranks that send with ``distributed`` and ``tensor``. ``holders``: each tensor is gathered on the rank that holds
-    most of it, and sent from there. ``nodes``: one rank of that rank's node gathers and sends the tensor, so engines
-    join fewer groups. Empty: ``nodes`` on GPUs, else ``holders``.
+    """Ranks that send with ``distributed`` and ``tensor``. ``holders``: the rank that holds most of a tensor gathers
+    and sends the tensor. ``nodes``: one rank on the node of this holder gathers and sends the tensor, so engines join
+    fewer groups. Empty: ``nodes`` on GPUs, else ``holders``.
     """
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
@@ -499,7 +501,7 @@ class CheckpointConfig(Section):
     """Newest complete checkpoints to keep."""
     background: bool = True
     """Copy a rank's share to host memory (pinned with a GPU), and write this copy while training continues; the next
-    save waits until it is written. false: no copy is made, and training waits for the disk.
+    save waits until the copy is written. false: no copy is made, and training waits for the disk.
     """
     keep_responses: bool = True
     """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. When

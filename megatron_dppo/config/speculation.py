@@ -2,7 +2,7 @@
 
 If SGLang verifies drafted tokens correctly, each token is drawn from the served model's own probabilities, and the
 server reports these probabilities. The checks admit an algorithm only if a test or SGLang's source shows that both
-hold.
+properties hold.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _draft_faults(table: Mapping[str, Any], algorithm: str) -> Iterator[str]:
 
 
 def run_faults(config: schema.TrainConfig, model: ModelShape) -> Iterator[str]:
-    """Report parts of a run that exclude its servers' speculation."""
+    """Report settings of a run that do not work with its servers' speculation."""
     algorithm = algorithm_of(config.sglang)
     if algorithm is None:
         return
