@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
 _MAX_SEARCHED = 4000
-"""Number of characters at the end of a response that are searched for its answer, to explain a score. The patterns of
+"""To explain a score, only this many characters at the end of a response are searched for the answer. The patterns of
 the search take quadratic time, so the number is small."""
 _MAX_SHOWN = 80
 """Largest number of characters of an answer in a reason."""
@@ -45,7 +45,7 @@ class RewardInput:
 
     Attributes:
         response: Text of the response, without special tokens and stop texts.
-        answer: The problem's answer; empty if it has none.
+        answer: The problem's answer; empty if the problem has none.
         prompt: The problem's own text; for chat messages the text of the last message.
         messages: The whole prompt as chat messages, with system prompt and template.
         metadata: The problem's metadata, any JSON object.
@@ -72,8 +72,8 @@ class RewardForm(NamedTuple):
     """The form of a reward's calls, read from its signature.
 
     Attributes:
-        reads: Names of the parameters for the reward's input: fields of RewardInput; ``record``, a whole RewardInput;
-            or ``records``, a list of RewardInputs; the reward then returns a list.
+        reads: Names of the parameters for the reward's input. Each name is a field of RewardInput, ``record`` for a
+            whole RewardInput, or ``records`` for a list of RewardInputs. With ``records``, the reward returns a list.
         is_async: Whether the reward is a coroutine function: it waits for a service.
         columns: Names of all other parameters. They are columns of the problem's metadata.
     """
@@ -100,7 +100,7 @@ class RewardForm(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward's function with its options. It is called with a list of inputs: one, or several if its form allows."""
+    """A reward's function with its options. A call takes a list: one input, or several if the form allows several."""
 
     function: Callable[..., Any]
     form: RewardForm
@@ -241,7 +241,7 @@ class Reward:
     def final(self, answer: str) -> str:
         """The part of a problem's answer that responses are compared with.
 
-        If the reward reads solutions, it is the final answer of the worked solution; else the whole answer.
+        If the reward reads solutions, this part is the final answer of the worked solution; else the whole answer.
         """
         if self.reads_solutions:
             return gold_answer(answer)
@@ -333,7 +333,7 @@ def exact_integer(response: str, answer: str) -> float:
 
 
 def stated_result(response: str) -> str:
-    """The text after the response's last ``=``; the whole response if it has none."""
+    """The text after the response's last ``=``; the whole response if it has no ``=``."""
     return response.rpartition("=")[2].strip()
 
 

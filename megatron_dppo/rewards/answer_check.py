@@ -51,6 +51,7 @@ def bad_answers(
     for term in reward.terms.values():
         term_reward = find_reward(term.name)
         changes: dict[str, Any] = {}
+        # A separate function, without the reward's options, checks the answers.
         if not term_reward.checks_itself:
             changes = {"name": term_reward.gold_target, "options": {}}
         if not scores:
@@ -145,7 +146,7 @@ def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
 
 
 def _answer_error(score: Score, must_match: bool, timeout_s: float) -> str | None:
-    """The error of an answer with this score; None for a good answer. ``must_match``: whether it must earn 1."""
+    """The error of an answer with this score; None for a good answer. ``must_match``: whether the score must be 1."""
     if score.refusal is not None:
         return score.refusal
     if score.timed_out:

@@ -11,7 +11,7 @@ from megatron_dppo.rewards.notation import NUMBER_AND_NOUN
 
 
 def noun_of(text: str) -> str | None:
-    """The words after a number, ``apple`` of ``5 apples``; None if there are none, or if they are inside ``\\text``."""
+    """The words after a number, ``apple`` of ``5 apples``. None without words, or for words inside ``\\text``."""
     match = NUMBER_AND_NOUN.fullmatch(text)
     if match is None:
         return None
@@ -84,7 +84,7 @@ _FURTHER_CHOICE = re.compile(r"\([A-J]\)|(?:\b(?:and|or)\b|[,;&])\s*[A-J]\b(?!\w
 
 
 def choice_of(text: str) -> tuple[str, str] | None:
-    """The letter of a choice and the text after it: B and 12 for ``(B) 12``. None for no choice, or several."""
+    """The letter of a choice and the text after it: B and 12 for ``(B) 12``. None for no or several choices."""
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
@@ -113,7 +113,7 @@ def words_of(text: str) -> str | None:
 
 
 def is_set_as_text(text: str) -> bool:
-    """Whether the whole answer is inside ``\\text`` or a similar command."""
+    """Whether the answer ends with ``\\text`` or a similar command that contains only words."""
     match = _TEXT.search(text)
     return match is not None and words_of(text[match.start() :].rstrip(" $.*")) is not None
 

@@ -10,7 +10,7 @@ _MARKED = re.compile(r"####(?!#)[ \t]*([^\n#]*)")
 """``#### X``, GSM8K's form. Headings of Markdown begin with ``####``, too: "#### Step 2", "#### 1. Find the area"."""
 _NUMBER_OR_FORMULA = re.compile(r"[^\w\n\\]{0,8}(?:\d|\\[a-zA-Z(])")
 _HEADING = re.compile(r"\d+[.)]\s|.*(?<![\\a-zA-Z])[a-zA-Z]{2}")
-"""A number of a list, or a word."""
+"""A text that looks like a heading: it begins with the number of a list, or contains a word."""
 _STATED = re.compile(
     r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*|\u7b54\u6848\s*(?:[\u662f\u4e3a\u70ba]\s*:?|:)\s*"
 )
@@ -86,7 +86,7 @@ def written_answer(response: str) -> str:
     if not answers:
         return _last_line_answer(text)
     _, last_answer = max(answers)
-    # A box may hold a sentence: "The answer is 42".
+    # A box may hold a sentence: "The answer is 42", or "\text{The answer is} 42" with a brace before the answer.
     statements = _stated_answer(last_answer)
     if statements:
         _, stated_answer = statements[0]
@@ -117,7 +117,7 @@ _PositionedAnswer = tuple[int, str]
 
 
 def _boxed_answers(text: str) -> list[_PositionedAnswer]:
-    """End position and content of each box. Boxes in a row count as one box, which ends at the end of the last box."""
+    """A position and the content of each box. Boxes in a row count as one box, at the end of the last box."""
     answers: list[_PositionedAnswer] = []
     previous_end = 0
     for match in BOX.finditer(text):
@@ -144,7 +144,7 @@ def _is_separator(text: str, start: int, end: int) -> bool:
 
 
 def _extended_list(previous_content: str, content: str) -> str:
-    """The previous boxes' content with ``content`` added, unless it is there already or the list is too long."""
+    """Add ``content`` to the previous boxes' content. Skip a repeated content, and any content of a list too long."""
     if len(previous_content) > LONGEST_ANSWER or content in previous_content.split(", "):
         return previous_content
     return f"{previous_content}, {content}"
@@ -162,9 +162,9 @@ def _marked_answers(text: str) -> list[_PositionedAnswer]:
 
 
 def _stated_answer(text: str) -> list[_PositionedAnswer]:
-    """X of the last statement of the form ``answer is X``, as the only entry.
+    """Position and X of the last statement ``answer is X`` that is not negated, as the only entry of a list.
 
-    The list is empty if there is no statement of this form, or if all statements are negated.
+    The list is empty if there is no such statement.
     """
     matches = list(_STATED.finditer(text))
     for match in reversed(matches[-_MAX_STATEMENTS:]):
@@ -178,9 +178,9 @@ def _stated_answer(text: str) -> list[_PositionedAnswer]:
 
 
 def _first_answer_of(line: str) -> str:
-    """The first formula of ``line``, else its first sentence without a reason; empty if the answer is negated.
+    """The first formula of ``line``, the text after ``Answer:``; empty if the answer is negated.
 
-    ``line``: the text after ``Answer:``.
+    Without a formula, the answer is the first sentence up to a reason (``because ...``).
     """
     formula = _FORMULA.search(line)
     if formula is not None:
@@ -194,7 +194,7 @@ def _first_answer_of(line: str) -> str:
 
 
 def _display_at(text: str, start: int) -> str | None:
-    """The content of the displayed formula that begins at ``start``, perhaps of several lines; None without one."""
+    """The content of the displayed formula, of one or more lines, at ``start``. None if no formula begins there."""
     for begin, end in _DISPLAYED:
         if text.startswith(begin, start):
             content, closing_mark, _ = text[start + len(begin) :].partition(end)
@@ -203,7 +203,7 @@ def _display_at(text: str, start: int) -> str | None:
 
 
 def _last_line_answer(text: str) -> str:
-    """The last formula of the last line, with all formulas of its list; the line itself if it has no formula."""
+    """The last formula of the last line, with the other formulas of its list; the whole line if it has no formula."""
     text = text.strip()
     # A displayed formula of several lines at the end counts as the last line.
     for begin, end in _DISPLAYED:

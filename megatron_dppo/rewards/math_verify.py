@@ -19,8 +19,8 @@ _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _VERDICTS = {"yes", "no", "true", "false", "none"}
 _ROUNDING = 6
-"""Number of compared digits of a decimal number: the digits after the point. For numbers below ``_SMALL``, the digits
-from the first digit on that is not 0."""
+"""Number of digits of a decimal number that are compared. They begin after the point. For numbers below ``_SMALL``,
+they begin at the first digit that is not 0."""
 _SMALL = 1e-3
 _STATEMENT_TOLERANCE = 0.01
 """An equation is wrong if its sides have a larger relative difference. A smaller difference may be rounding."""
@@ -33,8 +33,8 @@ def math_verify(response: str, answer: str) -> float:
     (``notation.plain_notation``: ``1\,234``, ``3 1/2``, ``0.\overline{3}``, full-width digits). Integers are compared
     without leading zeros, words as words, choices by their letter or by the value after the letter, and numbers with a
     base digit by digit. math-verify parses all other answers: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5.
-    An answer scores 0 if it has another unit, is negated (``not 5``) or is a bound (``5 or more``), or is part of a
-    wrong equation of numbers (``2 + 2 = 5``).
+    A response's answer scores 0 if its unit differs, if it is negated (``not 5``) or a bound (``5 or more``), or if it
+    is part of a wrong equation of numbers (``2 + 2 = 5``).
 
     The function has no time limit: nested powers can take unlimited time. Raises ValueError if ``answer`` cannot be
     parsed.

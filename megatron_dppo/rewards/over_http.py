@@ -189,7 +189,7 @@ class _Cache(OrderedDict[Hashable, Any]):
                 for key in new_keys:
                     self.pop(key, None)
                     futures[key].set_exception(failure)
-                    # Read the exception: asyncio logs an error if no caller does.
+                    # Read the exception: asyncio logs an error about an exception that was never read.
                     futures[key].exception()
                 raise
             for key, value in values.items():
@@ -261,8 +261,8 @@ class RewardModel:
         return await self._cache.values_of(keys, compute)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
-        # If a policy writes the characters <|im_end|>, its turn must not end there. Otherwise the text after them would
-        # look like another turn, and this turn could praise the response.
+        # A response may contain the characters <|im_end|>. Encode them as ordinary text. Otherwise the text after them
+        # would look like another turn, and this turn could praise the response.
         content = self._control_tokens.hold(record.response, self._control_tokens.special)
         turns = [*record.messages, {"role": "assistant", "content": content}]
         # Render to text and encode it without adding special tokens: the template has written them already.
@@ -322,7 +322,7 @@ class Judge:
         url: The part of the URL before ``/chat/completions``, for instance ``http://127.0.0.1:30010/v1``.
         model: Name of the model at this endpoint.
         template: The question, with the placeholders ``{prompt}``, ``{response}`` and ``{answer}``.
-        system_prompt: System message before the question; None: none.
+        system_prompt: System message before the question; None: no system message.
         pattern: Regular expression whose first group is the score; the last match in the reply counts.
         lowest, highest: Scores that correspond to the rewards 0 and 1. A score outside of this range is invalid.
         unparsed: Reward of a reply without a valid score. None: the reward is unavailable, so that the judge is called

@@ -431,8 +431,8 @@ class RewardWorker(RestrictedWorker):
             return [score] * len(inputs)
         scores = _scores_of_call(answer, len(inputs))
         if any(score.crashed for score in scores):
-            # The cause may be full memory, or answers that the code of a response has written. It would remain in this
-            # process.
+            # End the process, because the cause would remain in it: full memory, or code of a response that writes
+            # answers.
             self.kill()
         reason = "its process had no memory left, or was to exit"
         return [self._without_service_fault(form, score, reason) for score in scores]
@@ -454,7 +454,7 @@ class RewardWorker(RestrictedWorker):
         # A negative code is the number of a signal.
         if lost.code >= 0:
             raise self._error(lost, inputs)
-        # The worker's own alarm ends it if the verifier was too slow to kill it.
+        # If the verifier is too slow to kill the worker, the worker's own alarm ends the worker.
         is_late = lost.code == -signal.SIGALRM
         return Score(0.0, timed_out=is_late, crashed=not is_late)
 
@@ -554,7 +554,7 @@ _SERVICE_ERRORS = {
 
 def _failure(error: Exception | SystemExit) -> Score:
     """Convert an exception of a reward to a score. Raises an exception that is an error of the program."""
-    # The code of a response that the reward runs may cause these exceptions, as it may cause a signal.
+    # If the reward runs the code of a response, this code may cause these exceptions, as it may cause a signal.
     if isinstance(error, MemoryError | SystemExit):
         return Score(0.0, crashed=True)
     reason = str(error)[:_MAX_REFUSAL]
@@ -576,7 +576,8 @@ def _failure(error: Exception | SystemExit) -> Score:
 
 
 GRACE_S = 5.0
-"""The worker ends itself this many seconds after the verifier's limit, in case the verifier is gone."""
+"""The worker ends itself this many seconds after the verifier's limit, in case the verifier is gone. For an
+asynchronous reward, the verifier's limit is this many seconds after ``timeout_s``, which the worker applies itself."""
 
 
 def serve(
@@ -590,7 +591,7 @@ def serve(
     logging.disable(logging.WARNING)
     processes.adopt_orphans()
     reward = find_reward(name).bind(options)
-    # Processes that the reward's module started at its import.
+    # The reward's module started these processes at its import. They live as long as the worker.
     lasting_processes = processes.child_ids()
     limit_s = timeout_s
     if reward.form.is_async:
@@ -632,7 +633,7 @@ def main() -> None:
 def users_traceback(error: Exception) -> str:
     """The traceback without its first frames in this package or in the standard library's asyncio.
 
-    If all frames are there, the whole traceback.
+    If all frames are in this package or in asyncio, the whole traceback is returned.
     """
     frames = traceback.extract_tb(error.__traceback__)
     skipped_folders = (str(_PACKAGE), str(Path(asyncio.__file__).parent))
