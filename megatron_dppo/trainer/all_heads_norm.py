@@ -1,4 +1,4 @@
-"""The RMSNorm of queries, or of keys, over all heads (OLMoE); Megatron-Core's own one is over each head alone.
+"""An RMSNorm of queries, or of keys, over all heads (OLMoE). Megatron-Core's own RMSNorm norms each head separately.
 
 The module is the same on CPUs and on GPUs. It has not yet run on a GPU.
 """
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 
 def norm_all_heads(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Put an AllHeadsNorm of queries and one of keys into every layer of ``block``."""
+    """Put an AllHeadsNorm for queries and an AllHeadsNorm for keys into every layer of ``block``."""
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = _norm_spec(config.num_attention_heads)
@@ -39,7 +39,7 @@ class AllHeadsNorm(torch.nn.Module):
         config: Megatron-Core's configuration of the model.
         hidden_size: size of a head.
         eps: epsilon of the norm.
-        heads: heads of the whole model. This rank has its share of them, and their weights.
+        heads: heads of the whole model. This rank has a share of these heads, and the weights of its share.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class AllHeadsNorm(torch.nn.Module):
         own_size = self.elements // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(own_size, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-        # Megatron-Core must not sum this gradient over the tensor-parallel ranks, also under sequence parallelism: the
-        # ranks have different parts of the weight, and each rank's attention computes all tokens.
+        # Megatron-Core must not sum this gradient over the tensor-parallel ranks, not even under sequence parallelism:
+        # the ranks have different parts of the weight, and each rank's attention computes all tokens.
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

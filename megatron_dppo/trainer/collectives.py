@@ -72,12 +72,12 @@ def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
 def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
     """Raise ValueError on every rank unless ``value`` is the same on all ranks of ``group``.
 
-    One all-reduce of a digest; the values are gathered only for the error message.
+    The function does one all-reduce of a digest, and gathers the values only for the error message.
     """
     # Use seven bytes of the hash, so that the number and its negative fit into int64.
     digest = hashlib.sha256(json.dumps(value).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    # The maximum of the negatives is minus the minimum: one all-reduce compares all.
+    # The maximum of the negatives is minus the minimum, so one all-reduce finds both the maximum and the minimum.
     bounds = torch.tensor([number, -number], device=platform.current().device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     if int(bounds[0]) != -int(bounds[1]):
@@ -114,12 +114,12 @@ def on_every_rank(
     *,
     error: type[Exception] = RankError,
 ) -> T:
-    """Return ``action()``, and raise ``error`` on every rank if it failed on one. Collective.
+    """Return ``action()``, and raise ``error`` on every rank if ``action`` failed on one rank. Collective.
 
     ``action`` itself must not be collective. The message names the first rank that failed, and the class of its
     exception unless the class is ``error`` or OSError. Every other rank that failed logs its own failure. An exception
     of any class except ``error``, OSError and RunError is always logged, with its traceback.
-    ``group``: a group of all ranks, in their order (None: the default one).
+    ``group``: a group of all ranks, in the order of global ranks (None: the default group).
     """
     own_error: Exception | None = None
     text = None
@@ -173,9 +173,9 @@ def _device(group: ProcessGroup | None) -> torch.device:
 
 
 def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
-    """Return ``value`` as JSON bytes, padded to the longest of the group's ranks, and the length on every rank.
+    """Return ``value`` as JSON bytes, padded to the longest value in the group, and the length of each rank's value.
 
-    Collective. A gather needs tensors of equal length.
+    Collective. The padding is needed because a gather takes tensors of equal length.
     """
     device = _device(group)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

@@ -1,13 +1,14 @@
 """Context parallelism: the ranks that share a sequence's tokens, in Transformer Engine's layout of packed sequences.
 
 Every sequence of a pack is padded to 2 C equal chunks, C = context-parallel size, and rank r holds the chunks r and
-2 C - 1 - r of each. Under a causal mask later tokens attend to more tokens, so this division gives all ranks equal
-work. Each rank's layers compute the rank's rows; attention exchanges keys and values. From the last layer's output a
-rank computes the statistics of its rows. All ranks then gather the statistics of all rows, because the loss is a
-function of whole sequences; the loss is equal on every rank. In the backward pass a rank gets the gradient of its rows.
-The data-parallel reduction includes the context-parallel ranks, so it sums their gradients of the parameters.
+2 C - 1 - r of each sequence. Under a causal mask later tokens attend to more tokens, so this division gives all ranks
+equal work. Each rank's layers compute the rank's rows; attention exchanges keys and values. From the last layer's
+output a rank computes the statistics of its rows. All ranks then gather the statistics of all rows, because the loss is
+a function of whole sequences; the loss is equal on every rank. In the backward pass a rank gets the gradient of its
+rows. The data-parallel reduction includes the context-parallel ranks, so it also sums the parameters' gradients over
+these ranks.
 
-T = tokens of a pack, t = T / C, S = sequences in it.
+T = tokens of a pack, t = T / C, S = sequences of a pack.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from megatron_dppo.vocab_parallel import PolicyStats
 
 
 def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
-    """Return the rows of the pack that ``rank`` of ``size`` holds, in its order: int64 [T / size].
+    """Return the rows of the pack that rank ``rank`` of ``size`` ranks holds, in the rank's order: int64 [T / size].
 
-    The result is on the device of ``cu_seqlens`` [S + 1], and computed without a device sync. ``tokens``: T. The length
-    of every sequence must be a multiple of 2 * size.
+    The result is on the device of ``cu_seqlens`` [S + 1], and is computed without a device sync. ``tokens``: T. The
+    length of every sequence must be a multiple of 2 * size.
     """
     bounds = cu_seqlens.long()
     own_bounds = bounds // size
@@ -97,11 +98,11 @@ def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
 
 
 def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> PolicyStats:
-    """Return the statistics of all rows of ``batch``. ``stats``: of this rank's ``own_batch``. Collective.
+    """Return the statistics of all rows of ``batch``. Collective.
 
-    The function communicates by one all-gather of the statistics, [t, 1 + K] numbers or more, and one all-reduce of
-    the fault counts. The backward pass gives every rank the gradient of the rank's rows. It sums nothing, because all
-    ranks compute the same loss.
+    ``stats``: the statistics of this rank's ``own_batch``. The function communicates by one all-gather of the
+    statistics, [t, 1 + K] numbers or more, and one all-reduce of the fault counts. The backward pass gives every rank
+    the gradient of the rank's rows. It sums nothing, because all ranks compute the same loss.
     """
     size = topology.cp_size
     group = topology.context_group

@@ -88,7 +88,7 @@ class PackedDeltaNet(GatedDeltaNet):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [T, 1, hidden] -> ([T, 1, hidden], None); with sequence parallelism a rank's part of T."""
+        """hidden_states [T, 1, hidden] -> ([T, 1, hidden], None); with sequence parallelism this rank's part of T."""
         cu_seqlens = packed_seq_params.cu_seqlens_q
         projected, _ = self.in_proj(hidden_states)
         heads = self.num_v_heads_local_tp
@@ -110,7 +110,7 @@ class PackedDeltaNet(GatedDeltaNet):
         return result
 
     def _key_heads(self, x: Tensor) -> Tensor:
-        """[T, K D] -> normed, one for each value head: [T, V, D]."""
+        """Split x [T, K D] into heads, norm each head, and repeat it for each of its value heads: [T, V, D]."""
         heads = x.unflatten(-1, (-1, self.key_head_dim))
         squared_norms = heads.float().square().sum(-1, keepdim=True)
         normed = heads.float() * torch.rsqrt(squared_norms + _EPSILON)
@@ -126,8 +126,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> ShardedStateDict:
         """Return Megatron-Core's state dict, with each fused parameter as one tensor of the checkpoint.
 
-        Megatron-Core's own state dict has a tensor for each section of a fused parameter. Other fused parameters, for
-        example the gate and up projections of an MLP, are one tensor of whole sections.
+        Megatron-Core's own state dict has a tensor for each section of these fused parameters. It has one tensor for
+        other fused parameters, for example the gate and up projections of an MLP: a stack of the whole sections.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
         key_width = self.qk_dim // self.tp_size
@@ -153,9 +153,10 @@ class PackedDeltaNet(GatedDeltaNet):
 def _in_sections(
     whole: ShardedTensor, widths: tuple[int, ...], ranks: int, rank: int
 ) -> ShardedTensorFactory:
-    """Place the sections of a rank's parameter, of ``widths`` rows, in the checkpoint's tensor of whole sections.
+    """Place each section of a rank's parameter in the checkpoint's tensor, which is a stack of the whole sections.
 
-    ``whole``: the parameter as Megatron-Core divides it, in equal runs of rows.
+    ``widths``: the rows of each section on one rank. ``whole``: the parameter as Megatron-Core divides it, in equal
+    runs of rows.
     """
     axis = whole.prepend_axis_num
 

@@ -1,4 +1,4 @@
-"""The trainer's matrices as an engine with block-FP8 weights reads them, for the comparison after a weight update."""
+"""Round the trainer's matrices to block FP8, as an engine does, for the comparison after a weight update."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def rounded_to_fp8(
     layout: Layout,
     rank: int,
 ) -> Iterator[None]:
-    """Within the block, quantise and dequantise the matrices among this rank's ``values`` in place. Not collective.
+    """Inside this context, quantise and dequantise the matrices among this rank's ``values`` in place. Not collective.
 
-    The values are copied to the host and restored bit for bit at the end. If this rank's part of a matrix begins or
-    ends inside of a block, the part stays unchanged, because the block's scale depends on other ranks too.
+    The original values are copied to the host, and restored bit for bit on leaving the context. If this rank's part of
+    a matrix begins or ends inside of an FP8 block, the part stays unchanged, because the block's scale depends on other
+    ranks too.
     """
     originals: list[tuple[Tensor, Tensor]] = []
     try:

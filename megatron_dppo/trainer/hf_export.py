@@ -1,7 +1,7 @@
 """Export the trained weights as a Hugging Face folder.
 
-Each file of an export is written by one rank, so that ranks on several hosts never write to the same file. The rank
-gathers the file's tensors. A thread writes gathered tensors while the rank gathers the next tensors.
+Each file of an export is written by one rank, so that ranks on several hosts never write to the same file. This rank
+gathers the file's tensors. A thread of the rank writes gathered tensors while the rank gathers the next tensors.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ def export_plan(
     layout: Layout,
     item_bytes: int,
 ) -> tuple[list[Bucket], dict[str, int]]:
-    """Plan the buckets, each gathered on the rank that writes its tensors, and the rank that writes each file.
+    """Plan the buckets in which tensors are gathered, and choose the rank that writes each file.
 
-    Each file is assigned to the rank that would finish it first: a rank with little to write yet, or one that holds a
-    large part of the file.
+    The rank that writes the tensors of a bucket gathers the bucket. Each file is assigned to the rank that would finish
+    the file first: a rank with little to write yet, or a rank that holds a large part of the file.
     """
     sources = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
     assigned_bytes = [0] * layout.world_size
@@ -159,7 +159,11 @@ def _staged(
     rank: int,
     specs: Mapping[str, tensor_store.TensorSpec],
 ) -> Iterator[Path]:
-    """Provide a folder that rank 0 creates on entering the context and publishes on leaving it. Both are collective."""
+    """Provide a staged folder.
+
+    Rank 0 creates the folder on entering the context, and publishes it on leaving the context. Entering and leaving are
+    collective.
+    """
     total_bytes = sum(spec.bytes for spec in specs.values())
     staged_folder = hf_folder.StagedFolder(out_dir, total_bytes)
     with ExitStack() as stack:

@@ -121,10 +121,10 @@ def _has_head_norms(shape: ModelShape) -> bool:
 
 
 def _window_options(shape: ModelShape) -> dict[str, Any]:
-    """Fields of TransformerConfig for windows and sinks of attention, and for YaRN without latent attention."""
+    """Return the fields of TransformerConfig for windows and sinks of attention, and for YaRN without latents."""
     options: dict[str, Any] = {}
     if shape.window is not None and shape.window.layers:
-        # The numbers of tokens before and after a token that it attends to, itself not counted.
+        # A token attends to at most these numbers of tokens before it and after it. The token itself is not counted.
         options["window_size"] = (shape.window.tokens - 1, 0)
         options["window_attn_skip_freq"] = [
             int(layer in shape.window.layers) for layer in range(shape.num_layers)
@@ -132,14 +132,14 @@ def _window_options(shape: ModelShape) -> dict[str, Any]:
     if shape.has_sinks:
         options["softmax_type"] = "learnable"
     if shape.latent is None and isinstance(shape.rope_scaling, YarnRopeScaling):
-        # YaRN multiplies rotated queries and keys by ``rotated_factor``, so that their product has its square.
+        # YaRN multiplies rotated queries and keys by ``rotated_factor``, so that their product has the factor's square.
         # Megatron-Core's rotary embedding of packs does not multiply by the factor.
         options["softmax_scale"] = shape.rope_scaling.rotated_factor**2 / math.sqrt(shape.head_dim)
     return options
 
 
 def _limited_unit_options(shape: ModelShape) -> dict[str, Any]:
-    """Fields of TransformerConfig for the gated unit of MLPs with a limit, and biases beside it."""
+    """Return the fields of TransformerConfig for MLPs whose gated unit has a limit, and for experts with biases."""
     options: dict[str, Any] = {}
     if shape.glu_limit:
         options |= {
@@ -148,7 +148,7 @@ def _limited_unit_options(shape: ModelShape) -> dict[str, Any]:
             "glu_linear_offset": 1.0,
         }
     if shape.is_moe and shape.has_biases:
-        # Megatron-Core's experts with biases refuse it.
+        # Megatron-Core rejects this fusion for experts with biases.
         options["bias_dropout_fusion"] = False
     return options
 
@@ -295,7 +295,7 @@ class _Dtype(Enum):
 
 @functools.cache
 def library_fields(table: str) -> forwarded.LibraryFields:
-    """Return every field, with its type, of the Megatron-Core class that ``table`` configures: inherited fields too."""
+    """Return all fields of the Megatron-Core class that ``table`` configures, also inherited fields, with types."""
     library_class = _CLASSES[table]
     hints = get_type_hints(library_class)
     types = {field.name: hints[field.name] for field in dataclasses.fields(library_class)}
@@ -307,10 +307,10 @@ def library_fields(table: str) -> forwarded.LibraryFields:
 
 
 def library_values(rules: forwarded.ForwardedTable, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert ``values``, a table with the ``rules``, to the types of the fields; names of enumerations become members.
+    """Convert the ``values`` of a table to the types of the library's fields. Names of enumerations become members.
 
-    Raises ValueError with a line for each key that is no field, or that another section sets, and
-    for each value that does not fit.
+    ``rules``: the rules of the table. Raises ValueError with a line for each key that is no field, or that another
+    section sets, and for each value that does not fit.
     """
     fields = library_fields(rules.name)
     faults = [*rules.faults(values), *rules.library_faults(values, fields)]

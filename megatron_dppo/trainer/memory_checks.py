@@ -1,8 +1,8 @@
 """Detection of silent memory corruption in the trainer, from hashes of its tensors.
 
 The hashes after an optimiser step must equal the hashes before the next step, because nothing may change the tensors in
-between. They must also be equal on all data-parallel replicas. So the checks detect changes between optimiser steps,
-and steps with different results on replicas. They cannot detect a wrong activation or gradient that reached all
+between. The hashes must also be equal on all data-parallel replicas. So the checks detect changes between optimiser
+steps, and steps with different results on replicas. They cannot detect a wrong activation or gradient that reached all
 replicas alike.
 """
 
@@ -68,7 +68,7 @@ class RankHashes:
     experts: frozenset[str]
 
     def summary(self) -> list[str]:
-        """Return three hashes: of all tensors' hashes, of the dense tensors' hashes, and of the experts' hashes."""
+        """Return a hash over all tensors, a hash over the dense tensors, and a hash over the experts."""
         hashes = [[name, digest] for name, digest in self.by_name.items()]
         dense = [entry for entry in hashes if entry[0] not in self.experts]
         expert = [entry for entry in hashes if entry[0] in self.experts]
@@ -101,7 +101,7 @@ class MemoryChecks:
         Raises AlteredWeightsError if replicas hold different weights.
         """
         hashes, summaries, digest = self._hash_weights()
-        # The hash of all tensors is not compared: the ranks of a replica group share the dense tensors or the experts.
+        # Do not compare the hashes over all tensors: ranks that hold the same dense tensors may hold different experts.
         replica_summaries = [[dense, experts] for _, dense, experts in summaries]
         self._compare_replicas(
             AlteredWeightsError, f"weights of step {step}", hashes, replica_summaries
@@ -194,8 +194,8 @@ class MemoryChecks:
     ) -> None:
         """Raise ``error`` on every rank if the ranks of a replica group have different ``hashes``.
 
-        ``subject``: the hashed tensors, for the message. ``summaries``: for each rank, the hash of its dense tensors'
-        hashes and the hash of its experts' hashes.
+        ``subject``: the hashed tensors, for the message. ``summaries``: for each rank, the hash over its dense tensors
+        and the hash over its experts.
         """
         groups = differing_groups(self._trainer.layout, summaries)
         if not groups:
@@ -233,7 +233,7 @@ def differing_groups(
 ) -> list[tuple[bool, list[int]]]:
     """Return the groups of ``replica_groups`` whose ranks have different hashes.
 
-    ``summaries``: for each rank, the hash of its dense tensors and the hash of its experts.
+    ``summaries``: for each rank, the hash over its dense tensors and the hash over its experts.
     """
     groups: list[tuple[bool, list[int]]] = []
     for is_expert, ranks in replica_groups(layout):
@@ -251,7 +251,7 @@ def replica_faults(
     """Return a text for each tensor whose hash differs among the ``ranks`` of a replica group.
 
     If most ranks have one hash, the text names the ranks with another hash. Otherwise it names all ranks.
-    ``gathered``: for each rank, its hashes by name, and the names of experts among them.
+    ``gathered``: for each rank, its hashes by tensor name, and the names of the tensors of experts.
     """
     faults = []
     names, experts = gathered[ranks[0]]

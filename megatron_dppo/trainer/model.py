@@ -78,9 +78,9 @@ def make_chunks(
 def leave_out_logits(chunks: Sequence[GPTModel]) -> None:
     """Make the last stage return the input of its output layer, [1, T, H], instead of logits.
 
-    ``head_factors`` then provides the layer for computing statistics from this input. The layer still gathers its
-    input from the tensor-parallel ranks and sums the input's gradient over them. Its hooks still run, for example a
-    deferred gather of its weights.
+    The statistics are then computed from this input and the layer's weight; see ``head_factors``. The layer still sums
+    the input's gradient over the tensor-parallel ranks, and with sequence parallelism it still gathers the input from
+    these ranks. The layer's hooks still run, for example the hook that gathers deferred weights.
     """
     for chunk in chunks:
         if chunk.post_process:
@@ -125,13 +125,15 @@ def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
 def _main_gradient(weight: Parameter) -> Tensor | None:
     """Return the buffer where Megatron's DDP sums the gradient of ``weight``; None if the weight gets no gradient.
 
-    The function marks the weight, so that DDP does not add its ``.grad``: the head adds the gradient to the buffer.
+    The head itself adds the gradient to this buffer. So the function marks the weight: DDP then does not add ``.grad``,
+    except for a tied weight.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")):
         return None
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # Megatron-Core sets zero_out_wgrad on a tied weight: its .grad is the embedding's gradient, and DDP still adds this
-    # gradient. Any other weight must have some .grad, and DDP drops it: an expanded scalar takes no memory.
+    # Megatron-Core sets zero_out_wgrad on a tied weight. The .grad of a tied weight is the embedding's gradient, and
+    # DDP adds this gradient in spite of the mark. Every other weight must have some .grad, which DDP drops: set an
+    # expanded scalar, because it takes no memory.
     is_tied = getattr(weight, "zero_out_wgrad", False)
     if not is_tied:
         weight.grad = weight.new_zeros(()).expand(weight.shape)
@@ -171,8 +173,8 @@ def wrap_chunks(
 def _in_bfloat16(chunk: GPTModel, transformer: TransformerConfig) -> Float16Module:
     """Wrap ``chunk`` in Float16Module: the chunk is converted to bfloat16.
 
-    Buffers that are part of the model's state, and parameters with ``keeps_dtype``, keep their values and type:
-    rounded to bfloat16, a router's bias would choose other experts.
+    Buffers that are part of the model's state, and parameters with ``keeps_dtype``, keep their values and type: with a
+    bias rounded to bfloat16, a router would choose other experts.
     """
     buffers = [
         (module, leaf, module.get_buffer(leaf)) for _, module, leaf in _stored_buffers(chunk)
@@ -236,8 +238,8 @@ experts. Megatron-Core and Transformer Engine do not mark these parameters as di
 
 
 def _mark_divided_parameters(model: GPTModel) -> None:
-    """Mark the parameters of ``_UNMARKED`` as divided: otherwise the norm of the gradients would count them on the
-    first tensor-parallel rank alone.
+    """Mark the parameters of ``_UNMARKED`` as divided: otherwise the norm of the gradients would count them only on
+    the first tensor-parallel rank.
     """
     for name, parameter in model.named_parameters():
         if _UNMARKED.fullmatch(name):
@@ -248,8 +250,8 @@ def yarn_frequencies(plain: Tensor, theta: float, yarn: YarnRopeScaling) -> Tens
     """Compute YaRN's frequencies f_i from the ``plain`` frequencies p_i [D / 2] (arXiv:2309.00071, equations 19 to 23).
 
     f_i = (1 - r_i) p_i + r_i p_i / factor, with the ramp r_i = (i - low) / (high - low), between 0 and 1. The
-    frequency at index ``low`` makes beta_fast turns within the original positions, the frequency at ``high`` beta_slow
-    turns.
+    frequency at index ``low`` makes beta_fast turns within the original positions, and the frequency at index ``high``
+    makes beta_slow turns.
     """
     pairs = len(plain)
 
@@ -370,7 +372,7 @@ def differences(
 
 @contextmanager
 def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
-    """Make this process ``rank`` of a world whose collectives do nothing, inside this context."""
+    """Inside this context, let this process be rank ``rank`` of a world whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         parallel_state.initialize_model_parallel(
@@ -398,7 +400,7 @@ def apply_step(
     grad_norm: float,
 ) -> float:
     """Clip the gradients, whose norm is ``grad_norm``, update the weights and return the learning rate."""
-    # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, and a warm-up begins at 0.
+    # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, which is 0 in a warm-up.
     scheduler.step(increment=1)
     for part in optimizer.chained_optimizers:
         parameters = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _SHORT = 32
-"""Tokens; shorter sequences share one batch in spite of the padding: a call costs more than padding."""
+"""Sequences of at most this many tokens share one batch: another call would cost more than their padding."""
 
 
 class PaddedBatch(NamedTuple):
@@ -47,7 +47,7 @@ class PaddingPlan(NamedTuple):
         return PaddingPlan(tuple(batches), self.row_of_token.to(device))
 
 
-# The key is the identity of ``cu_seqlens``: all layers of a pass get the same tensor. The plan is freed with it.
+# The key is the identity of ``cu_seqlens``: all layers of a pass get the same tensor. A plan is freed with the tensor.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

@@ -19,8 +19,8 @@ Modules' buffers (a rotary embedding's frequencies), Adam's step counts and NCCL
 
 bfloat16 weights are copied, although rounding the fp32 main parameters could restore them. That would save 2 of the 14
 bytes copied for a parameter (weight 2, main parameter 4, moments 8). But with the distributed optimizer a rank has only
-a slice of the main parameters: restoring weights from slices would need a collective, and would need the optimizer's
-part on the device, although an update of the engines needs only the weights.
+a slice of the main parameters, so restoring weights would need a collective. It would also need the optimizer's part on
+the device, while an update of the engines needs only the weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def held_tensors(
     optimizer: ChainedOptimizer,
     reference: Sequence[Tensor],
 ) -> dict[TrainerPart, list[Tensor]]:
-    """Return the tensors that stay on this rank's device through a run, by part; a storage is in one part only.
+    """Return the long-lived tensors of this rank, by part; a storage is in one part only.
 
     Args:
         chunks: the GPTModels of this rank.
@@ -282,7 +282,7 @@ class _ParkedCopy:
         return self._copy(storages, [True] * len(storages), to_host=False)
 
     def settle(self) -> None:
-        """Tell the host memory that the buffer is not used for a while; see ``HostMemory.settle``."""
+        """Release memory that caches the buffer, because the buffer is not used for a while."""
         if self._memory is not None:
             self._memory.settle()
 

@@ -101,8 +101,8 @@ class Platform:
         recomputed: function from ``is_moe`` to the modules that selective recomputation recomputes.
         transformer_options: fields of TransformerConfig that depend on the machine (fusions,
             initialisation, communication between pipeline stages).
-        layout_faults: function from sizes that fit a model, and the model's shape, to the errors of a layout that this
-            machine's layers do not support.
+        layout_faults: ``(sizes, shape)`` -> the errors of a layout that this machine's layers do not support. The sizes
+            must fit the model.
     """
 
     device: torch.device
@@ -128,8 +128,9 @@ def gpu_fault() -> str | None:
 def leave_out_deep_ep() -> None:
     """Let ``import deep_ep`` raise ImportError in this process, unless DeepEP's own package is installed.
 
-    SGLang has another package of that name. Its import checks the loaded NCCL and starts nvcc by assertions, and
-    Megatron-Core does not catch a failed assertion. It also lacks names that Megatron-Core's dispatcher needs.
+    SGLang uses another package of that name. The import of that package asserts that the loaded NCCL fits and that nvcc
+    starts. Megatron-Core catches ImportError, but not a failed assertion. The package also lacks names that
+    Megatron-Core's dispatcher needs.
     """
     if not gpus.has_megatrons_deep_ep():
         sys.modules.setdefault("deep_ep", None)  # type: ignore[arg-type]
@@ -203,7 +204,7 @@ def current() -> Platform:
     if problem is not None and torch.version.cuda is not None:
         raise UnusableGpuError(problem)
     if problem is not None:
-        # The user has installed torch for CPUs, and the checks of the start have accepted that.
+        # The user has installed torch for CPUs, and the checks at the start of the run have accepted this.
         log.warning("training on CPUs: %s", problem)
     return _cuda() if has_cuda() else _cpu()
 
@@ -348,8 +349,9 @@ def _te_hybrid_spec(config: Any, vp_stage: int | None) -> Any:
 
 def _te_recomputed(is_moe: bool) -> tuple[str, ...]:
     """Return the modules that ``recompute_modules`` recomputes with Transformer Engine's layers."""
-    # Fused attention keeps only its inputs and one number for each row: recomputing it would save almost nothing.
     if is_moe:
+        # Do not recompute attention: fused attention keeps only its inputs and one number for each row, so recomputing
+        # it would save almost nothing.
         return ("moe_act", "layernorm")
     return ("core_attn",)
 

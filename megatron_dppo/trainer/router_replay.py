@@ -92,9 +92,10 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and numbers [t, E] of the recorded experts; for tokens without a recording, of the top-k.
+        """Return the scores and numbers [t, E] of the recorded experts.
 
-        ``scores`` [t, experts] get a gradient at the chosen experts.
+        A token without a recording gets its top-k experts. ``scores`` [t, experts] get a gradient at the chosen
+        experts.
         """
         assert default_compute_topk is not None
         recording = self._chunk.recording
@@ -119,9 +120,9 @@ class LayerReplay(RouterReplay):
 class ModelReplay:
     """Replays recordings through every router of this rank's model chunks.
 
-    ``layers``: indices of this rank's layers among the model's layers with a router. A recording has either all of the
-    model's layers or only these, and either all rows of its micro-batch or only this rank's. ``share``: this rank's
-    part of a micro-batch.
+    ``layers``: indices of this rank's layers among the model's layers with a router. A recording has either all layers
+    with a router or only ``layers``. It has either all rows of its micro-batch or only this rank's rows. ``share``:
+    this rank's part of a micro-batch.
 
     Raises ValueError for a model without routers. Only ``agreement`` is collective.
     """
@@ -190,7 +191,7 @@ class ModelReplay:
         return output
 
     def agreement(self) -> MetricSums:
-        """Count how often the natural routing of the loaded micro-batches equals the engine's. Collective."""
+        """Count how often the natural routing of the loaded micro-batches equals the engine's routing. Collective."""
         counts = torch.stack([state.counts for state in self._states]).sum(0)
         counts = counts * int(self._counts_choices)
         dist.all_reduce(counts)
@@ -238,7 +239,7 @@ class ModelReplay:
 
 
 def attach(chunk: GPTModel, state: ChunkState, moe_layers: Sequence[int]) -> list[int]:
-    """Attach a LayerReplay to every router of ``chunk``; return the indices of their layers in ``moe_layers``.
+    """Attach a LayerReplay to every router of ``chunk``; return the index of each router's layer in ``moe_layers``.
 
     ``moe_layers``: numbers, from 0, of the model's layers with a router. Raises ValueError if they do not agree with
     the chunk's layers.

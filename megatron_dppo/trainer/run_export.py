@@ -1,7 +1,7 @@
 """Export the policy of a run, compare its log-probabilities with the trainer's, and upload it.
 
-The export has adapters merged into the weights; they are also written alone, as a PEFT folder. The comparison loads the
-export with transformers.
+In the export, adapters are merged into the weights. Adapters are also written to a separate PEFT folder, unless the
+routers are trained with them. The comparison loads the export with transformers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def _clear(folder: Path, trainer: Trainer) -> None:
 
 
 def _check_sequence(example: Trajectory | Problem) -> Trajectory:
-    """Return the sequence to compare: the trajectory, or a problem's prompt with its first token as the prompt."""
+    """Return the sequence to compare: a trajectory, or the prompt of a problem.
+
+    Of the problem's prompt, the first token counts as the prompt, and the other tokens count as the response.
+    """
     if isinstance(example, Trajectory):
         return example
     return Trajectory.of_response(example.prompt_ids[:1], example.prompt_ids[1:])
@@ -130,7 +133,7 @@ def transformers_log_probs(
 
 
 def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
-    """Copy the trajectories on this rank that are among the first ``SEQUENCES_TO_CHECK`` of the batch.
+    """Copy this rank's trajectories among the first ``SEQUENCES_TO_CHECK`` trajectories of the batch.
 
     The copies are used after the batch is freed.
     """

@@ -50,13 +50,15 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
     ``model.leave_out_logits`` has taken the output layer's matrix product out of the model.
     """
     rank_batch = rank_batch or batch
-    # cu_seqlens_*_padded: with context parallelism pass the bounds of cu_seqlens_* again, so that padding counts as
-    # ordinary tokens. With other bounds Transformer Engine computes wrong results; and no token attends to padding.
-    # Without context parallelism pass None: Transformer Engine would compare both tensors on the device, two syncs in
-    # each layer.
+    # cu_seqlens_*_padded with context parallelism: pass the bounds of cu_seqlens_* again. With other bounds Transformer
+    # Engine computes wrong results. With these bounds padding counts as ordinary tokens, but no other token attends to
+    # padding.
+    # cu_seqlens_*_padded without context parallelism: pass None. Otherwise Transformer Engine would compare the bounds
+    # on the device, with two syncs in each layer.
     is_split = rank_batch.num_tokens != batch.num_tokens
     padded_bounds = batch.cu_seqlens if is_split else None
-    # Attention needs only an upper bound of the lengths; Megatron-Core takes the rotary table's length from it.
+    # max_seqlen_*: attention needs only an upper bound of the lengths. Megatron-Core uses this bound as the length of
+    # the rotary table.
     table_length = _table_length(batch.max_seqlen, batch.num_tokens)
     packed_params = PackedSeqParams(
         qkv_format="thd",
@@ -96,7 +98,7 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
         return batch
 
     def pad_rows(value: Tensor, fill: int = 0) -> Tensor:
-        # F.pad lists (before, after) from the last dimension to the first; only the first one is padded.
+        # F.pad lists (before, after) from the last dimension to the first. Pad only the first dimension.
         no_padding = (0, 0) * (value.dim() - 1)
         return F.pad(value, (*no_padding, 0, padding_tokens), value=fill)
 
@@ -128,8 +130,8 @@ def check_micro_batches(
 ) -> None:
     """Raise ValueError unless the micro-batches fit context and sequence parallelism and the pipeline schedule.
 
-    Tokens of a micro-batch must be a multiple of ``pad_multiple``, the number of micro-batches one of
-    ``count_multiple``, and the tokens of each sequence a multiple of ``sequence_multiple``.
+    The number of micro-batches must be a multiple of ``count_multiple``. The number of tokens must be a multiple of
+    ``pad_multiple`` in each micro-batch, and a multiple of ``sequence_multiple`` in each sequence.
     """
     if not batches or len(batches) % count_multiple:
         raise ValueError(
@@ -169,9 +171,7 @@ class NonFiniteLossError(RunError, ValueError):
 
 
 class NonFiniteLogProbsError(RunError, ValueError):
-    """A forward-only pass computed log-probabilities from a row of logits with NaN, with +inf, or of only -inf.
-    Raised on every rank.
-    """
+    """A row of logits in a forward-only pass has NaN or +inf, or only -inf. Raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class StatsFunction:
 
         Args:
             hidden: hidden states of the last stage, [1, T, H].
-            batch: the micro-batch, with context parallelism only this rank's tokens of it.
-            spec: the statistics to compute; None: the run's own ``spec``.
+            batch: the micro-batch; with context parallelism, only this rank's tokens.
+            spec: the statistics to compute; None: the ``spec`` of this object.
 
         Raises:
             ValueError: ``spec.topk`` is set and the batch has no ``topk_ids``.
@@ -248,7 +248,7 @@ class MicroBatchResults:
     """Results of the last stage; empty on other stages.
 
     Attributes:
-        metrics: the metrics summed over micro-batches; None before the first one.
+        metrics: the metrics summed over micro-batches; None before the first micro-batch.
         losses: the loss of each micro-batch, a scalar without gradient.
         log_probs: log pi of each micro-batch's tokens, [T] without gradient.
         fault_counts: ``PolicyStats.fault_counts`` of each micro-batch, float32 [3].
@@ -329,11 +329,13 @@ def forward_log_probs(
     *,
     topk: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute log pi of each micro-batch's trained targets, fp32 [T] with 0 at other tokens, and its
-    ``PolicyStats.fault_counts``. Other stages than the last return empty lists.
+    """Return log pi of the trained targets and ``PolicyStats.fault_counts``, both for each micro-batch.
 
-    With ``topk`` log pi is computed at the ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
-    the logits makes log pi NaN and adds to the fault counts; the caller must check the counts.
+    log pi is fp32 [T], with 0 at other tokens. With ``topk`` log pi is computed at the ``topk_ids`` instead, fp32
+    [T, K]. Stages before the last stage return empty lists.
+
+    An id outside the vocabulary or a NaN in the logits makes log pi NaN and adds to the fault counts. The caller must
+    check the counts.
     """
     log_probs: list[Tensor] = []
     fault_counts: list[Tensor] = []
@@ -389,7 +391,7 @@ def _run_schedule(
         output = run() if replay is None else replay.forward(chunks.index(model), number, run)
         return output, partial(loss_of, batch)
 
-    # The interleaved schedule takes an iterator for each chunk, the plain one an iterator alone.
+    # The interleaved schedule takes an iterator for each chunk, the plain schedule a single iterator.
     iterators = [iter(enumerate(batches)) for _ in chunks]
     run_forward_backward = get_forward_backward_func()
     run_forward_backward(
@@ -397,8 +399,8 @@ def _run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(batches),
-        # Micro-batches have equal lengths in an interleaved pipeline; in a plain one the shapes are sent with the
-        # tensors. Megatron-Core divides the length by the sizes of context and sequence parallelism.
+        # Only an interleaved pipeline uses this length. Its micro-batches have equal lengths, and Megatron-Core divides
+        # the length by the sizes of context and sequence parallelism. A plain pipeline sends shapes with the tensors.
         seq_length=max(b.num_tokens for b in batches),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -417,8 +419,9 @@ def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:
 def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums:
     """Reduce sums, maxima and minima over all replicas and return them on every rank. Collective.
 
-    The function does one all-reduce over the replicas; with PP > 1 also two broadcasts of the names (JSON) and one of
-    the result to the other stages. ``metrics``: this replica's metrics on the last stage, None on other stages.
+    The function does one all-reduce over the replicas. With PP > 1 it also broadcasts to the other stages: two
+    broadcasts for the names (JSON) and one for the result. ``metrics``: this replica's metrics on the last stage, None
+    on other stages.
     """
     names = MetricNames()
     vector = torch.empty(0)

@@ -41,8 +41,8 @@ def make_token_loss(
         aggregation: a name in ``algorithms.aggregation.AGGREGATIONS``. The returned function applies the aggregation's
             factors of tokens; the caller divides by the aggregation's denominator.
         observers: called with each micro-batch and its loss.
-        reference_kl: factor of the penalty on leaving the reference policy; 0: none. With a penalty, batches need the
-            column of the reference policy's log-probabilities.
+        reference_kl: factor of the penalty on leaving the reference policy; 0: no penalty. With a penalty, batches need
+            the column of the reference policy's log-probabilities.
         reference_estimator: a name in ``algorithms.reference_penalty.ESTIMATORS``.
         weighted_reference: whether the penalty of a token is multiplied by min(pi / mu, the algorithm's cap).
     """
@@ -69,7 +69,7 @@ def make_token_loss(
 
 
 def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
-    """Combine a micro-batch with its statistics, on their device.
+    """Combine a micro-batch with its statistics, on the statistics' device.
 
     The sampled token becomes the last of K + 1 Top-K columns. If TopK(mu) has the token already, the last
     column is marked invalid, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has no

@@ -58,7 +58,10 @@ class Topology:
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Whether this rank is the first of its replica's ranks in its pipeline stage. They have equal statistics."""
+        """Whether this rank is the first of its replica's ranks in its pipeline stage.
+
+        These ranks have equal statistics.
+        """
         return self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -83,9 +86,9 @@ def init_distributed(
 
     Args:
         world_size: number of ranks.
-        interface: network interface of all sockets that listen. None: the rendezvous listens on MASTER_ADDR; gloo
-            listens on loopback if MASTER_ADDR is loopback and all ranks are on this machine, and else chooses an
-            interface itself, as NCCL always does.
+        interface: network interface of all sockets that listen. None: the rendezvous listens on MASTER_ADDR, and gloo
+            and NCCL choose an interface themselves. But if MASTER_ADDR is loopback and all ranks are on this machine,
+            gloo listens on loopback.
         limit_s: a longer collective ends this process with a report.
 
     Raises:
@@ -121,7 +124,7 @@ def init_distributed(
 
 
 def _name_interface(interface: str | None) -> None:
-    """Set the variables that name the interface to gloo and NCCL for all groups of this process."""
+    """Set the variables from which gloo and NCCL read the interface, for all groups of this process."""
     if interface is not None:
         name = interfaces.interface_of(interfaces.interface_address(interface)) or interface
         os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -53,7 +53,7 @@ from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 class ReferenceWeights:
     """A copy of every parameter that training changes. Construct it after the weights are loaded, before training.
 
-    ``with_adapters``: copy the adapters too. If it is False, they start without effect, and the reference policy's
+    ``with_adapters``: True: copy the adapters too. False: the adapters start without effect, and the reference policy's
     forward pass omits them.
     """
 
@@ -84,7 +84,10 @@ class ReferenceWeights:
 
 
 def start_digest(digest: str, start_from: str | None) -> str:
-    """Return the SHA-256 (hex) of the model's ``digest`` and of the adapters in ``lora.start_from``."""
+    """Return one SHA-256 (hex) of the model's ``digest`` and the adapters in ``start_from``.
+
+    Without ``start_from`` the result is ``digest``.
+    """
     if start_from is None:
         return digest
     adapters = sha256_of(Path(start_from) / PEFT_WEIGHTS)
@@ -334,7 +337,7 @@ class Trainer:
         *,
         topk: bool,
     ) -> list[Tensor]:
-        """Compute log pi as ``log_probs`` does, or as ``topk_log_probs`` with ``topk``. Collective."""
+        """Compute log pi as ``log_probs`` does; with ``topk``, as ``topk_log_probs`` does. Collective."""
         self.check_resident("score", "weights")
         batches = self._place_micro_batches(micro_batches)
         for chunk in self.ddp_chunks:
@@ -449,7 +452,7 @@ class Trainer:
         )
 
     def held_tensors(self) -> dict[TrainerPart, list[Tensor]]:
-        """Return the tensors that stay on this rank's device through a run, by part. Not collective."""
+        """Return the long-lived tensors of this rank, by part. Not collective."""
         reference = []
         if self._reference is not None:
             reference = self._reference.tensors
@@ -476,7 +479,10 @@ class Trainer:
         return self._parker.parked
 
     def check_resident(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError if one of ``parts`` (none given: any), needed by ``action``, is parked. Not collective."""
+        """Raise ParkedError if one of ``parts``, which ``action`` needs, is parked. Not collective.
+
+        Without ``parts``, raise ParkedError if any part is parked.
+        """
         self._parker.check(action, *parts)
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ _POLLS = 10
 """Number of polls within the limit of a collective, unless polls would then be more than _LONGEST_POLL_S apart."""
 _LONGEST_POLL_S = 5.0
 _STORE_S = 10.0
-"""Time that the rendezvous has to answer."""
+"""Time limit for an answer from the rendezvous."""
 _NANOSECONDS = 10**9
 
 _patience: list[tuple[str, float]] = []
@@ -207,7 +207,7 @@ class Watchdog:
     Args:
         rank: global rank of this process.
         limit_s: longest time of a collective outside of ``patience``.
-        open_store: opens a connection to the ranks' rendezvous. Waiting ranks tell each other there what they wait in.
+        open_store: opens a connection to the ranks' rendezvous, where each waiting rank publishes its collectives.
         on_hang: called with the report; by default the report is logged and the process ends.
         pending: returns the collectives that have not ended; see the function ``pending``.
     """
@@ -289,7 +289,7 @@ class Watchdog:
             store = self._open_store()
             waits = PENDING.dump_json(self._pending(callers=True))
             store.set(_key(self._rank), waits.decode())
-            # Other ranks that wait for the same rank notice one poll later.
+            # Let the other waiting ranks publish their collectives: they notice the hang up to one poll later.
             time.sleep(2 * self._poll_s)
             for rank in ranks:
                 if store.check([_key(rank)]):
@@ -319,7 +319,7 @@ def describe(rank: int, hung: Pending, waits_by_rank: Mapping[int, Sequence[Pend
 
 
 def end_process(report: str) -> None:
-    """Log the report and end this process, whose main thread can't be interrupted."""
+    """Log the report and end this process: the main thread waits in a collective and can't be interrupted."""
     note_failure()
     log.error("a collective hangs: %s", report)
     print(f"error: a collective hangs: {report}", file=sys.stderr, flush=True)

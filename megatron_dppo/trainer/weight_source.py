@@ -70,8 +70,8 @@ class TrainerWeights:
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """Plan all weights in buckets.
 
-        With ``spread``, a bucket is gathered on one rank of the group of ``ranks_per_sender`` ranks that holds most of
-        it; otherwise on rank 0.
+        With ``spread``, each bucket is gathered on one rank of the group of ``ranks_per_sender`` ranks that holds most
+        of the bucket. Without ``spread``, rank 0 gathers all buckets.
         """
         trainer = self._trainer
         return gather_plan.hf_buckets_plan(
@@ -118,7 +118,8 @@ class TrainerWeights:
         """Compute log p(token | tokens before it) of all tokens but the first, by prompt, at temperature 1. Collective.
 
         Every replica computes the same values, with its own routing. ``quantized``: score with weights that are rounded
-        to block FP8. The weights of a trainer with adapters are not rounded, because engines hold them merged.
+        to block FP8. In a trainer with adapters nothing is rounded: engines round the merged weights, and the trainer's
+        forward pass has no merged weights.
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         batches = self._trainer.packed(samples)
@@ -129,9 +130,9 @@ class TrainerWeights:
         return [list(islice(values, len(prompt) - 1)) for prompt in prompts]
 
     def _rounded_weights(self, quantized: bool) -> AbstractContextManager[None]:
-        """Return a context manager. Within its block the weights are rounded to block FP8.
+        """Return a context in which the weights are rounded to block FP8.
 
-        It rounds nothing if ``quantized`` is False or the trainer has adapters.
+        Nothing is rounded if ``quantized`` is False or the trainer has adapters.
         """
         trainer = self._trainer
         if not quantized or trainer.adapted is not None:
@@ -177,7 +178,10 @@ class AdapterWeights(TrainerWeights):
 
 
 def ranks_per_sender(senders: str | None) -> int:
-    """Return the ranks for each sender by ``weight_sync.senders``: 1, or the ranks of a node (None: on GPUs)."""
+    """Return the number of ranks for each sender, by ``weight_sync.senders``.
+
+    "nodes": the ranks of a node. "holders": 1. None: "nodes" on GPUs, else "holders".
+    """
     if senders is None:
         senders = "nodes" if platform.has_cuda() else "holders"
     if senders == "nodes":

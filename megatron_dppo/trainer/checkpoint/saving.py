@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 MIB = 2**20
 Fence = Callable[[ProcessGroup | None], None]
 """Function that raises FencedError on every rank of the group (None: all ranks) if another start of the run took over.
-This start must not change the directory then. Collective over the group."""
+Then this start must not change the directory. Collective over the group."""
 
 
 @dataclass
@@ -81,7 +81,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """The folder that a save writes to, and the disk space in bytes that the save needs and that was free before."""
+    """The folder that a save writes to, and its disk space in bytes.
+
+    ``needed``: the space that the save needs. ``free``: the space that was free before the save.
+    """
 
     folders: CheckpointDirectory
     partial: StoredCheckpoint
@@ -146,7 +149,7 @@ class SaveTask:
         )
         failpoint("checkpoint/written")
         records_of_ranks = collectives.all_gather_json(records, self.group)
-        # Gather the items only on rank 0: it alone writes the headers, and all ranks together have many items.
+        # Gather the items only on rank 0: only rank 0 writes the headers, and all ranks together have many items.
         items_of_ranks = collectives.gather_json(items, self.group)
         header_records = collectives.on_rank_0(
             partial(self._write_headers, folder, items_of_ranks), self.group, error=CheckpointError
@@ -259,13 +262,16 @@ class PendingSave:
         try:
             self._saved = self._task.run()
         except BaseException as error:
-            # Keep any exception for ``report``: if the save ended without one, the other ranks would wait forever.
+            # Keep any exception for ``report``: without a report of this rank, the other ranks would wait forever.
             self._error = error
         finally:
             self._ended.set()
 
     def report(self) -> dict[str, Any] | None:
-        """Return this rank's result as JSON for the other ranks: None during the save, then an entry with its error."""
+        """Return this rank's result as JSON for the other ranks: None during the save, then a dictionary.
+
+        ``error`` in the dictionary is the message of the save's error, or None after a successful save.
+        """
         if self._error is not None:
             is_expected = isinstance(self._error, (CheckpointError, FencedError))
             prefix = "" if is_expected else f"{type(self._error).__name__}: "
@@ -322,7 +328,7 @@ class PendingSave:
 class HostCopy:
     """A copy of a rank's blocks in one flat host buffer. Later saves reuse the buffer, because all need the same size.
 
-    Allocating the memory takes several times as long as the copy, and longer if it is pinned for a GPU.
+    Allocating the memory takes several times as long as the copy, and pinned memory for a GPU takes even longer.
     """
 
     def __init__(self) -> None:
@@ -331,7 +337,7 @@ class HostCopy:
     def take(
         self, blocks: Sequence[tuple[TensorBlock, Tensor]]
     ) -> list[tuple[TensorBlock, Tensor]]:
-        """Copy ``blocks`` into the buffer and return the copies. They overwrite the copies of an earlier call."""
+        """Copy ``blocks`` into the buffer and return the copies. This overwrites the copies of an earlier call."""
         starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
             # Free the old buffer first: holding both would double the memory.

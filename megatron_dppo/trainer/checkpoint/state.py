@@ -6,8 +6,8 @@ updates. Every rank computes its share without communication.
 
 Adam's state has the same form for every optimizer class, layout and device: each parameter's ``exp_avg`` and
 ``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) in the parameter's order of elements. The moments are fp32,
-or bfloat16 if ``megatron_optimizer.exp_avg_dtype`` says so. A rank has the state that it updates: whole parameters
-with the plain optimizer, flat slices of them with the distributed one.
+or bfloat16 if ``megatron_optimizer.exp_avg_dtype`` says so. A rank has the state that it updates: the state of whole
+parameters with the plain optimizer, or of flat slices of parameters with the distributed optimizer.
 
 Megatron-Core's own optimizer state dicts (0.16.1) are not used; docs/checkpoints.md says why.
 """
@@ -174,15 +174,15 @@ def _stepped_tensor(part: MegatronOptimizer, main: Tensor) -> Tensor:
 
 
 def _counted_groups(adam: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups whose steps Transformer Engine's Adam counts: it skips groups without parameters here."""
+    """Return the groups with parameters: Transformer Engine's Adam counts no steps of a group without parameters."""
     return [group for group in adam.param_groups if group["params"]]
 
 
 class _OptimizerShard(NamedTuple):
     """The part of a parameter that an optimizer on this rank updates.
 
-    ``main``: the tensor in the optimizer's parameter groups. This is the parameter, its fp32 copy, or (distributed
-    optimizer) a flat slice of either that begins at element ``start`` of the parameter.
+    ``main``: the tensor in the optimizer's parameter groups. This is the parameter or its fp32 copy. With the
+    distributed optimizer it is a flat slice of one of them, which begins at element ``start`` of the parameter.
     """
 
     parameter: Parameter
@@ -258,8 +258,9 @@ class RankState:
 class _LocalTensor:
     """A parameter or buffer of this rank, as the blocks of a checkpoint.
 
-    ``is_main``: whether this rank's data-parallel replicas write the tensor; false if the replicas of another tensor-
-    or pipeline-parallel rank do. ``replica``: this rank's index among its data-parallel replicas.
+    ``is_main``: whether this rank or its data-parallel replicas write the tensor. False: another tensor- or
+    pipeline-parallel rank, or its replicas, write the tensor. ``replica``: this rank's index among its data-parallel
+    replicas.
     """
 
     weight: list[LocalBlock]
@@ -337,11 +338,12 @@ def _local_tensor(
 
 
 def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, TensorBlock]]:
-    """Return (first element, block) of each checkpoint tensor in a local tensor: several if they are fused in it."""
+    """Return (first element, block) of each checkpoint tensor in a local tensor. A fused local tensor has several."""
     base = sharded.data
     built = sharded if isinstance(sharded, ShardedTensor) else sharded.build()
     regions = []
-    # ``built`` is a ShardedTensor, or a nested dict or list of them. In a dict, ``nested_values`` walks all of these.
+    # ``built`` is a ShardedTensor, or a nested dict or list of ShardedTensors. Put it in a dict: ``nested_values`` then
+    # yields every ShardedTensor.
     for tensor in nested_values({"": built}):
         # A factory builds views of the fused parameter, so their addresses give their positions in it.
         start, remainder = divmod(tensor.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
@@ -393,7 +395,7 @@ def _blocks(
 def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalBlock]:
     """Yield the blocks that this rank writes.
 
-    ``split_state``: replicas hold the same optimizer state and divide it among themselves, as they do the weights.
+    ``split_state``: replicas hold the same optimizer state, and divide it among themselves as they divide the weights.
     """
     main_tensors = [tensor for tensor in tensors if tensor.is_main]
     if not split_state:

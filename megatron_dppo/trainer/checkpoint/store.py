@@ -143,7 +143,7 @@ class CheckpointStore:
         *,
         suspect: bool = False,
     ) -> None:
-        """Wait for the previous save, write and publish a checkpoint, then delete the oldest beyond ``keep``.
+        """Wait for the previous save, write and publish a checkpoint, then delete the oldest, so that ``keep`` remain.
 
         A background save writes the trainer's state at the time of this call. A crash at any point leaves the older
         checkpoints unchanged, and leaves no incomplete folder that ``survey`` would list as complete.
@@ -152,7 +152,8 @@ class CheckpointStore:
             trainer: the trainer whose weights, optimizer, schedule and generators are saved.
             step: number of the step.
             state: state of the loop; plain JSON, the same on every rank.
-            suspect: keep the checkpoint for the doctor, under a name that no start loads, and delete no older one.
+            suspect: keep the checkpoint for the doctor, under a name that no start loads. Such a save deletes only
+                older suspect checkpoints.
 
         Raises:
             ValueError: ``state`` differs between ranks.
@@ -216,8 +217,9 @@ class CheckpointStore:
     def finish(self) -> None:
         """Wait until the last save is published; raise the errors that ``poll`` raises."""
         if self._pending is not None:
-            # A thread that failed outside of a collective leaves the other ranks' threads in one. So every rank reads
-            # the reports of all ranks again and again, instead of waiting for its own thread alone.
+            # If the thread of another rank fails outside of a collective, this rank's thread may wait for it forever in
+            # a collective. So every rank reads the reports of all ranks again and again, instead of only waiting for
+            # its own thread.
             self._pending.wait(self._is_settled)
 
     def _is_settled(self) -> bool:
@@ -405,7 +407,8 @@ def check_step_count(trainer: Trainer) -> None:
 
 def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
     """Raise CheckpointError if the model or the reference policy differs; log optimizer settings that differ."""
-    # A version without a field of ModelShape could only train models with the field's default value.
+    # The manifest of an older version lacks newer fields of ModelShape. That version could only train models with the
+    # default values of these fields.
     saved_model = _default_facts() | manifest["model"]
     model_differences = _differences(saved_model, _model_facts(trainer))
     if model_differences:

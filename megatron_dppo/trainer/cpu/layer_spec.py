@@ -73,8 +73,8 @@ def packed_causal_attention(
 
     q [T, H, D], k [T, G, D], v [T, G, E] -> [T, H, E].
 
-    Padding comes after the tokens of its sequence, so no token attends to it under the causal mask, and its own outputs
-    are dropped: its gradient is exactly zero.
+    Padding comes after the tokens of its sequence, so under the causal mask no token attends to padding. The outputs of
+    padding are dropped. So the gradient of padding is exactly zero.
     """
     outputs = []
     for batch in plan.batches:
@@ -160,7 +160,7 @@ class TorchAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             assert config.window_size is not None
-            # Megatron-Core counts the tokens before the current one, this window counts the current one too.
+            # Megatron-Core counts the tokens before the current token. This window also counts the current token.
             self.window = config.window_size[0] + 1
         self.softmax_offset = None
         self.tensor_group = pg_collection.tp
@@ -212,7 +212,7 @@ class TorchAttention(MegatronModule):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """The sinks, cut by tensor-parallel ranks, as in Transformer Engine."""
+        """Return the sinks as a sharded tensor: tensor-parallel ranks divide them, as in Transformer Engine."""
         if self.softmax_offset is None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return make_sharded_tensors_for_checkpoint(
@@ -226,7 +226,7 @@ class TorchAttention(MegatronModule):
 
 
 def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
-    """Yield why attention can't exchange heads for tokens under these sizes. The sizes must fit the model."""
+    """Yield a fault if attention can't exchange heads for tokens under these sizes. The sizes must fit the model."""
     heads = shape.num_attention_heads // sizes.tensor
     if heads % sizes.context:
         expected_text = (
@@ -404,7 +404,7 @@ class ColumnGroupedLinear(torch.nn.Module):
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
             if bias:
-                # Megatron-Core refuses biases of experts that several ranks share.
+                # Do not divide the bias: Megatron-Core rejects biases of experts that several ranks share.
                 values = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
                 values.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
                 self.register_parameter(f"bias{i}", values)
@@ -433,7 +433,7 @@ class ColumnGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """One sharded tensor for each expert along an expert axis, as in Transformer Engine."""
+        """Return one sharded tensor for each expert along an expert axis, as in Transformer Engine."""
         n = self.num_gemms
         ep = self.groups.ep
         out = {}

@@ -69,7 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Accept any arguments: execution on a CPU is synchronous."""
+    """Accept any arguments and do nothing: execution on a CPU is synchronous."""
 
 
 class _Stream:
@@ -164,7 +164,7 @@ def _patch_megatron() -> None:
     def set_rng_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    # Megatron's own functions queue states until CUDA starts, so that tracker forks have no effect.
+    # The original functions queue states until CUDA starts. Without CUDA, forks of the tracker would have no effect.
     random._get_cuda_rng_state = get_rng_state
     random._set_cuda_rng_state = set_rng_state
     # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
@@ -174,7 +174,7 @@ def _patch_megatron() -> None:
         module.get_pos_emb_on_this_cp_rank = _own_positions
     # The original finds the tensors of a device by ``is_cuda``, and copies them to page-locked memory.
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _divide_parameters
-    # Gloo gathers and scatters parts of equal size only; tokens of experts have unequal sizes.
+    # Gloo gathers and scatters only parts of equal size, but the ranks' numbers of tokens for experts are unequal.
     mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
     patch_torch_layers()
@@ -191,7 +191,8 @@ def patch_torch_layers() -> None:
 
     # Latent attention recognises linears that are not divided among ranks by the class TELinear.
     multi_latent_attention.TELinear = WholeLinear
-    # With a precision-aware optimizer the original compares the version of Transformer Engine, and fails without it.
+    # With a precision-aware optimizer the original compares the version of Transformer Engine, and fails without
+    # Transformer Engine.
     optimizer_config.is_te_min_version = _has_no_version
     # This name is defined only if Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -245,7 +246,7 @@ def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ..
 
 
 def _own_positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: ProcessGroup) -> torch.Tensor:
-    """Return a context-parallel rank's rows: of 2 C equal parts along ``seq_dim``, one from each end."""
+    """Return the rows of context-parallel rank r: of 2 C equal parts along ``seq_dim``, the parts r and 2 C - 1 - r."""
     parts = pos_emb.chunk(2 * cp_group.size(), seq_dim)
     return torch.cat([parts[cp_group.rank()], parts[-1 - cp_group.rank()]], seq_dim)
 
