@@ -64,15 +64,15 @@ def turn_relative(
     group_size: int,
     advantage: AdvantageName = "group-mean",
 ) -> list[list[float]]:
-    """Compute A_ik = G_ik - mean over the group's j of G_j,min(k, K_j).
+    """Compute A_ik = G_ik - mean of G_j,min(k, K_j) over the responses j of the group.
 
     The k-th turn of a response is compared with the k-th turns of the other responses in its group; a response with
     fewer turns counts with its last turn. A_i1 equals ``group_relative`` of the total rewards. If only last turns have
-    rewards, every A_ik equals it.
+    rewards, every A_ik equals A_i1.
 
     Args:
-        returns: For each response G_i1 .. G_iK: G_ik is the sum of its rewards from turn k on. Responses are in the
-            order that ``group_relative`` takes.
+        returns: For each response i the list G_i1 .. G_iK. G_ik is the sum of the response's rewards from turn k on.
+            The order of responses is the same as in ``group_relative``.
         group_size: Number of responses to a prompt.
         advantage: As in ``group_relative``.
     """

@@ -21,7 +21,8 @@ class Aggregation:
 
     Attributes:
         denominator: (lengths, constant) -> the divisor of the sum over all tokens. ``lengths`` has the number of
-            trained tokens of each response that trains, from all ranks.
+            trained tokens of each response that trains, from all ranks. ``constant`` is
+            ``algorithm.aggregation_constant``, or else the largest number of tokens of a response.
         token_scale: The factor of each token's loss before the sum, float64. None stands for 1.
     """
 

@@ -24,7 +24,7 @@ class Algorithm(table.AlgorithmFacts):
         mask: True where a token trains (M).
         weight: w in M min(w, C) A grad log pi.
         step_bound: Computes a number from all tokens of an optimiser step. The mask reads the number. None for masks
-            that depend on each token or response alone.
+            that read only the token and its response.
         penalties: Additive terms with their coefficients.
         correction: An additive term that belongs to this algorithm alone. None for most algorithms.
     """
@@ -54,7 +54,7 @@ def build_algorithm(
 ) -> Algorithm:
     """Build the preset ``name`` with its functions.
 
-    It has the arguments and the errors of ``algorithm_facts``.
+    The arguments and the errors are the same as in ``algorithm_facts``.
     """
     facts = table.algorithm_facts(name, options, settings)
     preset = facts.preset

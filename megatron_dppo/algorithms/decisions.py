@@ -44,7 +44,7 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
 
 
 def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
-    """Return True for tokens whose log-probabilities are finite, as far as the algorithm reads them."""
+    """Return True for tokens whose penalties, and all log-probabilities that the algorithm reads, are finite."""
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()
     for _, term in algorithm.penalties:

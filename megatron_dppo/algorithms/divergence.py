@@ -16,8 +16,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def binary_tv(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """Compute |mu(a) - pi(a)|, in [0, 1] (arXiv 2602.04879, Binary TV): the TV of the two-point distributions
-    {a, not a}.
+    """Compute |mu(a) - pi(a)| at the sampled token a, in [0, 1] (arXiv 2602.04879, Binary TV).
+
+    This is the TV of the two-point distributions {a, not a}.
     """
     return (_probability(rollout_log_probs) - _probability(log_probs)).abs()
 
@@ -27,14 +28,14 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """Compute mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    The result D is inf if pi = 0 < mu. Near p = 1, the relative error of 1 - p equals the relative error of log p. It
-    depends on the library that computed log p:
+    The result D is inf if pi = 0 < mu. Near p = 1, the relative error of 1 - p equals the relative error of log p. The
+    error depends on the library that computed log p:
 
     - ``policy_stats`` computes log pi with a relative error e, also near 0. In float32, e is below 1e-5, and the error
       of D is below e (1 + D).
     - An engine that takes the logarithm of a float32 softmax has an absolute error u of about 2^-24 in log mu near 0.
-      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u = 6e-6 in float32. Every threshold
-      is larger.
+      The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u = 6e-6 in float32. Every KL
+      threshold of ``table.py`` is larger.
 
     A log pi of exactly 0 means that pi rounds to 1; the exact value of 1 - pi is unknown. 1 - pi is then set to half a
     unit of the dtype's rounding, the largest value that rounds to 0, and D is a lower bound.
@@ -91,8 +92,8 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
 
     The mass of "other" is 1 - (sum over A'), with a rounding error of about u, four times the input dtype's eps. If mu
     of "other" is at most u, it is set to 0. If pi of "other" is below u, it is set to u. So rounding never makes the
-    value of a peaked distribution infinite. It can make the value too small, by up to (mu of "other") log(u / (pi of
-    "other")). The value is never below ``binary_kl`` of the sampled token, whose column is the last.
+    value of a peaked distribution infinite. These two settings can make the value too small, by up to (mu of "other")
+    log(u / (pi of "other")). The value is never below ``binary_kl`` of the sampled token, whose column is the last.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     resolution = 4 * torch.finfo(topk_log_probs.dtype).eps
@@ -130,9 +131,10 @@ def topk_kl_change(
         rollout_topk_log_probs: log mu at A'.
         valid: True for the columns of A'.
         tail_ids: ``[...]``, the number n of tokens outside A'. The estimate assumes that these tokens are equally
-            likely: pi_r (mu_r - pi_r) / n, where pi_r and mu_r are the sums of pi and mu over them. None: n = 1.
+            likely: pi_r (mu_r - pi_r) / n, where pi_r and mu_r are the sums of pi and mu over these tokens. None:
+            n = 1.
         sum_squares: ``[...]``, the sum of pi^2 over the whole vocabulary. The estimate then assumes that all tokens
-            outside A' have an equal mu / pi: (mu_r / pi_r - 1) times the sum of pi^2 over them.
+            outside A' have an equal mu / pi: (mu_r / pi_r - 1) times the sum of pi^2 over these tokens.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi = topk_log_probs.detach().double().clamp(max=0).exp()
@@ -146,7 +148,7 @@ def topk_kl_change(
         tail = tail / tail_ids.clamp(min=1)
     if sum_squares is not None:
         rest_squares = (sum_squares.double() - listed_pi.square().sum(-1)).clamp(min=0)
-        # The sum of squares is at most rest_pi^2, if one token has all of the rest; rounding may exceed this bound.
+        # The sum of squares is at most rest_pi^2: then one token has all of the rest. Rounding may exceed this bound.
         tail = tail * (rest_squares / rest_pi.square().clamp(min=1e-300)).clamp(max=1)
     listed_sum = (listed_pi * (listed_mu - listed_pi)).sum(-1)
     return pi[..., -1] - mu[..., -1] + listed_sum + tail
@@ -171,12 +173,14 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
 
 
 def _kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute p log(p / q). It is 0 if p = 0, also if a logarithm is infinite or NaN, and NaN if p is NaN."""
+    """Compute p log(p / q). If p = 0, the result is 0, even if a logarithm is infinite or NaN. NaN if p is NaN."""
     return torch.where(p == 0, 0.0, p * (log_p - log_q))
 
 
 def _clamped(log_p: Tensor) -> Tensor:
-    """Return ``log_p`` in float64, cut to at most 0: computed as logit - lse, it can be a rounding step above 0."""
+    """Return ``log_p`` in float64, cut to at most 0. A log-probability that is computed as logit - lse can be a
+    rounding step above 0.
+    """
     return log_p.detach().double().clamp(max=0)
 
 

@@ -6,8 +6,9 @@ sampled token's.
 The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response.
 Functions of prefixes and positions also need a response's tokens in order, without another response's tokens between
 them. Results are float64, shaped as ``values``. A result depends on the response alone, not on the rest of the pack.
-Prefixes, and on a CPU also totals, add in an order that depends on the response alone, so their results are equal bit
-by bit on all ranks. On a GPU the order of a total's additions varies, and the last bit may differ from rank to rank.
+Prefix functions add in an order that depends on the response alone. On a CPU, totals do this too. So these results are
+equal bit by bit on all ranks. On a GPU the order of a total's additions varies, and the last bit may differ from rank
+to rank.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PER_TOKEN = (
 class TokenInputs:
     """Log-probabilities (natural logarithms) and advantages of T tokens.
 
-    The tensors may have any shape, and all have the same. Only the Top-K tensors have one more axis.
+    All tensors have the same shape, which may be any shape. Only the Top-K tensors have one more axis.
     """
 
     log_probs: Tensor
@@ -67,7 +68,7 @@ class TokenInputs:
     """int64: tokens of one branch share a number. The tokens of a branch were sampled one after another. None: each
     response is one branch."""
     tail_ids: Tensor | None = None
-    """int64: the number of ids outside TopK(mu) and the sampled token; None if the vocabulary's size is unknown."""
+    """int64: the number of ids that are neither in TopK(mu) nor sampled; None if the vocabulary's size is unknown."""
     sum_squares: Tensor | None = None
     """Sum over the vocabulary of pi^2; None if the algorithm does not need it."""
     step_bound: Tensor | None = None

@@ -86,7 +86,8 @@ def _coefficients(
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Return each token's loss, its derivative by log pi, and the sums of surrogate and penalties as metrics."""
     surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)
-    # The mask would hide a NaN of the policy and training would go on without these tokens, so the loss becomes NaN.
+    # A NaN of pi or A makes the loss NaN. Otherwise the mask would hide the NaN, and training would go on without the
+    # token.
     is_nan = inputs.loss_mask & (inputs.log_probs.isnan() | inputs.advantages.isnan())
     surrogate = torch.where(is_nan, torch.nan, surrogate)
     sums = {metric_names.LOSS: surrogate.sum(dtype=torch.float64)}

@@ -91,8 +91,8 @@ def reference_penalty(
     Args:
         coefficient: Factor of the estimate.
         estimator: A name in ``ESTIMATORS``.
-        weight_cap: Multiply each token's term by min(pi / mu, ``weight_cap``), without gradient, so that means over
-            tokens that mu sampled are means under pi. None: no weight.
+        weight_cap: Multiply each token's term by min(pi / mu, ``weight_cap``), without gradient. Averages over tokens
+            that mu sampled then estimate expectations under pi. None: no weight.
     """
     estimate = ESTIMATORS[estimator]
 

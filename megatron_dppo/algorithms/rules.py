@@ -5,9 +5,10 @@ A row of ``table.py`` names these functions. None of them carries a gradient. Ru
 ``sequence_rules.py``, rules that need a whole optimiser step in ``step_rules.py``.
 
 Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: the policy
-that pi is compared with), then their numbers by keyword. A mask is True for tokens that train. It is True exactly at a
-threshold, and for an advantage of 0, because there is no gradient to block. Comparisons with NaN are False, and every
-test is written so that a token with a NaN is blocked.
+that pi is compared with), then their numbers by keyword. A mask is True for tokens that train. A token exactly at a
+threshold trains, except at ``max_drop``. A test that depends on the sign of A is True for A = 0: such a token has no
+gradient to block. Comparisons with NaN are False, and the tests are written so that a False blocks the token;
+``decide`` blocks tokens with a NaN in any case.
 """
 
 from __future__ import annotations
@@ -201,9 +202,9 @@ def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail)
         inputs: The tokens.
         anchor: The policy that pi is compared with.
         kl_threshold: Nats.
-        tail: How the tokens outside TopK(mu) count. ``one``: as one token. ``uniform``: as equally likely tokens. (The
-            paper has these two estimators.) ``proportional``: as tokens with equal mu / pi (this project's estimator).
-            With K = V all three are equal and exact.
+        tail: How the tokens outside TopK(mu) count. ``one``: as one token. ``uniform``: as equally likely tokens.
+            ``proportional``: as tokens with equal mu / pi. The first two estimators are the paper's, the third is this
+            project's. With K = V all three are equal and exact.
 
     Raises:
         ValueError: ``tail`` needs the number of tokens outside TopK(mu), or the sum of pi^2, and ``inputs`` lacks it.
@@ -260,7 +261,7 @@ def inward(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 
 def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log pi, log of ``anchor`` and validity, at the anchor's TopK and at the sampled token.
+    """Return log pi and log ``anchor`` at the anchor's TopK and at the sampled token, and which columns are valid.
 
     Raises ValueError without Top-K tensors.
     """
@@ -301,15 +302,14 @@ def importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 @torch.no_grad()
 def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Tensor:
-    """w = r (1 - sign(A) (pi - mu) / delta): the gradient weight of DRPO (arXiv 2606.09821, section
-    3).
+    """w = r (1 - sign(A) (pi - mu) / delta): the gradient weight of DRPO (arXiv 2606.09821, section 3).
 
-    Sources: the paper, and its authors' code (Tencent-Hunyuan/UniRL, ``_drpo_loss``), whose loss per
-    token is -A r + |A| mu (r - 1)^2 / (2 delta). Its gradient is -w A grad log pi with the w above:
-    DPPO's Binary-TV geometry with a smooth penalty instead of the mask. Where the update increases
-    |pi - mu|, w is 0 at |pi - mu| = delta and negative beyond it. The authors' number is delta = 12.5
-    ("the regularization threshold"); w / r then stays within 8% of 1. The authors' code clips
-    log r to [-20, 20]; this function does not.
+    Sources: the paper, and its authors' code (Tencent-Hunyuan/UniRL, ``_drpo_loss``), whose loss per token is
+    -A r + |A| mu (r - 1)^2 / (2 delta). The gradient of this loss is -w A grad log pi with the w above. So DRPO
+    measures |pi - mu| as DPPO-Binary-TV does, with a smooth penalty instead of the mask. Where the update increases
+    |pi - mu|, w is 0 at |pi - mu| = delta and negative beyond it. The authors' number is delta = 12.5 ("the
+    regularization threshold"); w / r then stays within 8% of 1. The authors' code clips log r to [-20, 20]; this
+    function does not.
     """
     shift = inputs.log_probs.exp() - inputs.rollout_log_probs.exp()
     ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()

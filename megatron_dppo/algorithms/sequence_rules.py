@@ -63,8 +63,8 @@ def sequence_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 def sequence_importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     """GSPO's s_i (arXiv 2507.18071, Eq. 7) at each of the response's tokens.
 
-    GSPO's own objective divides a response's sum by its length, sum_i s_i A_i (1/|y_i|) sum_t grad
-    log pi: that is the aggregation ``sequence-mean-token-mean``.
+    GSPO's own objective divides a response's sum by its length: sum_i s_i A_i (1/|y_i|) sum_t grad log pi. This is the
+    aggregation ``sequence-mean-token-mean``.
     """
     return sequence_ratio(inputs, anchor).to(inputs.log_probs.dtype)
 
@@ -132,13 +132,13 @@ def drifted_sequence(inputs: TokenInputs, anchor: Anchor, *, drift_threshold: fl
 @torch.no_grad()
 def largest_token(inputs: TokenInputs, anchor: Anchor, *, largest_k2: float) -> Tensor:
     """TRM with its "max" criterion (arXiv 2512.23075): block a whole response if (log r)^2 / 2 of one of its tokens
-    exceeds ``largest_k2``, r = pi / anchor, for either sign of A.
+    exceeds ``largest_k2``, for either sign of A. r = pi / anchor.
 
     The paper masks by the largest KL(mu || pi) of a response's tokens, and its pi is the policy that trains. So this
     function compares pi, not pi'. Sources: the abstract, and an implementation that follows the paper (THUDM/slime,
-    pull request 1568). It estimates the KL by k2 in the "max" criterion and by k3 in the "average" criterion
-    (``mean_token``). The paper's algorithm, and the thresholds in its section of experiments, were not read. The
-    default number allows |log r| up to 2.
+    pull request 1568). The implementation estimates the KL by k2 in the "max" criterion and by k3 in the "average"
+    criterion (``mean_token``). The paper's algorithm, and the thresholds in its section of experiments, were not read.
+    The default number allows |log r| up to 2.
     """
     log_ratio = log_ratio_to(inputs, anchor).double()
     return sequence_maxima(inputs, 0.5 * log_ratio.square()) <= largest_k2

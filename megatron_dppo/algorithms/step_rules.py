@@ -42,8 +42,8 @@ def outward_moment_cut(
 ) -> float:
     """Find the level c for which the mean of min((log r)^2, c) is ``second_moment``.
 
-    The mean is over the tokens that the update moves further from the anchor. c is inf if the mean of (log r)^2 over
-    these tokens is not above ``second_moment``. Bisection finds c with 32 sums of one number over the replicas.
+    The mean is over the tokens where the update moves pi further from the anchor. c is inf if the mean of (log r)^2
+    over these tokens is not above ``second_moment``. Bisection finds c with 31 sums of one number over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
     squares = squares[advantages.sign() * log_ratio > 0]
@@ -70,7 +70,7 @@ def second_moment_cut(
     """Find the largest cut for which the mean of (log r)^2 over the tokens below the cut is at most ``second_moment``.
 
     The tokens below the cut train. The cut is inf if all tokens train. Tokens with equal (log r)^2 all train, or all
-    are blocked. Bisection finds the cut with 62 sums of two numbers over the replicas.
+    are blocked. Two bisections find the cut with 62 sums of two numbers over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
@@ -116,7 +116,7 @@ def _largest_float32(holds: Callable[[float], bool]) -> float:
 
 
 def _float32_of_bits(bits: int) -> float:
-    """Return the float32 with the bits of this int32. From 0 to the largest float32, both have the same order."""
+    """Return the float32 that has the bits of the int32 ``bits``. Larger ``bits`` give a larger float32."""
     return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
 
 

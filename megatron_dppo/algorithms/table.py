@@ -19,7 +19,7 @@ Settings = Literal["stability", "scaling"]
 AnchorName = Literal["rollout", "recomputed"]
 """The policy that a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
 Divergence = Literal["binary_tv", "binary_kl", "binary_kl_both_ways", "topk_tv", "topk_kl"]
-"""A function of ``divergence.py``. A mask of the same name bounds it at each token, in DPPO's form."""
+"""A function of ``divergence.py``. A mask with the same name, if there is one, bounds it token by token, as in DPPO."""
 AggregationName = Literal[
     "token-mean",
     "sequence-mean-with-constant",
@@ -166,7 +166,7 @@ class Preset:
         stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
         scaling: The numbers of the scaling runs that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
-        weight: Name of the weight, a function in one of these modules.
+        weight: Name of the weight, a function in one of these modules or in ``projection.py``.
         fixed: Arguments of the mask that users cannot set.
         divergence: The divergence that the mask compares with its threshold, for records of a step. None if the mask
             measures no divergence.
@@ -215,8 +215,8 @@ GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 BPO = {**CLIP_HIGHER, "smoothing": 0.1, "ratio_cap": 3.0}
 CPPO = {**TV, "weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04}
 CPPO_KL = {**KL, "weight_min": 0.8, "budget_low": 0.0008, "budget_high": 0.0032}
-"""The paper has no numbers for its KL forms. The numbers here are DPPO's threshold, and Pinsker's bound 2 TV^2 at the
-budgets of ``CPPO``."""
+"""CPPO's paper has no numbers for its KL forms. The numbers here are DPPO's threshold, and Pinsker's bound 2 TV^2 at
+the budgets of ``CPPO``."""
 PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 

@@ -23,9 +23,9 @@ PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -> MetricSums:
     """Compute the metrics of ``metrics.table`` over the tokens in ``loss_mask``.
 
-    An optional tensor of ``inputs`` that is missing omits its metrics; nothing else changes the set of metrics. Values
-    are float64 scalars on the inputs' device; computing them does not wait for the device. Sums and extrema of
-    probabilities and of r exclude tokens whose log r is not finite.
+    If an optional tensor of ``inputs`` is missing, its metrics are missing too. Nothing else changes the set of
+    metrics. Values are float64 scalars on the inputs' device; computing them does not wait for the device. Sums and
+    extrema of probabilities and of r exclude tokens whose log r is not finite.
     """
     counted = inputs.loss_mask
     advantages = inputs.advantages
@@ -77,7 +77,7 @@ def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
 
 
 LONGEST_SURPRISE = 20.0
-"""Nats. A surprise that is further below 0 is cut to this distance (``_surprise``)."""
+"""Nats. ``_surprise`` cuts values below -LONGEST_SURPRISE to -LONGEST_SURPRISE."""
 CUT_MEAN = 2e-4
 """Nats. The cut adds at most this much to a mean: the sum of p (-log p - 20) over p < e^-20 is below V e^-21, with a
 vocabulary of V = 260,000."""
@@ -94,7 +94,7 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
         |E(-log mu) - H(pi)| <= E |1 - r| |log pi| + E |log r|.
 
     If trainer and engine report the same wrong distribution, g is about 0, and the mean of xi is positive for one sign.
-    It is the difference between two means of log mu: under the true and under the reported distribution.
+    This mean is the difference between two means of log mu: under the true and under the reported distribution.
     """
     if inputs.entropy is None:
         return {}

@@ -19,8 +19,8 @@ def score_centering(
     decisions: Decisions,
     token_scale: Tensor | None,
 ) -> Tensor:
-    """Return the term of score centering, of value 0. Its gradient is the sum of A c_v grad log pi_v over trained
-    tokens, c_v as in ``rules.centering``.
+    """Return the term of score centering. Its value is 0. Its gradient is the sum of A c_v grad log pi_v over trained
+    tokens and TopK(mu), with c_v of ``rules.centering``.
     """
     assert inputs.topk_log_probs is not None
     with torch.no_grad():
@@ -38,8 +38,8 @@ def projection_terms(
 ) -> tuple[Tensor, MetricSums]:
     """Return TROLL's terms of the loss, and their metrics.
 
-    The terms are the regression KL(pi || p) of trained tokens, and a term of value 0 whose gradient is the difference
-    that the projection makes to the surrogate's gradient.
+    The first term is the regression KL(pi || p) of trained tokens. The second term has the value 0. Its gradient
+    corrects the surrogate's gradient for the projection.
     """
     assert inputs.topk_log_probs is not None
     numbers = algorithm.numbers

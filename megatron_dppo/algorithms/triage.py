@@ -23,7 +23,7 @@ from megatron_dppo.algorithms.inputs import (
 from megatron_dppo.algorithms.rules import importance_ratio
 
 GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
-"""(bound of a segment's mean of log pi' - log mu, weight of a segment below it)."""
+"""(bound, weight). If a segment's mean of log pi' - log mu is below the bound, the segment has this weight."""
 TAIL_GAP = -6.0
 """Tokens with log pi' - log mu below this are in the tail. Two tail tokens give their segment the smallest weight."""
 REPAIR_TARGET = -0.03
@@ -50,10 +50,10 @@ def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
 def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> Tensor:
     """w = g r, with TRIAGE's gate g.
 
-    g applies to tokens with pi' < mu in segments of ``gate_segment`` tokens whose mean advantage is negative: for these
-    tokens, lowering pi increases the gap. g of other tokens is 1. g is the smaller of two numbers: the weight that
-    ``GATE_TIERS`` gives the segment's mean of log pi' - log mu, and 1 - 0.9 min(k / 2, 1), where k counts the segment's
-    tokens in the tail (``TAIL_GAP``).
+    Segments have ``gate_segment`` tokens. g is 1 unless the token has pi' < mu and its segment has a negative mean
+    advantage: for such tokens, lowering pi increases the gap. Their g is the smaller of two numbers: the weight of the
+    segment's mean of log pi' - log mu (``GATE_TIERS``), and 1 - 0.9 min(k / 2, 1), where k counts the segment's tokens
+    in the tail (``TAIL_GAP``).
 
     Source: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING), with
     the scopes that they reported (``q3`` and ``adv_positive``). Two differences: their ratio is pi / pi' times
