@@ -1,9 +1,9 @@
-"""Weight updates that send only LoRA adapters, as the same transaction. The engines apply the adapters themselves.
+"""Weight updates that send only LoRA adapters, in the transaction of ``weight_sync.transaction``.
 
-The engines hold the frozen model. The first update after ``attach`` or a failure compares the frozen model tensor by
-tensor. The adapters of each version are a folder in PEFT's format. The engines load this folder under the version's
-adapter name, and hash the tensors that they loaded. Until the commit the engines also keep the adapters of the previous
-version. They serve the previous version again if the update fails.
+The engines hold the frozen model, and apply the adapters themselves. The first update after ``attach`` or a failure
+compares the frozen model tensor by tensor. The adapters of each version are a folder in PEFT's format. The engines load
+this folder under the version's adapter name, and hash the tensors that they loaded. Until the commit the engines also
+keep the adapters of the previous version. If the update fails, the engines serve the previous version again.
 """
 
 from __future__ import annotations

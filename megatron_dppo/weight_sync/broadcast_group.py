@@ -107,7 +107,7 @@ class BroadcastGroup:
         self._stream: torch.cuda.Stream | None = None
 
     def announce(self, value: int) -> None:
-        """Tell rank 0 ``value`` about the next bucket; see ``Announcements``."""
+        """Send the trainer's rank 0 a ``value`` about the next bucket. ``Announcements`` reads the value."""
         self._store.set(_announcement(self._announced), str(value))
         self._announced += 1
 
@@ -141,7 +141,7 @@ class BroadcastGroup:
                 backend_options=options,
                 timeout=limit,
             )
-        # ``destroy_process_group`` expects this entry. The helper does not make it: its callers must.
+        # ``destroy_process_group`` expects this entry, and the helper leaves it to its callers.
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
 

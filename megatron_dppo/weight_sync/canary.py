@@ -151,8 +151,8 @@ def compare_canary(
             at a token.
 
     Raises:
-        CanaryError: a difference, or the mean of all differences, exceeds ``tolerance`` or is NaN; names the worst
-            token.
+        CanaryError: a difference, or the mean of all differences, exceeds ``tolerance`` or is NaN. The message names
+            the worst token.
         ValueError: the two sides do not have the same number of tokens.
     """
     if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):

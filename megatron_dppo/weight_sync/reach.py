@@ -18,8 +18,8 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
     """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
     With ``distributed`` the server's ranks connect as in an update, with their own NCCL: they join a broadcast group of
-    this process, receive a bucket that changes no weight, and leave the group. ``tensor`` needs a server on this host,
-    ``disk`` a server on this host or a configured folder.
+    this process, receive a bucket that changes no weight, and leave the group. ``tensor`` needs a server on this host.
+    ``disk`` needs a server on this host, or a configured folder.
     """
     if config.strategy == "distributed":
         await _join_and_leave(engine)

@@ -1,4 +1,4 @@
-"""The bytes that a trainer rank sent last, from which the next update sends only the changes."""
+"""The bytes that a trainer rank sent last. The next update compares its bytes with them, and sends only the changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_dppo.engine.changes import Changes, find_changes
 class SentWeights:
     """The flat bytes of this rank's buckets in the last update, in host memory, pinned for a GPU.
 
-    The memory is as large as the weights that this rank sends. It is written while an update is sent. So after a
-    failed update its bytes belong to no version, and the next update must send all weights.
+    The memory is as large as the weights that this rank sends. Each update overwrites the memory while it sends. So
+    after a failed update the kept bytes belong to no version, and the next update must send all weights.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,16 @@ class SentWeights:
         self._is_base = False
 
     def begin(self, *, is_base: bool) -> None:
-        """Start an update. ``is_base``: the engines hold the bytes that are kept here. An update with the same plan
-        sent them."""
+        """Start an update.
+
+        ``is_base``: whether the engines hold the bytes that are kept here, and the plan of the last update was the
+        same.
+        """
         self._next_bucket = 0
         self._is_base = is_base
 
     def changes(self, data: Tensor, item_bytes: int) -> Changes | None:
-        """Keep the flat bytes of the next bucket, and return what changed; None if the bucket must be sent whole."""
+        """Keep the flat bytes of the next bucket; return their changes, or None if the bucket must be sent whole."""
         position = self._next_bucket
         self._next_bucket += 1
         if position == len(self._buckets):

@@ -25,7 +25,7 @@ class ChecksumMismatch:
 
     Attributes:
         tensor: name of the engine tensor.
-        rank: the engine rank that holds it.
+        rank: the engine rank that holds the tensor.
         expected: checksum on the trainer's side; None if the trainer has no tensor of this name.
         actual: checksum on the engine's side; None if the engine has no tensor of this name.
     """
@@ -79,7 +79,7 @@ def compare_checksums(
 class ExpectedByLayout:
     """Expected checksums of the buckets that this rank sends, for each layout among the engines.
 
-    An engine's ``layout`` is its EngineLayout with the name of its device's kind.
+    An engine's ``layout`` is a pair: its EngineLayout, and the kind of its device ("cpu" or "cuda").
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -93,12 +93,14 @@ class ExpectedByLayout:
             layout_checksums.add(bucket)
 
     def partials(self) -> list[Any]:
-        """Return this rank's partial checksums for each layout, as JSON, in the order of the engines."""
+        """Return this rank's partial checksums for each layout, as JSON. The order is that of the layouts' first
+        engines."""
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
 Digests: TypeAlias = Mapping[tuple[EngineLayout, str], Sequence[Mapping[str, str]]]
-"""The expected checksums of all tensors: by layout of an engine, for each engine rank, by name."""
+"""The expected checksums of all tensors. For each layout of an engine, a list has one mapping for each engine rank,
+from a tensor's name to its checksum."""
 
 
 def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:
@@ -109,7 +111,7 @@ def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Dig
     digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
-            # ExpectedByLayout.partials has the layouts in the order in which the engines have them first.
+            # ExpectedByLayout.partials has the layouts in the same order: by the first engine with each layout.
             index = len(digests)
             layout_partials = [sender_partials[index] for sender_partials in partials]
             digests[engine.layout] = engine.expected().digests(layout_partials)
