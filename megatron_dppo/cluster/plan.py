@@ -2,7 +2,8 @@
 
 ``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4`` reads only the recipe and the model's
 config.json. The command prints the memory of each rank, server and host, the bytes and seconds of a step, and whether
-the recipe fits. The output is tables or JSON, and a picture of the memory. Exit codes: 0 it fits, 2 refused.
+the recipe fits. The output is tables or JSON; ``--png`` also draws the memory of each GPU. Exit codes: 0 it fits, 2
+refused.
 """
 
 from __future__ import annotations

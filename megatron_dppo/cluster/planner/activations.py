@@ -104,7 +104,7 @@ class LayerBytes:
         core: the tensors of the core attention without its output.
         mlp: the dense MLP, or the experts.
         router: the router and the permutation of tokens.
-        dropped: the part of the sum that selective recomputation does not keep.
+        dropped: the part of these bytes that selective recomputation does not keep.
     """
 
     input: float
@@ -275,7 +275,7 @@ def with_adapters(
 ) -> LayerBytes:
     """Return the bytes of layer ``number`` with frozen weights and adapters.
 
-    ``trained_layer`` has the bytes of the layer with trained weights. The two differ in:
+    ``trained_layer`` has the bytes of the layer with trained weights. The two layers differ in:
 
     - Frozen norms. A norm of torch keeps one fp32 tensor of its input's size instead of two. A norm of Transformer
       Engine keeps as much as a trained norm (assumed).
@@ -353,8 +353,8 @@ def _has_norm(linear: AdaptedLinear) -> bool:
     """Return whether the linear is fused with the norm before it.
 
     Column-parallel linears are fused, with two exceptions: the linears of experts, and ``linear_q_proj`` of latent
-    attention. The norm before ``linear_q_proj`` is a separate module, because the linear of the latent uses its output
-    too. The linear of the latent is not column-parallel: every rank computes it whole.
+    attention. The norm before ``linear_q_proj`` is a separate module, because the linear of the latent also uses the
+    norm's output. The linear of the latent is not column-parallel: every rank computes it whole.
     """
     is_shared_expert = ".shared_experts." in linear.path
     is_column_parallel = linear.axis == 0 and not linear.is_whole

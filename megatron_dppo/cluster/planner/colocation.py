@@ -60,7 +60,8 @@ def shared_bytes(
     parts are parked in the order of ``_COPIES``, until the GPU has room for rank and server.
 
     While the rank trains, the server keeps its context, communicators and ``KEPT_BY_SERVER``. During a weight update,
-    the server also holds its weights, and the rank its own weights and ``update_buckets``.
+    the server also holds its weights. The rank then holds its own weights, its other state that is not parked, and
+    ``update_buckets``.
 
     Args:
         rank: Memory of the rank.
@@ -123,7 +124,7 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
 
 
 def sharing_faults(shared_gpus: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
-    """List the reasons why trainer and server cannot take turns on one GPU, one line for each."""
+    """Yield a line for each reason why trainer and server cannot take turns on one GPU."""
     limit = f"expected at most the {gib(device.memory)} of a {device.name}"
     for stage, sizes in enumerate(shared_gpus):
         if sizes.generating > device.memory:

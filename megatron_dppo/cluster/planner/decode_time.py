@@ -118,8 +118,8 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     it reads the KV cache of its replica's sequences, and a larger share of attention's weights. Attention replicas also
     make attention's collectives smaller, but the formula does not count that.
 
-    With p pipeline stages, the batch is split into p parts. At any time each stage (1 / p of the layers) computes
-    another part, and in a step each part passes all stages. A step then takes p x the seconds in which one stage
+    With p pipeline stages, the batch is split into p parts. At any time each stage (1 / p of the layers) computes a
+    different part, and in a step each part passes all stages. A step then takes p x the seconds in which one stage
     computes one part and sends the part's hidden states to the next stage. Each stage reads its weights p times.
 
     Block-FP8 weights halve the bytes of linear layers and experts. FLOPs count at the bf16 peak, because no rate of FP8

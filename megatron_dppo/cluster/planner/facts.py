@@ -105,8 +105,8 @@ def elements(counts: Counts) -> int:
 def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
     """Count the parameters of each rank of pipeline stage ``stage``; all ranks of a stage hold the same number.
 
-    The counts agree with ``model.mapping.local_parameters``: both divide the parameters of the family's rules among the
-    ranks by the rules' splits.
+    The counts agree with ``model.mapping.local_parameters``: both divide each parameter among the ranks by the split of
+    the family's rule for it.
     """
     family = family_of(shape)
     layers = layers_of_stage(shape, layout, stage)
@@ -521,9 +521,9 @@ class RunFacts:
 def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
     """Count the trainer ranks that send weights.
 
-    In each stage, the first rank that holds each shard of the experts is a candidate; without expert parallelism, this
-    is the first rank of the stage. If a block of ``ranks_per_sender`` consecutive ranks has candidates, one of them
-    sends (``weight_sync/strategies.py``, ``model.gather_plan.node_receivers``).
+    For each stage and each shard of the experts, the first rank that holds the shard is a candidate. Without expert
+    parallelism, the candidate is the first rank of the stage. If a block of ``ranks_per_sender`` consecutive ranks has
+    candidates, one of them sends (``weight_sync/strategies.py``, ``model.gather_plan.node_receivers``).
     """
     blocks = set()
     for stage in range(layout.pipeline):

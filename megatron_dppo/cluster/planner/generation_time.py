@@ -86,7 +86,7 @@ def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
 
 
 def server_slots(facts: RunFacts, cluster: Cluster) -> float:
-    """Return a server's slots: the sequences that fit its KV cache, or its share of concurrent requests if smaller."""
+    """Return a server's slots: the smaller of the sequences that fit its KV cache and its share of open requests."""
     rollout = facts.rollout
     engine = facts.engine
     memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)

@@ -11,17 +11,17 @@ values (log pi, mu, advantage, loss, mask, gradient)."""
 
 
 _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
-"""Bytes per token and Top-K id: id and column, int64; the rank's own logit and the reduced one, fp32; log pi, fp64 and
-fp32; mu, fp32."""
+"""Bytes per token and Top-K id: id and column, int64; the rank's own logit and the reduced logit, fp32; log pi, fp64
+and fp32; mu, fp32."""
 
 
 def logits_bytes(trainer: TrainerFacts) -> int:
     """Return the bytes of the logits of one chunk: tokens of the chunk x padded vocabulary / TP x bytes of a logit.
 
-    A chunk has ``trainer.chunk_tokens`` tokens, or all tokens / CP of a micro-batch if these are fewer.
+    A chunk has ``trainer.chunk_tokens`` tokens, or all of the rank's tokens of a micro-batch if these are fewer.
     ``vocab_parallel/head.py`` has one buffer for logits, and keeps it from the forward to the backward pass. The logits
     of each chunk and all gradients are written to this buffer, and the kernels hold rows in registers. The matrix
-    products of the backward pass copy fp32 logits to the model's dtype, if that is another dtype.
+    products of the backward pass copy fp32 logits to the model's dtype, unless the model is fp32.
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor

@@ -123,9 +123,9 @@ def host_bytes(
     - batch = ranks x copies x columns of all replicas / DP. This is an upper bound: if the host's shared memory has
       room, the ranks of a replica share one copy.
     - checkpoint: each rank copies its share of weights and optimizer state. An element takes 14 bytes (12 in float32,
-      less with bfloat16 moments), and the replicas of an element divide them among themselves. With adapters, only the
-      trained elements count. The rank copies into one pinned buffer. torch's CachingHostAllocator rounds the buffer up
-      to a power of two.
+      less with bfloat16 moments), and the replicas of an element divide these bytes among themselves. With adapters,
+      only the trained elements count. The rank copies into one pinned buffer. torch's CachingHostAllocator rounds the
+      buffer up to a power of two.
     - sent: the share of an update that the node's senders send. This is an upper bound: all senders of the run are
       assumed to be on this node, up to the number of its ranks.
 

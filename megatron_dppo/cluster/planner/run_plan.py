@@ -35,7 +35,7 @@ class RunPlan:
 
     Attributes:
         facts: facts of the run.
-        cluster: its machines.
+        cluster: the machines.
         nodes: roles of each node's GPUs.
         ranks: memory of a trainer rank of each pipeline stage.
         engine: memory of a server's GPU; None if the run starts no servers, or if the servers cannot hold the model.
@@ -224,7 +224,7 @@ def _sharing_faults(
     engine: server_memory.EngineBytes | None,
     cluster: Cluster,
 ) -> Iterator[str]:
-    """Report that a server starts on a rank's GPU (``sglang.base_gpu_id``) and the GPU's memory cannot hold both."""
+    """Report a server that starts on a rank's GPU (``sglang.base_gpu_id``) if the GPU's memory cannot hold both."""
     first_device = facts.roles.first_device
     if engine is None or first_device is None or first_device >= facts.roles.ranks:
         return

@@ -75,7 +75,7 @@ class Question:
         sizes = config.parallel.sizes
         faults = list(world_faults(sizes))
         if not faults:
-            # The check divides batch sizes by the number of replicas, so it needs a valid number of ranks.
+            # ``batch_faults`` divides batch sizes by the number of replicas, so it needs a valid number of ranks.
             per_step = config.training.prompts_per_mini_batch
             faults += batch_faults(config.rollout, per_step, config.parallel.data)
         faults += layout_faults(sizes, config.megatron, self.shape)

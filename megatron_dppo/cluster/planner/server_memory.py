@@ -1,4 +1,4 @@
-"""Memory of a server's GPUs: weights, KV cache and the reserved rest; and the sequences that run at once."""
+"""Memory of a server's GPUs (weights, KV cache, reserved rest), and the number of sequences that run at once."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def engine_bytes(
 ) -> EngineBytes:
     """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 
-    KV pool = fraction x memory that is free before the weights are loaded - weights; tokens = pool / bytes of a token.
+    KV pool = (fraction x memory that is free before loading the weights) - weights. Tokens = pool / bytes of a token.
     Sequences at once = tokens / mean length, at most ``max_running_requests``. The default of ``max_running_requests``
     is clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``). With delta nets, the pool is
     divided between the KV cache and recurrent states, and the number of states also limits the sequences

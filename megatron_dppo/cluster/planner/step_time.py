@@ -271,7 +271,7 @@ class HeadFlops:
 
 
 def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
-    """Return the output layer's FLOPs, averaged over the tokens of a sequence.
+    """Return the differences of ``HeadFlops``, averaged over the tokens of a sequence.
 
     The output layer computes only responses (``vocab_parallel/head.py``). One matrix product costs 2 x hidden x
     vocabulary FLOPs a token. Training needs three products, or two if the layer is frozen. The logits of a

@@ -44,10 +44,10 @@ class Traffic:
 def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
     """Return the bytes and seconds of a weight update and of a checkpoint.
 
-    Weight update: each engine GPU receives all weights. Only one sender broadcasts at a time, so that seconds = bytes /
-    (a network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers on the
+    Weight update: each engine GPU receives all weights. Only one sender broadcasts at a time, so seconds = bytes / (a
+    network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers on the
     ranks' GPUs, although these servers need no network. Before a sender broadcasts, it gathers the shards that it does
-    not hold. If one rank of each node sends, it gathers them within its node.
+    not hold. If one rank of each node sends, this rank gathers the shards of its node.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.

@@ -1,4 +1,4 @@
-"""The exact plan of a weight update: the buckets that the ranks plan, the bytes of every rank, and a check of both."""
+"""The exact plan of a weight update: its buckets, each rank's bytes, and a check that each element is sent once."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     largest_bucket = 0
     sender_elements = 0
     for bucket in buckets:
-        # With nodes of one rank, all elements that the receiver does not hold travel between nodes.
+        # Count as if each node had one rank: all elements that the receiver does not hold then travel between nodes.
         received_elements = gather_plan.elements_between_nodes(bucket, 1)
         tensors += len(bucket.tensors)
         gathered_elements += received_elements
