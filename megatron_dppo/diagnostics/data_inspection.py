@@ -33,7 +33,7 @@ class Inspection:
 
     Attributes:
         path: a file of problems, or a folder or glob of several files.
-        keys: keys of prompt and answer in its records.
+        keys: keys of prompt and answer in the records of the file.
         form: form of the prompts.
         tokenizer: tokenizer of the model; None: lengths are in characters, and prompts are shown without a template.
         embedding_rows: rows of the model's embedding; None if unknown.
@@ -133,6 +133,7 @@ def _special_tokens(
     positions_by_token: defaultdict[str, list[int]] = defaultdict(list)
     for position, prompt in enumerate(prompts):
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+        # A NUL between messages: a token must not be found across two messages.
         text = "\0".join(str(message["content"]) for message in messages)
         for token in special:
             if token in text:

@@ -1,4 +1,4 @@
-"""The HTML pages of the diagnostics, made from ``templates/``, and the tables and responses on them."""
+"""Render the HTML pages of the diagnostics from ``templates/``. The classes hold the content of a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_dppo.metrics.samples import printable
 class SummaryTable:
     """A table of strings; the first column names the row.
 
-    ``note``: meaning of the columns. Of a table without rows, only ``shown_title`` is shown.
+    ``note`` explains the columns. For a table without rows, only ``shown_title`` is shown.
     """
 
     title: str
@@ -35,9 +35,9 @@ class SummaryTable:
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """A token on a page: its class in the style, its text, and its tooltip.
+    """A token on a page: its CSS class, its text, and its tooltip.
 
-    ``shade`` is from 0 to 1: a larger one makes the token darker.
+    ``shade`` is from 0 to 1. A larger value makes the token darker.
     """
 
     css: str
@@ -50,7 +50,8 @@ class TokenSpan:
 class ResponseText:
     """A prompt and its response on a page.
 
-    ``about`` names the response; ``outcome``, its reward and end in words, is shown beside its advantage.
+    ``about`` names the response. ``outcome`` describes its reward and its end in words; the page shows it beside the
+    advantage.
     """
 
     about: str

@@ -55,7 +55,7 @@ SMALL = 8.5
 FEW_POINTS = 30
 """Up to this number of steps, every step has a dot and lines are not smoothed."""
 LEGEND_WIDTH = 72
-"""Number of characters of a legend that fit over a panel in one row; the line beside a name counts as six."""
+"""Number of characters of a legend that fit over a panel in one row. The line sample beside a name counts as six."""
 WHOLE = 1.01
 """Upper end of an axis of shares, above 1 so that a line at 1 is visible in its full width."""
 PERCENT = (0, 100 * WHOLE)
@@ -259,9 +259,9 @@ def mark_empty(axes: Axes, handles: list, reason: str = "not recorded") -> None:
 
 
 def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: str) -> list:
-    """Shade the normal range of ``metric``; returns the legend handle, or none if the range is below the axis.
+    """Shade the normal range of ``metric``; returns a list with the legend handle.
 
-    The limits of the axis stay.
+    The list is empty if the range is below the axis. The limits of the axis stay.
     """
     upper = max(BY_METRIC[metric].upper(run.dtype) for run in runs) * scale
     name = f"expected: at most {upper:g}{unit}"
@@ -569,7 +569,7 @@ DRAFT_PANELS = (
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Panels of weight updates, drawn if any run has recorded their seconds."""
 ROW_HEIGHT = 11 / 3
-"""Inches of a row of two panels."""
+"""Height of a row of two panels, inches."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -617,7 +617,10 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
 
 
 def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> list[str]:
-    """Return the label of each run: the parts of RunInfo that differ, or folder names if these labels are ambiguous."""
+    """Return the label of each run: the parts of RunInfo that differ between the runs.
+
+    The labels are folder names if a run has no RunInfo, or if two labels would be equal.
+    """
     folders = [Path(directory).resolve().name for directory in directories]
     parts = [info.parts for info in infos if info is not None]
     if len(parts) < len(infos):
@@ -632,7 +635,7 @@ def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) 
 
 
 def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
-    """Return the parts of RunInfo that all runs share. The title of one run without a configuration is its folder."""
+    """Return the parts of RunInfo that all runs share. The title of one run without RunInfo is its folder's name."""
     parts = [info.parts for info in infos if info is not None]
     if len(infos) == 1:
         if not parts:

@@ -48,7 +48,7 @@ def check_rewards(
 
 
 def read_checks(path: Path) -> list[RewardCheck]:
-    """Return a check of each solution in the file against its answer, then one against a wrong answer.
+    """Return a check of each solution against the answer of its line, then the checks against a wrong answer.
 
     Raises DataError that names the line.
     """
@@ -77,7 +77,7 @@ def read_checks(path: Path) -> list[RewardCheck]:
 
 
 def _wrong_answer(answer: str, answers: list[str]) -> str | None:
-    """Return a wrong answer: an integer plus one, else a different one of ``answers``; None if all are equal."""
+    """Return a wrong answer: an integer ``answer`` plus one, or another one of ``answers``; None if all are equal."""
     if answer.lstrip("+-").isdecimal():
         return str(int(answer) + 1)
     return next((other for other in answers if other != answer), None)

@@ -3,8 +3,8 @@
 ``megatron-dppo watch RUN`` serves one page on this machine's loopback interface, during the run and afterwards.
 
 The program only reads the run's folder. The folder need not exist yet. The program takes no path from a request. Every
-address begins with a key. Each start makes a new key, so other users of this machine don't know it. The program loads
-no torch.
+address begins with a key. Each start makes a new key, so other users of this machine don't know the key. The program
+loads no torch.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RunView:
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
     def records(self) -> list[Record]:
-        """Read the rows of ``metrics.jsonl``; without the file, none. Raises RecordsError if the file is damaged."""
+        """Read the rows of ``metrics.jsonl``; no rows without the file. Raises RecordsError if the file is damaged."""
         path = self.directory / records.RECORDS_FILE
         stamp = _stamp(path)
         if stamp is None:
@@ -228,7 +228,7 @@ class RunView:
     def _masked(self) -> list[list[Any]]:
         """Return the tokens that the mask blocked most often in the last steps, most often first.
 
-        Each has its text, its id, and how often the mask blocked a rise and a fall of its probability.
+        A token's entry has its text, its id, and how often the mask blocked a rise and a fall of its probability.
         """
         path = self.directory / records.MASKED_TOKENS_FILE
         if _stamp(path) is None:
@@ -268,7 +268,7 @@ class RunView:
         return {"version": status.get("version"), "servers": rows}
 
     def _bounds(self, metrics: Sequence[str]) -> dict[str, float]:
-        """Return the upper end of the normal range of each metric that has one, by the run's dtype."""
+        """Return the upper end of each metric's normal range in the run's dtype, if the range has an upper end."""
         info = self._info()
         dtype = info.dtype if info else "float32"
         bounds: dict[str, float] = {}
@@ -279,7 +279,7 @@ class RunView:
         return bounds
 
     def _unusual(self, recorded: Sequence[Record]) -> list[list[Any]]:
-        """Return the newest finding about each metric that left its normal range: step, finding, and what to check."""
+        """Return, for each metric that left its normal range, the newest finding: step, finding, and what to check."""
         info = self._info()
         check = NormalityCheck(info.dtype if info else "float32")
         newest: dict[str, list[Any]] = {}
@@ -292,7 +292,7 @@ class RunView:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file, to notice that a run wrote it; None without the file."""
+    """Return modification time and size of a file, which show that the file has changed; None without the file."""
     try:
         status = path.stat()
     except OSError:
@@ -367,7 +367,7 @@ class WatchServer(HttpServer):
             if route == "state" and query.get("version", [""])[0] == self._view.version():
                 return {"unchanged": True}
             return self._routes[route](query)
-        # A file may be damaged, have other content than a run's, or be moved by a new start at this moment.
+        # A file may be damaged, have content that no run wrote, or be moved by a new start at this moment.
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 

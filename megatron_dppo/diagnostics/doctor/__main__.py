@@ -131,7 +131,7 @@ def report(options: argparse.Namespace) -> None:
 class Case:
     """The batch to examine, with the options and the configuration of its run.
 
-    The batch of ``step`` has ``size`` responses; ``batch`` has the first of them.
+    The batch of ``step`` has ``size`` responses; ``batch`` has the first of these responses (``--limit``).
     """
 
     options: argparse.Namespace
@@ -226,8 +226,9 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
 
     A version is the number of steps after which the policy had these weights.
 
-    The checkpoints of a run with adapters have the adapters only. Such a run has version 0 alone, the model that it
-    began with; if it began with adapters (``lora.start_from``), it has none.
+    The checkpoints of a run with adapters have the adapters only. Of such a run only version 0 is known: the model that
+    the run began with. If the run began with adapters (``lora.start_from``), no version is known. ``--weights`` adds
+    versions.
     """
     from megatron_dppo.trainer.checkpoint.directory import suspect_folders
 

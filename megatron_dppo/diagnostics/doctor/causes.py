@@ -57,11 +57,11 @@ ROUNDINGS = (ROUNDED, EIGHT_BITS, BLOCK_FP8)
 
 
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
-"""Parts of tensor names; a weight update may have missed the tensors of a part."""
+"""Parts of tensor names. A weight update may have missed all tensors with such a part in their names."""
 
 
 OF_WEIGHTS = ("staleness", "weights", "cache", "quantisation")
-"""Axes (kinds of causes) of the alternatives that use other weights or another cache."""
+"""Axes (kinds of causes) of the alternatives with other weights, other scales or another cache."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ class Alternative:
 
 
 def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) -> list[Alternative]:
-    """Return every cause that is possible in this run and needs no weights of another version."""
+    """Return every cause that is possible in this run and needs no weights of another version.
+
+    ``is_recorded``: whether responses of the batch have recorded routing.
+    """
     sampling = at_temperature(run.temperature)
     transforms = [*samplers(run, reference.vocab_size)]
     for shards, count in _without_last(run, reference.vocab_size):
@@ -234,10 +237,12 @@ ROUTINGS = (
 
 
 MOVED_RECORDINGS = tuple(name for name, *moved in ROUTINGS if any(moved))
+"""Names of the alternatives whose recorded rows are shifted."""
 
 
 RECORDING = "recording"
-"""Name of the side that compares p with the router's own experts to p with the recorded experts."""
+"""Name of a third side. It compares the reference with the router's own experts to the reference with the recorded
+experts."""
 
 
 def is_decisive(alternative: Alternative) -> bool:
@@ -250,7 +255,7 @@ def is_decisive(alternative: Alternative) -> bool:
 
 
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
-    """Yield the name and transform of every other way to sample from a vocabulary of ``size`` tokens."""
+    """Yield name and transform of each way to sample but the configured one. ``size``: tokens of the vocabulary."""
     configured = run.temperature
     # 1 / configured: the logits were multiplied by the temperature instead of divided.
     for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
@@ -287,7 +292,8 @@ def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor],
 def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor | None:
     """Return the recorded experts, shifted by ``tokens`` and ``layers``; None if the trajectory has none.
 
-    Rows that other weights recorded are -1: the trainer's router chooses the experts of those tokens itself.
+    A row that was recorded with other weights is -1, because for its token the trainer's router chooses the experts
+    itself.
     """
     if "routed_experts" not in trajectory.columns:
         return None

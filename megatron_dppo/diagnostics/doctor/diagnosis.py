@@ -1,9 +1,9 @@
-"""Find the cause that makes one side's probabilities differ from the reference's, and test whether the tokens were
-sampled as the configuration says.
+"""Find the cause that makes the probabilities of one side differ from the probabilities of the reference.
 
-Each possible cause is simulated in the reference. The cause whose probabilities are nearest to the side's is named. Two
-sides are examined separately: the engine's mu, and the trainer's pi in a step's first mini-batch if the weights of that
-mini-batch are known. Both are compared with the reference, so that an error that both sides make is found too.
+The reference simulates each possible cause. The cause whose probabilities are nearest to the side's probabilities is
+named. Two sides are examined separately: the engine's mu, and the trainer's pi in a step's first mini-batch, if the
+weights of that mini-batch are known. Both sides are compared with the reference. So an error that both sides make is
+found too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Diagnosis:
         gap: mean |p - reference|.
         noise: the part of the gap that rounding explains.
         spread: the part that the random differences between stretches of text explain.
-        gaps: the gap that is left with each alternative, by its name, smallest first.
+        gaps: the gap that is left with each alternative, by the alternative's name, smallest first.
         cause: the alternative that is named; None if the side is healthy or its gap is unexplained.
         tokens: all tokens, largest gap first.
     """
@@ -95,8 +95,9 @@ class Diagnosis:
     def may_be_layout(self) -> bool:
         """Whether the parallel layout may be the cause.
 
-        The layout is ruled out if the named cause explains the whole gap except for rounding, or if that cause lies in
-        the weights: a trainer that loads them again has the right weights.
+        The layout is ruled out if the named cause explains the whole gap except for rounding. It is also ruled out if
+        that cause lies in the weights: a trainer in one process loads the right weights again, so its agreement with
+        the reference says nothing about the layout.
         """
         if self.is_healthy:
             return False
@@ -137,7 +138,7 @@ class TokenEvidence:
 
     @property
     def is_explained(self) -> bool:
-        """Whether the cause explains this token's gap: at most the share EXPLAINED of the gap is left, or NOISE."""
+        """Whether the cause explains the token's gap: at most NOISE, or the share EXPLAINED of the gap, is left."""
         if self.with_cause is None:
             return False
         remaining_gap = abs(self.side - self.with_cause)
@@ -145,7 +146,7 @@ class TokenEvidence:
 
 
 def engine_side(batch: Sequence[Trajectory]) -> Side | None:
-    """Return the engine's side: mu of the responses that were sampled by the most frequent single weight version.
+    """Return the engine's side: mu of the responses with a single weight version, for the most frequent such version.
 
     Returns None if every response was sampled by several versions.
     """

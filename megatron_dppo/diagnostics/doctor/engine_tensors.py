@@ -1,8 +1,8 @@
-"""Compare the tensors that servers held with the weights of their version, quantised by the trainer's own quantiser.
+"""Compare the tensors that servers held with the tensors that the weights of their version give.
 
-The checksums of a weight update compare the sent bytes with the bytes that arrived. They do not show that a quantiser
+The checksums of a weight update compare the sent bytes with the bytes that arrived. They do not show that the quantiser
 sent wrong scales, or that a gather sent another version's tensor. Here the expected bytes come from the weights in a
-folder.
+folder, and the trainer's own quantiser makes the expected FP8 tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 
 _SAME_FACTOR = 1e-4
-"""Largest relative difference of scales that count as changed by the same factor."""
+"""Scales count as changed by one factor if their factors differ by at most this share."""
 _NAMED_BLOCKS, _NAMED_TENSORS = 3, 3
 
 _VALUES, _SCALES = "values", "scales"
@@ -36,14 +36,14 @@ Block = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class TensorFault:
-    """A tensor that a server does not hold as the weights of its version have it.
+    """A tensor of a server that differs from the weights of the server's version.
 
     Attributes:
-        tensor: name of the Hugging Face tensor, or of the engine tensor if the server reported no blocks of it.
-        rank: rank of the server that holds it.
+        tensor: name of the Hugging Face tensor, or of the engine tensor if the server reported no blocks.
+        rank: rank of the server that holds the tensor.
         url: address of the server.
-        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised, and for values of
-            another version, with or without their scales.
+        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised. Also False if the
+            values are of another version, with or without the scales of that version.
         difference: how the tensor differs, in words.
     """
 
@@ -75,7 +75,7 @@ class _FaultOfTensor:
     """How the values or the scales of a tensor differ.
 
     ``kind`` is ``_VALUES`` or ``_SCALES``, or empty for a tensor without blocks. ``is_of_weights``: the tensor has no
-    blocks, or its differing blocks are another version's.
+    blocks, or the differing blocks are blocks of another version.
     """
 
     kind: str
@@ -122,7 +122,7 @@ class RankTensors:
                     places.load([(name, tensor.to(self._table.sent_dtype(name, dtype)))])
 
     def parts(self, engine_tensor: str) -> Iterator[tuple[str, EnginePart]]:
-        """Yield the Hugging Face tensors in an engine tensor, each with its place there."""
+        """Yield the Hugging Face tensors in an engine tensor, each with its place in the engine tensor."""
         for name, parts in self._table.parts.items():
             for part in parts:
                 if part.rank == self._rank and part.tensor == engine_tensor:
@@ -148,9 +148,9 @@ def tensor_faults(
     own: RankTensors,
     load_others: Callable[[], Mapping[int, RankTensors]],
 ) -> list[TensorFault]:
-    """Return a fault for each tensor of the rank that differs from its tensor in ``own``.
+    """Return a fault for each tensor of the rank that differs from the tensor in ``own``.
 
-    ``load_others`` returns the tensors that the rank must hold with other versions, by version. It is called if a
+    ``load_others`` returns the tensors that the rank must hold with other versions, by version. It is called only if a
     tensor differs.
 
     Raises ValueError if the server's answer is not in base64.
@@ -178,7 +178,7 @@ def tensor_faults(
     for name, parts in differences.items():
         text = "; ".join(f"{part.kind} {part.text}".strip() for part in parts)
         # Scales of another version beside values of the right version are a fault of the quantisation. Values precede
-        # scales in ``parts``, so the values are right if the scales come first.
+        # scales in ``parts``. So if the first part is of scales, the values are right.
         is_of_weights = all(part.is_of_weights for part in parts) and parts[0].kind != _SCALES
         faults.append(TensorFault(name, rank, held.url, not is_of_weights, text))
     return faults
@@ -194,7 +194,7 @@ def _block_differences(
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
     expected = {name: own.blocks(name, part) for name, part in parts}
-    # The block that should have a scale or checksum, to recognise a block in a wrong place.
+    # Scale or checksum -> the block that should have it. This map recognises a block in a wrong place.
     place_of: dict[float, Block] = {}
     for name, grid in expected.items():
         for row, values in enumerate(grid.tolist()):
@@ -238,7 +238,7 @@ def _moved(
     name: str,
     place_of: Mapping[float, Block],
 ) -> str | None:
-    """Return in words which blocks are in other blocks' places; None if a differing block is not in ``place_of``."""
+    """Return in words which block is in which wrong place; None if a differing block is not in ``place_of``."""
     sources: dict[tuple[int, int], Block] = {}
     for row, column in is_different.nonzero().tolist():
         source = place_of.get(held_grid[row, column].item())

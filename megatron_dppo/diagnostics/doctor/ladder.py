@@ -265,7 +265,7 @@ class Parts:
         """Return a line about the agreement of the trainer's routing with the engine's."""
         if not self.has_routing:
             return "no recorded routing in this batch: what routing does is part of the numerics"
-        # The routing is compared only in passes that replay it. They all have the rollout's weights.
+        # The routing is compared only in passes that replay it. All these passes have the rollout's weights.
         agreement = next(m.agreement for m in self.results if m.agreement is not None)
         return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
 
@@ -334,9 +334,9 @@ COLOURS = {
 SMALLEST_GAP = 1e-9
 """Smaller gaps are drawn at this value, because a logarithmic axis has no zero."""
 NARROWEST_RATIO = 1.001
-"""The axis of pi / mu covers at least 1 / this to this, so that rounding does not fill it."""
+"""The axis of pi / mu covers at least 1 / this value to this value. So rounding does not fill the axis."""
 WIDE_RATIO = 4.0
-"""The axis of pi / mu is logarithmic if a ratio is above this or below 1 / this."""
+"""The axis of pi / mu is logarithmic if a ratio is above this value or below 1 / this value."""
 GROUPS, FEWEST = 16, 50
 """Groups of tokens for the percentiles: the largest number of groups, and the smallest number of tokens in a group."""
 DARKENING = LinearSegmentedColormap.from_list("tokens", ["#9ecae1", "#08306b"])

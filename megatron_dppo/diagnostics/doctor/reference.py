@@ -27,7 +27,9 @@ from megatron_dppo.diagnostics.explain.explanation import Policy
 from megatron_dppo.model.quantization import is_quantized
 
 BlocksOf = Callable[[str, int, BlockFp8], BlockFp8]
-"""(name of a tensor, number of an expert in it, their own values and scales) -> the values and scales to use."""
+"""(name of a tensor, number of an expert or 0, the matrix's own values and scales) -> the values and scales to use.
+
+The matrix is one expert's part of the tensor. A tensor without experts is one matrix."""
 
 
 class KnownWeights:
@@ -72,14 +74,15 @@ class KnownWeights:
 
 
 class Reference(Policy):
-    """The model in ``folder``. Each change of the model is a context manager, and is undone at its end.
+    """The model in ``folder``. Each change of the model is a context manager, which undoes the change at its end.
 
     Raises OSError or ValueError if transformers cannot load a model from the folder.
 
     The changes set these private attributes:
         _rows_of: function that returns the experts of a trajectory's tokens; None: the routers choose.
         _rows: the experts of the running pass, int64 [B * S, L, k].
-        _cached_by: the model that computes the keys and values of prompts; None: this model, in one pass with the rest.
+        _cached_by: the model that computes the keys and values of prompts; None: this model computes them, in one pass
+            over prompt and response.
         _rounds_cache: whether keys and values are rounded to bfloat16.
     """
 
@@ -106,6 +109,7 @@ class Reference(Policy):
             logits = self._after_cache(ids, branches)
         branch_logits: list[Tensor] = []
         for row, branch in zip(logits, branches, strict=True):
+            # Row i of the logits predicts token i + 1.
             sampled_rows = torch.from_numpy(np.flatnonzero(branch.loss_mask) - 1)
             branch_logits.append(row[sampled_rows].float())
         logits_by_response: list[Tensor] = []
@@ -210,10 +214,11 @@ class Reference(Policy):
 
     @contextmanager
     def in_block_fp8(self, blocks_of: BlocksOf | None = None) -> Iterator[None]:
-        """Quantise the matrices that an engine with ``engine.quantization: fp8`` holds in FP8, and their inputs.
+        """Round the matrices that are in FP8 in an engine with ``engine.quantization: fp8``, and the inputs of these
+        matrices.
 
         Args:
-            blocks_of: returns the values and scales to use; None: the tensor's own.
+            blocks_of: returns the values and scales to use; None: the matrix's own values and scales.
         """
         replacements: list[tuple[Tensor, Tensor]] = []
         for name, tensor in self.tensors.items():

@@ -53,7 +53,7 @@ from megatron_dppo.model.families import load_model_shape
 TENSORS = 8
 """Number of findings about tensors that the report shows; --json has all."""
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
-"""The report shows of each side the SHOWN nearest alternatives and the TOKENS tokens with the largest gaps. The page
+"""For each side, the report shows the SHOWN nearest alternatives and the TOKENS tokens with the largest gaps. The page
 also shows the RESPONSES responses with the largest gaps."""
 NEAREST = (-1, 1, -2, -4, -8)
 """Offsets from a side's version to the versions that are tried as stale or too new weights, if the run has them."""
@@ -68,7 +68,7 @@ class DoctorReport:
     Attributes:
         batch: the trajectories that were examined.
         diagnoses: one diagnosis for each side that was examined.
-        draws: how the engine sampled the tokens; None if it was not examined.
+        draws: how the engine sampled the tokens; None if the sampling was not examined.
         prompt_faults: one line for each prompt that differs.
         tensor_faults: one fault for each tensor of a server that differs from the weights of the server's version.
         texts: texts of token ids.
@@ -87,7 +87,7 @@ class DoctorReport:
 
     @property
     def conclusions(self) -> list[str]:
-        """Return ``findings``; if there are none, a line that says which sides agree with the reference."""
+        """Return ``findings``; without findings, a line that says which sides agree with the reference."""
         examined = [side_diagnosis.side for side_diagnosis in self.diagnoses]
         if self.findings:
             return self.findings
@@ -159,7 +159,7 @@ def _sentence(side_diagnosis: Diagnosis) -> str:
 
 @dataclass(frozen=True)
 class Scores:
-    """log p of the batch's tokens for one weight version: by the reference, ``plain``, and by each alternative."""
+    """log p of the batch's tokens for one weight version: ``plain`` by the reference, ``by_name`` by alternatives."""
 
     vocab_size: int
     alternatives: Sequence[Alternative]
@@ -284,11 +284,12 @@ class Doctor:
         diagnoses = [self.examine(side) for side in examined]
         draws = self.draws(diagnoses, examined)
         if any(d.side == "engine" and d.is_healthy for d in diagnoses):
+            # ``_sides`` returns the engine first.
             diagnoses += self._recording(examined[0])
         return diagnoses, draws
 
     def _sides(self, step: int) -> list[Side]:
-        """Return the sides that can be examined. If a side can't, the reason goes into ``_unexamined``."""
+        """Return the sides that can be examined. For any other side, the reason goes into ``_unexamined``."""
         config = self._config
         mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
         engine = diagnosis.engine_side(self._batch)
@@ -415,7 +416,8 @@ class Doctor:
     def _is_selected(self) -> bool:
         """Whether rewards or lengths selected the responses of the engine's side.
 
-        If weight updates interrupt responses, the long responses have several versions. The engine's side lacks them.
+        If weight updates interrupt responses, the long responses have several versions. The engine's side lacks these
+        responses, so it is a selection by length.
         """
         is_interrupted = any(len(t.version_spans) > 1 for t in self._batch)
         return self._config.rollout.drop_zero_variance_groups or is_interrupted

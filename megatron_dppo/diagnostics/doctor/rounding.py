@@ -1,4 +1,4 @@
-"""Round tensors to the values of a narrower type; the dtype stays."""
+"""Round tensors to the values of a narrower type. The tensors keep their dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence on how tokens were drawn."""
+"""Test whether tokens were sampled, and prompts made, as the configuration says."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def draws(
 
 
 def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
-    """List the responses with old prompts: data, tokenizer, template and environment now make a different prompt."""
+    """List the responses whose prompt is not the prompt that data, tokenizer, template and environment make now."""
     faults: list[str] = []
     for t in batch:
         if origin.has_prompt(t):

@@ -3,8 +3,8 @@
     megatron-dppo explain runs/demo --step 3 --csv tokens.csv --html tokens.html
 
 The run must have been started with ``rollout.save=true``: then every batch has log pi, the divergence and the mask of
-each token as the loss computed them. The command first compares them with ``metrics.jsonl`` and
-``masked_tokens.jsonl``, and stops if they disagree; then it shows them.
+each token as the loss computed them. The command first compares these values with ``metrics.jsonl`` and
+``masked_tokens.jsonl``, and stops if they disagree. Then it shows the values.
 
 With ``--policy FOLDER`` the command computes pi from the weights in a Hugging Face folder instead, and shows the mask
 of the next update on this batch with those weights. ``--rollout-policy FOLDER`` adds the weights that sampled the batch
@@ -234,7 +234,7 @@ def chosen_responses(
 ) -> tuple[list[int], str]:
     """Return the positions of the first ``limit`` responses with a gradient, and a line about the responses left out.
 
-    ``limit`` 0: all responses with a gradient. Raises ValueError if there is none.
+    ``limit`` 0: all responses with a gradient. Raises ValueError if no response has a gradient.
     """
     from megatron_dppo.loop.learning import trains
 

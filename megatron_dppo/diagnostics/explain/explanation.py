@@ -35,8 +35,8 @@ from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
 
 _UNKNOWN = (metric_names.GAP_STALE, metric_names.TOPK_MASS, metric_names.NONFINITE)
-"""Metrics that a saved batch does not determine: the weights that sampled, the engine's Top-K and non-finite values are
-not in it."""
+"""Metrics that a saved batch does not determine. They need data that the batch may lack: the weights that sampled the
+responses, the engine's Top-K, and non-finite values."""
 TOKEN_METRICS = tuple(
     name for name in METRICS if name.startswith(("policy/", "mask/")) and name not in _UNKNOWN
 )
@@ -65,7 +65,7 @@ class Token:
     ratio: float
     """pi / mu."""
     weight: float
-    """min(w, C); the gradient of log pi is multiplied by it and by A if the token trains."""
+    """min(w, C). If the token trains, the gradient of log pi is multiplied by this weight and by A."""
     binary_tv: float
     binary_kl: float
     topk_tv: float | None
@@ -73,7 +73,8 @@ class Token:
     exact_tv: float | None
     exact_kl: float | None
     recomputed: float | None
-    """pi': probability under the rollout's weights by transformers; pi' - mu is the trainer-engine mismatch."""
+    """pi': probability by the trainer or by transformers, with the rollout's weights. pi' - mu is the mismatch with the
+    engine."""
     entropy: float
     threshold: str
     """The algorithm's bounds for a token with this sign of A, as text."""
@@ -182,7 +183,7 @@ A function maps (value, whether A > 0) to the text; None means that there is no 
 
 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
-    """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if it blocks nothing."""
+    """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if there is no bound."""
     numbers = dict(algorithm.numbers)
     for name, negative_name in NEGATIVE.items():
         threshold = numbers.pop(negative_name, None)
@@ -204,8 +205,8 @@ def threshold_text(algorithm: Algorithm, positive: bool) -> str:
 class TokenTexts:
     """Map a token id to its text.
 
-    The text of a token that is a part of a character is its name in the vocabulary; the text of an id that the
-    tokenizer does not know is its number.
+    If a token is only a part of a character, its text is its name in the vocabulary. If the tokenizer does not know an
+    id, its text has the number.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -294,8 +295,8 @@ def explain_response(
         algorithm: the algorithm whose mask and weight are explained.
         logits: logits of the policy that gives pi, [S, V].
         rollout_logits: logits of the weights that sampled the response, [S, V]. They give pi', the exact divergences,
-            and TopK(mu) if the batch has none. The algorithms ``dppo-exact-...`` need the whole of mu; it must come
-            from the engine, not from these logits.
+            and TopK(mu) if the batch has none. The algorithms ``dppo-exact-...`` need mu of the whole vocabulary.
+            They need it from the engine, not from these logits.
         temperature: temperature of the rollout.
         texts: texts of token ids.
 

@@ -104,7 +104,7 @@ def frequent(
 ) -> SummaryTable:
     """Return the table of the most frequent token ids among the tokens that ``is_chosen`` accepts.
 
-    The means in a row are over these occurrences.
+    The means in a row are over the accepted tokens with the row's id.
     """
     by_id: dict[int, list[Token]] = defaultdict(list)
     occurrences: dict[int, int] = defaultdict(int)
@@ -148,7 +148,10 @@ NOTABLE_COLUMNS = (
 
 
 def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
-    """Return the table of ``count`` tokens: tokens that a mask blocks come first, then by descending Binary TV."""
+    """Return the table of the first ``count`` tokens. Tokens that a mask blocks precede the other tokens.
+
+    Both kinds are sorted by descending Binary TV.
+    """
     rows: list[tuple[str, ...]] = []
     for t in sorted(tokens, key=_blocked_first)[:count]:
         place = (repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}")
@@ -165,7 +168,7 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
 
 
 def _blocked_first(token: Token) -> tuple[bool, float]:
-    """Return the sorting key: tokens that a mask blocks first, then by descending Binary TV."""
+    """Return the sorting key of ``notable``."""
     no_mask_blocks = token.trains and token.ppo_trains
     return no_mask_blocks, -token.binary_tv
 

@@ -219,7 +219,10 @@ _POSITIVE, _NEGATIVE, _ZERO = "A > 0", "A < 0", "A = 0"
 
 
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
-    """Yield a table for each algorithm of the tokens that only it blocks: number, mean mu and mean pi by sign of A."""
+    """Yield a table for each of the two algorithms, about the tokens that this algorithm alone blocks.
+
+    A row has the number of tokens with one sign of A, their mean mu and their mean pi.
+    """
     tokens: list[OtherToken] = []
     for step in steps:
         tokens += step.tokens
@@ -283,7 +286,8 @@ def derive(options: argparse.Namespace) -> None:
 def sealed_until(run: Path, step: int | None) -> int:
     """Return the last step to derive: ``step``, or the last step that was trained on.
 
-    Raises ValueError unless every batch from the first step on was saved, with the hash of the weights after it.
+    Raises ValueError unless the batch of every step up to this step was saved, with the hash of the weights after the
+    step.
     """
     folder = run / ROLLOUTS_FOLDER
     saved = saved_steps(folder)
@@ -311,7 +315,7 @@ def sealed_until(run: Path, step: int | None) -> int:
 
 
 def derivation(evaluation_sets: Iterable[str], run: Path, last_step: int) -> list[str]:
-    """Return overrides of the run's configuration: read saved batches, up to step ``last_step``, instead of an engine.
+    """Return overrides of the run's configuration: saved batches, up to step ``last_step``, replace the engine.
 
     The overrides turn off evaluation, samples, exports, uploads, profiles and trackers.
     """

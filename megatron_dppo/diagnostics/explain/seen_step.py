@@ -1,6 +1,6 @@
 """Read the loss inputs of a step from its saved batch, apply a mask to them, and compare them with the run's records.
 
-The mask is of the run's own algorithm or of another algorithm.
+The mask belongs to the run's own algorithm, or to another algorithm.
 
 Legend: T = trained tokens of a batch, concatenated.
 """
@@ -119,6 +119,7 @@ class SeenStep:
         """Return the decisions of another algorithm. Raises ValueError if it reads a value that was not saved."""
         needs_all_ids = algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution
         topk = self.inputs.topk_log_probs
+        # The last column is the sampled token.
         saved_k = 0 if topk is None else topk.shape[1] - 1
         if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk or not saved_k):
             needed_ids = "every id"
@@ -206,7 +207,7 @@ def explain_seen(
 
 
 def _ids_of(counts: Sequence[int]) -> Tensor:
-    """Return the sequence's number for each token, int64 [T]; ``counts`` are the sequences' numbers of tokens."""
+    """Return for each token the number of its sequence, int64 [T]; ``counts`` has the sequences' lengths in tokens."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
@@ -244,7 +245,9 @@ class DisagreementError(RunError, ValueError):
 
 
 def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
-    """Compare ``saved`` with all metrics that the run recorded of ``step``; returns a line about the comparison.
+    """Compare ``saved`` with the run's records of ``step``; returns a line about the comparison.
+
+    The records are the metrics of ``TOKEN_METRICS``, and the tokens that were masked most often.
 
     Raises DisagreementError that names the first figure that differs.
     """

@@ -1,4 +1,4 @@
-"""Count the memory of a trainer tensor by tensor: storages, and the tensors that autograd saves."""
+"""Count a trainer's memory, one tensor at a time: storages, and the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SavedPeak:
 
     live: int = 0
     peak: int = 0
-    # Number of saved tensors, and bytes, of each storage, by its address.
+    # By the address of a storage: the number of its saved tensors, and its bytes.
     _users: dict[int, int] = field(default_factory=dict)
     _bytes: dict[int, int] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of the storages that operations allocate, until they are freed.
+    """A dispatch mode that counts the bytes of the storages that operations allocate, until the storages are freed.
 
     ``peak``: the largest sum of these bytes since the mode began. It excludes temporaries inside an operation, and
     storages that existed before the mode began.

@@ -1,6 +1,6 @@
 """The measured implementations: from this project, Megatron-Core, torch and other installed packages.
 
-Each maps this rank's logits [T, V / TP] to log-probabilities [T], and to the entropy [T] or None.
+An implementation maps this rank's logits [T, V / TP] to log-probabilities [T], and to the entropy [T] or None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 
 @dataclass(frozen=True)
 class Inputs:
-    """Input of every implementation beside the logits. ``group`` has the tensor-parallel ranks, ``ranks`` in number."""
+    """Input of implementations beside the logits. ``group``: the tensor-parallel ranks; ``ranks``: their number."""
 
     target_ids: Tensor
     topk_ids: Tensor

@@ -1,4 +1,4 @@
-"""Measure the overhead of a mask in a policy update, beside the same update without a mask."""
+"""Measure the overhead of a mask in a policy update, compared with the same update without a mask."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Update:
 
     @torch.no_grad()
     def step_bound(self, logits: Tensor) -> Tensor | None:
-        """Compute the bound of a rule of whole optimiser steps in a pass without gradient; None for other rules."""
+        """Compute the bound of a whole optimiser step in a pass without gradient; None without such a bound."""
         if self.algorithm.step_bound is None:
             return None
         stats = self.statistics(logits, topk=False, entropy=False)
@@ -159,7 +159,7 @@ def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     interquartile range. ``loss_overhead``: the difference of the loss alone / the update without a mask. It has less
     noise, but leaves out the cost of Top-K in the statistics.
     """
-    # Masks that read mu of the whole vocabulary need a vocabulary that an engine can return.
+    # Masks that read mu of the whole vocabulary need a vocabulary so small that an engine can return all of it.
     is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY
     masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
     names = ["pg-is", *masks, QUADRATIC]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Clock:
-    """A clock of wall and CPU milliseconds since its construction. It waits for the device at start and reading."""
+    """A clock of wall and CPU milliseconds since its construction. The start and each reading wait for the device."""
 
     def __init__(self, device: str) -> None:
         self._device = device

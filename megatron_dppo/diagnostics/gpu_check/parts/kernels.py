@@ -265,14 +265,15 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
 HEAD_LIMITS = {"model": (3e-2, 1e-2), "float32": (LOG_PROB_LIMIT, 2**-8)}
 """``head.dtype`` -> bounds with bf16 weights: error of a log-probability in nats, relative error of gradients."""
 GPU_PRODUCT_ERROR = 2e-5
-"""Nats: a GPU's matrix units truncate float32 sums. An H100's logits of size 1 had errors of 1e-5."""
+"""Bound of a log-probability's error on a GPU, nats. A GPU's matrix units truncate float32 sums: on an H100, logits of
+size 1 had errors of 1e-5."""
 _MOST_CHUNKS = 2.0
 """Largest peak memory of the output layer, in chunks of logits."""
 
 
 @part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
 def head(bench: Bench) -> Iterator[CheckRow]:
-    """Yield, for logits in bf16 and in fp32 from bf16 weights, a row of errors and rows of memory and time."""
+    """Yield a row of errors, then rows of memory and time. The weights are bf16, the logits first bf16, then fp32."""
     import torch
 
     device = torch.device("cuda" if bench.gpus else "cpu")
@@ -341,7 +342,7 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
 def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> dict[str, float]:
     """Measure the seconds of the second of two forward and backward passes, and the peak memory of the first.
 
-    The peak is in chunks of logits, and excludes the gradient of the hidden states.
+    The unit of the peak is one chunk of logits. The peak excludes the gradient of the hidden states.
     """
     import torch
 

@@ -51,13 +51,13 @@ _SMALL = (
 
 
 def require_engine() -> None:
-    """Raise LackingError without SGLang."""
+    """Raise LackingError if SGLang is not installed."""
     if package_version("sglang") is None:
         raise LackingError("sglang is not installed")
 
 
 def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) -> Path:
-    """Train the demo's random model, one step unless ``overrides`` differ; return the run's directory."""
+    """Train the demo's random model, one step unless ``overrides`` set more; return the run's directory."""
     require_engine()
     from megatron_dppo.demo.material import engine_overrides, make_data
 
@@ -216,8 +216,8 @@ _FREED_S = 60.0
 def broken_update(bench: Bench) -> Iterator[CheckRow]:
     """Interrupt a server inside a broadcast, as a fault of a node would.
 
-    This process must survive, and a stopped server must work again after it is resumed. Without GPUs gloo broadcasts.
-    Not yet run on a GPU.
+    This process must survive, and a stopped server must work again after it is resumed. Without GPUs, the broadcast
+    uses gloo. This part has not yet run on a GPU.
     """
     require_engine()
     if bench.gpus == 1:
@@ -308,7 +308,7 @@ class InterruptedServer:
         *,
         probe: bool = False,
     ) -> None:
-        """Let the server receive a bucket, and send it: the group's first bucket if ``probe``, else all weights."""
+        """Let the server receive a bucket, and send the bucket: the group's first if ``probe``, else all weights."""
         calls = self.engines.start(lambda engine: engine.receive(header, group.name))
         if not probe:
             time.sleep(_ENTER_S)
@@ -356,7 +356,10 @@ def interrupted_rows(
     what: str,
     signal_number: signal.Signals,
 ) -> Iterator[CheckRow]:
-    """Send two buckets; during the second, the server gets the signal. Resume a stopped server, and send a third."""
+    """Send two buckets; during the second, the server gets the signal.
+
+    If the signal stopped the server, resume the server, and send a third bucket.
+    """
     server.send()
     start_time = time.monotonic()
     fault: EngineFaultError | None = None

@@ -1,4 +1,4 @@
-"""Check Adam with its state in less GPU memory: compare it with plain Adam, and restart it from a checkpoint."""
+"""Check the kinds of Adam's state that need less GPU memory: compare with plain Adam, and restart from a checkpoint."""
 
 from __future__ import annotations
 

@@ -352,7 +352,8 @@ def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
 
 
 DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
-"""Model for the check of context parallelism. It is dense, because bf16 rounding changes the experts of some tokens."""
+"""Model for the check of context parallelism. The model is dense: in a mixture of experts, bf16 rounding changes the
+experts of some tokens."""
 SMALL_DENSE = {
     "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
