@@ -1,14 +1,16 @@
 """The claims, the runs that test them, and the tests. All were in the repository before the reported runs were made.
 
 A test compares two rules on the same seeds by the mean difference of an outcome. The first test of a claim is its
-primary test. Only the primary test decides. The claim is reproduced, or the contrary is found, if two values are at
-most 5%: the two-sided p of Student's test of the pairs, adjusted by Holm over the primary tests of all claims, and the
-p of the exact sign-flip test of these pairs. Otherwise the claim is undecided. The numbers of seeds and steps are fixed
-here. All runs are made, no run is added or left out, and a claim with missing runs is not evaluated. The settings were
-chosen by pilots of PG-IS alone, with the seeds 100 and 101. No reported run has these seeds (README.md).
+primary test. Only the primary test decides. It has two p values: the two-sided p of Student's test of the pairs,
+adjusted by Holm over the primary tests of all claims, and the p of the exact sign-flip test of these pairs. If both are
+at most 5%, the claim is reproduced, or its contrary is found. Otherwise the claim is undecided.
+
+The numbers of seeds and steps are fixed here. All runs are made, no run is added or left out, and a claim with missing
+runs is not evaluated. The settings were chosen by pilots, which ran only PG-IS, with the seeds 100 and 101. No reported
+run has these seeds (README.md).
 
 Ten seeds leave most claims undecided. A claim ``...-again`` repeats the primary test of an undecided claim with
-``FURTHER_SEEDS`` alone: the ten seeds that raised the question are not counted a second time.
+only ``FURTHER_SEEDS``: the ten seeds that raised the question are not counted a second time.
 """
 
 from __future__ import annotations
@@ -236,7 +238,7 @@ class ComparisonResult:
 class Comparison:
     """The difference ``first`` minus ``second``, seed by seed.
 
-    The claim is that its mean is above 0 or, with ``margin``, between -margin and margin.
+    The claim is that the mean difference is above 0 or, with ``margin``, between -margin and margin.
     """
 
     first: Side
@@ -257,7 +259,7 @@ class Comparison:
         return found
 
     def result(self, differences: Sequence[float]) -> ComparisonResult:
-        """Test ``differences``. Raises ValueError for fewer than two."""
+        """Test ``differences``. Raises ValueError for fewer than two differences."""
         claimed_p, contrary_p = self._p_values(differences, student_p)
         claimed_flip_p, contrary_flip_p = self._p_values(differences, sign_flip_p)
         supports_claim = claimed_p <= contrary_p
@@ -283,7 +285,7 @@ class Comparison:
     def pairs_to_decide(self, mean: float, deviation: float, level: float = LEVEL) -> int | None:
         """Return the number of pairs that would decide with a power of 80%; None if it is above ``MOST_PAIRS``.
 
-        It assumes that ``mean`` and ``deviation`` are the true values of the differences.
+        The method assumes that ``mean`` and ``deviation`` are the true values of the differences.
         """
         if self.margin is None:
             distances = [abs(mean)]
@@ -303,7 +305,7 @@ class Claim:
         source: figure or paper that makes the claim.
         text: the claim in words.
         tests: comparisons that test the claim, the primary test first.
-        unreachable: reason why the claim has no tests; None if it has.
+        unreachable: reason why the claim has no tests; None if the claim has tests.
         seeds: seeds of the runs.
     """
 
@@ -343,7 +345,7 @@ def alike(
 
 
 def _again(name: str, primary: Comparison) -> Claim:
-    """Return the claim that repeats the primary test of the claim ``name`` with ``FURTHER_SEEDS`` alone."""
+    """Return the claim that repeats the primary test of the claim ``name`` with only ``FURTHER_SEEDS``."""
     count = len(FURTHER_SEEDS)
     text = f"the primary test of {name}, with {count} further seeds"
     source = f"registered after {name} was seen"
@@ -368,7 +370,8 @@ TV, KL, CLIP = "dppo-binary-tv", "dppo-binary-kl", "grpo-clip-higher"
 DPPO = (TV, KL)
 KL_AS_PDM = f"{KL} kl_threshold=0.15 ratio_cap=5"
 BPO_UNMASKED = "bpo clip_low=1 clip_high=10"
-"""Bellman PO without a mask: its weight (1 + .1 - mu) / (1 + .1 - pi) is always between 0 and 11, the mask's bounds."""
+"""Bellman PO without a mask: with these options the mask's bounds are 0 and 11, and the weight
+(1 + .1 - mu) / (1 + .1 - pi) is always between these bounds."""
 CLAIMS = (
     Claim(
         "mask-needed", "Figure 3", "training without a trust region loses what it learnt, with DPPO it loses less",
@@ -496,7 +499,7 @@ CLAIMS = (
         "score centering ends above PG-TIS with its cap of 2, the same weights without it",
         above(("drift", "coarse"), ("score-centering",), ("pg-tis ratio_cap=2",)),
     ),
-    # The cheapest decision comes first: each of these claims adds one rule to the runs of those before it.
+    # The cheapest decision comes first: each of these claims adds one rule to the runs of earlier claims.
     _again("mask-needed", Comparison(Side("drift", "pg-is", loss_of_best), Side("drift", TV, loss_of_best))),
     _again(
         "minimal-mask",

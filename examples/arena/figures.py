@@ -124,7 +124,7 @@ def _curves(side: Side, metric: str, records: Records, seeds: Sequence[int]) -> 
 
 
 def ends_figure(of: Sequence[tuple[str, str]], records: Records, seeds: Sequence[int]) -> Figure:
-    """Draw the final rewards of each (setting, rule): of each seed, and their mean with its 95% interval."""
+    """Draw, for each (setting, rule), the final reward of each seed, and the mean reward with its 95% interval."""
     by_setting = _by_setting(of)
     with matplotlib.rc_context(STYLE):
         rows = max(len(rules) for rules in by_setting.values())

@@ -48,7 +48,7 @@ REASONS = Path(__file__).with_name("reasons.yaml")
 COMPARABLE = 3.0
 """Runs in the lab and in the real loop count as comparable if the ratio of their mismatches is at most this value."""
 ROUNDING = 1e-6
-"""Mismatches up to here are float32's rounding errors."""
+"""Mismatches up to this value are float32's rounding errors."""
 
 
 class Word(Enum):
@@ -251,7 +251,7 @@ def counts_text(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> list[s
 
 
 def old_readings_text(records: Mapping[str, Record]) -> list[str]:
-    """Return a line about the rules that have changed since runs of them were made: these runs are left out."""
+    """Return a line about the runs that are left out, because their rule has changed since they were made."""
     current_keys: set[str] = set()
     for cell in cells_by_setting():
         current_keys |= {cell.key, real_key(cell)}

@@ -168,8 +168,8 @@ def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainC
 RATIO_ERROR, PROB_ERROR = "mismatch/ratio_error_by_mu", "mismatch/prob_error_by_mu"
 """Means of |pi / mu - 1| and |pi - mu| of sampled tokens under the trainer's last weights.
 
-There is one mean for each of ``MU_BOUNDS``: of the tokens with mu below this bound and not below the bound before it.
-A mean without tokens is NaN.
+For each of ``MU_BOUNDS`` there is one mean, over the tokens whose mu is below this bound and not below the previous
+bound. A mean without tokens is NaN.
 """
 MU_BOUNDS = (0.01, 0.1, 0.5, 0.9, 1.0 + 1e-6)
 
@@ -199,7 +199,7 @@ KEPT = (
     metric_names.RESPONSE_LENGTH,
     metric_names.GRAD_NORM,
 )
-"""Metrics that are kept of each step. Figures and verdicts use nothing else."""
+"""Metrics that are kept of each step. Figures and verdicts use only these metrics and ``errors_by_mu``."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How an engine's policy can differ from the trainer's: the arena's mismatches, by name."""
+"""The arena's mismatches, by name: the ways in which an engine's policy can differ from the trainer's policy."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def fixed_tokens(
     ids = anchor.topk(topk).indices
     topk_pi = pi.gather(1, ids).requires_grad_()
     topk_anchor = anchor.gather(1, ids)
-    # The sampled token follows the Top-K tokens. It is valid there only if it is not one of them.
+    # The last column is the sampled token. This column is valid only if the sampled token is not a Top-K token.
     is_sampled_new = ~(ids == sampled[:, None]).any(1, keepdim=True)
     valid = torch.cat([torch.ones_like(ids, dtype=torch.bool), is_sampled_new], 1)
     bound = None

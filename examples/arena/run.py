@@ -1,4 +1,4 @@
-"""``make arena``: rules side by side, under the claims of claims.py; then docs/evidence/findings.md and its figures.
+"""``make arena``: run rules side by side, under the claims of claims.py. Then write findings.md and its figures.
 
     python -m examples.arena.run [--quick] [--claim NAME ...] [--lab | --real | --only-findings] [--processes 2]
     python -m examples.arena.run --only-findings --results docs/evidence/findings/results.jsonl.gz --out docs/evidence

@@ -180,7 +180,7 @@ def _by_token(routing: list[list[Tensor]], sequences: int) -> np.ndarray:
 def place_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the part of the model's tensors that a checkpoint's tensor ``name`` fills.
 
-    The model has one tensor for all experts of a layer, and gate_proj and up_proj in one.
+    In the model, all experts of a layer share a tensor, and gate_proj and up_proj share a tensor.
     """
     if name in tensors:
         return tensors[name]

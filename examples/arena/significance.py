@@ -72,7 +72,7 @@ def sign_flip_p(differences: Values) -> float:
     """Return the one-sided p of the sign-flip test.
 
     p is the share of the 2^n choices of signs whose sum is at least the sum of the differences. p is exact if the
-    distribution of the differences is symmetric about 0 under the null hypothesis; the distribution may have any form.
+    distribution of the differences is symmetric about 0 under the null hypothesis. No normal distribution is needed.
     """
     check_count(differences)
     steps = np.rint(np.asarray(differences) / GRID).astype(np.int64)
@@ -117,7 +117,7 @@ def power(distances: Sequence[float], deviation: float, count: int, level: float
         level: two-sided level; the test of each bound has half of it.
     """
     critical = student.ppf(1 - level / 2, count - 1)
-    # The probabilities of missing one of the bounds add up at most.
+    # The probability of missing any bound is at most the sum of the bounds' probabilities.
     missing_probability = 0.0
     for distance in distances:
         shift = distance * math.sqrt(count) / deviation

@@ -63,7 +63,7 @@ class Task:
 
 WORDS, PROBLEMS, FIRST_WORD = 2048, 16, 64
 LIKELY_WORDS = 50
-"""The likeliest words belong to no topic. This is their number."""
+"""Number of the likeliest words, which belong to no topic."""
 STICKING = 0.5
 """Probability that the word after a word of a topic is drawn from the words of this topic alone."""
 
@@ -284,7 +284,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 # --- start policies
 
 Batch = Callable[[np.random.Generator], tuple[Tensor, Tensor]]
-"""Token ids [B, S] and the distributions [B, N, V] that the last N of them should predict."""
+"""Draws token ids [B, S] and the distributions [B, N, V] that the last N tokens should predict."""
 
 
 def start_policy(name: str, shape: Mapping[str, int], batch: Batch, steps: int) -> Path:

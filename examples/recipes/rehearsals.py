@@ -86,7 +86,7 @@ def rehearse(name: str, results: Path = RESULTS) -> int:
 
 
 def result_of(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
-    """Return the result of a rehearsal; None if it has none."""
+    """Return the result of a rehearsal; None if there is no result."""
     path = results / name / RESULT
     if not path.is_file():
         return None
@@ -97,7 +97,8 @@ def result_of(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
 def table(results: Path = RESULTS, page: str = "") -> str:
     """Return all rehearsals as a Markdown table.
 
-    A rehearsal without a result in ``results`` keeps its row of ``page``. Without a row there too, it is "not run".
+    A rehearsal without a result in ``results`` keeps its row of ``page``. If ``page`` has no row of the rehearsal, the
+    row says "not run".
     """
     present_rows = _rows_of(page)
     rows = [HEAD, ["---"] * len(HEAD)]

@@ -104,7 +104,10 @@ def written(text: str) -> str:
 
 
 def with_table(page: str, begin: str, end: str, table_text: str) -> str:
-    """Return ``page`` with ``table_text`` between its lines ``begin`` and ``end``. Raises ValueError without both."""
+    """Return ``page`` with ``table_text`` between the lines ``begin`` and ``end``.
+
+    Raises ValueError if ``page`` lacks one of the lines.
+    """
     before, _, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_end:

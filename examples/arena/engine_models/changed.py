@@ -1,8 +1,8 @@
 """SGLang's models under the mismatch of ``mismatches.py`` that the variable ARENA_MISMATCH names.
 
-The servers receive and verify the trainer's exact weights. A forward pass computes with a rounded copy of them. For a
-share of the tokens, the router's logit of the last chosen expert is removed, so the tokens use the next best expert.
-Recorded routing, and a trainer that replays it, thus have the experts that were used.
+The servers receive and verify the trainer's exact weights. A forward pass computes with a rounded copy of the weights.
+For a share of the tokens, the router's logit of the last chosen expert is removed, so the tokens use the next best
+expert. The recorded routing has the experts that were used, so a trainer that replays the routing uses them too.
 """
 
 from __future__ import annotations
