@@ -22,8 +22,8 @@ FACTS = (
 class Agreement:
     """A comparison of shapes and ids between the ranks of a CPU group, by one all-reduce.
 
-    The all-reduce has eight numbers per rank: the ``FACTS``, and whether the rank's input is invalid. It overlaps the
-    local pass.
+    The all-reduce has eight numbers per rank: the ``FACTS``, and whether the rank's input is invalid. The all-reduce
+    runs while the rank reads its logits.
     """
 
     def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):
@@ -33,7 +33,7 @@ class Agreement:
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
-        # The caller raises an error next. Complete the all-reduce before, because the other ranks wait in it.
+        # The caller raises an error next. Complete the all-reduce first, because the other ranks wait in it.
         if facts is None:
             self._work.wait()
 
@@ -53,7 +53,7 @@ def _facts_row(facts: list[int] | None) -> list[int]:
 
 
 def disagreement(table: Sequence[Sequence[int]]) -> str | None:
-    """Describe the fault in the rows of all ranks; None if there is none."""
+    """Describe the fault in the rows of all ranks; None if the rows have no fault."""
     failed = [rank for rank, row in enumerate(table) if row[-1]]
     if failed:
         return f"rank(s) {failed} were given bad input; their own error says what"
@@ -64,8 +64,8 @@ def disagreement(table: Sequence[Sequence[int]]) -> str | None:
 
 
 def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
-    """Return a sum of the ids, so that ranks can compare their ids. Each target id is multiplied by its position, so
-    that the sum depends on the order.
+    """Return a sum of the ids, so that ranks can compare their ids. Each target id is multiplied by its position: the
+    sum depends on the order.
     """
     order = torch.arange(1, len(target_ids) + 1)
     total = int(torch.dot(target_ids, order))

@@ -44,9 +44,9 @@ class RowGradient:
 Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """The result of the forward kernel: lse, sum p log p, sum p^2, and z at the requested columns.
 
-lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. In the two
-sums, float64 [T] or None, p is normalised over the columns of lse. z is float32 (float64 for float64 logits) [T, N],
-and 0 at column -1.
+lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. The two
+sums, float64 [T] or None, are over the same columns as lse, and so is the normalisation of p. z is float32 (float64 for
+float64 logits) [T, N], and 0 at column -1.
 """
 
 
@@ -79,10 +79,9 @@ class Backend(Protocol):
         gradient: RowGradient,
         out: Tensor,
     ) -> None:
-        """Write dL/dz into ``out`` [T, C]; ``out`` may be ``logits``. Logits of rows without a gradient are not read.
+        """Write dL/dz into ``out`` [T, C]; ``out`` may be ``logits``. Rows without a gradient get 0 for any logits.
 
-        dL/dz_j = scale [ g (1[j = a] - p_j) - h p_j (log p_j + H) ], g = dL/d log pi(a), h = dL/dH;
-        0 in padding.
+        dL/dz_j = scale [ g (1[j = a] - p_j) - h p_j (log p_j + H) ], g = dL/d log pi(a), h = dL/dH; 0 in padding.
         """
 
 
@@ -161,8 +160,8 @@ class EagerBackend:
     def _dlogits(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
         """Return dL/dz of ``rows``, whose logits are ``logits`` [rows, real]."""
         dtype = _compute_dtype(logits)
-        # Subtract lse in two steps, so that a large lse loses no precision: first lse / scale, rounded, from the
-        # unscaled logits, then the rounding error.
+        # Subtract lse in two steps, so that a large lse loses no precision. First subtract lse / scale, rounded, from
+        # the unscaled logits. Then subtract the rounding error.
         shift = (gradient.lse[rows] / scale).to(dtype)
         rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
         log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
@@ -197,7 +196,8 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
     """Divide the rows into blocks. On a CPU a block has BLOCK_BYTES in float32, on other devices a sixteenth of the
-    rows."""
+    rows.
+    """
     rows, columns = logits.shape
     step = rows // 16
     if logits.device.type == "cpu":
@@ -440,11 +440,11 @@ class TritonBackend:
         rows, columns = logits.shape
         if not rows:
             return
-        # Subtract lse in two steps: first lse / scale, rounded, from the unscaled logits, then the rounding error.
+        # Subtract lse in two steps, as ``EagerBackend`` does.
         shift = (gradient.lse / scale).float()
         rest = (shift.double() * scale - gradient.lse).float()
-        # The kernel computes dL/dz = p (a + b log p), plus g at the sampled token: a = -(g + h H) and b = -h, with
-        # ``scale`` in g and h. Without entropy it does not read b.
+        # The kernel computes dL/dz = p (a + b log p), plus g at the sampled token. a = -(g + h H) and b = -h; g and h
+        # contain the factor ``scale``. The kernel does not read b without entropy.
         g = (gradient.log_prob * scale).float().contiguous()
         a = -g
         b = a
@@ -481,7 +481,7 @@ PREFERENCE = {"cpu": ("cpp", "eager"), "cuda": ("triton", "eager")}
 
 
 def choose(logits: Tensor, name: str | None = None) -> Backend:
-    """Return the backend ``name``, or if it is None the first available one for the device of ``logits``.
+    """Return the backend ``name``. None: the first available backend for the device of ``logits``.
 
     Raises ValueError for an unknown name, or if the backend ``name`` does not support ``logits``.
     """

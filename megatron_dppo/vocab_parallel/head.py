@@ -3,8 +3,8 @@
 Legend: T = tokens, N = number of tokens that count, c = tokens of a chunk, H = width of a hidden state, C = columns of
 this rank's shard, K = ids of TopK(mu).
 
-Cost: 2 N C H FLOPs forward, 4 M C H backward for the M tokens whose gradient is not zero, and 2 M C H more for the
-chunks whose logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
+Cost: 2 N C H FLOPs forward. The backward pass takes 4 C H for each token whose gradient is not zero, and 2 C H more if
+the token's logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
 nothing is computed twice if N <= c. Memory beyond hidden states and weight: one chunk of logits, and the buffers of the
 row kernels. Communication: one all-reduce of [N, 2 x ranks + 1 + K] for all chunks together. The entropy and the sum of
 squares each add ``ranks`` columns.
@@ -36,9 +36,9 @@ from megatron_dppo.vocab_parallel.policy_stats import (
 class HeadFactor:
     """A term of the logits: ``hidden`` [T, H] times the transpose of ``weight`` [C, H].
 
-    An output layer has one factor; with an adapter it has two, each with its own H. If there is a ``main_gradient``
-    [C, H], the gradient of ``weight`` is added to this tensor, in its dtype, and autograd gets no gradient. Else the
-    gradient is summed in float32 and passed to autograd.
+    An output layer has one factor. An output layer with an adapter has two factors, each with its own H. If there is a
+    ``main_gradient`` [C, H], the gradient of ``weight`` is added to ``main_gradient``, in its dtype, and autograd gets
+    no gradient of ``weight``. Else the gradient is summed in float32 and passed to autograd.
     """
 
     hidden: Tensor
@@ -78,9 +78,9 @@ def head_stats(
 ) -> PolicyStats:
     """Compute ``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
 
-    ``counted`` is bool [T], the same on all ranks. Tokens for which it is False are not read, and their results are 0.
-    None: all tokens count. ``policy_stats`` describes the other arguments, the shards and the errors. Gradients flow
-    through all statistics but the sum of squares to every factor's hidden states and weight. Under tensor parallelism
+    ``counted`` is bool [T], the same on all ranks. Tokens that do not count are not read, and their results are 0.
+    None: all tokens count. ``policy_stats`` describes the other arguments, the shards and the errors. All statistics
+    but the sum of squares pass gradients to the hidden states and the weight of every factor. Under tensor parallelism
     the gradient of the hidden states is this rank's part, and the caller must sum the parts over the group.
     ``dense_head_stats`` computes these statistics in plain torch.
     """
@@ -273,8 +273,8 @@ class _HeadStats(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.head = head
             ctx.main_gradients = main_gradients
-            # The last chunk's logits are still in the buffer: keep them, so that the backward pass need not compute
-            # them.
+            # Keep the last chunk's logits, which are still in the buffer, so that the backward pass need not compute
+            # them again.
             ctx.kept_chunk = (chunks[-1], buffer) if chunks else None
             id_tensors = request.tensors_for_backward(stats)
             ctx.has_id_tensors = bool(id_tensors)
@@ -435,11 +435,11 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
     """Set ``out`` to beta out + left right. The dtype of ``out`` and of the sum may be wider than the factors'."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right, beta=beta)
-    # From here on the sum is wider than the factors (fp32 and bfloat16).
+    # From here on the dtype of ``out`` is wider than the factors' (float32 and bfloat16).
     if out.is_cuda:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
-    # On a CPU torch has no product with a wider sum: convert the larger factor one block of rows at a time. If
-    # ``right`` is larger, compute the transposed product.
+    # On a CPU torch has no product with a wider sum. Convert ``right`` whole, and ``left`` one block of rows at a time.
+    # If ``right`` is the larger factor, compute the transposed product instead.
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T
     right = right.to(out.dtype)

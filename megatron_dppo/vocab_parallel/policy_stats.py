@@ -1,5 +1,4 @@
-"""Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass. The gradient is
-written in place.
+"""Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass. The gradient is written in place.
 
 Legend: T = tokens, C = columns of this rank's shard, V = vocabulary without padding, K = ids of TopK(mu).
 """
@@ -82,9 +81,9 @@ def _count_outside(ids: Tensor, low: int, high: int) -> Tensor:
 
 
 def describe(counts: Sequence[Tensor] | Tensor) -> str | None:
-    """Write an error message for the counts of all, or of the first, ``FAULTS``; None if all counts are 0.
+    """Write an error message for ``counts``; None if all counts are 0. Reads the counts from the device.
 
-    Reads the counts from the device.
+    ``counts`` has the counts of ``FAULTS``, in this order, or only the first of them.
     """
     texts: list[str] = []
     for count, fault in zip(counts, FAULTS, strict=False):
@@ -108,8 +107,8 @@ class PolicyStats:
     """
 
     log_probs: Tensor
-    """[T]: log pi of the target, differentiable. Its relative error is the rounding of float32 (and the error of
-    e^z), also if pi is nearly 1. So 1 - pi = -expm1(log pi) is as precise as pi.
+    """[T]: log pi of the target, differentiable. The relative error of log pi is the rounding of float32 (and the error
+    of e^z), also if pi is nearly 1. So 1 - pi = -expm1(log pi) is as precise as pi.
     """
     topk_log_probs: Tensor | None
     """[T, K]: log pi at ``topk_ids``, differentiable. A token's ids must differ, except that the target may be among
@@ -232,8 +231,8 @@ class StatsQuery:
 class StatsRequest:
     """A query that all ranks have validated, for logits in equal shards.
 
-    ``id_fault_counts`` are the counts of the first two ``FAULTS``. With ``checks_values``, ``result`` reads them and
-    the count of bad rows from the device, and raises an error if any is not 0.
+    ``id_fault_counts`` are the counts of the first two ``FAULTS``. With ``checks_values``, ``result`` reads these
+    counts and the count of bad rows from the device, and raises an error if a count is not 0.
     """
 
     query: StatsQuery
@@ -279,9 +278,9 @@ class StatsRequest:
         if checks_values:
             message = message or describe(id_fault_counts)
         agreement = None
-        # gloo aborts the process if the payload's size differs between ranks, so compare the sizes first. On a GPU, a
-        # difference would hang NCCL. There the sizes are not compared: the comparison would cost a device sync, and the
-        # model's own collectives have already used T.
+        # On a CPU compare the sizes of all ranks' payloads first: gloo aborts the process if they differ. On a GPU a
+        # difference would hang NCCL, but a comparison would cost a device sync. The model's own collectives, which need
+        # an equal T, have already succeeded.
         if on_cpu and group is not None:
             facts = query.facts(rows, columns) if message is None else None
             agreement = Agreement(group, facts)
@@ -313,7 +312,7 @@ class StatsRequest:
         return self.shard.local(self.ids)
 
     def tensors_for_backward(self, stats: StatTensors) -> list[Tensor]:
-        """Return the tensor that ``IdGradients`` needs: log p [T, 1 + K] at ``ids``. Without TopK(mu), return none."""
+        """Return the tensor that ``IdGradients`` needs: log p [T, 1 + K] at ``ids``. Empty without TopK(mu)."""
         if stats.topk_log_probs is None:
             return []
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
@@ -448,9 +447,10 @@ class IdGradients:
         grad_log_probs: Tensor | None,
         grad_topk: Tensor | None,
     ) -> IdGradients | None:
-        """Build the gradients; None without a gradient of TopK(mu).
+        """Build the gradients; None if TopK(mu) has no gradient.
 
-        ``ids`` int64 [T, 1 + K], -1: none; ``log_p``: the result of ``StatsRequest.tensors_for_backward``.
+        ``ids``: int64 [T, 1 + K], -1 in columns without an id. ``log_p``: the result of
+        ``StatsRequest.tensors_for_backward``.
         """
         if grad_topk is None:
             return None
@@ -489,7 +489,7 @@ class IdGradients:
             value = value - gradient.entropy[:, None] * entropy_term
         value = (scale * value).to(out.dtype)
         # Every id writes, because a selection of owned ids would need a device sync. An id of another rank repeats the
-        # write of the row's first owned id. In a row without an owned id, it writes column 0 unchanged. So equal
+        # write of the row's first owned id. If the row has no owned id, all its ids write column 0 unchanged. So equal
         # columns of a row always get equal values.
         is_owned = columns >= 0
         first_owned = is_owned.to(torch.uint8).argmax(1, keepdim=True)

@@ -61,7 +61,8 @@ inline float exp_of_negative(float d) {
 }
 
 // Copies a block to buffer as float32 and returns its maximum. The function is not inlined: forward_row writes one element
-// of the buffer after this loop, for which g++ 12 would not vectorise the loops, and would take three times as long.
+// of the buffer after this loop. Because of this write, g++ 12 would not vectorise inlined loops, which would take three
+// times as long.
 template <typename T>
 __attribute__((noinline)) float load_block(const T* x, float* buffer, int64_t count) {
   float top = -std::numeric_limits<float>::infinity();
@@ -114,12 +115,12 @@ void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* 
       }
       top = block_top;
     }
-    if (top == -std::numeric_limits<float>::infinity()) {  // -inf everywhere, or NaN, which no maximum shows
+    if (top == -std::numeric_limits<float>::infinity()) {  // every element is -inf or NaN; the maximum ignores NaN
       for (int64_t j = 0; j < count; ++j) sum += std::isnan(buffer[j]) ? buffer[j] : 0.0f;
       continue;
     }
-    // The exponentials below only read the buffer: prefetch the next block (or the next row's first) meanwhile. Blocks of
-    // bfloat16, with half the bytes, arrive in time without prefetching.
+    // The exponentials below only read the buffer. Prefetch the next block (or the next row's first block) meanwhile.
+    // Blocks of bfloat16, with half the bytes, arrive in time without prefetching.
     if (sizeof(T) == 4)
       for (int64_t j = 0; j < BLOCK; j += LINE / 4) __builtin_prefetch(x + start + BLOCK + j);
     const BlockSums block = block_sums<ENTROPY, SQUARES>(buffer, count, top, factor_of_z);

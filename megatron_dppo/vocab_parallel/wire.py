@@ -47,7 +47,7 @@ class VocabShard:
         return torch.where(is_owned, ids - self.start, -1)
 
     def unknown(self, ids: Tensor) -> Tensor:
-        """Return for each id whether it is outside the vocabulary, so that no rank owns it."""
+        """Return for each id whether it is outside the vocabulary. No rank owns such an id."""
         return (ids < 0) | (ids >= self.vocab_size)
 
 
@@ -90,9 +90,10 @@ def reduce_rows(
     slots = 2 + len(sums)
     buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
     slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
-    # Send the log-sum-exp as two floats: rounding it to one would cost 1e-6 in every log-probability.
+    # Send the log-sum-exp as the sum of two floats. One float would have a rounding error of 1e-6, which would be in
+    # every log-probability.
     slot[:, 0] = lse
-    # A shard without any probability has lse -inf: the difference would be NaN.
+    # A shard without any probability has an lse of -inf, and -inf minus -inf is NaN.
     slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
     for column, values in enumerate(sums, 2):
         slot[:, column] = values
@@ -153,7 +154,7 @@ def log_softmax_at(reduced: Reduced, scale: float) -> Tensor:
     """Compute log p at the sampled id and the K ids, float64 [T, 1 + K]; NaN in rows whose log-sum-exp is not finite.
 
     For the sampled id, log p is computed as -log(1 + e^(others - scale z)): its relative error is small also if p is
-    nearly 1. For the K ids it is scale z - lse.
+    nearly 1. For the K ids, log p is scale z - lse.
     """
     scaled_z = reduced.logits.double() * scale
     lse = reduced.lse[:, None]
