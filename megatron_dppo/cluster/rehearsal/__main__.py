@@ -543,7 +543,7 @@ def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
-    """Return SGLang's faults of options that the rehearsal drops for its CPU server. The run checks kept options."""
+    """Return SGLang's errors about options that the rehearsal drops for its CPU server. The run checks all others."""
     unchecked_keys = {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.ENGINE_SIZES}
     table = {key: value for key, value in config.sglang.items() if key not in unchecked_keys}
     if not forwarded.SGLANG.free(table):

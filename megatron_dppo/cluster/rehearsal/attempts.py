@@ -25,7 +25,7 @@ from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
 
 PhaseOf = Callable[[int], str]
-"""Function from a run's last recorded step (-1: none) to the name of the run's present phase."""
+"""Function from a run's last recorded step (-1 before the first record) to the name of the run's present phase."""
 _LOOK_EVERY_S = 0.2
 _MEASURE_EVERY_S = 4.0
 _KEPT_LINES = 40
@@ -50,7 +50,7 @@ _KEYS_OF_ERRORS = {
 
 
 def key_of(text: str) -> str | None:
-    """Return the recipe's key that an error names, or else the key for the error's class; None if there is neither."""
+    """Return the recipe's key that an error names, or else the key for the error's class; None for any other error."""
     # Search from the end: the last error is the cause.
     for line in reversed(text.splitlines()):
         if match := _KEY.search(line):

@@ -1,4 +1,4 @@
-"""The findings of a rehearsal: its results, compared with the results of every healthy run."""
+"""The findings of a rehearsal: its results, compared with the bounds that every healthy run keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def findings(
     *,
     was_resumed: bool,
 ) -> list[VerdictRow]:
-    """Compare the results of a finished rehearsal with the results of every healthy run.
+    """Compare the results of a finished rehearsal with the bounds that every healthy run keeps.
 
     Args:
         config: the rehearsal's configuration.

@@ -48,7 +48,10 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
 
 
 def _halved(sizes: LayoutSizes) -> LayoutSizes:
-    """Return a valid layout with fewer ranks: the first size above 1 is divided by its smallest prime factor."""
+    """Return a valid layout with fewer ranks.
+
+    The first of the data, context, tensor and pipeline sizes that is above 1 is divided by its smallest prime factor.
+    """
     for name in ("data", "context", "tensor", "pipeline"):
         size = getattr(sizes, name)
         if size == 1:

@@ -2,8 +2,8 @@
 
     python -m megatron_dppo.cluster.rehearsal.paths KEY=PATH ...
 
-One task runs on each node of a job. If a path is missing on its node, the exit code is 2, and a line names the node,
-the recipe's key and the path.
+One task runs on each node of a job. If a path is missing on a task's node, the exit code is 2, and a line names the
+node, the recipe's key and the path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def path_faults(words: Sequence[str]) -> Iterator[str]:
-    """Report each ``KEY=PATH`` whose path can't be read here."""
+    """Report each ``KEY=PATH`` whose path can't be read on this node."""
     for word in words:
         key, _, path = word.partition("=")
         if key == CHECKPOINT:

@@ -35,7 +35,7 @@ _TERMS = 100
 
 @dataclass(frozen=True)
 class Absence:
-    """An input of the recipe that is not on this machine. ``reason`` names it and its replacement."""
+    """An input of the recipe that is not on this machine. ``reason`` names the input and its replacement."""
 
     key: str
     reason: str

@@ -1,4 +1,4 @@
-"""The configuration of a rehearsal, made from the recipe by changed keys; and the recipe's parts that it leaves out."""
+"""Make the configuration of a rehearsal from the recipe, and list the recipe's parts that the rehearsal leaves out."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
 
 
 def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
-    """Return the recipe's rewards that work here, and a reward that differs between responses (``signal.py``)."""
+    """Return the recipe's rewards that can run here, and a reward that differs between responses (``signal.py``)."""
     reward = config.reward.model_dump()
     timeout_s = max(config.reward.timeout_s, _SCORE_S)
     if "reward.options" in stage.unreachable or not stage.scores_toys:

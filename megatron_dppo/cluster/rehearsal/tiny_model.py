@@ -75,7 +75,7 @@ class KnownModel:
 
     Attributes:
         values: the content of config.json.
-        shape: the model that it describes.
+        shape: the model that config.json describes.
         missing: the reason why the model was guessed; empty if the model was not guessed.
     """
 
@@ -131,12 +131,14 @@ def tiny_sizes(
     if all_to_all:
         group_ranks *= layout.context
     if shape.num_query_groups % tensor == 0:
+        # The ranks divide the key-value heads. A recipe's model with several such heads gets at least two.
         groups = max(group_ranks, min(2, shape.num_query_groups))
         groups = math.lcm(group_ranks, groups)
     else:
         # As in the recipe's model, there are fewer key-value heads than ranks, and each rank holds a part of a head.
         groups = shape.num_query_groups
     if shape.num_attention_heads > shape.num_query_groups:
+        # As in the recipe's model, several query heads share a key-value head.
         heads = math.lcm(2 * groups, tensor * layout.context)
     else:
         heads = groups = math.lcm(groups, tensor * layout.context)
@@ -189,7 +191,8 @@ def sizes_for_kernels(
     """
     groups = sizes.groups
     heads = math.lcm(sizes.heads, engine)
-    # The ranks of a server divide the key-value heads, or several ranks hold the same head.
+    # The ranks of a server divide the key-value heads, or several ranks hold the same head. If the number of heads
+    # allows neither, there are more heads.
     if groups % engine and engine % groups:
         groups = math.lcm(groups, engine)
         heads = math.lcm(heads, groups)
@@ -281,7 +284,7 @@ def _expert_values(values: Mapping[str, Any], sizes: TinySizes) -> dict[str, Any
         if key in values:
             count_key = key
             break
-    # In a family without a key for the width of an expert, it is the width of the MLP.
+    # A family without a key for the width of an expert has this width under the key of the MLP.
     width_key = "intermediate_size"
     if "moe_intermediate_size" in values:
         width_key = "moe_intermediate_size"

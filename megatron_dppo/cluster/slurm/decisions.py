@@ -60,7 +60,7 @@ def decide(
             run is finished.
         finished: whether the run's folder says that the run has nothing left to do.
         cancelled: whether Slurm ended the job (scancel, or Slurm's own requeue). Slurm ends the steps at the same time,
-            so the supervisor may see them end first, and report a failure.
+            so the supervisor may see the steps end first, and report a failure.
         fruitless_starts: number of starts in a row without a newer checkpoint, including this start.
         max_failures: number of fruitless starts after which the run is given up.
     """

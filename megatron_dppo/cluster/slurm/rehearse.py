@@ -1,9 +1,9 @@
 """A rehearsal inside a Slurm job: the batch process of ``submit --rehearse``.
 
 The process looks for the recipe's files on every node. The first node makes the tiny model and the rehearsal's
-configuration. The process then runs this configuration twice under the supervisor of this job: once until it is stopped
-and once until its end. The verdict is printed to the job's output. A waiting ``submit`` shows the output on its
-terminal.
+configuration. The process then runs this configuration twice under the supervisor of this job: the first run is
+stopped, and the second run continues to its end. The verdict is printed to the job's output. A waiting ``submit`` shows
+the output on its terminal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
 
     Raises ConfigError, LaunchError, SlurmError.
     """
-    # Slurm sends USR1 near the time limit. This process ignores it: each run's supervisor knows the limit by its clock.
+    # Slurm sends USR1 near the time limit. This process ignores USR1: each run's supervisor watches the clock.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # The job's output is a file; a waiting ``submit`` shows each line as soon as it is there.
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,7 +1,7 @@
 """The site file: settings of a group's Slurm cluster.
 
-The file is ``--site``, else ``$MEGATRON_DPPO_SITE``, else ``~/.config/megatron_dppo/site.yaml``; without any of them
-every key has its default.
+The file is ``--site``, else ``$MEGATRON_DPPO_SITE``, else ``~/.config/megatron_dppo/site.yaml``. Without a site
+file, every key has its default.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def prologue_words(lines: str) -> tuple[str, ...]:
         return ()
     script = (
         "set -e; trap 'echo \"prologue: failed: $BASH_COMMAND\" >&2' ERR\n"
-        # The command reads its variables with keys from standard input, so the lines must not read it.
+        # The command reads its variables with keys from standard input, so the lines must not read standard input.
         f'{{\n{lines.strip()}\n}} </dev/null\ntrap - ERR\nexec "$@"'
     )
     return ("bash", "--login", "-c", script, "prologue")
@@ -194,7 +194,7 @@ class SiteConfig(Section):
         return f"--ntasks-per-node={self.processes_per_node}"
 
     def form(self, folder: str, *, server: bool) -> StepForm:
-        """Return the form of steps that run in ``folder``: of ranks, or with ``server`` of servers and router."""
+        """Return the form of the steps in ``folder`` that run ranks, or servers and router if ``server`` is true."""
         return self.container.form(
             folder,
             server=server,

@@ -219,8 +219,8 @@ def environment_faults(
 ) -> Iterator[str]:
     """Report environment variables with which the run's steps on GPUs can't work.
 
-    The function checks the variables of the site file. sbatch also passes on ``environment``, unless ``flags`` or
-    SBATCH_EXPORT select variables: then the function checks only the site file.
+    The function checks the variables of the site file and of ``environment``, which sbatch passes on. If ``flags`` or
+    SBATCH_EXPORT select variables, the function checks only the site file.
     """
     if not site.gpus_per_node:
         return
@@ -477,7 +477,8 @@ class Submission:
     def faults(self, extra: Sequence[str] = ()) -> Iterator[str]:
         """Report why the job could not work, apart from faults that ``check_config`` and the placement report.
 
-        ``extra``: as for ``command``. If a flag of sbatch has a partition or a time, only sbatch checks it.
+        ``extra``: as for ``command``. If a flag of sbatch sets a partition or a time, only sbatch compares the job
+        with the limits of the partition.
         """
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"

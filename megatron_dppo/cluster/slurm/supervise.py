@@ -1,8 +1,8 @@
-"""The batch process of a run: it reads the allocation, checks its nodes, supervises one start, and requeues the job.
+"""The batch process of a run: it reads the allocation, checks the nodes, supervises one start, and requeues the job.
 
-Its signals:
+Signals to this process:
 
-- USR1: the time limit is near, by Slurm's clock; this process watches the limit by its own clock too. The run saves a
+- USR1: Slurm sends it near the time limit. This process also watches the limit by its own clock. The run saves a
   checkpoint, and the job starts again.
 - USR2 (``megatron-dppo stop``): the run saves a checkpoint and ends.
 - TERM (scancel): the run saves a checkpoint and ends. Slurm kills the job after 30 s (KillWait).
@@ -151,7 +151,7 @@ def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
 
 
 def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
-    """Return when a job that ends at ``ends`` must save a checkpoint, and when it must end without one."""
+    """Return when a job that ends at ``ends`` must save a checkpoint, and when it must end even without saving."""
     if ends is None:
         return {}
     return {TIME: ends - margin_s, OVERTIME: ends - min(_END_S, margin_s / 3)}
@@ -167,7 +167,7 @@ def bad_nodes(names: Sequence[str]) -> dict[str, str]:
 
 
 class Spares:
-    """Hosts without a role. They replace hosts of servers whose node died.
+    """Hosts without a role. A spare replaces a host of servers if the host's node dies.
 
     All servers of a host move to one spare. The spare has as many devices as the host.
     """
@@ -365,7 +365,8 @@ class Start:
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
-        # The count of fruitless starts needs this attempt's last checkpoint; the decision then corrects ``why``.
+        # The count of fruitless starts needs this attempt with its last checkpoint. Its ``why`` is provisional: the
+        # decision replaces it.
         ended_attempt = self._book.reached(replace(attempt, why="failed", ended=time.time()))
         this_attempt = (job.id, job.attempt)
         earlier_attempts = [a for a in self._book.all() if (a.job, a.attempt) != this_attempt]
