@@ -61,8 +61,9 @@ def with_rewards(
 def length_penalties(tokens: int, most_tokens: int, algorithm: AlgorithmConfig) -> float:
     """Return the length penalty of a response of ``tokens`` tokens.
 
-    The penalty is the sum of the soft overlong penalty (DAPO, arXiv 2503.14476, Eq. 13: 0 up to ``overlong_tokens``
-    before the limit, then linear, 1 from the limit on) and ``length_penalty`` times ``tokens / most_tokens``.
+    The penalty has two terms. The soft overlong penalty (DAPO, arXiv 2503.14476, Eq. 13) is 0 up to ``overlong_tokens``
+    before the limit, then grows linearly, and is 1 from the limit on. The other term is ``length_penalty`` times
+    ``tokens / most_tokens``.
     """
     overlong = 0.0
     if algorithm.overlong_tokens:
@@ -75,8 +76,8 @@ def returns_by_turn(t: Trajectory, score: float, penalty: float) -> list[float]:
     """Return the return of each turn of ``t``, in the order of the tokens.
 
     The return of a turn is the sum of the environment's rewards of this turn and of all turns that were sampled after
-    it, the ``score`` of the run's rewards, and the ``penalty``. The last two belong to the end of the episode, so every
-    turn has them. The return of the first turn is the whole reward.
+    it, the ``score`` of the run's rewards, and the ``penalty``. Score and penalty belong to the end of the episode, so
+    every turn has them. The return of the first turn is the whole reward.
 
     Args:
         t: the scored trajectory.

@@ -31,8 +31,8 @@ class StopFlag:
     """Whether a clean stop was requested: by SIGTERM, or by the file whose path is in ``STOP_FILE_VARIABLE``.
 
     The loop calls the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM. If ranks may run on other
-    hosts (under Slurm, or with ``--hosts``), it writes the file instead. The signal or the file reaches ranks at
-    different times, so they must agree before they stop.
+    hosts (under Slurm, or with ``--hosts``), it writes the file instead. The signal or the file reaches the ranks at
+    different times, so the ranks must agree before they stop.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class RunFence:
         self._fence = Fence(self._directory, nonce, self._start)
 
     def check(self) -> None:
-        """Raise FencedError on this rank alone. Not collective."""
+        """Raise FencedError only on this rank. Not collective."""
         assert self._fence is not None, "join first"
         self._fence.check()
 
@@ -98,8 +98,8 @@ class RunFence:
 def run_fence(directory: str) -> Iterator[RunFence]:
     """Yield the fence of the run in ``directory``, under the lease of the supervisor that started this rank.
 
-    Without a supervisor (torchrun) rank 0 takes the lease itself, until the block ends; the other ranks receive the
-    lease's nonce in ``RunFence.join``. Raises LeaseError on rank 0 if another start holds the lease.
+    Without a supervisor (torchrun), rank 0 takes the lease itself and holds it until the block ends. The other ranks
+    receive the lease's nonce in ``RunFence.join``. Raises LeaseError on rank 0 if another start holds the lease.
     """
     nonce = os.environ.get(NONCE_VARIABLE)
     if nonce is not None or os.environ.get("RANK", "0") != "0":

@@ -115,7 +115,7 @@ class EngineConnections:
         return all(g.running is None or g.running.done() for g in self._generations)
 
     def question_suspects(self) -> Suspect | None:
-        """Return the prompt that kills servers, if one is found (``fleet.suspects``)."""
+        """Search for a prompt that kills servers (``fleet.suspects``). Returns None if no such prompt is found."""
         return self.runner.run(self.client.question_suspects(self._stop))
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ def open_record(
     if rank == 0:
         record = FleetRecord(run_directory)
         key = admin_key()
-        # Servers of an earlier supervisor ended with it.
+        # Servers that an earlier supervisor started ended with that supervisor.
         record.withdraw_started()
         endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
         endpoint.start()

@@ -102,7 +102,7 @@ class EngineSession:
         trainer: source of the weights.
         stop: returns whether a clean stop was requested.
         fence: collective; raises on every rank once another start of the run has taken over.
-        place_of: returns file and line of the problem with a prompt (given by its tokens); None if there is none.
+        place_of: tokens of a prompt -> file and line of the prompt's problem; None if no problem has this prompt.
     """
 
     def __init__(
@@ -188,7 +188,9 @@ class EngineSession:
         self._connections.close()
 
     def connect(self) -> None:
-        """Wait for the servers and attach to them. Restarted ranks first take over the servers of the earlier ranks.
+        """Wait for the servers and attach to them.
+
+        Restarted ranks first take over the servers that the ranks before the restart used.
 
         Raises RunStoppedError, EngineUnavailableError.
         """
@@ -197,7 +199,10 @@ class EngineSession:
         self._admit()
 
     def _recover(self) -> None:
-        """Have the servers forget the earlier ranks. Collective if the ranks were restarted; otherwise do nothing."""
+        """Have the servers forget the ranks before a restart. Without a restart, do nothing.
+
+        Collective after a restart.
+        """
         is_first_start = start_of_ranks() in (None, 1)
         if is_first_start:
             return
@@ -230,8 +235,8 @@ class EngineSession:
                 connections.break_off()
             try:
                 if self._devices.is_shared:
-                    # Most servers released these tags in the trainer's turn already. New servers, and all servers
-                    # before the first update or after a failed one, still hold them.
+                    # Most servers released this memory in the trainer's turn already. New servers still hold it, and
+                    # so do all servers before the first update and after a failed update.
                     tags = [tag for tag in self._devices.released if tag != "weights"]
                     self._updater.release_memory(tags)
                     self._clear_devices(tags)
@@ -258,7 +263,7 @@ class EngineSession:
         if self._membership is not None:
             self._membership.commit(self._members, version)
             self._connections.serve(self._members, version)
-        # Rank 0 has registered the servers with the router before the other ranks send calls to it.
+        # Rank 0 must register the servers with the router before the other ranks send calls to the router.
         collectives.barrier()
         if self._membership is None:
             self._connections.serve(self._members, version)
@@ -269,7 +274,7 @@ class EngineSession:
         """Find the prompt that kills servers, if a prompt was in flight at several losses of servers. Collective.
 
         The ranks send their suspected prompts one rank after another. The search is skipped while a generation is
-        running, because one of its requests could be what ends a server. Raises FatalPromptError.
+        running, because a request of that generation could also end a server. Raises FatalPromptError.
         """
         connections = self._connections
         states = collectives.all_gather_json([connections.client.suspects, connections.is_quiet])
@@ -320,8 +325,9 @@ class EngineSession:
         self._devices.take()
 
     def write_held_tensors(self, path: Path) -> None:
-        """Write what the servers hold to ``path``, on rank 0. A failure is logged: the file is evidence for the doctor.
+        """Write what the servers hold to ``path``, on rank 0, as evidence for ``megatron-dppo doctor``.
 
+        If the file cannot be written, only a warning is logged.
         Nothing is written if devices are shared, because the servers have released their weights. Nothing is written
         if updates send only adapters, because the tensors of adapters are no whole policy.
         """
@@ -336,7 +342,7 @@ class EngineSession:
         log.info("%s: what the servers hold, for megatron-dppo doctor", path)
 
     def _clear_devices(self, tags: Sequence[MemoryTag]) -> None:
-        """Ensure that no server starts or has memory of ``tags``. Collective. Raises EngineUnavailableError."""
+        """Ensure that no server starts or holds memory of ``tags``. Collective. Raises EngineUnavailableError."""
         self._devices.allow_starts(False)
         fault = None
         if self._membership is not None:
@@ -419,7 +425,7 @@ class EngineSession:
                 self._failures.forget_losses()
                 self._connections.drop(generation)
                 return generation.job.trajectories(generation.done)
-            # Only ranks with the worst end, a loss or a failure, decide how the generation goes on.
+            # The worst end is a loss or a failure. Only ranks with this end decide how the generation goes on.
             worst_ranks = [rank for rank in rank_ends if rank.end == worst_end]
             reason = worst_ranks[0].reason
             if worst_end is GenerationEnd.FAILED:
@@ -445,7 +451,7 @@ class EngineSession:
     def _restore(self, trainer_version: int | None) -> None:
         """Wait for healthy servers, and send them the trainer's weights as ``trainer_version``.
 
-        None: the trainer still has the weights of the fleet's last version.
+        If ``trainer_version`` is None, the trainer still has the weights of the fleet's last version.
         """
         version = self.updates.version if trainer_version is None else trainer_version
         self._is_attached = False

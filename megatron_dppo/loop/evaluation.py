@@ -2,7 +2,7 @@
 
 In a run that generates ahead, the trainer does not wait for an evaluation. The evaluation begins right after the update
 to weight version v, runs while the next batch is trained on, and is finished before the next update, so that version v
-samples all its tokens. Its figures are added to the metrics row of step v, because this row is the last row until then.
+samples all its tokens. Its figures are added to the metrics row of step v, which is still the last row at that time.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Evaluator:
     def begin(self, step: int) -> Evaluation:
         """Start to generate the responses in the background. Not collective.
 
-        The servers prefer them to the responses of every batch, because their order is 0. ``step``: the number of
-        trained steps; the engine has the weights of this step.
+        The servers generate these responses before the responses of every batch, because their order is 0. ``step``:
+        the number of trained steps; the engine has the weights of this step.
         """
         generations = {}
         for name in self.sets:
@@ -132,7 +132,7 @@ class Evaluator:
             WeightsLostError: the whole fleet was lost, and the trainer holds newer weights.
             RunStoppedError: the run is being stopped.
             EngineUnavailableError: no server is available.
-            MixedVersionsError: tokens of other weights are among the responses, a fault of the program.
+            MixedVersionsError: other weights sampled some of the tokens. This is an error of the program.
 
         Every rank raises each of these errors.
         """
@@ -258,7 +258,7 @@ class Evaluations:
         return {}
 
     def before_update(self, step: int) -> None:
-        """Finish the running evaluation before the engine receives the trainer's weights, the weights of ``step``.
+        """Finish the running evaluation before the engine receives the weights of ``step``.
 
         If the whole fleet was lost meanwhile, no process has the evaluated weights, and ``after_update`` evaluates the
         new weights instead.

@@ -34,8 +34,8 @@ TOKENS = {"token_ids": Form("int32", ()), "loss_mask": Form("bool", ())}
 """The arrays of a trajectory that are not columns, with one row for each token."""
 LAYERS = "moe_layers"
 """The trailing dimension of the columns that are split by pipeline stage."""
-# Arrays are sent in pieces of at most this many bytes, or one array at a time: the arrays of a whole step do not fit
-# on a device.
+# Arrays are sent in pieces, because the arrays of a whole step do not fit on a device. A piece has at most this many
+# bytes, unless it is a single larger array.
 PIECE_BYTES = 64 * 2**20
 
 
@@ -58,7 +58,7 @@ class ColumnPart(NamedTuple):
 class Stages:
     """The pipeline stages of a replica.
 
-    ``count``: number of stages. ``layers``: for each stage, the layer indices of a recording that the stage replays;
+    ``count``: number of stages. ``layers``: for each stage, the indices of the recorded layers that the stage replays;
     empty if recordings are not split.
     """
 
@@ -86,7 +86,7 @@ class Stages:
         return declared_column(part.name).read_by.includes(stage, self.count)
 
     def form(self, part: ColumnPart, forms: Mapping[str, Form]) -> Form:
-        """Return the dtype and the trailing shape of the part's array. ``forms``: of the unsplit columns, by name."""
+        """Return the dtype and the trailing shape of the part's array. ``forms``: forms of unsplit columns, by name."""
         form = TOKENS.get(part.name) or forms[part.name]
         if not self.cuts(part.name):
             return form
@@ -107,7 +107,7 @@ class Stages:
         return arrays
 
     def trajectory(self, outline: Outline, arrays: Mapping[ColumnPart, np.ndarray]) -> Trajectory:
-        """Return the trajectory with the given arrays: the inverse of ``split``, if all parts are there."""
+        """Return the trajectory with these arrays. With all parts, this is the inverse of ``split``."""
         arrays_by_stage: dict[str, dict[int, np.ndarray]] = {}
         for part, array in arrays.items():
             arrays_by_stage.setdefault(part.name, {})[part.stage] = array
@@ -144,7 +144,7 @@ class Stages:
 class Share:
     """The layout of a host group's receive buffer.
 
-    ``spans``: for each part, its first byte in the buffer and the byte after its last one. ``size``: bytes of the
+    ``spans``: for each part, its first byte in the buffer and the byte after its last byte. ``size``: bytes of the
     buffer.
     """
 
@@ -166,7 +166,7 @@ class Share:
             yield piece
 
     def extent(self, piece: Sequence[ColumnPart]) -> tuple[int, int]:
-        """Return the first byte of a piece and the byte after its last one."""
+        """Return the first byte of a piece and the byte after its last byte."""
         return self.spans[piece[0]][0], self.spans[piece[-1]][1]
 
 
@@ -246,7 +246,7 @@ class PartDirectory:
         return cls(outlines, stages, dict(sorted(forms.items())), positions_of, holders)
 
     def source(self, part: ColumnPart, target: int) -> int:
-        """Return the rank that sends the part to ``target``: the lowest holder, or ``target`` itself if it holds it."""
+        """Return the rank that sends the part to ``target``: the lowest holder, or ``target`` if it is a holder."""
         holders = self.holders[part]
         if target in holders:
             return target
@@ -305,7 +305,7 @@ def _incomplete(
     positions_of: Mapping[str, set[int]],
     trajectory_count: int,
 ) -> list[str]:
-    """Return why the columns cannot form a batch of that many trajectories; empty if they can."""
+    """Return why the columns cannot form a batch of ``trajectory_count`` trajectories; empty if they can."""
     try:
         sizes_of(forms)
         for name, positions in positions_of.items():
@@ -339,7 +339,7 @@ class HostGroup:
     """The ranks of one replica that share a host's memory; the lowest rank, ``head``, receives for all of them.
 
     ``stages``: the pipeline stages of these ranks. ``memory``: the name of the host's shared memory. ``free``: the
-    bytes that may still be allocated there.
+    bytes of this memory that are free.
     """
 
     replica: int
@@ -381,7 +381,7 @@ def with_room(
         sizes: for each head, the bytes that its group receives.
         stage_of: for each rank, its pipeline stage.
     """
-    # Groups of several replicas may allocate in the shared memory of one host.
+    # Groups of several replicas may use the shared memory of one host, so add up their bytes.
     needed_bytes: dict[str, int] = {}
     for group in groups:
         if len(group.ranks) > 1:
@@ -418,7 +418,7 @@ class ColumnExchange:
     """Moves trajectories between the replicas of ``topology``.
 
     ``sizes``: the required trailing sizes of columns, by the sizes' declared names; a size without an entry may have
-    any value. ``stages``: the pipeline stages, and the layers of a recording that each of them replays.
+    any value. ``stages``: the pipeline stages, and the layers of a recording that each stage replays.
     """
 
     topology: Topology
@@ -481,7 +481,7 @@ class ColumnExchange:
         @cache
         def share_of(group: HostGroup) -> Share:
             parts = parts_for(group.ranks, group.replica, group.stages)
-            # Parts from one source are adjacent in the buffer, so that they are sent in one piece.
+            # Parts from one source are adjacent in the buffer, so that one piece holds many of them.
             return directory.share(sorted(parts, key=lambda p: directory.source(p, group.head)))
 
         rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
@@ -543,7 +543,7 @@ class ColumnExchange:
 def _shared_buffer(size: int | None) -> SharedBuffer | None:
     """Allocate the shared buffer of this rank's group; return None if ``size`` is None. Collective.
 
-    Raises ExchangeError, on all ranks, if another process allocated the memory meanwhile.
+    Raises ExchangeError, on all ranks, if the memory is no longer free.
     """
     buffer = None
     own_fault = None
@@ -636,7 +636,7 @@ def _send_and_receive(
         operations.append(dist.P2POp(dist.isend, torch.from_numpy(sent).to(device), target))
     if received is not None:
         host_tensor = torch.from_numpy(received)
-        # NCCL receives on the GPU only, so copy from there afterwards.
+        # NCCL receives only on the GPU. The bytes are copied from the GPU to the host afterwards.
         device_tensor = host_tensor
         if host_tensor.device != device:
             device_tensor = torch.empty_like(host_tensor, device=device)

@@ -9,7 +9,8 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 5
-"""Consecutive losses of the whole fleet, without a response or an update in between, before a run ends.
+"""Largest number of consecutive losses of the whole fleet, without a response or an update in between. One more loss
+ends the run.
 
 The supervisor bounds the restarts of the servers that it starts (``engine.max_restarts``). This limit bounds the losses
 of servers that are attached by URL.

@@ -20,7 +20,7 @@ class FrequencyError(RunError):
 
 
 LARGEST_EVIDENCE = 6.0
-"""Largest log10 of the evidence. A run stops beyond it: at most 1 of a million healthy runs, of any length."""
+"""Log10 of the evidence at which a run stops. At most one healthy run in a million stops, however long the runs are."""
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 """The values of a: small values notice a small bias over many tokens, large values a large bias over few tokens."""
 _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
@@ -37,15 +37,15 @@ class FrequencyCanary:
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
 
     So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
-    at 1, and so is its mean over both signs and the values of a in ``_FRACTIONS``: the evidence. The probability that
-    the evidence ever reaches 10^6 is at most 10^-6 (Ville), without an assumption on lengths, on the spread of
-    surprises or on the number of checks.
+    at 1. The evidence is the mean of these products over both signs and the values of a in ``_FRACTIONS``. It is such
+    a supermartingale too. The probability that the evidence ever reaches 10^6 is at most 10^-6 (Ville), without an
+    assumption on lengths, on the spread of surprises or on the number of checks.
 
     The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
     ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
-    for tokens that other weights sampled (``at_equal_weights`` False), it only warns. There pi may be many times mu at
-    a rare token; then cutting xi at -c removes the negative terms that keep the mean at 0, so the mean may be positive
-    for tokens that were drawn from mu.
+    for tokens that other weights sampled (``at_equal_weights`` False), it only warns. With other weights, pi may be
+    many times mu at a rare token. Cutting xi at -c then removes the negative terms that keep the mean at 0. So the mean
+    may be positive even though the tokens were drawn from mu.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FrequencyCanary:
 
     @property
     def evidence(self) -> float:
-        """The log10 of the evidence: of the mean over signs and values of a."""
+        """The log10 of the evidence. The evidence is the mean over signs and values of a."""
         c = LONGEST_SURPRISE
         exponents: list[float] = []
         for surprise_name, square_name in _SIDES.values():

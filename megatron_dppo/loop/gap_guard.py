@@ -32,8 +32,8 @@ class GapGuard:
     """Checks mean |pi - mu| of each batch's first mini-batch before training on it.
 
     The guard warns if the gap is above the normal range, and again each time that the gap has doubled. Beyond
-    ``rollout.largest_gap`` it stops the run. For a replayed batch it only warns, because the weights may differ, and
-    also for forward passes with dropout, because the activations differ. It skips stale batches.
+    ``rollout.largest_gap`` it stops the run. In two cases it only warns: for a replayed batch, because the weights may
+    differ, and for forward passes with dropout, because the activations differ. It skips stale batches.
 
     Args:
         dtype: dtype of the weights, or ``fp8`` for servers with FP8 weights.
@@ -56,7 +56,7 @@ class GapGuard:
             default = max(default, LARGEST_GAP["bfloat16"])
         self._limit = rollout.largest_gap or default
         self._stops_run = rollout.replay_from is None and not has_dropout
-        # The first warning is due above the normal range, as if half its upper end had been warned of.
+        # A warning is due above twice this gap. So the first warning is due above the upper end of the normal range.
         self._warned_gap = BY_METRIC[metric_names.GAP_ON_POLICY].upper(self._dtype) / 2
 
     def check(self, gap: float, *, is_stale: bool) -> bool:

@@ -27,7 +27,7 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 """A line of ``sha256sum``: hash, then ' ' for text or '*' for binary mode, then the file's path."""
 _THREADS = 8
 _LONG_WAIT_S = 2.0
-"""A wait for the hashes of this time or longer is logged."""
+"""A longer wait for the hashes is logged."""
 
 
 class InputError(RunError, ValueError):
@@ -111,7 +111,7 @@ def _hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _fault(file: Path, expected_hash: str) -> str | None:
-    """Return how ``file`` differs from the expected hash; None if it does not."""
+    """Return an error if ``file`` does not have the expected hash; None if it has this hash."""
     try:
         digest = sha256_of(file)
     except OSError as error:

@@ -94,9 +94,9 @@ class RunData:
         return {name: self._sets[_name(file)].problems for name, file in files.items()}
 
     def place_of(self, prompt_ids: Sequence[int]) -> str | None:
-        """Return file and line of the problem whose prompt these tokens begin with; None if there is none.
+        """Return file and line of the problem whose prompt begins ``prompt_ids``; None if no prompt does.
 
-        The tokens may continue with turns or a response. If they begin with several prompts, the longest prompt counts.
+        The tokens may continue with turns or a response. If several prompts begin them, the longest prompt counts.
         """
         longest_length = -1
         place: str | None = None
@@ -111,8 +111,8 @@ class RunData:
     def origin(self) -> Origin:
         """Return the settings and problems that every batch of the run is generated from."""
         rollout = self._config.rollout
-        # Read the configuration, not the request parameters that were computed from it: a fault in their computation
-        # is then found.
+        # Read the configuration, not the request parameters that are computed from it. The comparison with the
+        # parameters of a response then finds errors in that computation.
         sampling_parameters = {
             "max_new_tokens": rollout.max_response_tokens,
             "temperature": rollout.temperature,

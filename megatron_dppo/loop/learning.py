@@ -59,8 +59,8 @@ token."""
 
 
 KEPT_TOPK = 64
-"""Log pi at TopK(mu) is kept up to this K. It takes 4 x K bytes a token, beside 8 x K bytes for the engine's ids and
-log-probabilities."""
+"""Largest K for which log pi at TopK(mu) is kept. It takes 4 x K bytes a token. The engine's ids and log-probabilities
+take 8 x K bytes more."""
 
 
 class LossRecord:
@@ -173,8 +173,8 @@ def _decoded(message: bytes) -> LossColumns:
 class BatchLayout:
     """The constraints of this trainer on micro-batches.
 
-    ``count_multiple``: the number of micro-batches is a multiple of it, because the interleaved schedule takes them in
-    rounds of the pipeline's size.
+    ``count_multiple``: the number of micro-batches is a multiple of this number, because the interleaved schedule takes
+    them in rounds of the pipeline's size.
     ``pad_multiple``: a micro-batch is padded to a multiple of this number of tokens, because ranks that share the
     tokens need equally many.
     ``sequence_multiple``: each sequence is padded to a multiple of this number, for the same reason.
@@ -350,7 +350,7 @@ class Learner:
     ``masked_by_response``: the number of blocked tokens of each response whose loss this rank computed.
     ``loss_columns``: inputs and results of the loss for each token, by position in the batch, on global rank 0 of a run
     with ``rollout.save``.
-    ``warned_of_gap``: whether a warning about its gap was logged, the same on every rank.
+    ``warned_of_gap``: whether a warning about the batch's gap was logged, the same on every rank.
     """
 
     def __init__(
@@ -450,9 +450,9 @@ class Learner:
     def learn(self, batch: PlannedBatch) -> dict[str, float]:
         """Train on a batch and return its metrics as means over all its tokens. Collective.
 
-        Log-probabilities at the rollout's weights are recomputed before the first update, and only if the algorithm
-        needs them: as its anchor, or for the whole vocabulary (fp32 [tokens, V] in memory). The same holds for the
-        reference policy's log-probabilities.
+        If the algorithm needs log-probabilities at the rollout's weights, they are recomputed before the first update:
+        of the sampled tokens, or of the whole vocabulary (fp32 [tokens, V] in memory). If the run has a reference
+        policy, its log-probabilities are computed then too.
 
         Raises:
             NonFiniteLossError, GapError, FrequencyError: before the optimiser step on the mini-batch at fault.
@@ -524,7 +524,7 @@ class Learner:
 
         Activation recomputation and passes without gradient are not counted as FLOP.
         """
-        # The FLOP of a backward pass, as a multiple of a forward pass's.
+        # The FLOP of a backward pass, as a multiple of the FLOP of a forward pass.
         backward_forwards = BACKWARD_FORWARDS
         if self._config.lora.rank:
             backward_forwards = FROZEN_BACKWARD_FORWARDS
@@ -567,7 +567,7 @@ class Learner:
         """Compute, for each micro-batch, the columns that the run needs and the engine does not return.
 
         The columns are log-probabilities of the policy at the rollout's weights and of the reference policy. The list
-        is empty if the run needs none.
+        is empty if the run needs no such columns.
         """
         algorithm = self._algorithm
         keeps_reference = self._config.keeps_reference
@@ -597,7 +597,7 @@ class Learner:
 
 
 def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
-    """Return the pipeline stages, with the layers of recorded routing that each needs if ``replays``. Collective."""
+    """Return the pipeline stages; if ``replays``, with the recorded layers that each stage needs. Collective."""
     topology = trainer.topology
     if topology.pp_size == 1 or not replays:
         return Stages(topology.pp_size)
@@ -691,7 +691,7 @@ def _with_whole_vocabulary(batch: packing.PackedBatch, size: int) -> packing.Pac
 
 
 def _first_figures(values: dict[str, float]) -> dict[str, float]:
-    """Return the metrics that exist for the first mini-batch alone, because no update of the step precedes it.
+    """Return the metrics that exist only for the first mini-batch, because no update of the step precedes it.
 
     ``values``: all metrics of the first mini-batch.
     """
@@ -702,5 +702,5 @@ def _first_figures(values: dict[str, float]) -> dict[str, float]:
 
 
 def _without_nan(values: dict[str, float]) -> dict[str, float]:
-    """Return ``values`` without NaN, the mean over no token: e.g. the masked share of A < 0 if no advantage is < 0."""
+    """Return ``values`` without NaN. The mean over no token is NaN, e.g. the masked share of A < 0 if no A is < 0."""
     return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -30,7 +30,8 @@ def announce(
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
     """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
 
-    The returned positions count in the list of outlines. This list has the groups in the order of ``positions``.
+    The list of outlines has the groups in the order of ``positions``. The keys of the returned dict are indices of this
+    list.
 
     Args:
         trajectories: this leader's trajectories, groups adjacent, in the order of ``positions``.

@@ -1,4 +1,4 @@
-"""Write a run's output: console table, metric files, samples, report and summary on rank 0; traces on any rank."""
+"""Write a run's output on rank 0: console table, metric files, samples, report and summary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _MAX_REASONS = 20
 """Largest number of reasons in a step's row of environment faults; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 _UNWRITTEN = "unwritten"
-"""Key in the result of ``Recorder.mark``: file name -> the lines that could not be written, e.g. to a full disk."""
+"""Key in the result of ``Recorder.mark``. Its value maps a file's name to the lines that could not be written, e.g. to
+a full disk."""
 COUNTS = (metric_names.WEIGHT_UPDATES, metric_names.WEIGHT_UPDATES_VERIFIED)
 """Metrics that are added up if a row receives values twice. In all other metrics the later value replaces the earlier
 value."""
@@ -52,7 +53,7 @@ class Recorder(Closing):
         info: the run's description in report and summary.
         evaluates: whether the run has held-out sets and an engine to evaluate them.
         rank: global rank.
-        first_step: the step after which the run goes on: the last step in the files, or 0 for a new run.
+        first_step: the step of the checkpoint that the run resumes from; 0 for a new run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
         mark: what ``mark`` returned for the checkpoint that the run resumes from; records that differ from it cause a
@@ -142,7 +143,7 @@ class Recorder(Closing):
         config: Mapping[str, Any],
         resume_step: int,
     ) -> Trackers:
-        """Return the configured trackers. Raises RecordingError if one of them can't be found or opened."""
+        """Return the configured trackers. Raises RecordingError if a tracker can't be found or opened."""
         directory = Path(self._run.directory)
         try:
             builders = find_trackers(tracking.trackers)
@@ -180,8 +181,8 @@ class Recorder(Closing):
     def lacks_evaluation(self, since: int) -> bool:
         """Return whether the last record lacks an evaluation that this start of the run should add.
 
-        The earlier start was stopped before the evaluation that is due after step ``since`` if two things hold: the
-        run resumes after the step of the last record, and no record from ``since`` on has an evaluation.
+        This holds if the run resumes after the step of the last record, and no record from step ``since`` on has an
+        evaluation. The earlier start was then stopped before the evaluation that is due after step ``since``.
         """
         if self._writer is None or not self._evaluates:
             return False
@@ -215,8 +216,9 @@ class Recorder(Closing):
     def mark(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
 
-        Usually that is the last record's step. If the last record lacks its evaluation, a later start may add it, so
-        the stored step is the step before. After a failed write, the mark also holds the lines that the files lack.
+        Usually the stored step is ``step``. If the last record lacks its evaluation, a later start may add the
+        evaluation to this record, so the stored step is the step before the last record. After a failed write, the mark
+        also holds the lines that the files lack.
         """
         unwritten: dict[str, Any] = {}
         if self._unwritten:
@@ -233,7 +235,10 @@ class Recorder(Closing):
         return {"step": step, "sha256": records_hash.until(step), **unwritten}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
-        """Keep the counts in ``values`` for the next record, because a resumed run writes no record of its start."""
+        """Keep the counts in ``values`` for the next record.
+
+        A resumed run writes no record of its start, and keeps the earlier records of the steps that it repeats.
+        """
         self._carried_counts = {name: values[name] for name in COUNTS if name in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -272,7 +277,7 @@ class Recorder(Closing):
         self._append(self._faults, [line], "faults of environments")
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
-        """Write ``samples``, and print one of a training step every ``show_sample_every`` steps."""
+        """Write ``samples``. Every ``show_sample_every`` training steps, also print one sample."""
         lines = [sample.to_json() for sample in samples]
         self._append(self._samples, lines, "samples")
         if samples and self._trackers is not None:
@@ -280,7 +285,7 @@ class Recorder(Closing):
         every = self._run.show_sample_every
         training_samples = [sample for sample in samples if sample.set == TRAINING]
         if training_samples and every and training_samples[0].step % every == 0:
-            # Print another of the step's samples each time: they are of different kinds, e.g. right and wrong.
+            # The samples of a step are of different kinds, e.g. right and wrong. Print the kinds in turn.
             times_printed = training_samples[0].step // every
             index = times_printed % len(training_samples)
             self._console.note(console_lines(training_samples[index]))
@@ -322,7 +327,7 @@ class Recorder(Closing):
     def _keeping_failure(self, content: str) -> Iterator[None]:
         """Wrap a change of files within a step, and keep the error in ``failure``.
 
-        An exception on rank 0 alone would leave the other ranks waiting in a collective.
+        If only rank 0 raised the error, the other ranks would wait in a collective.
         """
         try:
             with self._writing(content):

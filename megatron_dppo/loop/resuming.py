@@ -1,4 +1,4 @@
-"""The start of a run: from its newest checkpoint, or at step 0 if no training is lost by it."""
+"""The start of a run: from its newest checkpoint, or at step 0 if this loses no training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def newer_unusable(survey: CheckpointSurvey) -> list[UnusableCheckpoint]:
-    """Return the unusable checkpoints of later steps than the newest usable one."""
+    """Return the unusable checkpoints that are newer than the newest usable checkpoint."""
     last_step = survey.complete[-1].step if survey.complete else -1
     return [unusable for unusable in survey.unusable if unusable.step > last_step]
 
@@ -47,7 +47,7 @@ def refuse_damage(on_damage: str, survey: CheckpointSurvey) -> None:
 def damage_error(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedCheckpointError:
     """Return the error for a damaged newest checkpoint.
 
-    ``older``: usable checkpoints before it, in the order of steps.
+    ``older``: usable checkpoints before the damaged checkpoint, in the order of steps.
     """
     alternative = ""
     if older:
@@ -101,13 +101,13 @@ def resume(
 
     Returns None if the run begins at step 0. The records of earlier starts are then moved to another folder, except the
     rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already,
-    restarted ranks move nothing, even with ``run.resume: never``: they continue what the ranks before them began.
+    restarted ranks move nothing, even with ``run.resume: never``: the files belong to this start of the run.
 
     Raises:
         ResumeError: the checkpoint belongs to another run, or a start at step 0 would lose training.
-        DamagedCheckpointError: the checkpoint is damaged and ``checkpoint.on_damage`` allows no older one.
+        DamagedCheckpointError: the checkpoint is damaged, and ``checkpoint.on_damage`` allows no older checkpoint.
     """
-    # Whether earlier ranks of this start began the run at step 0.
+    # Whether this start has begun the run at step 0 already, before its ranks were restarted.
     has_begun = on_rank_0(partial(records.has_begun, run.directory, nonce))
     if run.resume == "never" and not has_begun:
         _begin(run.directory, nonce, rollouts=not replays)

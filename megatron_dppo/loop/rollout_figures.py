@@ -1,7 +1,6 @@
-"""Compute the metrics of a rollout batch, and check its limits.
+"""Compute the metrics of a rollout batch, and check its staleness.
 
-The metrics come from one row for each generated group. The limits are the batch's staleness, the gap between trainer
-and servers at equal weights, and the frequency of its tokens.
+The metrics come from one row for each generated group.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ STALE_ANCHOR = (
 
 
 class GroupRow(NamedTuple):
-    """Sums over a group's responses.
+    """The figures of one group: most of them are sums over its responses.
 
     ``responses``: number of responses. ``reward``: sum of their rewards. ``flat``: whether all responses, and all their
     turns, have the same reward. ``tokens``: number of sampled tokens. ``truncated``: number of truncated responses.
@@ -75,7 +74,7 @@ class GroupRow(NamedTuple):
 
     @classmethod
     def total(cls, rows: Sequence[GroupRow]) -> GroupRow:
-        """Return the sum of each field over ``rows``: ``flat`` is the number of flat groups. No ``concentration``."""
+        """Return the sum of each field over ``rows``, except ``concentration``. ``flat``: the number of flat groups."""
         rows_without_concentration = [row[:-1] for row in rows]
         sums: list[Any] = [sum(values) for values in zip(*rows_without_concentration, strict=True)]
         return cls(*sums)
@@ -230,7 +229,7 @@ def selection_figures(
 
 
 def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, float]:
-    """Return the speed of generation. ``waited``: the seconds when the trainer only waited for it."""
+    """Return the speed of generation. ``waited``: the seconds in which the trainer only waited for responses."""
     figures = {metric_names.GENERATION_SECONDS: seconds, metric_names.GENERATION_WAITED: waited}
     if seconds > 0:
         figures[metric_names.TOKENS_PER_SECOND] = tokens / seconds
@@ -256,7 +255,7 @@ def routing_figures(
     }
 
 
-# --- staleness of a batch's tokens, its bound, and the checks at equal weights
+# --- the staleness of a batch's tokens, and its bound
 #
 # The batch of step n trains weight version n - 1. The staleness of a token is n - 1 minus the version that sampled it:
 # 0 in synchronous runs, up to 1 if generation runs one step ahead. At staleness 0, trainer and servers must agree about

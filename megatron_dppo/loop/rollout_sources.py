@@ -5,10 +5,10 @@ background. ``ReplayedRollouts`` reads batches that an earlier run saved. ``Batc
 training.
 
 The bound on staleness decides when a batch may begin. The batch of step n trains weight version n - 1, so its
-generation may begin once the trainer holds version n - 1 - ``max_staleness``. No token of the batch can be older.
-Batches are trained on in the order of their prompts' draws: no batch is ever dropped for its age, and long responses
-are trained on as often as short responses. If the servers keep up, no other order keeps the bound: every batch begins
-as soon as the bound allows it, and has the largest allowed staleness when it is trained on.
+generation may begin once the trainer holds version n - 1 - ``max_staleness``. No older version can then sample a token
+of the batch. Batches are trained on in the order of their prompts' draws: no batch is ever dropped for its age, and
+long responses are trained on as often as short responses. If the servers keep up, no other order keeps the bound: every
+batch begins as soon as the bound allows it, and has the largest allowed staleness when it is trained on.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class RolloutSource(Protocol):
         """Return the batch of ``step``; the caller requests steps in order."""
 
     def settle(self, version: int) -> None:
-        """Wait for the responses that a weight update must not interrupt. ``version``: of the trainer's weights."""
+        """Wait for the responses that a weight update must not interrupt. ``version``: version of trainer's weights."""
 
     def run_ahead(self, version: int) -> None:
-        """Start to generate as many further batches in the background as the trainer's weights ``version`` allow."""
+        """Start to generate, in the background, every further batch that the trainer's weight ``version`` allows."""
 
 
 @dataclass
@@ -135,10 +135,10 @@ class _Draft:
 
 @dataclass
 class GeneratedRollouts:
-    """Generates batches with ``engine``, at most ``rollout.max_staleness`` batches ahead of the requested one.
+    """Generates batches with ``engine``, at most ``rollout.max_staleness`` batches ahead of the requested batch.
 
-    ``job``: a template with every field of a generation job except the problems and the purpose and positions of their
-    seeds. ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
+    ``job``: a template of generation jobs, without problems, and without the purpose and the positions of seeds.
+    ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
     ``credit``: ``environment.credit``. ``spool``: stores the scored responses for restarted ranks, or None.
     """
 
@@ -168,7 +168,7 @@ class GeneratedRollouts:
     def collect(self, step: int) -> RolloutBatch:
         """Return the batch of ``step``, scored and with advantages, while further batches are generated.
 
-        Raises StalenessError, RunStoppedError and the error of an engine that cannot be restarted.
+        Raises StalenessError, RunStoppedError, and EngineUnavailableError if no server is available.
         """
         if not self._drafts:
             self._begin(step)
@@ -203,8 +203,8 @@ class GeneratedRollouts:
         newest_step = max(self._newest_step, version)
         last_step = min(version + 1 + self.rollout.max_staleness, self.steps)
         if self.spool is not None and version < self.spool.last_trained:
-            # Restarted ranks repeat the steps that earlier ranks trained on. Only after these steps it is known whether
-            # the repeated weights are equal, so that stored responses of later batches may be used.
+            # Restarted ranks repeat the steps that were trained on before the restart. Stored responses of later
+            # batches may be used only if the repeated steps make equal weights, so wait until these steps are done.
             last_step = min(last_step, self.spool.last_trained)
         for step in range(newest_step + 1, last_step + 1):
             self._begin(step)
@@ -257,7 +257,7 @@ class GeneratedRollouts:
         )
 
     def _draw(self, step: int, round_: int, count: int) -> list[int]:
-        """Return the indices of ``count`` problems: the draws of earlier ranks for this round, or else new draws."""
+        """Return the indices of ``count`` problems: the stored draws of this round, or else new draws."""
         if self.spool is None:
             return self.sampler.next(count)
         indices = self.spool.draws(step, round_, count)
@@ -344,8 +344,10 @@ class GeneratedRollouts:
         )
 
     def _clocks(self) -> tuple[float, ...]:
-        """Return three clocks in seconds: the time, the sum of this rank's waits for responses, and of the time in
-        which it had requests to generate.
+        """Return three clocks of this rank in seconds.
+
+        The clocks are the time, the total time of its waits for responses, and the total time in which it had requests
+        to generate.
         """
         return time.monotonic(), self._waited_s, self.engine.busy_s
 
@@ -385,7 +387,7 @@ class GeneratedRollouts:
 
 
 class ReplayedRollouts:
-    """Reads the batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
+    """Reads the batches that an earlier run saved (``rollout.save``) in the folder ``rollout.replay_from``.
 
     Each leader reads exactly the trajectories that it would have generated. The batches are compared with the training
     ``problems`` that ``sampler`` draws, and with the prompts of ``origin``.
@@ -463,7 +465,10 @@ class ReplayedRollouts:
     def _check_order(
         self, step: int, problems: Sequence[int], wanted_problems: Sequence[Problem]
     ) -> None:
-        """Check that the saved responses answer ``wanted_problems`` in their order. ``problems``: of each response."""
+        """Check that the saved responses answer ``wanted_problems`` in their order.
+
+        ``problems``: the problem id of each saved response.
+        """
         saved_ids = list(dict.fromkeys(problems))
         expected_ids = list(dict.fromkeys(p.problem_id for p in wanted_problems))
         if saved_ids != expected_ids:
@@ -505,7 +510,7 @@ class BatchSeals:
     def remember(self, version: int, digest: str) -> None:
         """Store ``digest``, the hash of the trainer's weights ``version``.
 
-        The hashes of versions too old to sample the next batch are deleted.
+        The hashes of versions that are too old to sample the next batch are deleted.
         """
         oldest = version - self.max_staleness
         for stored_version in list(self._weights):

@@ -106,7 +106,8 @@ def run_rank(config: TrainConfig) -> None:
 def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence) -> None:
     """Run to the end; after altered memory, begin again at the newest checkpoint if the configuration allows it.
 
-    Every rank raises the same AlteredMemoryError, so all of them restore. If no restore is left, they end with it.
+    Every rank raises the same AlteredMemoryError, so all ranks restore. If no restore is left, all ranks raise the
+    error again.
     """
     checks = config.memory_checks
     max_restores = 0
@@ -190,7 +191,7 @@ class Run:
 
     Args:
         config: configuration of the run.
-        data: training and held-out problems; the constructor leaves bad answers out.
+        data: training and held-out problems; the constructor refuses bad answers or leaves their problems out.
         stop: whether a clean stop was requested.
         fence: raises once another start of the run has taken over.
         stack: closes what the constructor opens.
@@ -233,7 +234,8 @@ class Run:
             self.earlier_rows = on_rank_0(
                 partial(_rows_after, config.run.directory, self.state.step)
             )
-            """Metrics rows that earlier ranks wrote of steps that this start repeats, by the step as text."""
+            """Metrics rows of the steps that this start repeats, by the step as text. Earlier ranks, the ranks before a
+            restart or of an earlier start, wrote these rows."""
         self._open_generation(stack)
         self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
         self.memory = MemoryChecks(self.trainer)
@@ -370,7 +372,7 @@ class Run:
             self.stop("the batch was not trained on", suspect=True)
             raise
         except BaseException:
-            # Write the failure to the log before the stack closes the run's objects: closing may fail in turn.
+            # Write the failure to the log before the stack closes the run's objects: closing may fail too.
             note_failure()
             raise
 
@@ -464,7 +466,7 @@ class Run:
             failpoint("step/generate_ahead")
             self.source.run_ahead(step)
         finally:
-            # If a stop ends the block above, it leaves a checkpoint of this step: write the step's metrics row too.
+            # If a stop ends the block above, a checkpoint of this step is saved: write the step's metrics row too.
             measured |= {**self._failed_rewards(), **self.store.figures()}
             self._write_row(step, {**measured, **self.timer.finish_step()})
             self.recorder.write_samples(samples)
@@ -508,13 +510,16 @@ class Run:
         return planned, learned, weights
 
     def _write_held_tensors(self, step: int) -> None:
-        """Keep what the servers hold beside the batch of ``step``, whose probabilities differ."""
+        """Write what the servers hold to a file beside the batch of ``step``.
+
+        Trainer and servers disagree about the probabilities of this batch.
+        """
         if self.config.rollout.save and self.engine is not None:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
             self.engine.write_held_tensors(held_tensors.file_of(folder, step))
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the policy if that is due and no record has the result. Collective."""
+        """Evaluate the policy if an evaluation is due and no record has its result. Collective."""
         if self._repeats(step) and not self._has_lost_evaluation(step):
             return {}
         return self.evaluations.after_update(step)
@@ -589,7 +594,7 @@ class Run:
         log.info("%s; the same command resumes after step %d", reason, resumes_after)
 
     def _stop_unrecorded(self) -> None:
-        """Leave a checkpoint if the disk still takes one; otherwise log why not."""
+        """Save a checkpoint if the disk has room for it; otherwise log why it was not saved."""
         try:
             self.stop("the run's records can't be written")
         except CheckpointError as error:
@@ -650,7 +655,7 @@ class Run:
         return state
 
     def _check_files(self) -> None:
-        """Compare the files that this start reads with the stored hashes from the run's begin, and store new hashes."""
+        """Compare the files that this start reads with the hashes that the run's state has, and store new hashes."""
         with self.timer("start"), patience("others hash the start model"):
             hashes = self.hashes.wait()
             paths = model_files(self.config.model.hf_checkpoint, self.config.lora.start_from)
@@ -709,7 +714,7 @@ class Run:
     def _update_weights(self) -> dict[str, float]:
         """Send the weights to the engine. Return metrics of this update, and counts of all updates since the last call.
 
-        Recoveries of lost servers are updates too.
+        Recoveries of lost servers count as updates too.
         """
         if self.engine is None:
             return {}
@@ -744,7 +749,10 @@ class Run:
             self.recorder.write_environment_faults(self.state.step, name, faults)
 
     def _is_due(self, every: int) -> bool:
-        """Whether an action after every ``every``-th step, and after the last one, is due after the present step."""
+        """Return whether an action is due after the present step.
+
+        The action is due after each ``every`` steps, and after the last step of the run.
+        """
         return last_due(self.state.step, every, self.config.run.steps) == self.state.step
 
     def _save_batch(self, step: int, batch: Mapping[int, Trajectory], seal: Seal | None) -> None:
@@ -763,7 +771,7 @@ class Run:
                 self._unsaved_batch = _UnsavedBatch(folder, step, trajectories, seal)
 
     def _save_checkpoint(self, *, suspect: bool = False) -> None:
-        """Start writing a checkpoint of this step, after the previous one is complete.
+        """Start writing a checkpoint of this step, after the previous checkpoint is complete.
 
         Raises AlteredMemoryError if the weights or the optimizer state have changed since the step made them.
         """
@@ -790,7 +798,7 @@ class Run:
         return self.config.memory_checks.optimizer
 
     def _check_checkpoint(self) -> None:
-        """Raise CheckpointError if the checkpoint in the background could not be written."""
+        """Raise CheckpointError if a checkpoint could not be written in the background."""
         with self.timer("checkpoint"):
             self.store.poll()
 

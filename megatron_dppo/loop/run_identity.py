@@ -12,8 +12,8 @@ from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     """Return the settings that must not change between two starts of a run, with their values.
 
-    With another value, the metrics after the resume would not continue those before it. Learning rates, batch sizes,
-    layouts, limits and schedules may change.
+    With another value, the metrics after the resume would not continue the metrics before it. Learning rates, batch
+    sizes, layouts, limits and schedules may change.
     """
     algorithm = config.algorithm
     data = config.data
@@ -46,7 +46,10 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
 
 
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template's arguments. Without arguments there is no key, because earlier checkpoints lack it."""
+    """Return the chat template's arguments.
+
+    Without arguments there is no key, because checkpoints of earlier versions lack the key.
+    """
     if arguments:
         return {"data.chat_template_arguments": dict(arguments)}
     return {}
@@ -55,7 +58,7 @@ def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return the settings that decide the advantages, except the rewards.
 
-    Defaults are left out, because earlier checkpoints have none of these keys.
+    Defaults are left out, because checkpoints of earlier versions lack these keys.
     """
     defaults = AlgorithmConfig()
     identity: dict[str, Any] = {}
@@ -67,13 +70,13 @@ def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 _ADDRESS_OPTIONS = ("url", "api_key_variable")
-"""Options of rewards that are a server's address or key; they do not change its answers."""
+"""Options of rewards that are a server's address or key. These options do not change the server's answers."""
 
 
 def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
     """Return the settings that decide the rewards' values, except the first reward's name.
 
-    Defaults are left out, because earlier checkpoints have none of these keys.
+    Defaults are left out, because checkpoints of earlier versions lack these keys.
     """
     term_settings: dict[str, list[Any]] = {}
     for name, term in reward.terms.items():

@@ -17,7 +17,7 @@ class ResumeError(RunError, ValueError):
 
 
 FILES = "files (SHA-256)"
-"""Key of the identity whose value has the hashes of the files that the run started from, by file name."""
+"""Key of the identity. Its value maps the name of each file that the run started from to the file's hash."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class RunState:
     """Position and identity of a run.
 
     Attributes:
-        step: rollout batches trained on; also the weight version of the policy.
+        step: number of rollout batches that were trained on; also the weight version of the policy.
         sampler: position in the data (``Sampler.state_dict``).
         identity: settings that must not change between starts, see ``run_identity.identity_of``, and ``FILES``.
         records: position in the run's records (``Recorder.mark``).
@@ -60,7 +60,7 @@ class RunState:
         return cls(**values)
 
     def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
-        """Raise ResumeError with each difference, unless ``identity`` is this run's."""
+        """Raise ResumeError, with each difference, unless ``identity`` equals the stored identity (except FILES)."""
         differences: list[str] = []
         for key in sorted((self.identity.keys() | identity.keys()) - {FILES}):
             saved_value = self.identity.get(key)

@@ -199,7 +199,7 @@ class SampleMaker:
         )
 
     def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
-        """Return the first reward's reason for its value, or the name of what scored the response.
+        """Return the first reward's reason for its value, or else the name of the reward or "by the environment".
 
         A response from a file has only the sum of all rewards, so the first reward's value may be unknown.
         """

@@ -45,7 +45,10 @@ class PendingScore:
         return cls({"environment": future}, {"environment": 1.0})
 
     def when_done(self, callback: Callable[[Score], None]) -> None:
-        """Call ``callback`` with the weighted sum once all scores are known, from any thread; not after an error."""
+        """Call ``callback`` with the weighted sum once all scores are known.
+
+        The call may come from any thread. After an error of a score there is no call.
+        """
         remaining_names = set(self.scores)
         lock = threading.Lock()
 

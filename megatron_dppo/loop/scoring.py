@@ -60,7 +60,7 @@ class ScoredGeneration:
         job: this rank's own problems and how to sample.
         description: text of the progress bar.
         order: an open generation with a lower order is served before a generation with a higher order.
-        part: stores each scored response in the spool, and has the responses that earlier ranks stored; None: no spool.
+        part: stores each scored response in the spool, and returns the stored responses; None without a spool.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ScoredGeneration:
         return rewarded_responses
 
     def _replace(self, replaced_keys: Collection[Hashable], number: int) -> None:
-        """Generate the responses with these keys again, and score them. ``number``: of this round of replacements."""
+        """Generate the responses with these keys again, and score them. ``number``: this round's number, from 1."""
         job = self._job
         if job.seeds is not None:
             # Equal seeds would sample the same responses again.

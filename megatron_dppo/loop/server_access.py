@@ -99,10 +99,10 @@ class ServerAccess:
 
 
 def free_shared_devices(config: TrainConfig) -> None:
-    """Have colocated servers release their memory before restarted ranks allocate theirs. Every rank calls it.
+    """Have colocated servers release their memory before restarted ranks allocate memory. Every rank calls this.
 
     Rank 0 sends the requests; the other ranks wait for rank 0 when they join the process group. A server that does not
-    release its memory is reported lost, so that the supervisor ends it.
+    release its memory is reported lost, so that the supervisor ends the server.
     """
     start = start_of_ranks() or 1
     is_rank_0 = os.environ.get("RANK", "0") == "0"

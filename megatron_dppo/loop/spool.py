@@ -2,13 +2,14 @@
 
     <run.directory>/spool/
       settings                   hash of the settings that the responses depend on
-      trained.jsonl              {"step", "weights"}: a step that was trained on, and the hash of the weights it made
+      trained.jsonl              {"step", "weights"}: a step that was trained on, and the hash of the resulting weights
       step_<n>/draws.jsonl       {"round", "problems"}: the problems that were drawn for the batch of step n
       step_<n>/rank<r>.frames    the scored responses of leader r (``data/response_frames.py``)
 
-Each leader appends its own responses in a background thread, as soon as they are scored. Ranks that resume from the
-checkpoint of step k draw the same problems again and find two sorts of responses in the spool: responses of steps that
-were trained on, so that training repeats these steps exactly, and responses of unfinished batches. Steps up to the
+Each leader appends its own responses in a background thread, as soon as they are scored. "Earlier ranks" are the ranks
+before a restart, or the ranks of an earlier start of the run. Ranks that resume from the checkpoint of step k draw the
+same problems as the earlier ranks. They find two sorts of responses in the spool: responses of steps that the earlier
+ranks trained on, so that training repeats these steps exactly, and responses of unfinished batches. Steps up to the
 newest checkpoint are removed. A write error ends the use of the spool with a warning, and the run goes on.
 """
 
@@ -43,8 +44,11 @@ _SETTINGS = "settings"
 _TRAINED = "trained.jsonl"
 _DRAWS = "draws.jsonl"
 Key = tuple[int, int]
-"""Key of a response: (position of its group, index in the group). In files, groups are counted in the batch; in the
-arguments and results of ``StepPart``, in this rank's job."""
+"""Key of a response: (position of its group, index in the group).
+
+In the spool's files, the position is the position in the whole batch. In arguments and results of ``StepPart``, it is
+the position in this rank's job.
+"""
 
 
 @dataclass
@@ -55,9 +59,10 @@ class ResponseSpool:
         folder: the spool's folder; None if no responses are kept.
         rank: global rank.
         oldest_version: returns the oldest weight version that may sample the batch of a step.
-        trained_digests: step -> hash of the weights that earlier ranks made in it, for the steps since the checkpoint.
-        known_digests: weight version -> hash, for versions up to the checkpoint's that may have sampled a stored
-            response.
+        trained_digests: step -> hash of the weights that earlier ranks made in this step. It has the steps since the
+            checkpoint.
+        known_digests: weight version -> hash of the weights. It has the checkpoint's version and older versions, as far
+            as these may have sampled a stored response.
     """
 
     folder: Path | None
@@ -93,7 +98,7 @@ class ResponseSpool:
 
     @property
     def last_trained(self) -> int:
-        """The last step that earlier ranks have trained on since the checkpoint; 0 without one."""
+        """The last step that earlier ranks have trained on since the checkpoint; 0 if there is no such step."""
         return max(self.trained_digests, default=0)
 
     def draws(self, step: int, round_: int, count: int) -> list[int] | None:
@@ -110,13 +115,13 @@ class ResponseSpool:
             self._submit(self._append_line, f"{_step_name(step)}/{_DRAWS}", line)
 
     def part(self, step: int, positions: Sequence[int]) -> StepPart:
-        """Return this rank's part of a step's batch. ``positions``: of its groups in the batch."""
+        """Return this rank's part of a step's batch. ``positions``: positions of its groups in the batch."""
         return StepPart(self, step, tuple(positions))
 
     def found(self, step: int) -> dict[Key, ScoredResponse]:
         """Return this rank's stored responses of a step by key.
 
-        Damaged responses, and responses that too old weights sampled, are left out.
+        Damaged responses are left out, and responses with tokens of weights that are too old for the step.
         """
         if self.folder is None or not (self.uses_untrained or step in self.trained_digests):
             return {}
@@ -142,7 +147,7 @@ class ResponseSpool:
     def note_trained(self, step: int, digest: str) -> None:
         """Store the hash of the weights that ``step`` made, after all responses of the step are stored. Rank 0 writes.
 
-        A step that earlier ranks trained on is compared with theirs instead.
+        If earlier ranks trained on the step, the hash is compared with the hash of their weights instead.
         """
         if step in self.trained_digests:
             self._compare(step, digest)
@@ -187,7 +192,10 @@ class ResponseSpool:
         )
 
     def _read(self, settings: str, step: int, *, is_fresh: bool) -> list[Any]:
-        """Return ``_read_trained`` and ``_read_draws``; empty the spool if its settings differ or the run is new."""
+        """Return the results of ``_read_trained`` and ``_read_draws``.
+
+        If the spool's settings differ or the run is new, empty the spool first.
+        """
         assert self.folder is not None
         path = self.folder / _SETTINGS
         try:
@@ -205,10 +213,10 @@ class ResponseSpool:
             return [[], []]
 
     def _read_trained(self, step: int) -> list[tuple[int, str]]:
-        """Return (step, hash of its weights), and rewrite the file with these steps alone.
+        """Return pairs (step, hash of the step's weights), and rewrite the file with only these pairs.
 
-        The steps are those up to the checkpoint's ``step`` whose weights may sample the next batch, and all later steps
-        without a gap.
+        A step up to the checkpoint's ``step`` is included if its weights may sample the next batch. Later steps are
+        included up to the first step that the file lacks.
         """
         assert self.folder is not None
         path = self.folder / _TRAINED
@@ -297,22 +305,24 @@ class StepPart:
     positions: tuple[int, ...]
 
     def found(self, problems: Sequence[Problem]) -> dict[Key, tuple[Trajectory, Score]]:
-        """Return the stored responses to ``problems`` with their scores, by (position in ``problems``, index)."""
-        index_of = {position: index for index, position in enumerate(self.positions)}
+        """Return the stored responses to ``problems``, the job's problems, with their scores."""
+        job_position_of = {position: i for i, position in enumerate(self.positions)}
         scored_responses: dict[Key, tuple[Trajectory, Score]] = {}
-        for (position, sample), response in self.spool.found(self.step).items():
-            index = index_of.get(position)
-            if index is None or response.trajectory.problem_id != problems[index].problem_id:
+        for (batch_position, index), response in self.spool.found(self.step).items():
+            job_position = job_position_of.get(batch_position)
+            if job_position is None:
                 continue
-            scored_responses[index, sample] = response.trajectory, Score(**response.score)
+            if response.trajectory.problem_id != problems[job_position].problem_id:
+                continue
+            scored_responses[job_position, index] = response.trajectory, Score(**response.score)
         return scored_responses
 
     def keep(self, key: Key, trajectory: Trajectory, score: Score) -> None:
         """Store a response, unless its reward has no value to train on."""
         if score.unavailable is None and score.refusal is None:
             score_values = {**asdict(score), "components": dict(score.components)}
-            index, sample = key
-            spool_key = (self.positions[index], sample)
+            job_position, index = key
+            spool_key = (self.positions[job_position], index)
             self.spool.keep(self.step, ScoredResponse(spool_key, trajectory, score_values))
 
 
@@ -325,6 +335,6 @@ def _step_name(step: int) -> str:
 
 
 def settings_of_responses(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings without the settings that do not affect responses: its length and its restarts."""
+    """Return a run's settings without the settings that do not affect responses: the run's length and its restarts."""
     run = {key: settings["run"][key] for key in ("directory", "seed")}
     return {**settings, "run": run}
