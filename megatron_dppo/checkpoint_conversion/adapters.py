@@ -63,13 +63,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-"""Entry of adapter_config.json -> the values that plain LoRA adapters may have. An error names the first."""
+"""Entry of adapter_config.json -> the values that plain LoRA adapters may have. An error names the first value."""
 _INITIAL = "init_lora_weights"
 _BASE_KEPT = (True, False, None, "true", "gaussian", "eva", "orthogonal", "mica")
 """With these values of ``init_lora_weights``, PEFT does not change the base."""
 _REVERSIBLE = ("pissa", "olora")
 """With these values of ``init_lora_weights``, PEFT subtracts the initial B A from the base. This B A can be computed
-from the base's weights. With values in neither tuple, PEFT changes the base in other ways."""
+from the base's weights. With a value in neither tuple, PEFT changes the base in another way."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
     Raises CheckpointError if the folder is not in PEFT's format, has adapters that are not plain LoRA, or does not fit
-    ``adapters`` and ``shape``. The message lists all differences. With ``reversible``, PEFT may have subtracted the
-    adapters' initial B A from their base, if ``residual`` can compute the changed base.
+    ``adapters`` and ``shape``. The message lists all differences. With ``reversible``, the folder is
+    also accepted if PEFT subtracted the adapters' initial B A from the base, and ``residual`` can compute the changed
+    base.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class PeftReader(Closing):
             )
 
     def read(self, name: str, dims: tuple[int, ...]) -> torch.Tensor:
-        """Read the tensor ``name`` of ``adapter_tensors``. Raises CheckpointError if experts that share it differ."""
+        """Read the tensor ``name`` of ``adapter_tensors``. Raises CheckpointError if its copies differ."""
         first_name, *copy_names = peft_names(name, self._shape)
         tensor = self._file.read_rows(first_name, 0, dims[0])
         for copy_name in copy_names:
@@ -196,7 +197,7 @@ def write_peft(
 ) -> None:
     """Write ``tensors`` (all of ``adapter_tensors``) as a folder, atomically.
 
-    ``base`` is the model that adapter_config.json names as their base.
+    ``base`` is the model that adapter_config.json names as the base of the adapters.
     """
     dims = adapter_tensors(adapters, shape)
     specs: dict[str, tensor_store.TensorSpec] = {}
@@ -324,6 +325,7 @@ def modules_of(
     excluded = config.get("exclude_modules")
     has_experts = any(".experts." in name for name in stored)
     if isinstance(targets, str) and targets.lower() == ALL:
+        # PEFT does not count the output layer among all linear layers.
         candidates = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
     else:
         candidates = [matrix for matrix in matrices if _matches(targets, matrix)]
@@ -488,7 +490,7 @@ def _merged_rows(
 
 
 def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
-    """Read the adapters of the folder's adapter_config.json. ``PeftReader`` checks its other entries."""
+    """Read the adapters of the folder's adapter_config.json. ``PeftReader`` checks the other entries of the file."""
     config = _read_config(folder)
     file = tensor_store.SafetensorsFile(folder / PEFT_WEIGHTS)
     try:

@@ -1,4 +1,4 @@
-"""SHA-256 of tensors and files, and conversion.json with the hash of every tensor and of its own content."""
+"""SHA-256 of tensors and files, and conversion.json, which has these hashes and the hash of its own content."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def load_certificate(folder: str | Path) -> Certificate:
 
 
 def source_certificate(hf_dir: str | Path) -> Certificate | None:
-    """Read the certificate of the Hugging Face folder ``hf_dir``, the source of a conversion; None if it has none.
+    """Read the certificate of the Hugging Face folder ``hf_dir``, the source of a conversion; None if none exists.
 
     Raises as ``load_certificate``, and CheckpointError if the certificate's form is not ``huggingface``.
     """

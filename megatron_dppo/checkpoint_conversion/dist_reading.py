@@ -1,4 +1,4 @@
-"""Boxes of elements of the tensors in a ``torch_dist`` checkpoint, and reading them from any stored blocks.
+"""Read boxes of elements from the tensors of a ``torch_dist`` checkpoint, however its blocks divide the tensors.
 
 Only the requested rows are read, a few MiB at a time, so a rank of any layout reads only its own part.
 """
@@ -40,7 +40,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements that are in both boxes, or None without any."""
+        """The elements that are in both boxes; None if there is no such element."""
         low = tuple(map(max, self.offsets, other.offsets))
         high = tuple(map(min, self._ends, other._ends))
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -113,7 +113,7 @@ def _in_row(dims: Dims, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
-    """Find the elements of a tensor that ``torch.save`` wrote at ``start``: their offset in the file, and their bytes.
+    """Find a tensor that ``torch.save`` wrote at ``start``. Return the file offset and the bytes of the elements.
 
     Raises OSError, zipfile.BadZipFile or StopIteration if there is no tensor.
     """
@@ -239,7 +239,8 @@ class StoredTensor:
 
     def overlapping(self, requested: Box) -> Iterator[tuple[Box, Box]]:
         """Yield (stored box, its overlap with ``requested``) for each stored box that overlaps ``requested``."""
-        # The candidates are the offsets of all stored boxes, or all offsets in ``requested``. Try the smaller set.
+        # The candidates are offsets on the first ``lead`` axes: the offsets of all stored boxes, or all offsets in
+        # ``requested``. Try the smaller set.
         if math.prod(requested.sizes[: self.lead]) > self.count:
             candidates: Iterator[Dims] = iter(self.by_lead)
         else:
@@ -253,8 +254,8 @@ class StoredTensor:
 
 
 def _dims(values: Any) -> Dims:
-    """Return sizes or offsets from a pickle. Raises TypeError, ValueError for other values, as a damaged pickle may
-    have them."""
+    """Return sizes or offsets from a pickle. Raises TypeError, ValueError for other values, which a damaged pickle may
+    have."""
     dims = tuple(values)
     if not all(type(value) is int and value >= 0 for value in dims):
         raise ValueError(f"got {dims}, expected sizes or offsets")
@@ -354,8 +355,8 @@ class StoredBlocks(Closing):
     ) -> None:
         """Copy ``part`` of the ``stored`` box into ``out``.
 
-        The rows of ``part`` are its slices along its first axis with several elements. In the file, they follow each
-        other, and each is as wide as the stored box.
+        ``axis`` is the first axis along which ``part`` has several elements. The slices along ``axis`` are called rows.
+        In the file, the rows follow each other, and each row is as wide as the stored box.
         """
         fd, start = self._first_element(key, stored.offsets, tensor.dtype, stored.elements)
         axis = next((i for i, size in enumerate(part.sizes) if size > 1), len(part.sizes) - 1)

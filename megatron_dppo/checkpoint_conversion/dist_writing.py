@@ -1,8 +1,8 @@
 """Writing ``torch_dist`` checkpoints without Megatron: a rank's file of a training run, or a whole converted model.
 
 The files have the format of torch.distributed.checkpoint: tensors in the form of ``torch.save``, one after another, and
-a pickled index. This module does not use torch's own writer, because it plans with all ranks before it writes, and its
-files must be read again to be hashed.
+a pickled index. This module does not use torch's own writer for two reasons: the writer plans with all ranks before it
+writes, and its files must be read again to be hashed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ BACKEND = {
 StoredItem = list[Any]
 """JSON list: key, file, first byte, number of bytes; for a tensor's block also dims, offsets, sizes, dtype."""
 ReadRows = Callable[[str, int, int], torch.Tensor]
-"""(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""
+"""(Hugging Face name, first row, number of rows) -> the rows. Every row of every tensor is read once, in order."""
 
 
 class NewFile:
     """A new binary file, as a context manager. If the block ends without an error, the bytes are on the disk.
 
-    ``error`` is the OSError of the first failed write; torch.save raises a RuntimeError without its reason.
+    ``error`` is the OSError of the first failed write: torch.save replaces it by a RuntimeError without the reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ def write_hashed(path: Path, data: bytes) -> dict[str, Any]:
 
 
 class BlockFile:
-    """Appends blocks and objects to a file. ``items`` has the position of each."""
+    """Appends blocks and objects to a file. ``items`` has their positions."""
 
     def __init__(self, file: NewFile) -> None:
         self.items: list[StoredItem] = []
@@ -144,7 +144,7 @@ class BlockFile:
 
     def add_object(self, key: str, value: Any) -> None:
         """Append an object that is not part of a tensor."""
-        # Megatron-Core reads a list of objects for each key; here it has one.
+        # Megatron-Core reads a list of objects for each key. This list has one object.
         self._save([value], key, [])
 
     def _save(self, value: Any, key: str, block_fields: list[Any]) -> None:
@@ -237,9 +237,9 @@ class _Chunk:
 def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_Chunk]:
     """Yield the chunks of the model, parameter after parameter.
 
-    A parameter of one Hugging Face tensor (the vocabulary) has a chunk for each block of rows. If each of its tensors
-    is one segment of the parameter (gate and up), there is a chunk for each. Otherwise segments of its tensors
-    alternate (queries, keys and values), and the whole parameter is one chunk.
+    A parameter of one Hugging Face tensor (the vocabulary) has a chunk for each block of rows. If several tensors are
+    one segment each (gate and up), each tensor has a chunk. If the segments of the tensors alternate (queries, keys and
+    values) or take every n-th row, the whole parameter is one chunk.
     """
     for p in local_parameters(shape, Layout(), 0):
         stacked = written_parameter(shape, p.name)
@@ -278,11 +278,11 @@ _WITHOUT_EXTRA_STATE = (
     ".self_attention.dt_bias",
     ".self_attention.out_norm.weight",
 )
-"""Ends of the names of parameters in modules that are not Transformer Engine's, so that they have no extra state."""
+"""Ends of the names of parameters whose modules are not Transformer Engine's. These modules have no extra state."""
 
 
 def _extra_states(shape: ModelShape) -> Iterable[str]:
-    """Keys of the modules' extra states, one object for each layer, or for each layer and expert.
+    """Return the keys of the modules' extra states: one key for each layer, or for each layer and expert.
 
     A key is ``<module>._extra_state/shard_<index>_<sizes>``: the index and the sizes of the axes over which the module
     is stacked, or 0 and 1 without any.

@@ -65,8 +65,8 @@ def gather(
         rank: This rank.
         values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients).
             All have one dtype, except the tensors that have a fixed dtype.
-        buffers: Memory for the buckets' tensors. One flat buffer holds the tensors of a bucket end to end. They stay
-            valid until the second bucket after it. None: a new buffer for each bucket.
+        buffers: Memory for the buckets' tensors. One flat buffer holds the tensors of a bucket end to end. The tensors
+            of a bucket stay valid until the second bucket after this bucket. None: a new buffer for each bucket.
     """
     first_value = next(iter(values.values()))
     for bucket in plan:
@@ -137,9 +137,9 @@ def assemble(
     rank: int | None,
     parameters: Mapping[ParameterKey, Tensor],
 ) -> list[tuple[str, Tensor]]:
-    """Assemble a bucket's full tensors end to end in ``out`` (1-D). Returns views of it, by name.
+    """Assemble a bucket's full tensors end to end in ``out`` (1-D). Returns views of ``out``, by name.
 
-    The pieces of ``rank`` come from its ``parameters``, all others from ``flat_by_rank``.
+    The pieces of ``rank`` come from ``parameters``, all other pieces from ``flat_by_rank``.
     """
     # The pieces in a rank's message are in the order of this loop.
     consumed = dict.fromkeys(flat_by_rank, 0)

@@ -92,8 +92,8 @@ class StagedFolder:
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
-            # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on only this
-            # process can, because it holds the lock.
+            # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on, only this
+            # process can rename a folder to ``out``, because it holds the lock.
             self._require_out_is_free()
             free = shutil.disk_usage(self.folder).free
             if free < self._expected + SLACK_BYTES:
@@ -285,7 +285,7 @@ class SafetensorsReader(Closing):
 
 
 def _transformers_templates(name: str) -> list[str]:
-    """Name templates of an expert's matrices in a tensor that transformers 5 packs; empty for another tensor."""
+    """Return the name templates of an expert's matrices in a tensor that transformers 5 packs; else an empty list."""
     match = _PACKED.fullmatch(name)
     if match is None:
         return []
@@ -312,8 +312,8 @@ def _parts_of(
 ) -> dict[str, tensor_store.Entry]:
     """Return the position of each matrix of each expert in a packed tensor.
 
-    Experts follow each other. An expert's matrices follow each other (gate_proj, then up_proj). Each matrix has whole
-    rows of the packed tensor, or with ``is_transposed`` whole columns.
+    Experts follow each other. An expert's matrices follow each other (gate_proj, then up_proj). A matrix consists of
+    whole rows of the packed tensor. With ``is_transposed``, these rows are the columns of the matrix.
     """
     experts, rows, *widths = packed.shape
     dims = (rows // len(templates), *widths)
@@ -337,7 +337,7 @@ class ShardedWriter:
 
     Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor gets its own shard.
     The folder is staged next to ``out_dir`` and renamed if the ``with`` block ends without an error. ``out_dir`` must
-    not exist, or be empty. Raises CheckpointError if more or fewer rows of a tensor were written than it has.
+    not exist, or be empty. Raises CheckpointError if a tensor has more or fewer rows than were written.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class ShardedWriter:
         self._rows_left[name] -= len(rows)
 
     def certify(self, certificate: Certificate) -> None:
-        """Have ``certificate`` written at the end of the ``with`` block, after all other files."""
+        """Write ``certificate`` at the end of the ``with`` block, after all other files."""
         self._certificate = certificate
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
@@ -426,8 +426,8 @@ def write_hf_checkpoint(
 
 
 def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_store.TensorSpec]:
-    """The tensors of a model that is trained in ``dtype``. A tensor that the trainer always keeps in another type
-    (``own_dtypes``) has that type here."""
+    """Return the tensors of a model that is trained in ``dtype``. If the trainer always keeps a tensor in another type
+    (``own_dtypes``), the tensor has that type here too."""
     fixed_dtypes = own_dtypes(shape)
     specs: dict[str, tensor_store.TensorSpec] = {}
     for name, dims in hf_tensors(shape).items():
@@ -468,12 +468,12 @@ def plan_files(
 ) -> dict[str, dict[str, tensor_store.TensorSpec]]:
     """Divide ``tensors`` among weight files: file name -> the tensors of the file.
 
-    A file has at most ``max_shard_bytes``, and files follow the order of ``tensors``. A larger tensor gets one file
-    alone. All parts of a packed tensor are in one file, at the position of their first part.
+    Files follow the order of ``tensors``. A file has at most ``max_shard_bytes``; a larger tensor gets its own file.
+    All parts of a packed tensor are in one file, at the position of their first part.
     """
     shards: list[dict[str, tensor_store.TensorSpec]] = [{}]
     filled = 0
-    # Part names by file tensor: a tensor that is not packed has itself as its only part.
+    # Name of a tensor in a file -> the names of its parts. A tensor that is not packed is its own only part.
     part_names_of = tensor_store.part_names_of_file_tensors(tensors)
     for part_names in part_names_of.values():
         size = sum(tensors[name].bytes for name in part_names)
@@ -498,8 +498,8 @@ def complete_folder(
     """Write everything but the weights: an index if there are several weight files, and copies of the files in
     ``side_files_from``.
 
-    ``files``: the result of ``plan_files``. ``quantization``: an entry for the copy of config.json; None: the weights
-    are not quantised.
+    ``files``: the result of ``plan_files``. ``quantization``: the ``quantization_config`` for the copy of
+    config.json; None: the weights are not quantised.
     """
     specs: dict[str, tensor_store.TensorSpec] = {}
     file_of: dict[str, str] = {}

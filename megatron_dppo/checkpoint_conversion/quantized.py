@@ -1,4 +1,4 @@
-"""Reading 8-bit and 4-bit weights with their scales as fp32, and writing 8-bit weights.
+"""Read 8-bit and 4-bit weights with their scales as fp32, and write 8-bit weights.
 
 A matrix of type F8_E4M3 (``quantization_config: {quant_method: fp8}``) has a tensor ``..._scale_inv``: a factor for
 each block of ``weight_block_size`` (rows, columns), or one factor for the whole matrix.

@@ -88,8 +88,8 @@ def write_megatron(
     dtypes = _target_dtypes(source, shape, target)
     stored = TensorHashes()
     written = TensorHashes()
-    # The source's certificate has hashes of the stored bytes, the new certificate of the written bytes. With a cast
-    # they differ, so hash both.
+    # The source's certificate has hashes of the stored bytes, the new certificate has hashes of the written bytes. A
+    # cast changes the bytes, so hash both.
     hashes_both = recorded is not None and target != source_dtype
 
     def read(name: str, start: int, count: int) -> torch.Tensor:
@@ -139,8 +139,9 @@ def megatron_to_hf(
     max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``,
-    or from ``megatron_dir`` if it is None.
+    """Write a Megatron checkpoint as Hugging Face shards with an index.
+
+    Config and tokenizer come from ``hf_config``; if ``hf_config`` is None, they come from ``megatron_dir``.
 
     ``megatron_dir`` is a result of ``hf_to_megatron``, or a checkpoint of a training run. If it has a certificate,
     every tensor is compared with it. Raises MismatchError for the first tensor that differs, and ModelError if
@@ -168,8 +169,8 @@ def megatron_to_hf(
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
                 cast = _finite_cast(rows, name, start, dtypes[name], megatron_dir)
-                # ``stored`` is compared with the source's certificate, ``written`` is for the new one. Both are equal
-                # without a cast.
+                # ``stored`` is compared with the source's certificate, ``written`` is for the new certificate. Without
+                # a cast both are equal.
                 if target != source_dtype:
                     written.update(name, cast)
                 writer.write_rows(name, start, cast)
@@ -240,7 +241,7 @@ def _dtypes(
     shape: ModelShape,
     dtype: str | None,
 ) -> tuple[str, str]:
-    """The stored type (the names of several types are joined by ``+``), and the type of the result."""
+    """Return the stored type (the names of several types are joined by ``+``), and the type of the result."""
     stored_dtype = "+".join(tensor_store.dtypes_of(store, shape))
     return stored_dtype, dtype or stored_dtype
 
@@ -284,7 +285,7 @@ def _finite_cast(
 
 
 def _require_recorded(source: TorchDistCheckpoint, digests: dict[str, str]) -> None:
-    # A training run's checkpoint has no certificate. It has a manifest, and the run compares it when it resumes.
+    # A training run's checkpoint has a manifest instead of a certificate. The run checks the manifest when it resumes.
     if source.certificate is not None:
         for name, digest in digests.items():
             source.certificate.check_tensor(name, digest, source.folder)

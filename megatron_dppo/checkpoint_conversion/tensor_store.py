@@ -1,5 +1,4 @@
-"""Reading and writing tensors in files by rows, with memory for one block: the safetensors format, and checks of
-stores.
+"""Read and write tensors of safetensors files by rows, with memory for one block; check stores of tensors.
 
 A safetensors file has a length of 8 bytes (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, and the
 tensors' bytes without gaps. A row is an index of dim 0; rows are contiguous.
@@ -143,7 +142,7 @@ class SafetensorsFile:
         return out
 
     def _read_transposed(self, name: str, entry: Entry) -> torch.Tensor:
-        """Read a transposed matrix as a whole. If it was also the last one that was read, return the kept copy."""
+        """Read a transposed matrix as a whole. If the last call read the same matrix, return the kept copy."""
         if self._transposed is None or self._transposed[0] != name:
             columns = torch.empty(entry.shape[::-1], dtype=entry.dtype)
             read_all(
@@ -404,7 +403,7 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
 def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes.
 
-    The tensors of ``mapping.file_dtypes`` may have the dtype in it, or the dtype of all other tensors.
+    The tensors of ``mapping.file_dtypes`` may have the dtype of that table, or the dtype of all other tensors.
     """
     check_tensors(store.specs, shape, location)
     dtypes = dtypes_of(store, shape)

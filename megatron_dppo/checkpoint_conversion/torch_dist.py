@@ -1,8 +1,8 @@
-"""Reading Megatron-Core's distributed checkpoints (``torch_dist``) by rows and without Megatron.
+"""Read Megatron-Core's distributed checkpoints (``torch_dist``) by rows and without Megatron.
 
-They are torch.distributed.checkpoint folders with the tensors of the whole model: layers are stacked along a first
-axis, experts along a second axis. So every layout can load a folder. Parameters in this module have the names and
-shapes of a single-rank layout. ``open_checkpoint`` opens ``torch_dist`` folders and Hugging Face folders, both as
+These checkpoints are torch.distributed.checkpoint folders with the tensors of the whole model. Layers are stacked along
+a first axis, experts along a second axis. So every layout can load a folder. Parameters in this module have the names
+and shapes of a single-rank layout. ``open_checkpoint`` opens ``torch_dist`` folders and Hugging Face folders, both as
 Hugging Face tensors.
 """
 
@@ -172,7 +172,7 @@ class TorchDistFolder(Closing):
 def find_torch_dist(folder: str | Path) -> Path | None:
     """Find the folder with ``.metadata``: ``folder`` itself, or the iteration that its Megatron-LM tracker names.
 
-    None without either. Raises CheckpointError if the iteration's folder has no ``.metadata``.
+    Returns None if there is neither. Raises CheckpointError if the iteration's folder has no ``.metadata``.
     """
     folder = Path(folder)
     if (folder / ".metadata").exists():
@@ -400,7 +400,8 @@ class CheckedReader(Closing):
         """Raise CheckpointError if a tensor is missing, unknown, or of another shape than in ``shape``'s tables.
 
         Raises it also if a tied model stores an output layer that differs from its embedding, or if a tensor packs all
-        experts of a layer although the family's files have no packed tensors: SGLang silently does not read it.
+        experts of a layer although the family's files have no packed tensors: SGLang leaves out such a tensor without a
+        message.
         """
         if isinstance(self._store, SafetensorsReader) and self._store.unusual_packed:
             packed_name = self._store.unusual_packed[0]
@@ -454,7 +455,7 @@ def open_checkpoint(folder: str | Path) -> CheckedReader:
 
 
 def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Name -> SHA-256 (hex) of every ``parts``-th tensor of the folder, from number ``part`` on, sorted by name."""
+    """Return name -> SHA-256 (hex) of every ``parts``-th tensor of the folder, sorted by name, from ``part`` on."""
     with open_checkpoint(folder) as reader, TensorHashes() as hashes:
         for name in sorted(reader.specs)[part::parts]:
             for start, count in tensor_store.row_blocks(reader.specs[name]):

@@ -39,7 +39,7 @@ _EXPORTED = (
     "LICENSE*",
     "NOTICE*",
 )
-"""Patterns of the names of files that a Hugging Face folder of a model consists of."""
+"""Patterns of the usual file names in a Hugging Face folder of a model."""
 
 
 _NAMED_FILES = 5
@@ -75,9 +75,9 @@ def upload(
 ) -> str:
     """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co; return the commit's address.
 
-    A missing repository is created, ``private`` or public; an existing repository stays private or public.
-    huggingface_hub reads the access token that ``hf auth login`` stored, or HF_TOKEN, and the Hub's address from
-    HF_ENDPOINT. Raises CheckpointError if ``folder`` is no export or the upload fails.
+    ``private`` applies to a repository that this function creates; an existing repository stays private or public.
+    huggingface_hub reads the access token from HF_TOKEN or from the store of ``hf auth login``, and the Hub's address
+    from HF_ENDPOINT. Raises CheckpointError if ``folder`` is no export or the upload fails.
     """
     try:
         from httpx import HTTPError
