@@ -1,8 +1,8 @@
 """Balancing: the division of sequences among data-parallel ranks and micro-batches.
 
-Memory limits the tokens of a micro-batch. Groups with equal costs take equal time; the cost of a sequence grows faster
-than its number of tokens (``forward_flops`` in ``model/shape.py``). Every function depends on its arguments alone, so
-ranks that know the same lengths agree without communication.
+Memory limits the tokens of a micro-batch, and the cost of its sequences determines its time. The cost of a sequence
+grows faster than its number of tokens (``forward_flops`` in ``model/shape.py``). Every function depends on its
+arguments alone, so ranks that know the same lengths agree without communication.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
     The result is deterministic, and indices ascend within a group. Some groups are empty if there are fewer sequences
     than ranks.
     """
-    # At first each index is one partial partition: `ranks` pairs (sum, indices), the heaviest first. Merge the two
-    # partitions with the widest spread, each heavy group with a light group, until one partition remains. The heap has
-    # (-spread, smallest index, partition), so the smallest index breaks ties.
+    # At first each index is one partial partition: `ranks` pairs (sum, indices), the heaviest first. The spread of a
+    # partition is its largest sum minus its smallest sum. Merge the two partitions with the widest spread, each heavy
+    # group with a light group, until one partition remains. The heap has (-spread, smallest index, partition), so the
+    # smallest index breaks ties.
     heap: list[tuple[float, int, list[_Part]]] = []
     for index, cost in enumerate(costs):
         empty_parts: list[_Part] = [(0, [])] * (ranks - 1)
@@ -181,8 +182,8 @@ def _cheapest_with_room(
 def _split(costs: Sequence[float], groups: Groups, count: int) -> Groups:
     """Halve the heaviest group that has at least two sequences until there are ``count`` groups.
 
-    There always is a group with two sequences, because ``count`` is below the number of sequences. With more groups,
-    the first division of ``_spread`` has at most one sequence in a group, so it does not call this function.
+    ``count`` is below the number of sequences, so there always is a group with two sequences. (For a larger ``count``,
+    the first division of ``_spread`` has at most one sequence in a group, and ``_spread`` uses this division.)
     """
     groups = list(groups)
     while len(groups) < count:

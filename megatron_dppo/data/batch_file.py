@@ -10,8 +10,8 @@
     hash.numbers    uint8 [n, 16]: hash of each trajectory's rows in trajectories and scores, as bytes
     seal            JSON in the file's metadata: the origin of the batch (``data/seal.py``); missing without a seal
 
-A hash is compared when its part is read. The file has no text, because the tokens contain it. The alignment of columns
-follows from their declarations (``data/columns.py``).
+A hash is compared when its part is read. The file has no texts, because tokens can be decoded to text. The alignment of
+columns follows from their declarations (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
 class SavedBatch:
     """The batch of one step in its file. Only the trajectories that ``read`` returns are loaded into memory.
 
-    ``problems`` has the problem id of each trajectory, in order. ``seal`` is None if the file has none. Raises
+    ``problems`` has the problem id of each trajectory, in order. ``seal`` is None if the file has no seal. Raises
     FileNotFoundError, or BatchFormatError with the path and the error.
     """
 
@@ -87,6 +87,7 @@ class SavedBatch:
             self.problems: list[int] = self._numbers[:, 0].tolist()
             lengths = self._numbers[:, 2]
             self._token_ends = self._ends("token_ids", lengths)
+            # The masks have the same ends. This call checks their number of rows.
             self._ends("loss_mask", lengths)
             sampled_counts = np.zeros(len(lengths), np.int64)
             for position in range(len(lengths)):
@@ -183,7 +184,7 @@ class SavedBatch:
     def _ends(self, name: str, row_counts: np.ndarray) -> list[int]:
         """Return 0 and the end of each trajectory's rows: trajectory i has the rows from ends[i] to ends[i + 1].
 
-        Raises ValueError if the array ``name`` has another number of rows than ``row_counts`` together.
+        Raises ValueError if the number of rows of the array ``name`` is not the sum of ``row_counts``.
         """
         ends = [0, *np.cumsum(row_counts).tolist()]
         if self._size(name) != ends[-1]:

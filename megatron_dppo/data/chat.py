@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _MAX_REASON = 300
-"""Largest number of characters of a template's own error message in ours."""
+"""Largest number of characters of a template's error message in the message of a ChatTemplateError."""
 
 
 class ChatTemplateError(ValueError):

@@ -79,11 +79,12 @@ class Column:
 
     Attributes:
         name: Name of the column.
-        dtypes: Names of the allowed types; values that are no array get the first type.
+        dtypes: Names of the allowed types. Values that are not an array get the first type.
         rows: The tokens that have a row.
         trailing: Names of the sizes of the axes after the rows. The sizes are equal in all trajectories of a batch.
         fill: The value of rows without a value in a pack.
-        complete: Whether all trajectories of a batch must have the column, or no trajectory. False: some may lack it.
+        complete: True: either all trajectories of a batch have the column, or no trajectory has it. False: some
+            trajectories may lack the column.
         packed: Whether micro-batches have the column.
         usable: Computes which rows are valid. None: all rows are valid.
         check: Validates values from a file or the engine (``Trajectory.check``).
@@ -124,8 +125,8 @@ class Column:
     def array(self, values: object, loss_mask: np.ndarray, location: object) -> np.ndarray:
         """Convert ``values`` to this column of a trajectory with ``loss_mask``: contiguous and read-only.
 
-        A sequence that is no array gets the first of ``dtypes``. Raises ValueError, beginning with ``location``, for a
-        type, a number of axes or a number of rows that differs from the declaration.
+        Raises ValueError, beginning with ``location``, for a type, a number of axes or a number of rows that differs
+        from the declaration.
         """
         array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
         dtype = _name(array.dtype)
@@ -184,10 +185,7 @@ def declared_column(name: str) -> Column:
 
 
 LOG_PROB_ROUNDING = 1e-6
-"""Log-probabilities may exceed 0 by this much: fp32 rounds for tokens of a probability near 1.
-
-The engine's protocol checks responses with the functions below, too.
-"""
+"""Log-probabilities may exceed 0 by this much, because float32 rounds probabilities near 1."""
 
 
 def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> None:
@@ -203,9 +201,9 @@ def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> N
 
 
 def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
-    """Check Top-K log-probabilities [R, K] as ``check_log_probs`` does, except the fill, which has negative ids.
+    """Check Top-K log-probabilities [R, K] as ``check_log_probs`` does. The fill, with negative ids, is not checked.
 
-    Raises ValueError also if a token has an id twice, because its probability would count twice.
+    Raises ValueError also if a token has an id twice: the probability of this id would count twice.
     """
     is_valid = ids >= 0
     check_log_probs(np.where(is_valid, log_probs, 0.0), f"{location}: Top-K log-probabilities")
@@ -219,8 +217,8 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
 
 
 UNWRITTEN_TOKENS = 8
-"""A recording of one expert per token that is zero in every layer for more tokens than this was never written: no
-router sends so many tokens to expert 0 of every layer."""
+"""With one expert per token, a recording of more tokens than this that has only zeros was never written: no router
+sends so many tokens to expert 0 of every layer."""
 
 
 def check_recording(routed: np.ndarray, experts: int) -> None:
@@ -356,13 +354,13 @@ TOPK_LOG_PROBS = declare(
 
 # Every stage needs the versions to find the usable rows of ``routed_experts``.
 WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
-"""The weight version that sampled each token. Every rank has the runs of equal versions (``Outline.version_spans``)."""
+"""The weight version that sampled each token. ``Outline.version_spans`` has the same information for every rank."""
 
 ROUTING_VERSION = declare(
     Column("routing_version", ("int32",), Rows.SAMPLED, complete=False, packed=False)
 )
-"""For each sampled token, the weight version that recorded the row of ``routed_experts`` before it; -1 for a lost row.
-The column exists only if some rows were not recorded by the last version (``usable_rows``)."""
+"""For each sampled token, the weight version that recorded the row of ``routed_experts`` at the token before; -1 for a
+lost row. The column exists only if some rows were not recorded by the last version (``usable_rows``)."""
 
 ROUTED_EXPERTS = declare(
     Column(

@@ -93,13 +93,14 @@ class ControlTokens:
         return _replaced(self._mark_pattern, self._name_of, text)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendering. Marks become the tokens of the characters that they stand for.
+        """Encode a rendering. Each mark is replaced by the characters of its token, read as plain text.
 
         Raises ChatTemplateError if the tokenizer cannot be made to read a control token as plain text.
         """
         if not self.has_marks(text):
             return self._original_ids(text)
         copy = self._copy
+        # Check the copy with this text: tokenizer and copy must encode the rest of the text to the same ids.
         text_without_marks = self._mark_pattern.sub("", text)
         if copy.encode(text_without_marks) != self._original_ids(text_without_marks):
             raise ChatTemplateError(
@@ -138,7 +139,7 @@ class _RenamedTokenizer:
         self._secret_names = {name: f"<|{nonce}n{i}|>" for i, name in enumerate(sorted(names))}
         self._pattern = _alternation(names)
         settings = json.loads(state)
-        # These parts may name tokens. They change whole sequences, not the encoding of text.
+        # Remove these parts, because they may name tokens. They change whole sequences, not the encoding of text.
         settings |= {"post_processor": None, "truncation": None, "padding": None}
         for token in settings["added_tokens"]:
             token["content"] = self._new_name(token["content"])

@@ -78,7 +78,7 @@ class PackedBatch:
         """A copy with only the rows ``index``, int64 [t], of its tensors [T, ...].
 
         ``cu_seqlens`` and ``sequence_index`` still describe the whole pack. The batch must have no column of the input:
-        the rows of a column of the input may be the rows of other tokens.
+        row t of such a column need not belong to token t (``input_rows`` of ``pack``).
         """
         columns = {n: x[index] for n, x in self.columns.items()}
         valid = {n: x[index] for n, x in self.valid.items()}
@@ -144,7 +144,7 @@ def pack(
             but must take part in a micro-batch: the result has ``pad_multiple`` tokens of padding, trains nothing, and
             has the same columns as the packs of other ranks.
         input_rows: Selects the rows of columns of the input, if ranks share a micro-batch's tokens and each rank
-            replays only the routing of its tokens; None: all rows.
+            replays only the routing of its own tokens; None: all rows.
 
     Raises:
         ValueError: An error of ``forms_of``; ``pad_multiple`` is below 1 or no multiple of ``sequence_multiple``; or a

@@ -65,7 +65,8 @@ class PromptForm:
     apply_chat_template: bool = True
     system_prompt: str | None = None
     template: str | None = None
-    # The repr excludes the arguments, because saved rollouts have a digest of it and most runs have no arguments.
+    # The repr excludes the arguments: seals have a hash of the repr, and the hash of a form without arguments must stay
+    # equal to saved hashes.
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def of(self, prompt: Prompt, location: str) -> Prompt:
@@ -103,13 +104,13 @@ class ProblemRecords(NamedTuple):
         prompts: The prompts.
         answers: The answers; a missing answer is an empty text.
         metadata: The metadata.
-        unanswered: Position -> the error, of problems whose answer is missing or invalid.
+        unanswered: Position -> the error, for problems whose answer is missing or invalid.
         locations: File and line of each problem, in words.
         sha256: Hash of the file, or of all files.
         parts: The files in their order.
         tools: Definitions of functions of each problem.
-        unread: Column -> number of records with a value there, of columns that look like content but are not in the
-            prompts.
+        unread: Column -> number of records that have a value in this column. The columns are those that look like
+            content but are not in the prompts.
     """
 
     prompts: list[Prompt]
@@ -205,7 +206,7 @@ def load_problems(
     keys_of: DataKeys = DataKeys(),
     embedding_rows: int | None = None,
 ) -> ProblemSet:
-    """Read and tokenise problems. Each record has a prompt and an answer.
+    """Read and tokenise problems. Each record has a prompt, and may have an answer.
 
     ``records.PROMPT_KEYS``, ``ANSWER_KEYS`` and ``METADATA_KEYS`` are the keys of prompt, answer and metadata.
     ``problem_id`` counts all problems from 0, file after file, including dropped problems: in a single file it is the
@@ -327,7 +328,7 @@ def has_tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> b
 
 
 def first_token_beyond(token_ids: Sequence[int], rows: int) -> int | None:
-    """The first token of a prompt that is beyond an embedding with ``rows`` rows; None if there is none."""
+    """The first token of a prompt that is beyond an embedding with ``rows`` rows; None if all tokens have a row."""
     return next((token for token in token_ids if token >= rows), None)
 
 
@@ -384,7 +385,7 @@ def _messages_beyond_text(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in ``folder`` (local files only). Raises DataError if there is none."""
+    """Load the tokenizer in ``folder`` (local files only). Raises DataError if it is missing or damaged."""
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise DataError(f"{folder}: no tokenizer here, expected a tokenizer_config.json")
     try:
@@ -589,7 +590,7 @@ def left_out_tools(
     locations: Sequence[str],
     tools: Sequence[Tools],
 ) -> str | None:
-    """Return a warning if prompts lack the name of a tool that their record defines or calls; None if none does."""
+    """Return a warning if prompts lack the name of a tool that their record defines or calls; else None."""
     missing_tools: list[tuple[str, str]] = []
     """Location and name of the first missing tool, for each prompt that lacks one."""
     for prompt, location, prompt_tools in zip(prompts, locations, tools, strict=True):

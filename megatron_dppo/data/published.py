@@ -85,8 +85,8 @@ class PublishedSet:
         schemas: The schemas of its published files, in order of preference.
         hub: Name on the Hugging Face hub.
         file: The file in the hub's repository, for a download by hand.
-        configs: Configurations of the hub's repository, or folders of a copy of the repository, to read. If the
-            repository has none of these, or the tuple is empty, all configurations are read.
+        configs: The configurations to read: names in the hub's repository, and folders in a copy of the repository. If
+            the repository has none of these, or the tuple is empty, all configurations are read.
         split: The split to read if the repository has several. None: all splits.
         year: Year of a competition. Rows of other years are left out.
         english: Whether to leave out problems with Chinese, Japanese or Korean characters.
@@ -318,7 +318,11 @@ def _published_file(published: PublishedSet, file: Path) -> PublishedFile:
 
 
 def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
-    """The data files of the folder. If paths name configurations of the set or splits, only wanted files count."""
+    """The data files of the folder.
+
+    If some paths have a folder named after a configuration of the set, only the files with such a path count. If
+    ``split`` is given, files whose path names another split do not count.
+    """
     paths = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)

@@ -308,9 +308,9 @@ def _faults_named(path: Path) -> Iterator[None]:
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with the content as text."""
 Keys = tuple[tuple[str, ...], ...]
-"""Rows of column names, in upper or lower case. The names of a row have one meaning. A record's value comes from the
-first row that has a column with a value in the record. If the record has several columns of this row, their values must
-be equal."""
+"""Rows of column names; upper and lower case are equal. The names of a row have one meaning. A record's value comes
+from the first row that names a column with a value in the record. If the record has several columns of this row, their
+values must be equal."""
 PROMPT_KEYS: Keys = (
     ("prompt",),
     ("problem", "question", "query", "instruction"),
@@ -353,8 +353,8 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
 
     Chat messages have a role and content, or ShareGPT's ``from`` and ``value``. Content is text, or parts of text, and
     may be missing if there are ``tool_calls``. Messages of the assistant at the end are an answer, and are left out.
-    Text under ``input`` is appended to an ``instruction``. Raises DataError if there is no prompt, or if several
-    columns have different prompts.
+    Text under ``input`` is appended to a prompt from ``instruction``. Raises DataError if there is no prompt, or if
+    several columns have different prompts.
     """
     if key is not None:
         value = value_at(record, key)
@@ -423,11 +423,11 @@ def metadata_of(
     location: str,
     key: str | None = None,
 ) -> Mapping[str, Any]:
-    """Read the object under ``key``. If ``key`` is None, read the first object under ``METADATA_KEYS``, or return an
-    empty mapping if there is none.
+    """Read the object under ``key``. If ``key`` is None, read the first object under ``METADATA_KEYS``; without such an
+    object, return an empty mapping.
 
-    The key ``*`` stands for all columns. Raises DataError if there is no object under ``key``, or if it has values that
-    JSON cannot represent.
+    The key ``*`` stands for all columns. Raises DataError if there is no object under ``key``, or if the object has
+    values that JSON cannot represent.
     """
     if key == EVERY_COLUMN:
         return {name: _as_json(value, f"{location}: {name!r}") for name, value in record.items()}
@@ -584,7 +584,7 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
 
 
 def _is_structure(record: Mapping[str, Any], path: str) -> bool:
-    """Whether the first key of ``path`` has an object: a missing value is then a missing field, not a missing column.
+    """Whether the first key of ``path`` has an object. If so, a missing value is a missing field, not a missing column.
 
     ``path``: ``a`` for a column, ``a.b`` for a field of a structure.
     """
@@ -601,7 +601,7 @@ def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
 
 
 def _prompt(value: object, key: str, location: str) -> Prompt:
-    """Convert the value under ``key`` to a prompt. Raises DataError for another value."""
+    """Convert the value under ``key`` to a prompt. Raises DataError if the value is not a prompt."""
     if isinstance(value, str) and value.strip():
         return value
     entries = value if isinstance(value, list) else []

@@ -3,8 +3,8 @@
     frame      magic, 4 bytes; length of the content, 8 bytes, little endian; XXH3 of the content, 16 bytes; the content
     content    safetensors: ``token_ids``, ``loss_mask`` and one array per column; JSON in the metadata has the rest
 
-The process that appends a frame may die in the middle of it, so an incomplete frame ends the file. A frame whose
-content has another hash is skipped.
+A process may die while it appends a frame, so the last frame of a file may be incomplete. It is not read, and
+``open_frames`` removes it. A frame whose content does not have the hash in the frame is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _FIELDS = (
     *("problem_id", "sample_index", "finish_reason", "text", "prompt_tokens", "cached_tokens"),
     *("verify_steps", "ended_by", "turn_rewards", "turn_times", "wants_score"),
 )
-"""Fields of a trajectory that are stored as JSON. Reward, advantage and components are not: the score gives them."""
+"""Fields of a trajectory that are stored as JSON. Reward, advantage and components are not stored here: they follow
+from the score."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class ProblemSampler:
         return self._epoch * self._count + self._position
 
     def next(self, n: int) -> list[int]:
-        """The next ``n`` positions; after the end of an epoch the next one begins."""
+        """The next ``n`` positions. At the end of an epoch the next epoch begins."""
         positions: list[int] = []
         while len(positions) < n:
             upcoming = self._order[self._position : self._position + n - len(positions)]
@@ -114,7 +114,7 @@ class ProblemSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
-        Raises ValueError if it belongs to another data set or order, or is malformed.
+        Raises ValueError if the state belongs to another data set or order, or is malformed.
         """
         own_state = self.state_dict()
         if set(state) != set(own_state):
@@ -189,7 +189,7 @@ class WeightedSampler:
         return {"weights": self._weights, "files": [f.state_dict() for f in self._files]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ValueError if it belongs to other files, weights or orders."""
+        """Continue from ``state``. Raises ValueError if the state belongs to other files, weights or orders."""
         if set(state) != {"weights", "files"}:
             raise ValueError(f"sampler state has keys {sorted(state)}, expected files and weights")
         if state["weights"] != self._weights:
@@ -207,8 +207,8 @@ class WeightedSampler:
 class ReturningSampler:
     """Returns first the positions that an interrupted run had drawn but not trained on, then positions of ``sampler``.
 
-    A run draws ahead, so the state of ``sampler`` does not tell which problems were drawn but not trained on. The state
-    of this class also has these positions, under ``returned``.
+    A run draws problems before it trains on them. The state of ``sampler`` does not tell which problems were drawn but
+    not trained on. The state of this class also has these positions, under ``returned``.
     """
 
     def __init__(self, sampler: ProblemSampler | WeightedSampler) -> None:
@@ -221,10 +221,10 @@ class ReturningSampler:
         return positions + self._sampler.next(n - len(positions))
 
     def take(self, positions: Sequence[int]) -> None:
-        """Draw exactly these positions. Positions that are skipped on the way are returned by the next draws.
+        """Draw exactly these positions. The next draws return the positions that were skipped for this.
 
-        Restarted ranks that repeat a step draw what the earlier ranks drew, because the order of drawing may have
-        depended on rewards.
+        Ranks that were restarted and repeat a step draw the same positions as before the restart. A usual draw might
+        return others, because the order of drawing may have depended on rewards.
         """
         for position in positions:
             while position not in self._returned:
@@ -240,7 +240,9 @@ class ReturningSampler:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ValueError if it belongs to another data set or order, or is malformed."""
+        """Continue from ``state``. Raises ValueError if the state belongs to another data set or order, or is
+        malformed.
+        """
         sampler_state = dict(state)
         returned = sampler_state.pop("returned", [])
         if not all(isinstance(i, int) and i >= 0 for i in returned):

@@ -1,9 +1,9 @@
 """Seals: records of a batch's origin, written while the batch is made and compared before training on it.
 
-A response gets a ``Stamp`` (``data/trajectory.py``) as soon as it is complete: the requested settings and seed, and a
-hash of each of its arrays; the reward is added when the response is scored. The ``Seal`` of a batch has the stamps, and
-hashes of the weights of each version that sampled the responses, of the template, and of the data rows. Batch files
-contain the seal. docs/replay.md lists the errors that a seal detects, and those that it cannot detect.
+A response gets a ``Stamp`` (``data/trajectory.py``) as soon as it is complete. The stamp has the requested settings and
+seed, and a hash of each array of the response. The reward is added to the stamp when the response is scored. The
+``Seal`` of a batch has the stamps, and hashes of the weights, of the chat template and of the data rows. Batch files
+contain the seal. docs/replay.md lists the errors that a seal detects, and the errors that it cannot detect.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Seal:
     Attributes:
         step: The step.
         template: Hash of the chat template and of the form of prompts.
-        weights: Weight version -> hash of the trainer's weights: of the versions that sampled the batch, of the version
-            before the step and, after training, of the version that the step made (``step``).
+        weights: Weight version -> hash of the trainer's weights. The mapping has the versions that sampled the batch,
+            and the version before the step. ``trained`` adds the version that the step made; its number is ``step``.
         rows: Problem id -> hash of its data row.
         stamps: Stamps of the responses, by position in the batch.
     """
@@ -120,7 +120,9 @@ class Seal:
         return replace(self, weights={**self.weights, self.step: digest})
 
     def to_text(self) -> str:
-        """Convert to JSON. Equal sampling settings of stamps are written once, and stamps have their index."""
+        """Convert to JSON. Different sampling settings are written once, as a list. Each stamp has the index of its
+        settings in this list.
+        """
         settings: list[dict[str, Any]] = []
         index_of: dict[str, int] = {}
         stamps: list[list[Any]] = []
@@ -230,7 +232,7 @@ def advantage_faults(outlines: Sequence[Outline], origin: Origin) -> Iterator[st
 def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterator[str]:
     """Yield errors in the advantages of turns. ``trajectories``: whole groups.
 
-    The errors are: a kind of credit that is not the run's, returns that do not fit the turns and the reward, and
+    The errors are: another kind of credit than ``origin.credit``, returns that do not fit the turns and the reward, and
     advantages that differ from the advantages computed from the returns.
     """
     for t in trajectories:

@@ -45,9 +45,9 @@ class Problem:
     Attributes:
         problem_id: Position in the data (from 0). It identifies the problem in trajectories and checkpoints.
         prompt: Text of the problem.
-        answer: The answer; empty if it has none.
+        answer: The answer; empty if the row has no answer.
         prompt_ids: Token ids of the whole prompt.
-        messages: The whole prompt as chat messages; empty if it is ``prompt`` alone.
+        messages: The whole prompt as chat messages; empty if the whole prompt is the text ``prompt``.
         metadata: The row's metadata, for rewards.
         tools: Definitions of functions in the prompt.
     """
@@ -97,6 +97,8 @@ class Stamp:
 class Trajectory:
     """One response to a problem, with the columns of its tokens.
 
+    Batch files store the attributes from ``problem_id`` to ``stamp``, except ``text``.
+
     Attributes:
         problem_id: The problem's id.
         sample_index: The response's number in its group.
@@ -110,8 +112,7 @@ class Trajectory:
         stamp: The origin; None if it is unknown.
         components: Components of the reward, if this process scored the response.
         reason: The reward's reason, if this process scored the response.
-        prompt_tokens: Number of prompt tokens of all engine calls for this response. Batch files do not have this
-            attribute and the attributes after it.
+        prompt_tokens: Number of prompt tokens of all engine calls for this response.
         cached_tokens: Number of these tokens that were in the engine's prefix cache.
         verify_steps: Number of steps of the engine that verified drafted tokens for this response; 0 without
             speculation.
@@ -267,7 +268,7 @@ class Trajectory:
     def branches(self) -> tuple[Self, ...]:
         """The branches, each as a trajectory without stamp and rewards of turns.
 
-        A trajectory of one branch is returned itself.
+        If there is one branch, it is the trajectory itself.
         """
         if "branch" not in self.columns:
             return (self,)
@@ -400,8 +401,10 @@ class Trajectory:
         return len(usable) - int(np.count_nonzero(usable))
 
     def digests(self) -> dict[str, str]:
-        """By name: the number of rows and the hash of the prompt, the tokens, the loss mask and each column; and the
-        finish reason.
+        """The contents of the trajectory as name -> text.
+
+        The text of the prompt, the tokens, the loss mask and each column has the number of rows and the hash. The text
+        of ``finish_reason`` is the reason.
         """
         arrays = {
             "prompt_ids": self.prompt_ids,
