@@ -254,6 +254,7 @@ def length_faults(
     if generates:
         spare = SPARE_POSITIONS
         prompt_spare = PROMPT_SPARE_POSITIONS
+    # Key: the owner of the positions, as in the message "the OWNER N positions".
     limits: dict[str, Any] = {"model's": model.max_position_embeddings}
     if generates:
         for key in ("context_length", "max_total_tokens"):

@@ -143,11 +143,12 @@ class StepSeconds:
         begins, e steps later (e: staleness). Let d be the seconds that this property returns, l the seconds of the
         last response, R the trainer's seconds that overlap with generation, and m the seconds of a mean response.
 
-        The last prompts of the batch must leave the queue by (e + 1) d - R - l. The next batch begins at d. Between
-        these two times, for x = l + R - e d seconds, the servers drain: the running responses end at a constant rate,
-        all of them within m seconds. So the servers lose lost(x) = x^2 / 2m seconds if x <= m, and x - m / 2 seconds
-        otherwise. The result is d = servers + lost(x), but at least (l + R) / (e + 1): d reaches this bound if all
-        responses of a batch run at once.
+        The batch begins at 0, and its training takes the last R seconds before (e + 1) d. The last prompts of the batch
+        must leave the queue l seconds before its training, at (e + 1) d - R - l. From then until the next batch begins
+        at d, for x = l + R - e d seconds, the servers drain: the running responses end at a constant rate, all of them
+        within m seconds. So the servers lose lost(x) = x^2 / 2m seconds if x <= m, and x - m / 2 seconds otherwise. The
+        result is d = servers + lost(x), but at least (l + R) / (e + 1): d reaches this bound if all responses of a
+        batch run at once.
         """
         servers = self.servers + self.evaluation
         if self.schedule.drains:

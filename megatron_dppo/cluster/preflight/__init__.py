@@ -1,7 +1,7 @@
 """Checks of the nodes of an allocation before a run, by evidence that each node collects.
 
 One task on each node writes a JSON file (``megatron-dppo preflight``). ``judge``, a pure function of all files, names
-the nodes at fault and why. docs/preflight.md lists the checks.
+the faulty nodes and their faults. docs/preflight.md lists the checks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CHECKS: Mapping[str, Check] = {
     "network": Check(network.collect_network, network.judge_network),
     "all_reduce": Check(all_reduce.collect_all_reduce, all_reduce.judge_all_reduce),
 }
-"""Checks by name, in the order in which a node runs them. Checks that exchange data with other nodes are the last."""
+"""Checks by name, in the order in which a node runs them. Checks that exchange data with other nodes come last."""
 
 _COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-reduce", "verdict")
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node. In a Slurm step, only this task's node counts.
     """
     options = _parser().parse_intermixed_args(arguments)
-    # Slurm's name of the node may differ from the machine's.
+    # Slurm's name of the node may differ from the machine's host name.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         config = load_config(options.config, options.overrides)
@@ -96,7 +96,7 @@ def _default_gpus(device: str | None, ranks: int) -> int:
 
 
 def _folder(run: Path) -> Path:
-    """Return the folder of the evidence. In a job, its name is the supervisor's: ``<job>-<attempt>``."""
+    """Return the folder of the evidence. In a job, it has the supervisor's name for the folder: ``<job>-<attempt>``."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return run / "preflight" / time.strftime("local-%Y%m%d-%H%M%S")

@@ -106,7 +106,7 @@ def _run_processes(environment: Mapping[str, str], first_rank: int, count: int) 
             return json.loads(outputs[0].read_text().splitlines()[-1])
         code = processes[failed_index].returncode
         reason = "does not end" if code is None else f"exits with code {code}"
-        # The other processes wait for the failed one in the collective.
+        # The other processes wait for the failed process in the collective.
         kill_families(processes)
         last_lines = tail(outputs[failed_index], 3)[-500:]
         return {"failed": f"process {failed_index} {reason}: {last_lines}"}
@@ -116,6 +116,7 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
     """Return the index of the first process that failed or does not end in time; None if all end without error."""
     deadline = time.monotonic() + _ALL_REDUCE_S
     while True:
+        # Read the clock before the codes, so that a process that ends in time is not judged late.
         is_late = time.monotonic() >= deadline
         codes = [process.poll() for process in processes]
         for index, code in enumerate(codes):

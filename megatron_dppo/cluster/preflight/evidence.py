@@ -1,6 +1,6 @@
-"""Requirements of a run on each node, evidence of nodes, its exchange between nodes, and findings about it.
+"""Requirements of a run on each node, evidence of the nodes, exchange between nodes, and findings about the evidence.
 
-Requirements are lower bounds, so that no node that could work is left out.
+Requirements are lower bounds, so that a node that could work is never left out.
 
 ``<run.directory>/preflight/<job>-<attempt>/<host>.json`` holds a node's evidence: an object with one entry for each
 check.
@@ -72,7 +72,7 @@ class Needs:
 def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Needs:
     """Return the requirements of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run on CPUs.
 
-    The disk must hold the checkpoints to keep, and one that is being written.
+    The disk must hold the checkpoints to keep, and one checkpoint that is being written.
     """
     sync = config.weight_sync
     weight_bytes, update_bytes, checkpoint_size = _model_bytes(
@@ -129,7 +129,7 @@ def _pins(extra: str) -> tuple[str, ...]:
 
 
 Evidence = Mapping[str, Any]
-"""The values that one check collected on one node. If the check failed, there is only ``error``, the reason."""
+"""The values that one check collected on one node. If the check failed, the only key is ``error``, with the reason."""
 EVERYWHERE = "*"
 """Host of a finding that no single node causes, so that leaving out nodes would not help."""
 _POLL_S = 0.05
@@ -189,7 +189,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Exchange between nodes by files in a folder: each node writes something, and reads what all other nodes wrote.
+    """Exchange between nodes by files in a folder: each node writes a file on a topic, and reads all nodes' files.
 
     The exchange needs no locks: it relies on new names, renames and exclusive creation.
 
@@ -221,7 +221,7 @@ class Meeting:
     def read(self, topic: str) -> dict[str, Any]:
         """Return what the nodes have written on the topic so far, by host."""
         folder = self.folder / "meeting" / topic
-        # List the folder before reading: on NFS that refreshes this node's cache of the folder's names.
+        # List the folder before reading: on NFS, listing refreshes this node's cache of the names.
         return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
 
     def is_first(self, name: str) -> bool:

@@ -33,7 +33,7 @@ _MOST_USED_MIB = 1024
 
 
 def gpus_here() -> dict[str, Any]:
-    """Return the machine's GPUs from ``nvidia-smi``. If it is not installed, return names and driver from /proc.
+    """Return the machine's GPUs from ``nvidia-smi``; without ``nvidia-smi``, return their names and driver from /proc.
 
     ``gpus`` has one entry for each GPU, and ``source`` is the program or the folder that was read. Raises CheckError
     if ``nvidia-smi`` fails.

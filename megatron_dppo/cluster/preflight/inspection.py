@@ -132,7 +132,7 @@ def fused_weight_gradients() -> str:
 
 
 def missing_for_triton() -> list[str]:
-    """Return the compiler and the header that are missing: Triton compiles a launcher in C for each kernel."""
+    """Return what Triton lacks, a compiler or a header: Triton compiles a launcher in C for each kernel."""
     compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
     header = Path(sysconfig.get_path("include"), "Python.h")
     missing_tools = []

@@ -86,7 +86,7 @@ def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fin
 
 def collect_disk(site: Site) -> dict[str, Any]:
     """Collect free bytes in the run directory and in the node's own folder for temporary files."""
-    # A folder with free space may still be read-only: then this raises OSError.
+    # A folder with free space may still be read-only: writing to it then raises OSError.
     with tempfile.TemporaryFile() as file:
         file.write(b"\0")
     folder = tempfile.gettempdir()

@@ -19,7 +19,7 @@ _CONNECT_S = 3.0
 
 
 def collect_network(site: Site) -> dict[str, Any]:
-    """Collect this node's interfaces, and the addresses of each other node that accept a connection."""
+    """Collect this node's interfaces, and for each other node the interfaces that accept a connection."""
     meeting = site.meeting
     interfaces = addresses()
     reached_interfaces: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The check of the CUDA toolkit: SGLang compiles kernels with it at its start, so the check compiles a kernel too."""
+"""The check of the CUDA toolkit. SGLang compiles kernels when it starts, so the check compiles a kernel too."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
 
     Args:
         python: the interpreter of the servers.
-        torch_cuda: the version of CUDA that its torch was built for.
+        torch_cuda: the version of CUDA that the interpreter's torch was built for.
 
     Returns:
         ``home`` and ``version`` of the toolkit, ``ninja``'s path, the ``driver``'s version, ``cuda`` (``torch_cuda``),
