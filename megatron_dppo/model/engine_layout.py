@@ -1,4 +1,4 @@
-"""The parallel layout of an engine, and the checks that an engine can have it. Faults have SGLang's option names."""
+"""The parallel layout of an engine, and the checks of the layout. Faults have SGLang's option names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import engine_vocab_size
 
 REPLICAS = "attn_dp_size"
-"""SGLang's option of the number of attention replicas."""
+"""SGLang's option for the number of attention replicas."""
 
 
 def current_names(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,5 +173,5 @@ def _expert_faults(shape: ModelShape, engine: EngineLayout) -> Iterator[LayoutFa
 
 
 def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError if the engine cannot hold ``shape``, or computes wrong results on that many ranks."""
+    """Raise LayoutError if an engine with this layout cannot hold ``shape``, or computes wrong results."""
     raise_faults(engine_faults(shape, engine), "")

@@ -167,7 +167,7 @@ class ConfigFacts:
         return theta, scaling
 
     def yarn(self, *, accepts_untruncated: bool = False) -> YarnRopeScaling:
-        """Read YaRN's scaling; without ``mscale`` and ``mscale_all_dim`` attention is not scaled."""
+        """Read YaRN's scaling. If ``mscale`` and ``mscale_all_dim`` are missing, their values are 1 and 0."""
         self.require("attention_factor", None, None)
         if not accepts_untruncated:
             self.require("truncate", True, True)
@@ -256,6 +256,7 @@ def read_decoder_shape(
     if "delta" not in extra and "window" not in extra:
         facts.require_each("layer_types", "full_attention")
     heads = facts.positive("num_attention_heads")
+    # transformers uses its default only if the key is absent. The value null means ``heads``.
     is_absent = "num_key_value_heads" not in facts.values
     groups_default = (is_absent and key_value_heads_default) or heads
     hidden = facts.positive("hidden_size")
@@ -372,8 +373,8 @@ class Source:
 
 
 CONFIG_DTYPE = "config"
-"""Placeholder for the type in config.json. A few of SGLang's modules have it even if the engine's weights have another
-type."""
+"""Placeholder for the type in config.json. A few of SGLang's modules have this type even if the engine's weights have
+another type."""
 
 
 @dataclass(frozen=True)
@@ -516,11 +517,11 @@ def qkv(kind: str, *dims: str) -> Rule:
 def moe_router(
     block: str = "mlp", engine_dtype: str | None = None, *, engine_block: str | None = None
 ) -> tuple[Rule, ...]:
-    """Return the rules of the norm before a layer's experts and of their router.
+    """Return two rules of a layer with experts: the norm before the experts, and the router.
 
     Args:
         block: the family's name of the module that has the router, ``gate``.
-        engine_dtype: the type of SGLang's router if it is not the model's.
+        engine_dtype: the type of SGLang's router if it is not the model's type.
         engine_block: SGLang's name of the module. None: ``block``.
     """
     return (
@@ -664,7 +665,7 @@ OUTPUT = Rule(
 
 ReadShape = Callable[[ConfigFacts], ModelShape]
 EngineKeys = Callable[[ModelShape], Mapping[str, Any]]
-"""Function from a model to keys of its config.json, and their values, that SGLang's model reads without a default."""
+"""Function of a model. It returns the keys of config.json that SGLang's model reads without a default, with values."""
 
 
 def no_keys(shape: ModelShape) -> Mapping[str, Any]:
@@ -681,7 +682,7 @@ class Family:
         architecture: the model's class in transformers and SGLang.
         read: reads a ModelShape from the file's entries; reports entries that the table does not describe as faults.
         layer: the rows of a layer, before its experts.
-        expert: the rows of each expert in a layer that routes.
+        expert: the rows of each expert in a layer with experts.
         engine: SGLang's tensors in a layer that combine the sources of several rows, or hold a part of a row's sources.
             These tensors replace the tensors that the rows of the sources imply.
         carries: the tensors of published checkpoints that are only copied: not trained, and not sent to engines.
@@ -824,7 +825,7 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
     facts, shape = _read(hf_dir)
     _refuse_quantization(facts, reads_quantized=quantized)
     if not facts.faults:
-        # Compare values with each other only if each is valid alone: a placeholder would cause a second, wrong fault.
+        # Compare values with each other only if each value is valid: a placeholder would cause a second, wrong fault.
         _check_relations(shape, facts)
     if facts.faults:
         raise UnsupportedModelError(facts.faults)
@@ -1145,9 +1146,10 @@ def _has_no_query_latent(shape: ModelShape, layer: int) -> bool:
 
 
 def dense_then_moe(engine_dtype: str | None = None) -> tuple[Rule, ...]:
-    """Return the rules of layers with an MLP, and of layers with a sigmoid router that has a bias, and shared experts.
+    """Return the rules of the MLP in dense layers, and of the router and the shared experts in layers with experts.
 
-    ``engine_dtype`` is the type of SGLang's router if it is not the model's.
+    The router uses sigmoids and has a bias. ``engine_dtype`` is the type of SGLang's router if it is not the model's
+    type.
     """
     router = moe_router(engine_dtype=engine_dtype)
     moe = (*router, router_bias(), *shared_expert("mlp.shared_experts"))
@@ -1287,7 +1289,7 @@ def read_latent_moe(
         facts: the file's entries.
         family: the ``model_type``.
         router: as for ``read_sigmoid_router``.
-        query_rank: transformers' value of a missing q_lora_rank.
+        query_rank: transformers' value if q_lora_rank is missing.
         extra: fields of ModelShape to add or to replace.
     """
     facts.require("attention_bias", False, False)
@@ -1687,7 +1689,7 @@ values' gates, and the two numbers of each value head."""
 
 
 def _of_server_type(rule: Rule) -> Rule:
-    """Return ``rule`` with the type of the server's weights for SGLang's tensors of CONFIG_DTYPE."""
+    """Return ``rule`` with another type for SGLang's tensors of CONFIG_DTYPE: the type of the server's weights."""
     rows = []
     for row in rule.in_engine:
         is_of_config = row.dtype == CONFIG_DTYPE
@@ -1772,7 +1774,7 @@ _LANGUAGE_MODEL_EXPERT = in_language_model(*expert_mlp())
     megatron={"moe_router_score_function": "softmax"},
     text_table="text_config",
     engine_keys=_hybrid_text_keys,
-    # Servers receive no image, and the vision tower is not sent: SGLang does not build it.
+    # Servers receive no images, and the vision tower is not sent to them, so SGLang must not build the tower.
     outer_engine_keys={"language_model_only": True},
     engine_options={"disable_shared_experts_fusion": True},
 )
@@ -1861,7 +1863,7 @@ def read_gpt_oss(facts: ConfigFacts) -> ModelShape:
     facts.require("swiglu_alpha", 1.702, 1.702)
     facts.require("hidden_act_alpha", 1.702, 1.702)
     experts_per_token = facts.positive("num_experts_per_tok", default=4)
-    # The names of the same numbers in the model's first code.
+    # The model's first code has these other names for the same numbers.
     facts.require("experts_per_token", experts_per_token, experts_per_token)
     facts.ignore("initial_context_length")
     if not facts.values.get("rope_scaling") and not facts.values.get("rope_parameters"):

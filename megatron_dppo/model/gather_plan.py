@@ -184,7 +184,8 @@ def hf_buckets_plan(
         bucket_bytes: Largest size of a bucket.
         item_bytes: Bytes of an element when it is sent.
         spread: True: gather each tensor on its ``best_receiver``, and alternate between receivers, so that one receiver
-            sends a bucket while other receivers gather theirs. False: gather all tensors on rank 0, in model order.
+            sends a bucket while other receivers gather their buckets. False: gather all tensors on rank 0, in model
+            order.
         ranks_per_node: Above 1, ``spread`` has one receiver on each node of that many ranks (``node_receivers``).
     """
     units = _units(gather_plan(shape, layout), tensors_sent_together(shape))

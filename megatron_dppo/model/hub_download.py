@@ -18,7 +18,7 @@ from megatron_dppo.system.files import sha256_of
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TOLERANCE_S = 1.0
 """A file was changed after the download if it is newer than its metadata by more than this tolerance. huggingface_hub
-tolerates as much."""
+has the same tolerance."""
 
 
 def hub_hash(path: Path) -> str | None:

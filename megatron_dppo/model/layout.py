@@ -16,7 +16,7 @@ from megatron_dppo.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Configured sizes. They may contradict each other or the model: ``check_layout`` finds that.
+    """Configured sizes. They may contradict each other or the model: ``check_layout`` reports such errors.
 
     Attributes:
         world_size: Number of ranks.
@@ -133,7 +133,8 @@ class Layout:
         """Return the layout with the fewest ranks: the least data parallelism that the experts need."""
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
         expert_ranks = expert * sizes.expert_tensor_size
-        # The quotient needs sizes of at least 1. The constructor raises an error for smaller sizes.
+        # Compute the quotient only for sizes of at least 1. The constructor raises an error for smaller sizes.
+        # The ranks of a stage, tensor * data, must be a multiple of ``expert_ranks``.
         data = 1
         if min(tensor, expert_ranks) > 0:
             data = math.lcm(tensor, expert_ranks) // tensor
@@ -277,7 +278,7 @@ def check_layout(sizes: LayoutSizes, shape: ModelShape, prefix: str = "layout.")
 
 
 def raise_faults(faults: Iterable[LayoutFault], prefix: str = "layout.") -> None:
-    """Raise LayoutError if there are ``faults``. The message has a line for each."""
+    """Raise LayoutError if there are ``faults``. The message has a line for each fault."""
     lines = [fault.text(prefix) for fault in faults]
     if lines:
         raise LayoutError("\n".join(lines))
@@ -373,7 +374,7 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
         if size is not None and size % chunks:
             yield LayoutFault(key, size, f"a multiple of virtual_pipeline = {chunks}")
     if sizes.pipeline == 1:
-        # ``size_faults`` refuses the keys with one stage.
+        # With one stage, ``size_faults`` rejects the keys.
         return
     stages = sizes.pipeline - len(given_stages)
     layers = num_layers - sum(given_stages)

@@ -33,7 +33,7 @@ class Narrowable(Protocol):
         """Return the view of ``length`` indices from ``start`` on along ``dim``."""
 
     def __getitem__(self, index: Any) -> Any:
-        """The view of some indices."""
+        """Return the view of the indices in ``index``."""
 
 
 T = TypeVar("T", bound=Narrowable)
@@ -50,7 +50,8 @@ def stepped(tensor: T, dim: int, start: int, length: int, step: int) -> T:
 
 
 ATTENTION_MODULES = (".self_attn.", ".linear_attn.")
-"""Parts of the names of SGLang's tensors that an attention replica divides among its ranks."""
+"""If a tensor of SGLang has one of these parts in its name, an attention replica divides it among the replica's ranks.
+"""
 
 RowT = TypeVar("RowT", Rule, EngineRow)
 
@@ -78,8 +79,8 @@ class Segment:
     def within(self, start: int, count: int) -> tuple[int, int]:
         """Return the part of the block that lies in ``start .. start + count`` of the Hugging Face tensor.
 
-        The part is its first index in the block, and its number of indices. The number of an empty part is 0 or
-        negative.
+        The result is the part's first index in the block, and the part's number of indices. This number is 0 or
+        negative if the part is empty.
         """
         step = self.hf_step
         first = max(0, -(-(start - self.hf_start) // step))
@@ -158,7 +159,7 @@ def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 @cache
 def own_dtypes(shape: ModelShape) -> dict[str, str]:
-    """Return the type of each Hugging Face tensor that the trainer does not keep and send in the model's type."""
+    """Return the type of each Hugging Face tensor that the trainer keeps and sends in a type of the tensor's own."""
     return {name: source.dtype for name, source in _hf_sources(shape) if source.dtype is not None}
 
 
@@ -173,7 +174,7 @@ def file_dtypes(shape: ModelShape) -> dict[str, str]:
 
 
 class PackedName(NamedTuple):
-    """The name of a tensor that has all experts of a layer in files, and whether the tensor has matrices transposed."""
+    """The name of a tensor in files that has all experts of a layer, and whether its matrices are transposed."""
 
     name: str
     is_transposed: bool
@@ -181,7 +182,10 @@ class PackedName(NamedTuple):
 
 @cache
 def packed_names(shape: ModelShape) -> dict[str, PackedName]:
-    """Map the name of each expert's matrix to the packed tensor that has it in files; empty without packed tensors."""
+    """Map the name of each expert's matrix to the packed tensor that contains the matrix in files.
+
+    The result is empty if the family has no packed tensors.
+    """
     names: dict[str, PackedName] = {}
     for layer in shape.moe_layers:
         for packed in family_of(shape).packed:
@@ -300,7 +304,7 @@ def shard_of(
 
 
 class _MappingRow(NamedTuple, Generic[RowT]):
-    """A table row for one layer and expert. Rows outside of layers or experts have the numbers 0."""
+    """A table row for one layer and expert. The numbers are 0 in rows outside of layers or outside of experts."""
 
     rule: RowT
     is_expert: bool = False

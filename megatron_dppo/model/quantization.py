@@ -1,4 +1,4 @@
-"""The tensors of a model that an engine with block-FP8 weights holds quantised, and the names and shapes of the scales.
+"""Block-FP8 weights in an engine: the tensors that are quantised, and the names and shapes of their scales.
 
 SGLang quantises the linear layers and the experts. Embeddings, norms, biases, the output matrix, routers and the gates
 of shared experts keep the dtype of the model.
@@ -17,8 +17,8 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
 BLOCK = 128
-"""Number of rows and of columns of a weight's block, which has one scale. A block of activations has one row and this
-number of columns."""
+"""A block of a weight has this number of rows and of columns, and one scale. A block of activations has one row and
+this number of columns."""
 SCALE_BYTES = 4
 SCALE_SUFFIX = "_scale_inv"
 """Ending of the name of a weight's scales, in checkpoints and in engines."""
@@ -30,7 +30,7 @@ SCHEME: dict[str, Any] = {
 }
 """``quantization_config`` of a config.json."""
 FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families for which SGLang's FP8 tensors are exactly those that ``is_quantized`` names."""
+"""Families in which SGLang holds exactly the tensors of ``is_quantized`` in FP8."""
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""
 

@@ -54,9 +54,10 @@ def check_filled(
     tensors: Mapping[str, Dims],
     vocabulary: Collection[str],
 ) -> None:
-    """Check that the segments tile ``parameter`` and are inside their sources (``tensors`` has their shapes).
+    """Check that the segments tile ``parameter`` and are inside their sources.
 
-    Only parameters of ``vocabulary`` tensors, or without segments, may end in padding.
+    ``tensors``: the shapes of the sources. Only parameters of ``vocabulary`` tensors, or without segments, may end in
+    padding.
     """
     may_have_padding = True
     dim = 0
@@ -203,9 +204,10 @@ def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, li
 
 def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
     """Check that the blocks cover every element equally often, and that no parameter holds a block twice."""
-    # Several ranks may hold copies of a block (replicas, shared K/V heads). Copies have equal intervals: count these.
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
+    # Several ranks may hold copies of a block (replicas, shared K/V heads). Copies have equal intervals, so count the
+    # equal intervals.
     copies = Counter((s.dim, s.hf_start, s.length, s.hf_step) for *_, s in landed)
     if len(set(copies.values())) != 1:
         raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(copies)}")
@@ -216,7 +218,7 @@ def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
 
 
 def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
-    """Number of elements of a tensor that are in both blocks; at most ``a`` has a step."""
+    """Return the number of elements of a tensor that are in both blocks. Only ``a`` may have a step."""
     total = 1
     for axis, size in enumerate(dims):
         low, high = 0, size

@@ -41,9 +41,9 @@ class Llama3RopeScaling:
 class YarnRopeScaling:
     """YaRN's frequency scaling (``rope_type: yarn``) as DeepSeek-V3 has it; positions in tokens.
 
-    ``mscale`` and ``mscale_all_dim`` are coefficients of ln(``factor``): both in the factor of the rotated part
-    (``rotated_factor``), ``mscale_all_dim`` also in the scale of attention. With ``truncate`` the first and the last
-    interpolated dimension are rounded to whole numbers.
+    ``mscale`` and ``mscale_all_dim`` are coefficients of ln(``factor``). Both affect the factor of the rotated part
+    (``rotated_factor``), and ``mscale_all_dim`` also affects the scale of attention. With ``truncate`` the first and
+    the last interpolated dimension are rounded to whole numbers.
     """
 
     factor: float
@@ -153,8 +153,8 @@ class DeltaNet:
         return self.convolved_width + self.value_width + 2 * self.value_heads
 
     def state_elements(self) -> tuple[int, int]:
-        """Return two numbers of elements that an engine keeps of a sequence in a layer: of the state matrices, and of
-        the last convolved tokens."""
+        """Return the elements that an engine keeps of a sequence in a layer, as two numbers: the elements of the state
+        matrices, and the elements of the last convolved tokens."""
         matrices = self.value_heads * self.key_size * self.value_size
         return matrices, self.convolved_width * (self.kernel_size - 1)
 
@@ -168,12 +168,13 @@ class ModelShape:
         num_experts: experts in a layer; 0 for a dense model.
         norm_topk_prob: whether the probabilities of a token's experts are divided by their sum.
         norms_all_heads: whether one norm spans all heads of queries, and a second norm all heads of keys.
-        shared_ffn_hidden_size: the width of the shared expert, an MLP for every token; 0: none.
+        shared_ffn_hidden_size: the width of the shared expert, an MLP for every token; 0: no shared expert.
         gates_shared_expert: whether the shared expert's output is multiplied by the sigmoid of a product of the token's
             hidden state and a weight.
         dense_layers: in a mixture of experts, the numbers, from 0, of the layers with a dense MLP.
         rotary_fraction: the part of each head that is rotated.
-        norms_heads: whether each head of queries and keys is normed, in families in which only some models have this.
+        norms_heads: whether each head of queries and keys is normed. Set only in families where some models have these
+            norms.
         latent: multi-head latent attention. ``head_dim`` and ``num_query_groups`` then describe the heads that are
             computed from the latents.
         delta: the delta nets that replace attention in most layers; None: all layers have attention.

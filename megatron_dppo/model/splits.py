@@ -60,7 +60,9 @@ def gates_then_ups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: 
     """Cut ``[gate_r; up_r]`` from a source whose rows alternate, ``gate, up, gate, up, ..`` (Megatron)."""
     (dims,) = sources
     rows = _share(dims[0], 2 * size, f"dim 0 of {dims}")
-    gates, ups = (Block(0, 0, 2 * rank * rows + i, i * rows, rows, source_step=2) for i in (0, 1))
+    first_gate = 2 * rank * rows
+    gates = Block(0, 0, first_gate, 0, rows, source_step=2)
+    ups = Block(0, 0, first_gate + 1, rows, rows, source_step=2)
     return Shard((2 * rows, *dims[1:]), (gates, ups))
 
 
@@ -175,8 +177,10 @@ def delta_sections(sources: Sequence[Dims], shape: ModelShape, rank: int, size: 
 
 
 def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Take a rank's key heads from two sources by key head, ``[q k v.. z..]..`` and ``[b.. a..]..``, and stack
-    ``[q_r; k_r; v_r; z_r; b_r; a_r]`` (delta nets, Megatron)."""
+    """Take a rank's key heads from two sources, and stack ``[q_r; k_r; v_r; z_r; b_r; a_r]`` (delta nets, Megatron).
+
+    The rows of both sources are ordered by key head: ``[q k v.. z..]..`` and ``[b.. a..]..``.
+    """
     delta = _delta_of(shape)
     heads = _share(delta.key_heads, size, "key heads of a delta net")
     values = delta.value_heads // delta.key_heads
