@@ -23,13 +23,13 @@ LIMIT, PROMPT = 16_384, 200
 
 
 def long_tailed(rng: np.random.Generator, responses: int) -> list[int]:
-    """Log-normal with a mean of about 3,200 tokens; a few are truncated."""
+    """Log-normal lengths with a mean of about 3,200 tokens. A few responses are truncated."""
     lengths = np.exp(rng.normal(7.7, 0.9, responses))
     return (np.minimum(lengths, LIMIT).astype(int) + PROMPT).tolist()
 
 
 def often_truncated(rng: np.random.Generator, responses: int) -> list[int]:
-    """Two of five responses are truncated. The lengths of the rest are log-normal around 4,000 tokens."""
+    """Two of five responses are truncated. The other lengths are log-normal around 4,000 tokens."""
     lengths = np.where(rng.random(responses) < 0.4, LIMIT, np.exp(rng.normal(8.3, 0.8, responses)))
     return (np.minimum(lengths, LIMIT).astype(int) + PROMPT).tolist()
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Table of the bytes that an update with ``weight_sync.changes_only`` sends, by learning rate.
 
-Trains random weights of the scale of a language model's by Adam, with float32 master weights and
-bfloat16 weights as a trainer has them. The gradients are noise around a mean of ``--signal``
+Trains random weights by Adam, with float32 master weights and bfloat16 weights, as a trainer does.
+The scale of the weights is a language model's. The gradients are noise around a mean of ``--signal``
 standard deviations. Prints the share of elements that one step changes in bfloat16, and the bytes of
 the changes over the bytes of all weights. Both are printed for the first step, at which master and
 bfloat16 weights are equal, and for the last steps. The last column has the seconds of the

@@ -32,7 +32,7 @@ from megatron_dppo.system.processes import kill_families, start_process
 RANK = Path(__file__).parent / "checkpoint_benchmark" / "rank.py"
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
 BYTES_PER_PARAMETER = 14
-"""2 of the weight, 12 of master and moments."""
+"""2 bytes of the weight, 12 bytes of master weight and moments."""
 MODES = ("background", "foreground", "megatron background", "megatron foreground")
 
 
@@ -185,7 +185,7 @@ def pss(pid: int) -> int:
 
 
 def show(results: list[Measured], bytes_of_state: int) -> None:
-    """The table; ratios against Megatron in the foreground."""
+    """Print the table. The reference of all ratios is Megatron in the foreground."""
     table = Table(title=f"{bytes_of_state / 1e9:.2f} GB of state")
     for column in (
         "mode", "stands still s (first)", "(later)", "until there s (first)", "(later)",

@@ -89,7 +89,7 @@ PHASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "verify": (verify_converted, ""),
     "megatron-to-hf": (convert_back, "back"),
 }
-"""Name of the phase -> (function, the folder that it writes; empty if it writes none)."""
+"""Name of the phase -> (function, the folder that the function writes, or empty text)."""
 
 
 def run_phase(name: str, root: Path) -> None:

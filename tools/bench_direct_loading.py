@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Benchmark of the loading of weight updates: direct placement against SGLang's own loader.
 
-Starts two CPU servers for the same checkpoint, and updates both in turn. The server that
-``megatron_dppo.engine.launch_server`` starts places tensors directly. SGLang's own command starts
-the other server. Prints medians of the processor seconds of one verified update, of each server's
-processes and of the trainer. Without a checkpoint: 18,867 small random tensors with the names of
-Qwen3-30B-A3B.
+Starts two CPU servers for the same checkpoint, and updates both in turn. One server is started by
+``megatron_dppo.engine.launch_server``, and places tensors directly. The other server is started by
+SGLang's own command. Prints, for one verified update, the median processor seconds of each server's
+processes and of the trainer. Without a checkpoint, the weights are 18,867 small random tensors with
+the names of Qwen3-30B-A3B.
 
     python tools/bench_direct_loading.py [HF_CHECKPOINT] [--strategy distributed] [--rounds 5]
 """

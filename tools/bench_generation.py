@@ -5,9 +5,9 @@ Both request the same number of responses to prompts of the same lengths, each `
 sequence ignored), with log-probabilities, the same sampling and the same concurrency. They take turns; the order
 alternates between rounds, and the server's cache is flushed before each turn. The peer is
 `python -m sglang.benchmark.serving --backend sglang`, once without streaming (as this client) and once with streaming,
-its default. The peer's start-up is not counted: its wall time is the duration that it reports, and its CPU time the CPU
-time in this duration. CPU times cover the client's and the server's processes. On a shared machine they are more
-reliable than wall times.
+its default. The peer's wall time is the duration that the peer reports, and the peer's CPU time is the CPU time in this
+duration: the start of the peer's process is not counted. CPU times cover the client's and the server's processes. On a
+shared machine, CPU times are more reliable than wall times.
 
     python tools/bench_generation.py HF_CHECKPOINT [--rounds 5] [--prompts 256] [--concurrency 64]
 """
@@ -83,7 +83,7 @@ class Work:
 class Turn:
     """Wall seconds of one turn, and CPU seconds of the client and of the server's processes.
 
-    The server's CPU time includes the start of a peer process. Meanwhile the server only idles.
+    The server's CPU time includes the time in which a peer's process starts, but the server only idles then.
     """
 
     seconds: float
@@ -166,7 +166,7 @@ def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
 def run_peer(clock: Path, words: Sequence[str]) -> None:
     """Run SGLang's command line in the child, and write the CPU seconds of the measured part to ``clock``."""
     if importlib.util.find_spec("datasets") is None:
-        # SGLang's client imports it for a data set that is not used here.
+        # SGLang's client imports this library for a data set that is not used here.
         sys.modules["datasets"] = ModuleType("datasets")
         sys.modules["datasets"].load_dataset = None  # type: ignore[attr-defined]
     from sglang.benchmark import serving
@@ -270,7 +270,7 @@ def _flush(url: str) -> None:
 
 
 def ratios(turns: Sequence[Turn], reference: Sequence[Turn], what: str) -> list[float]:
-    """Ratio of the field ``what`` of a turn to the reference's, for each round."""
+    """For each round, the ratio of the field ``what`` of the turn to the same field of the reference turn."""
     pairs = zip(turns, reference, strict=True)
     return [getattr(a, what) / getattr(b, what) for a, b in pairs]
 

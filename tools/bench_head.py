@@ -6,10 +6,11 @@ is compared with the path through whole logits, and with two published ways that
 
 Counts: peak memory of tensors in addition to hidden states, weight and the weight's fp32 gradient, in units of whole
 logits; matrix products, in units of one product over all tokens; all-reduces and their bytes. Seconds: the median over
-rounds, and its ratio to the path through logits with the same row kernels. Each round runs all ways in turn, first with
-row kernels in plain torch, so that the ways are compared and not the kernels, then with the machine's fastest kernels.
+rounds, and its ratio to the path through logits with the same row kernels. Each round first runs all ways in turn with
+row kernels in plain torch: this compares the ways, not the kernels. Then it runs `logits` and `head` with the machine's
+fastest kernels.
 
-    logits        all logits in one product, policy_stats over them, their gradient in place of them
+    logits        all logits in one product, policy_stats over them; their gradient overwrites the logits
     head          vocab_parallel.head, in chunks of --chunks tokens
     vocabulary    splits of the vocabulary, as verl's linear_cross_entropy is described: running maxima and sums, three
                   reductions; backward computes each split's logits again and adds to the hidden states' gradient
@@ -46,7 +47,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
 
 SPLITS = 16
-"""Number of splits of a rank's columns in ``vocabulary``: a split has 9,504 of 152,064 columns."""
+"""Number of splits of a rank's columns in ``vocabulary``: with 152,064 columns, a split has 9,504."""
 
 
 @dataclass(frozen=True)

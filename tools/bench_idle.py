@@ -8,9 +8,9 @@ steps and the last step are not counted either, because no batch is ahead in the
 
     python tools/bench_idle.py examples/tiny_moe/config.yaml --rounds 3 --tail run.steps=20
 
-`--tail`: long-tailed lengths instead of the recipe's. The recipe's random model ends a response at one token in 36, so
-lengths are geometric: mean 36, up to 192; the longest of 128 is about five times the mean. `{round}` in an override is
-replaced by the number of the round, from 1: `run.seed={round}` changes the seed.
+`--tail`: long-tailed lengths instead of the recipe's lengths. The recipe's random model ends a response at one token in
+36, so lengths are geometric: mean 36, up to 192; the longest of 128 is about five times the mean. `{round}` in an
+override is replaced by the number of the round, from 1: `run.seed={round}` changes the seed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ TAIL = (
     "optimizer.lr=1e-9",
     "reward.name=tools.bench_idle:parity",
 )
-"""A learning rate that leaves the model as it is, and a reward that differs within a group: otherwise all gradients are
-0."""
+"""Overrides for long-tailed lengths. The learning rate leaves the model as it is. The reward differs within a group:
+otherwise all gradients would be 0."""
 NOT_COUNTED = frozenset({"start", "evaluate", "export"})
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -80,7 +80,7 @@ class Measured:
 
     @classmethod
     def of(cls, mode: str, records: Sequence[Record]) -> Measured:
-        """Build from the records of a run. Raises ValueError if it has no middle steps."""
+        """Build from the records of a run. Raises ValueError if the run has no middle steps."""
         middle = records[4:-1]
         if not middle:
             raise ValueError(
@@ -129,7 +129,7 @@ def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Me
 
 
 def show(rounds: Sequence[dict[str, Measured]]) -> dict[str, list[float]]:
-    """Print one row for each run. Return each mode's ratios by round: seconds of a synchronous step over the mode's."""
+    """Print one row for each run. Return each mode's ratios by round: a synchronous step's seconds over the mode's."""
     table = Table(
         "round", "mode", "step s", "wait s", "train s", "sync s", "switch s", "stale",
         "interrupted", "trainers wait", "servers idle", "ratio",

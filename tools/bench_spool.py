@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Processor time of a rank to keep the scored responses of a step, at the sizes of the demo's recipe.
+"""Processor time that a rank needs to keep the scored responses of a step, at the sizes of the demo's recipe.
 
     python tools/bench_spool.py [--responses 256] [--tokens 16]
 
-The demo's two leaders keep 256 responses of at most 16 tokens each in a step. Compare with the processor seconds of a
-step of the rank: ``--step`` gives them, and the share is printed.
+Each of the demo's two leaders keeps 256 responses of at most 16 tokens in a step. ``--step`` takes the processor
+seconds of the rank's whole step. The benchmark then also prints the share of this time.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Starts a CPU server for the checkpoint, then alternates: a whole weight update w
 plain broadcast of one flat tensor of the same size to a process that copies it, and an update
 without verification. The weights are in Megatron's layout (one rank), as in a trainer. Prints
 medians by phase, the cost of the checksums, s/GB, and the metrics that a run records of an update.
-With ``--lora-rank`` the trainer has adapters. Updates of merged weights (by the strategy) and updates
-of adapters alone alternate. All are verified, without a canary.
+With ``--lora-rank`` the trainer has adapters. Updates of merged weights (by the strategy) alternate
+with updates of only the adapters. All updates are verified, without a canary.
 
     python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
         [--bucket-mib 64] [--network-gb-per-s 50] [--lora-rank 32 [--lora-modules all-linear]]
@@ -140,7 +140,7 @@ def start_server(config: TrainConfig, log: Path) -> EngineProcess:
 
 
 def opener(config: TrainConfig) -> OpenEngine:
-    """Opens the weight control of a server at a URL."""
+    """Return the function that opens the weight control of the server at a URL."""
     shape = load_model_shape(config.model.hf_checkpoint)
 
     async def open_engine(url: str) -> EngineWeights:
@@ -236,7 +236,7 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
         try:
             _join(port, rank=0)
             always = WeightSyncConfig(verify_every=1, canary_every=0, **settings)
-            # The unverified updater makes fewer than 2 * rounds updates.
+            # This updater makes fewer than 2 * rounds updates, so it verifies none.
             never = WeightSyncConfig(verify_every=2 * rounds, canary_every=0, **settings)
             verified = WeightUpdater(source, always, agree_alone, open_engine, runner)
             unverified = WeightUpdater(source, never, agree_alone, open_engine, runner)
@@ -262,7 +262,7 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
 def bench_adapters(
     folder: Path, rounds: int, lora: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Update one server with merged weights and with adapters alone, in turn; print medians of both."""
+    """Update one server with merged weights and with only the adapters, in turn; print medians of both."""
     config = run_config(folder, load_model_shape(folder).dtype, {**lora, "update": "adapters"})
     trainer = Trainer(config)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:

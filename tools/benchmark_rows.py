@@ -27,7 +27,7 @@ class Quantity:
     """One measured number.
 
     Attributes:
-        quantity: its name for readers, with its purpose: "host memory a node, after".
+        quantity: name of the number for readers, for example "host memory a node, after".
         value: in ``unit``: GB, GiB, s, s/GB, tokens/s, share, ...
         how: the way of measuring, in a line: sizes, processes, and the factors of extrapolations.
     """
@@ -58,7 +58,10 @@ def write_rows(path: Path, benchmark: str, rows: Sequence[Quantity]) -> None:
 
 
 def read_rows(folder: Path = PUBLISHED) -> list[Benchmark]:
-    """Every benchmark in ``folder``, by file name; none without the folder. Raises ValueError for another form."""
+    """Every benchmark in ``folder``, sorted by file name. No benchmarks if ``folder`` is missing.
+
+    Raises ValueError for a file of another form.
+    """
     return [_benchmark(path) for path in sorted(folder.glob("*.json"))]
 
 

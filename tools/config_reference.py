@@ -1,6 +1,6 @@
 """The reference of every key as Markdown: ``python tools/config_reference.py > docs/configuration.md``.
 
-Written from the schema alone.
+The schema is its only source.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None
 
 
 def _nested(section: type[BaseModel]) -> Iterator[str]:
-    """A table for each kind of table that a key of the section takes as a value or an item."""
+    """Yield a table of keys for each type of section that is inside a list, a table or a union of a key."""
     for name, field in section.model_fields.items():
         for kind in _sections_in(field.annotation):
             yield f"A table in `{name}`:\n"

@@ -104,7 +104,7 @@ class CheckedRows(CheckedReader):
 
 
 def convert(old: Path, new: Path) -> Certificate:
-    """Write the ``sharded`` folder ``old`` as ``new``; raises ModelError, and leaves nothing behind."""
+    """Write the ``sharded`` folder ``old`` as ``new``. Raises ModelError; then no file is left in ``new``."""
     source = ShardedFolder(old)
     with CheckedRows(source, source.certificate) as rows:
         return write_megatron(rows, source.shape, old, new, dtype=None, progress=no_progress)

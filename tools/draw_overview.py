@@ -35,11 +35,11 @@ class Box:
     height: float = 1.05
 
     def edge(self, dx: float, dy: float) -> tuple[float, float]:
-        """The point of its border at shares ``dx``, ``dy`` of half its size from the centre."""
+        """Return a point of the border. ``dx`` and ``dy``: distances from the centre, in halves of width and height."""
         return self.x + dx * (self.width / 2 + 0.04), self.y + dy * (self.height / 2 + 0.04)
 
     def draw(self, axes: Axes) -> None:
-        """Draw it."""
+        """Draw the box."""
         style = "round,pad=0.02,rounding_size=0.08"
         corner = (self.x - self.width / 2, self.y - self.height / 2)
         axes.add_patch(
@@ -68,7 +68,7 @@ class Arrow:
     both: bool = False
 
     def draw(self, axes: Axes, boxes: dict[str, Box]) -> None:
-        """Draw it with its label."""
+        """Draw the arrow with its label."""
         (x0, y0), (x1, y1) = boxes[self.start].edge(*self.tail), boxes[self.end].edge(*self.head)
         style = "<|-|>" if self.both else "-|>"
         axes.add_patch(

@@ -10,9 +10,9 @@ with ``rollout.save=true`` and ``checkpoint.every=1``, and the run's prompts.
 Prints for each setting:
 
 - the largest gap of each side, as a share of the healthy bound;
-- the largest log-likelihood ratio of another sampler, and of more equal responses than chance gives (a finding at 20);
+- two largest log-likelihood ratios (a finding at 20): for another sampler, and for more equal responses than by chance;
 - log10 of the frequency canary's evidence from tokens at equal weights (a run stops at 6);
-- the findings. The exit code is 1 if there are any.
+- the findings. The exit code is 1 if there is a finding.
 
 The gap, the frequency canary and, for a RUN, the seal are also the run's own checks: their error would end the run.
 """
@@ -54,7 +54,7 @@ from megatron_dppo.metrics.progress import progress  # noqa: E402
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps  # noqa: E402
 
 RESPONSES = 64
-"""Number of responses that the command examines of a batch by default."""
+"""Number of responses of a batch that ``megatron-dppo doctor`` examines by default."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, Seen]]:
     for run in options.runs:
         yield run.name, run_steps(run)
     chosen = [name for name in SETTINGS if options.lab and options.only in name]
-    # Threads of a setting's process groups continue, and some use a core, until their process ends.
+    # Each setting has a separate process: the threads of its process groups use cores until the process ends.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         yield from zip(chosen, pool.map(lab_steps, chosen, repeat(options.steps)), strict=True)

@@ -50,7 +50,8 @@ def load_libraries() -> None:
     from hypothesis import Phase, settings
 
     torch.set_num_threads(1)
-    with contextlib.suppress(AssertionError):  # a failure loads further modules
+    # A failing comparison loads further modules: load them now.
+    with contextlib.suppress(AssertionError):
         torch.testing.assert_close(torch.zeros(1), torch.ones(1))
     phases = (Phase.explicit, Phase.generate)  # no time for small examples
     settings.register_profile(

@@ -1,13 +1,13 @@
 """Serve environments of GEM, verifiers or OpenEnv to ``environment.name: over-http``. This file imports nothing of the
-project, so it runs in the Python environment of their libraries:
+project, so it runs in the Python environment of these libraries:
 
     python serve_environment.py gem game:GuessTheNumber-v0-easy --port 30020
     python serve_environment.py verifiers my-environment --options '{"max_turns": 4}'
     python serve_environment.py openenv my_package:MyEnvironment --action my_package:MyAction --field message
 
-``megatron_dppo/environments/over_http.py`` describes the protocol. An episode's seed, or row of verifiers' data, is the
-problem's ``metadata.seed``, or its ``problem_id`` without one, so all responses of a group begin alike. Turns are plain
-text: an environment that parses tool calls receives the policy's text.
+``megatron_dppo/environments/over_http.py`` describes the protocol. The seed of an episode is the problem's
+``metadata.seed``, or the ``problem_id`` if there is no seed. For verifiers, this number is the row of the data. So all
+responses of a group begin alike. Turns are plain text: an environment that parses tool calls gets the policy's text.
 
 The server listens on loopback. On another address (``--host``) it needs a key, the value of SERVE_ENVIRONMENT_KEY.
 Episodes without a request for an hour are closed.
@@ -48,7 +48,7 @@ def attribute(name: str) -> Any:
 class Gem:
     """An episode of ``gem.make(name)``."""
 
-    # A reset seeds Python's own generator.
+    # Resets run one at a time, because a reset seeds Python's global generator.
     _resetting = threading.Lock()
     _make: Any
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Idle shares of trainers and servers, simulated response by response: the planner's closed formulas leave this out.
+"""Simulate single responses, and print a step's seconds beside the planner's formulas, with the idle shares.
 
     python tools/simulate_idle.py examples/recipes/qwen3_30b_a3b_r3.yaml --gpu h100 --nodes 8
 
@@ -7,8 +7,8 @@ The planner computes a step's generation as a number of tokens at one rate, plus
 length (log-normal with the plan's mean, cut off at the limit), every server has its running sequences, and a batch
 begins and ends as in a run: `rollout.max_staleness` allows it to begin, an update drains or interrupts, a colocated
 trainer stops the servers. The plan has the seconds of a decode step, of training, of an update and of a switch.
-`--train` and `--update` replace them by measured seconds. Prints for each schedule a step's seconds and idle shares, by
-plan and by simulation.
+`--train` and `--update` replace the plan's seconds of training and of an update by measured seconds. Prints, for each
+schedule, a step's seconds by plan and by simulation, and the simulated idle shares of trainers and servers.
 """
 
 from __future__ import annotations

@@ -157,7 +157,10 @@ def all_walks(entries: Sequence[Entry]) -> dict[str, list[str]]:
 
 
 def _last_span(walk: Walk, entries: Sequence[Entry]) -> tuple[float, float]:
-    """Return the seconds of the last return of the walk's end, and of the last call of its start before."""
+    """Return the times of two entries: the last return of ``walk.end``, and before it the last call of ``walk.start``.
+
+    The time of the call comes first.
+    """
     starts: list[float] = []
     ends: list[float] = []
     for entry in entries:

@@ -50,7 +50,7 @@ def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -
 
 
 def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
-    """This project's checkpoints. An older checkout's store has no background."""
+    """This project's checkpoints. The store of an older checkout has no option ``background``."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     options: dict[str, Any] = {"background": True} if background else {}
@@ -103,7 +103,7 @@ def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background
 
 
 def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
-    """Seconds of ``save`` (the trainer stands still meanwhile), and seconds until the files are there."""
+    """Seconds of ``save``, during which the trainer stands still, and seconds until all files are written."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Builds NVIDIA's apex from source for its kernel that accumulates weight gradients in fp32
-# (fused_weight_gradient_mlp_cuda), which Megatron-Core uses if it is installed. Optional: the build takes 20 to 30 minutes,
-# once for an environment. Install it on all nodes or on none, because the results differ (the preflight refuses a mixture).
+# Builds NVIDIA's apex from source. If apex is installed, Megatron-Core uses its kernel that accumulates weight gradients in
+# fp32 (fused_weight_gradient_mlp_cuda). Optional: the build takes 20 to 30 minutes, once for an environment. Install it on all nodes or on none, because the results differ (the preflight refuses a mixture).
 # PYTHON: the environment's interpreter (.venv/bin/python). MAX_JOBS, TORCH_CUDA_ARCH_LIST (9.0): as torch reads them.
 # Not yet run on a GPU machine. The package named apex on PyPI is another project.
 set -euo pipefail

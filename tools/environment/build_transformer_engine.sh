@@ -2,7 +2,8 @@
 # Builds transformer-engine-torch from source against the installed torch; `make setup GPU=1` calls it. PyPI has only the source,
 # whose metadata requires transformer-engine-cu12 for every CUDA: so it is installed without its requirements. With --variables,
 # the script builds nothing and prints the variables that the build of another installer needs, for `eval` (docs/environment.md: uv).
-# PYTHON: the environment's interpreter (.venv/bin/python). MAX_JOBS: compilers at once (all cores, a compiler for each 4 GB).
+# PYTHON: the environment's interpreter (.venv/bin/python). MAX_JOBS: number of compilers that run at the same time (default: one
+# a core, and at most one for each 4 GB of free memory).
 # Not yet run on a GPU machine.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -89,7 +89,7 @@ install_debootstrap() {
     >"$cache/log" 2>&1 || { tail -5 "$cache/log" >&2; say "debootstrap could not be installed"; return 1; }
 }
 
-make_tree() { # into $tree, by way of a folder of its own
+make_tree() { # makes $tree; debootstrap writes into $tree.part
   local mirror ticker code=0
   install_debootstrap || return 1
   mirror=$(apt_value || true)
@@ -117,9 +117,9 @@ if [ -z "$suite" ]; then
 fi
 tree=$cache/$suite-$(sha256sum <<<"$packages" | cut -c1-12)
 exec 8>"$cache/lock"
-flock 8 # two calls at once make one tree
+flock 8 # of several calls at the same time, one makes the tree
 [ -d "$tree" ] || make_tree || exit "$NOT_HERE"
-for old in "$cache"/runs/*/; do # what calls left that were killed: a call that lives holds its lock
+for old in "$cache"/runs/*/; do # remove the folders of killed calls; a living call holds the lock of its folder
   [ ! -d "$old" ] || (flock -n 7 && rm -rf --one-file-system "$old") 7>>"$old/lock" || true
 done
 run=$(mktemp -d "$cache/runs/XXXXXX")
@@ -127,10 +127,10 @@ exec 7>"$run/lock"
 flock 7
 exec 8>&-
 
-# -- this call's files: a layer over the tree, or a copy of it where the kernel or the file system has no overlays
+# -- this call's files: a layer over the tree; a copy of the tree if the kernel or the file system has no overlays
 
 trap 'rm -rf --one-file-system "$run"' EXIT
-trap 'exit 143' TERM # once the command at hand has ended: it writes there
+trap 'exit 143' TERM # bash waits until the current command has ended, which may write into $run
 root=$run/root
 mkdir "$root" "$run"/{work,merged}
 layers=lowerdir=$tree,upperdir=$root,workdir=$run/work
@@ -145,7 +145,7 @@ head=$(git -C "$repository" rev-parse --short HEAD) &&
 changes=$(git -C "$repository" status --porcelain | wc -l)
 [ "$changes" = 0 ] || say "$changes files are not committed and left out: what runs is $head"
 
-carry_file() { # a file of this machine, at the same path inside
+carry_file() { # copies a file of this machine to the same path inside the tree
   [ -f "$1" ] || return 0
   mkdir -p "$root/$(dirname "$1")"
   cp -L "$1" "$root/$1"
@@ -169,7 +169,8 @@ while IFS= read -r name; do
     http_proxy | https_proxy | no_proxy | all_proxy | HTTP_PROXY | HTTPS_PROXY | NO_PROXY | ALL_PROXY) variables+=("$name=${!name}") ;;
   esac
 done < <(compgen -e)
-# Every path that pip's configuration names: a file is copied, a folder is bound; the files of an index lie beside its simple/.
+# Every path that pip's configuration names: a file is copied, a folder is bound. For an index, bind the folder above simple/: the
+# packages' files are beside simple/.
 folders=()
 while IFS= read -r path; do
   if [ ! -d "$path" ]; then carry_file "$path"; elif [ ! -d "$tree$path" ]; then folders+=("${path%/simple}"); fi
@@ -178,7 +179,7 @@ done < <({ [ ${#configuration[@]} = 0 ] || cat "${configuration[@]}"; printf '%s
 
 # -- inside
 
-# Process 1 of the namespace: a shell, so that orphans are reaped and signals mean to the command what they usually mean.
+# Process 1 of the namespace is a shell. It reaps orphans, and signals have their usual effect on the command.
 inside='
 root=$1 layers=$2 cache=$3 count=$4; shift 4
 folders=("${@:1:count}"); shift "$count"
@@ -207,12 +208,12 @@ trap : INT TERM HUP QUIT
 (echo >&9; exec env -i "$@" 9>&-)
 exit $?
 '
-enter() { # becomes the process that holds the namespaces; it ends with this script, however that ends
+enter() { # replaces the current process by the one that holds the namespaces, which ends when this script ends for any reason
   exec env --default-signal=INT,QUIT setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child \
     bash -c "set -eEuo pipefail; trap 'echo \"[fresh] the tree does not start here\" >&2; exit $NOT_HERE' ERR
 $inside" fresh "$root" "$layers" "$cache" "${#folders[@]}" "${folders[@]}" "${variables[@]}" "$@"
 }
-forward() { # to the command inside, which a signal to this script alone does not reach
+forward() { # SIGNAL: sends SIGNAL to the command inside; a signal that is sent only to this script does not reach the command
   local first
   [ -n "$child" ] || exit 143
   until [ -s "$run/started" ] || ! kill -0 "$child" 2>/dev/null; do sleep 0.1; done
@@ -227,10 +228,10 @@ say "in $suite, $(git -C "$clone" log -1 --format='%h %s' | cut -c1-80), after $
 child=''
 trap 'forward TERM' TERM
 trap 'forward HUP' HUP
-trap : INT # a terminal's reaches the command by itself
+trap : INT # a terminal sends Ctrl-C's signal to the command too
 enter "$@" <&0 9>"$run/started" &
 child=$!
-while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait early, with a code of its own
+while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait early, with another exit code
 code=0
 wait "$child" || code=$?
 if [ -n "$keep" ]; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints for each Python whether every pinned package has a wheel for it, and whether the pins for GPUs meet each other's
 # requirements. Installs nothing; needs uv (pip install uv).
-# manylinux_2_34 stands for the newest glibc that a pin requires (sglang), as in Debian 12 and Ubuntu 22.04.
+# manylinux_2_34: of all pins, sglang requires the newest glibc, 2.34. Debian 12 and Ubuntu 22.04 have it.
 set -euo pipefail
 cd "$(dirname "$0")"
 target=$(mktemp -d)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Kills of random processes of a live run, and a check that the run lost nothing and counted nothing twice.
 
-The run trains a tiny model on sums with two servers behind a router, responses one step old at most, and ranks,
-workers of rewards and parsers of answers. Processes of all kinds in the table KINDS are equally likely to be killed
-(SIGKILL). If the supervisor ends, the same command starts the run again. When the time is over, a last start ends the
-run, and each step is derived again from its saved batch:
+The run trains a tiny model on sums. It has ranks, two servers behind a router, workers of rewards and parsers of
+answers. Responses are at most one step old. The supervisor and the processes of all kinds in the table KINDS are
+equally likely to be killed (SIGKILL). If the supervisor ends, the same command starts the run again. When the time is
+over, a last start ends the run. Then three things must hold:
 
-- records of steps, samples and batches are there once and in order;
+- the records of steps, samples and batches exist once and in order;
 - each batch has the problems that an undisturbed sampler draws, with all of their responses once;
-- the weights after each step have the hash that the batch's seal names, bit for bit.
+- each step is derived again from its saved batch, and gives weights with the hash in the batch's seal, bit for bit.
 
     python -m tools.faults.chaos --folder /tmp/chaos [--duration 3600] [--every 15]
 """
@@ -89,14 +89,13 @@ def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CH
         "rollout": {
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
-            # A group's answer has more bytes than a rank parses itself.
+            # With this length, a group's answer is too large for a rank to parse itself, so the run has parsers.
             "max_response_tokens": 128,
             "max_staleness": 1,
             "interrupt": "retract",
             "save": True,
         },
-        # Every response has a different reward, so that a response that is trained on twice, or not, changes the
-        # weights.
+        # Every response has a different reward. So the weights change if a response is left out, or trained on twice.
         "reward": {"name": "tests.unit.planted_rewards:of_every_character"},
         "algorithm": {"name": "pg-is", "truncated_responses": "as-verified"},
         "parallel": {"world_size": 2, "tensor": 2},
@@ -232,7 +231,7 @@ class Chaos:
             self._follow(kind, killed_at, min(next_kill, end))
 
     def _follow(self, kind: str | None, killed_at: float, until: float) -> None:
-        """Note how long the run does not advance after a kill, and keep it started."""
+        """Note how long the run does not advance after a kill, and start the command again if it has ended."""
         step = self.newest_step
         has_advanced = False
         while time.monotonic() < until:
@@ -254,7 +253,8 @@ class Chaos:
         """Kill a random process; return its kind, or None while the run has no ranks."""
         candidates = []
         living = self._run.processes()
-        # A start without ranks has hardly more than the supervisor. If it were killed then, the run would not advance.
+        # Before a start has ranks, it has hardly any process except the supervisor. Kills then would only hit the
+        # supervisor, and the run would not advance.
         if not living["rank"]:
             return None
         for kind, processes in living.items():

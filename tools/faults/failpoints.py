@@ -225,7 +225,10 @@ def _in_child(action: Callable[[], None]) -> None:
 
 
 def history(directory: Path) -> dict[str, Any]:
-    """Return everything of a finished run that must not depend on failures. Damage is returned as text."""
+    """Return everything of a finished run that must not depend on failures.
+
+    Raises RunError, OSError, ValueError or KeyError if a file is damaged or missing.
+    """
     rows = records.read_records(directory)
     found: dict[str, Any] = {
         "steps": [records.step_of(row) for row in rows],
@@ -281,7 +284,10 @@ def _stable(row: records.Record) -> dict[str, Any]:
 
 
 def fail_in_chain(config: Path, chain: Chain, cases: Sequence[Case]) -> bool:
-    """Start the chain's run with a failure at ``cases``: one case, or several delays. Return whether it was reached."""
+    """Start the chain's run with a failure at ``cases``: one case, or several delays.
+
+    Return whether the start reached at least one case.
+    """
     printed_bytes = chain.printed_bytes()
     chain.note.unlink(missing_ok=True)
     plans = [f"{case.plan},{chain.note}" for case in cases]

@@ -4,8 +4,8 @@
 The run trains a tiny model on sums with two ranks, two servers behind a router and responses one step old at most. A
 step is short: two groups of two responses of eight tokens. Every few hundred steps a random server is killed, and the
 run starts it again. Private memory (USS: pages that no other process has) and open descriptors of each process are
-measured at regular steps. A process grows by the slope of a straight line through its measurements. The first part of
-its life does not count, because caches fill then.
+measured at regular steps. The growth of a process is the slope of a straight line through its measurements. The first
+part of a process's life does not count, because caches fill then.
 
     python -m tools.faults.soak --folder /tmp/soak [--steps 5000] [--kill-every 250]
 
@@ -42,7 +42,7 @@ MOST_MIB_PER_1000_STEPS = 5.0
 MOST_DESCRIPTORS_PER_1000_STEPS = 1.0
 NOISE_MIB = 10.0
 NOISE_DESCRIPTORS = 5.0
-"""Growth over a process's whole life that is not told from what comes and goes, such as open connections."""
+"""Growth over a process's whole life up to these values counts as flat: open connections, for example, come and go."""
 _LOOK_S = 0.5
 _STALLED_S = 1800.0
 

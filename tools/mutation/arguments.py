@@ -16,8 +16,9 @@ _REFERENCES = (ast.Name, ast.Attribute, ast.Subscript)
 def wrong_arguments(statement: str) -> Iterator[tuple[str, str]]:
     """Yield each mistake in the arguments of the calls of ``statement``: its kind, and the statement with the mistake.
 
-    Two neighbouring arguments are swapped if each is a name, attribute or item, or if both are expressions of one kind:
-    their types are not known. The number of lines stays, so that the code after the statement does not move.
+    The types of arguments are not known. So two neighbouring arguments are swapped if each is a name, attribute or
+    item, or if both are expressions of one kind. The number of lines stays, so that the code after the statement does
+    not move.
     """
     tree = ast.parse(statement)
     # The syntax tree has no columns of the nodes inside f-strings, so leave them out.

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
 
 
 def _replacements(kind: str, *groups: str) -> list[str]:
-    """Return the operators that replace each word of a group by each other word of it."""
+    """Return the operators that replace each word of a group by each other word of the group."""
     names = []
     for group in groups:
         for old, new in itertools.permutations(group.split(), 2):
@@ -64,7 +64,7 @@ def unchanged(path: str) -> Mutant:
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
-    """Every mutant of a module with another meaning. Annotations and texts of errors are not mutated."""
+    """Every mutant whose meaning differs from the module's meaning. Annotations and texts of errors are not mutated."""
     from cosmic_ray.ast import get_ast
 
     text = (PACKAGE / path).read_text()

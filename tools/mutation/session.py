@@ -19,8 +19,8 @@ from mutation.making import Mutant
 from mutation.swapping import Change, Key, forget_answers, functions_in, key
 
 START_S, TIMES = 5.0, 3.0
-"""A mutant may use START_S seconds of a core, and TIMES the seconds of its tests without a mutant.
-A mutant that takes longer has an endless loop.
+"""A mutant may use START_S seconds of a core, plus TIMES times the seconds that its tests take without a
+mutant. A mutant that takes longer counts as an endless loop.
 """
 Tell = Callable[[Mutant, Verdict], None]
 """Function that receives each tried mutant with its verdict."""
@@ -122,7 +122,8 @@ class Session:
     def _try(self, session: pytest.Session, mutants: Sequence[tuple[Mutant, Change]]) -> None:
         # The collection of the tests has filled caches.
         forget_answers(self._files)
-        # Without a garbage collection in a child, parent and child share unchanged memory.
+        # Exclude all objects from garbage collection: a collection in a child would copy memory that it shares with
+        # its parent.
         gc.freeze()
         # For each mutant, the number of the last test that began, counted from 1.
         killers = RawArray("i", len(mutants))

@@ -1,4 +1,4 @@
-"""The end of a cluster, from its folder alone."""
+"""End a cluster of which only the folder is known."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Cluster:
 
     def _stop(self) -> None:
         if not self.isolated and (self.root / "slurmctld.pid").exists():
-            self.client.cancel_all()  # the tasks of an isolated node end with it
+            self.client.cancel_all()  # the tasks of an isolated node end with the node
         for node in self._nodes.values():
             node.stop()
         clear(self.root, self._network, self.nodes)
@@ -134,7 +134,7 @@ class Cluster:
     # -- disturbances
 
     def crash(self, node: str) -> None:
-        """End a node as a power cut does (a plain node: its daemon alone)."""
+        """End a node as a power cut does. Of a plain node, only the daemon ends."""
         self._nodes[node].crash()
 
     def boot(self, node: str) -> None:
@@ -198,8 +198,8 @@ class Cluster:
 
     def _make_nodes(self) -> None:
         host = socket.gethostname().split(".")[0]
-        # The machine's control groups have the nodes' names, so the names must be unique on the machine. A process id
-        # is not: another container may have it too.
+        # The machine's control groups have the nodes' names, so the names must be unique on the machine. Process ids
+        # are not unique: another container may have a process with the same id.
         prefix = f"n{secrets.token_hex(3)}x"
         addresses = []
         for number in range(1, self._count + 1):

@@ -67,8 +67,10 @@ def remove_cgroups(node: str) -> None:
 def _remove_tree(group: Path) -> None:
     folders = [group, *(path for path in group.rglob("*") if path.is_dir())]
     for folder in reversed(sorted(folders)):
-        with contextlib.suppress(OSError):  # a process is still ending, or the kernel removed it
+        # An OSError means that a process is still ending, or that the kernel has removed the folder.
+        with contextlib.suppress(OSError):
             for pid in (folder / "cgroup.procs").read_text().split():
-                if int(pid):  # 0: another pid namespace; kill(0) would kill this process's group
+                # 0 is a process of another pid namespace. kill(0) would kill this process's group.
+                if int(pid):
                     os.kill(int(pid), signal.SIGKILL)
             folder.rmdir()

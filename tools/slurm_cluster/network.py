@@ -28,7 +28,7 @@ class Network:
 
     @property
     def controller(self) -> str:
-        """Address of this machine's end."""
+        """Address of the controller: the bridge's address on this machine."""
         return self.address(254)
 
     def cable(self, number: int) -> str:
@@ -36,9 +36,9 @@ class Network:
         return f"slurm{self.subnet}n{number}"
 
     def plug(self, number: int, pid: int) -> None:
-        """Lay a cable to the network namespace of process ``pid``. Its name there is ``eth0``."""
+        """Lay a cable to the network namespace of process ``pid``. Inside the namespace, its name is ``eth0``."""
         cable = self.cable(number)
-        run("ip", "link", "del", cable, check=False)  # of a node that crashed
+        run("ip", "link", "del", cable, check=False)  # the cable of a crashed node
         run(*f"ip link add {cable} type veth peer name eth0 netns {pid}".split())
         run("ip", "link", "set", cable, "master", self.bridge, "up")
 

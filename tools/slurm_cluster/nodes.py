@@ -42,7 +42,7 @@ class Node(Protocol):
 class PlainNode:
     """A ``slurmd`` on this machine. All plain nodes share the machine's name, address, ports and ``/tmp``.
 
-    A crash ends only the daemon: its tasks continue.
+    A crash ends only the daemon: the tasks of the node continue.
     """
 
     def __init__(self, name: str, root: Path, environment: Mapping[str, str]) -> None:
