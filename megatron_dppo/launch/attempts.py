@@ -1,7 +1,7 @@
 """The starts of a run on Slurm, ``<run.directory>/attempts/<job>-<n>.json``.
 
-The supervisor writes the file when a start begins and again when it ends. A start that is still ``running`` when the
-next begins, or whose job has ended, vanished: its node died, or Slurm killed it.
+The supervisor writes the file when a start begins and again when it ends. If a file still says ``running`` when the
+next start begins, or after its job has ended, the start vanished: its node died, or Slurm killed the supervisor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Attempt:
     """One start.
 
     Attributes:
-        job, attempt: Slurm's job, and the number of its earlier starts.
+        job, attempt: Slurm's job, and the number of earlier starts of the job.
         node: node of the supervisor.
         hosts: all nodes.
         started, ended: epoch seconds.
@@ -37,8 +37,9 @@ class Attempt:
             ended the job), ``failed``, ``refused`` (nothing was started), ``succeeded`` (another start has taken over
             the run), ``vanished``.
         detail: text for the user.
-        first_saved, saved: step of the newest checkpoint at the beginning and at the end of the start; 0 without one.
-        recorded: last step with metrics; 0 without one.
+        first_saved, saved: step of the newest checkpoint at the beginning and at the end of the start; 0 if no
+            checkpoint exists.
+        recorded: last step with metrics; 0 without metrics.
         requeued: whether the job waits to start again.
         excluded: nodes that the next start avoids, with the reason.
     """

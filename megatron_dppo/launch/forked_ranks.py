@@ -35,7 +35,7 @@ LIBRARIES: Mapping[str, Sequence[str]] = {
     TRAIN: ("megatron_dppo.loop.run", "megatron_dppo.loop"),
     "megatron_dppo.supervised": ("megatron_dppo.data.problems", "megatron_dppo.trainer.trainer"),
 }
-"""Module of a rank's command -> modules that the fork server imports for it."""
+"""Module of a rank's command -> further modules that the fork server imports before it forks the rank."""
 
 
 class ForkedRankGroup(RankGroup):
@@ -44,7 +44,7 @@ class ForkedRankGroup(RankGroup):
     Args:
         module: module that a rank runs, as ``python -m`` would.
         config: the file that the module is called with.
-        outputs, master_port, variables, master_host, cores: as RankGroup has them.
+        outputs, master_port, variables, master_host, cores: as in RankGroup.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A run on several hosts without a scheduler: ``megatron-dppo train CONFIG.yaml --hosts HOSTS.yaml``.
 
 The supervisor runs on the first host and starts ranks and servers on all of them through a remote shell: ssh,
-``kubectl exec``, or another command that runs a program at a host and passes its standard input on. It watches,
-restarts and ends them as on one machine. Keys travel on the shell's standard input alone.
+``kubectl exec``, or another command that runs a program at a host and passes its standard input on. The supervisor
+watches, restarts and ends ranks and servers as on one machine. Keys travel only on the shell's standard input.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class HostsConfig(Section):
     """The hosts of a run. Ranks and servers fill them in this order."""
 
     hosts: list[str] = Field(min_length=1)
-    """Names for the remote shell. Write ``name=address`` if the other hosts reach a host at another address. The
-    supervisor runs on the first host.
+    """Names for the remote shell. Write ``name=address`` if other hosts cannot reach a host at the address of its name.
+    The supervisor runs on the first host.
     """
     devices_per_host: int = Field(default=8, gt=0, le=1024)
     """Number of GPUs of each host; on hosts without GPUs, the number of ranks and servers that a host runs."""
@@ -67,7 +67,7 @@ class HostsConfig(Section):
     """Variables for every rank and server, such as NCCL_SOCKET_IFNAME, added to the supervisor's variables."""
 
     def allocation(self) -> Allocation:
-        """Return the hosts with their addresses. Raises LaunchError for a name that has none."""
+        """Return the hosts with their addresses. Raises LaunchError for a name without an address."""
         hosts = []
         for entry in self.hosts:
             name, _, address = entry.partition("=")
@@ -124,7 +124,7 @@ class RemoteShell:
 
 
 class RemoteProcess(processes.StartedProcess):
-    """The remote shell of one or more commands. Its standard input stays open while they may run."""
+    """The remote shell of one or more commands. Its standard input stays open while the commands may run."""
 
     def __init__(self, process: subprocess.Popen[bytes], first_line: bytes) -> None:
         super().__init__(process)
@@ -253,7 +253,7 @@ class RemoteRanks:
             process.kill()
 
     def _commands(self, node: int, environment: Mapping[str, str]) -> list[RemoteCommand]:
-        """Return the commands of a host: one that forks all of its ranks, or one for each rank."""
+        """Return the commands of a host: a single command that forks all its ranks, or a command for each rank."""
         per_host = self._placement.ranks_per_host
         logs = self._directory.path.absolute() / "logs"
         plain, secrets = split_environment(environment)

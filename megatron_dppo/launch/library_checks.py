@@ -177,7 +177,7 @@ def library_faults(
     ddp: Mapping[str, Any],
     optimizer: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Yield faults of the ``megatron`` tables' keys and values that Megatron-Core does not accept.
+    """Yield a fault for each key or value in the ``megatron`` tables that Megatron-Core does not accept.
 
     Megatron-Core is imported only if a table has options for it.
     """

@@ -44,7 +44,7 @@ _ENDING_S = 10.0
 """Further wait for ranks that have marked their failure and still release their resources."""
 _FIRST_RESTART_PAUSE_S = 0.25
 _CERTAIN_CAUSES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-"""Exit codes of a rank that was itself at fault: the failure of another rank never causes them."""
+"""Exit codes of a rank that was itself at fault. The failure of another rank never causes these codes."""
 
 
 def run_local(
@@ -134,11 +134,11 @@ def rank_restarts(
     directory: RunDirectory,
     sections: ServerSections | None,
 ) -> RankRestarts:
-    """Return the restarts of the ranks of the run in ``directory``, under its lease.
+    """Return the object that restarts the ranks of the run in ``directory``, under the run's lease.
 
     ``sections``: sections that servers depend on; None if the run generates nothing.
     """
-    # A colocated trainer allows the starts of servers once it has left the devices.
+    # A colocated trainer allows servers to start once it has left the devices.
     servers_may_start = sections is None or sections.engine.placement == "separate"
 
     def begin(number: int) -> None:
@@ -171,7 +171,7 @@ def local_placement(ranks: int, sections: ServerSections | None, machine: Machin
 
 
 def servers_beside(sections: ServerSections | None) -> int:
-    """Count the servers that generate on this machine while the ranks train: the ranks leave a core to each.
+    """Count the servers that generate on this machine while the ranks train. The ranks leave a core to each of them.
 
     The threads of a rank's parallel loop spin until the last thread has finished. With one core too few, every loop
     takes as long as its last thread waits for a core.

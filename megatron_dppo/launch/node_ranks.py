@@ -76,7 +76,7 @@ def _first_failure(server: ForkServer, ranks: Mapping[Path, ForkedProcess]) -> i
 
 
 def _mark_failure(output: Path) -> None:
-    """Write the time of a rank's failure, unless the rank has written it: a killed rank could not."""
+    """Write the time of a rank's failure, unless the rank itself has written it. A killed rank cannot write it."""
     try:
         with open(failure_mark(output), "x") as file:
             file.write(f"{time.time()}")

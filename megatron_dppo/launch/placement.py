@@ -1,6 +1,6 @@
 """Placement of a run's processes: ranks, SGLang servers and their router on the hosts of an allocation.
 
-The module reads no file and opens no socket. The same function places a run on one machine and one on a cluster. A
+The module reads no file and opens no socket. The same function places a run on one machine and a run on a cluster. A
 *device* is a GPU or, on a host without GPUs, room for one process.
 
 Ranks come first, host by host. The servers take the devices after them, each on adjacent devices of one host, or on all
@@ -28,7 +28,7 @@ class Host:
     Attributes:
         name: name for the launcher of commands.
         address: address for other hosts.
-        devices: devices that the run may use; None: processes share the cores, without a limit of their number.
+        devices: devices that the run may use; None: any number of processes share the cores.
         group: group of a heterogeneous Slurm job; None in any other job.
     """
 
@@ -59,7 +59,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank. ``device`` is the number of its device on its host, and its LOCAL_RANK."""
+    """One rank. ``device`` is the number of the rank's device on its host, and the rank's LOCAL_RANK."""
 
     rank: int
     host: Host
@@ -70,8 +70,9 @@ class RankPlace:
 class ServerPlace:
     """One SGLang server on ``devices`` devices of each of ``hosts``, from ``first_device`` on.
 
-    Its ranks are assigned in order; the first host answers its clients. ``port`` is the port of the first start; None:
-    a free port. Each further start adds ``port_step``, so that it need not wait for the port of the start before it.
+    The server's ranks fill the hosts in this order. The first host answers the server's clients. ``port`` is the port
+    of the first start; None: a free port. Each further start adds ``port_step``, so that it need not wait for the port
+    of the previous start.
     """
 
     index: int
@@ -380,7 +381,7 @@ def _require_fit(roles: Roles, devices: int) -> None:
 
 
 def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: int) -> str:
-    """Return the text of the error that the roles need ``needed_hosts`` hosts, with the changes that make them fit."""
+    """Return the text of the error that the roles need ``needed_hosts`` hosts. It also says what would fit."""
     ranks = f"{roles.ranks} ranks" if roles.ranks > 1 else "1 rank"
     size = ""
     if roles.server_devices > 1:

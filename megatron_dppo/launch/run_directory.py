@@ -78,7 +78,7 @@ class RunDirectory:
         remove_left_behind()
         # Only the holder of the lease publishes files, so unfinished files are left from earlier starts.
         remove_unfinished(self.path)
-        # Read the registry now: until the lease was taken, its last holder could write it.
+        # Read the registry only now: until this start took the lease, the earlier holder could change the registry.
         self._fleet = FleetRecord(self.path, self.lease.fence.check)
         self._fleet.withdraw_started()
         return self
@@ -101,7 +101,7 @@ class RunDirectory:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether a run with exactly this configuration has finished in its folder, and all of its results are there.
+    """Return whether a run with exactly this configuration has finished, and its folder has all of its results.
 
     False if a file is missing, unreadable or of another configuration: then the run starts.
     """

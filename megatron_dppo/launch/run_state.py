@@ -26,7 +26,7 @@ from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFile
 UNKNOWN = "UNKNOWN"
 """State of a job if Slurm does not answer."""
 _FORGOTTEN_JOB = "Invalid job id"
-"""Text of squeue for a job some minutes after its end."""
+"""Part of squeue's error message for a job that ended some minutes ago."""
 _FINAL_ENDINGS = {"done", "asked", "cancelled", "refused", "succeeded"}
 """Values of ``Attempt.why`` after which submitting the run again is not suggested."""
 
@@ -95,7 +95,7 @@ def run_state(directory: Path) -> JobState | LocalRun:
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
-    """Return the state of the job that was submitted last; of the newest attempt's job if no submission is recorded."""
+    """Return the state of the job that was submitted last. If no submission is recorded: of the last attempt's job."""
     file = directory / JOB_FILE
     job = None
     if file.is_file():
@@ -118,7 +118,7 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
 
 
 def state_text(directory: Path) -> str:
-    """Return the run's state in words. Raises LaunchError as ``run_state``."""
+    """Return the run's state in words. Raises LaunchError if the run's lease can't be read."""
     return described(run_state(directory), AttemptBook(directory).all(), directory)
 
 

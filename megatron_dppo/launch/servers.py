@@ -25,7 +25,7 @@ from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.network import free_port, is_loopback
 
 _SEEDS_PER_START = 10_007
-"""Distance between the seeds of two starts of a run: more than the restarts of a server within a start."""
+"""Distance between the seeds of two starts of a run. It is larger than the number of a server's restarts in a start."""
 _SEEDS_PER_SERVER = 1_000_003
 """Distance between the seeds of two servers."""
 
@@ -41,7 +41,7 @@ class ServerStarts:
     Attributes:
         runtime_at: returns the runtime of a server on one host or over several hosts.
         address: this process listens for the ranks at this address.
-        host_now: returns the host for a restart; the given host may have died.
+        host_now: takes the host of the previous start and returns the host of a restart: the first may have died.
     """
 
     runtime_at: Callable[[Sequence[Host]], Runtime]
@@ -125,7 +125,7 @@ def supervised_fleet(
     seed += _SEEDS_PER_START * directory.count_start()
     maker = _ServerMaker(sections, directory, keys, seed, starts)
 
-    # A colocated trainer allows the starts once it has left the devices.
+    # A colocated trainer allows servers to start once it has left the devices.
     directory.fleet.allow_starts(engine.placement == "separate")
     new_budget = partial(RestartBudget, engine.max_restarts, engine.restart_window_s)
     servers: list[SupervisedServer] = []

@@ -1,9 +1,9 @@
 """Commands of a run inside a Slurm allocation: srun starts each command as a separate step.
 
-A step ends by SIGTERM to its srun: Slurm then kills the step's tasks at once. srun names the step by the job's id and
-the step's number, and a requeued job counts these numbers from 0 again. An srun that can't reach Slurm retries for
-seconds, and could then kill a step of the next attempt. So if another start holds the run's lease, srun gets SIGKILL:
-then srun ends without a request to Slurm.
+To end a step, its srun gets SIGTERM: Slurm then kills the step's tasks at once. In its request to Slurm, srun names the
+step by the job's id and the step's number, and a requeued job counts these numbers from 0 again. An srun that can't
+reach Slurm retries for seconds, and could then kill a step of the next attempt. So if another start holds the run's
+lease, srun gets SIGKILL, and ends without a request to Slurm.
 
 A step shares its node with other steps (``--overlap``) and uses all of the node's cores and GPUs.
 """
@@ -29,9 +29,10 @@ from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
 """Longest wait for the end of an srun after SIGTERM, before it gets SIGKILL."""
-# sbatch, or an allocation around it, sets these variables, and srun takes them for options of a step. A step needs no
-# such options: it shares all that the job has on its nodes. Some of the options make srun fail: memory per CPU together
-# with memory per node, the whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks per node.
+# sbatch, or the allocation that sbatch runs in, sets these variables, and srun takes them for options of a step. A step
+# needs no such options: it shares all that the job has on its nodes. Some of the options make srun fail: memory per CPU
+# together with memory per node, the whole job's GPUs for a step of fewer nodes, or tasks per GPU together with tasks
+# per node.
 _OPTION_VARIABLES = (
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
@@ -94,7 +95,7 @@ class StepForm:
         Args:
             command: the command of each task.
             name: name of the step.
-            hosts: hosts in Slurm's order, all of one group; tasks of one host are neighbours in rank.
+            hosts: hosts in Slurm's order, all of one group; tasks of one host have adjacent ranks.
             tasks_per_host: number of tasks on each host.
             output: file that is appended to; ``%t`` is the task.
             stdin: whether the tasks read srun's standard input.
@@ -129,7 +130,7 @@ class StepForm:
 
 
 def literal(path: Path) -> str:
-    """Return srun's pattern of an output file that stands for ``path`` alone. The path must have no backslash."""
+    """Return srun's pattern for the output file ``path``, without placeholders. The path must have no backslash."""
     return str(path).replace("%", "%%")
 
 
@@ -141,7 +142,7 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 class SrunLauncher(processes.Launcher):
     """Starts commands at a host of the allocation, or one task on each of several hosts; see Launcher.
 
-    The tasks have one log; with several tasks, each of its lines begins with the task's number.
+    The tasks have one log. With several tasks, each line of the log begins with the task's number.
     """
 
     def __init__(self, hosts: Sequence[Host], name: str, form: StepForm) -> None:
@@ -311,7 +312,7 @@ class SrunRanks:
         self._directory = directory
         self._messages = directory.step_messages
         self._ranks_per_task = placement.ranks_per_host if forks else 1
-        # The task's number is the host's number, or the rank.
+        # A task is a host if it forks ranks; otherwise a task is a rank.
         output_prefix = "node" if forks else "rank"
         logs = directory.path / "logs"
         if forks:
@@ -381,7 +382,7 @@ class SrunRanks:
         return [*failed_ranks, *killed_ranks]
 
     def ask_to_stop(self) -> None:
-        # Rank 0 reads a file: a signal through srun would also reach the ranks' child processes.
+        # The ranks read a file: a signal through srun would also reach the ranks' child processes.
         processes.ask_to_stop(self._directory.stop_file)
 
     def clear(self) -> None:

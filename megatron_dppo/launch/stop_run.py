@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stop(directory: Path) -> str:
-    """Ask a running job to save a checkpoint and end, and remove a waiting one; return what was done.
+    """Ask a run to save a checkpoint and end, or remove its waiting job from the queue; return what was done.
 
     Raises LaunchError if nothing runs, or if the run is on another machine.
     """

@@ -48,7 +48,7 @@ class StopRequests:
         self.deadlines = deadlines
 
     def requested(self) -> list[Stop]:
-        """Return the requested stops in order. Only a stop that insists may be in them more than once."""
+        """Return the requested stops in order. Only a stop that insists may be in the list more than once."""
         for stop, deadline in self.deadlines.items():
             if stop not in self._requested and self.now() >= deadline:
                 self._requested.append(stop)
@@ -75,9 +75,9 @@ class StopRequests:
 
 
 def exit_by_code() -> None:
-    """Make this process exit with a shell's code, 128 + n, on SIGTERM and SIGHUP; else the signal would kill it.
+    """Make this process exit with a shell's code, 128 + n, on SIGTERM and SIGHUP, instead of dying by the signal.
 
-    Call it in the main thread of a command's process. Before the run, a signal raises SystemExit. During the run,
+    Call this in the main thread of a command's process. Before the run, a signal raises SystemExit. During the run,
     StopRequests handles the signals. After the run, the signals are ignored. A signal that is ignored at the time of
     the call stays ignored.
     """

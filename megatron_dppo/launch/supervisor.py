@@ -71,7 +71,7 @@ class Ranks(Protocol):
         """Whether all ranks have ended without an error."""
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """Return the ranks that ended with an error, the likely cause first; an empty list while there is none.
+        """Return the ranks that ended with an error, the likely cause first; an empty list while no rank has failed.
 
         After the first failure, wait ``grace_s`` seconds for ranks that fail because of it.
         """
@@ -321,6 +321,7 @@ class Supervisor:
         if self._fleet_error:
             return Outcome(FAILED, "failed", self._fleet_error)
         first_stop = self._handled_stops[0]
+        # A later stop that insists gives the reason. It also gives the exit code if the first stop's code is 0.
         decisive_stop = first_stop
         if self._handled_stops[-1].insists:
             decisive_stop = self._handled_stops[-1]
