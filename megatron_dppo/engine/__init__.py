@@ -1,4 +1,5 @@
 """Rollouts by SGLang: its server process, its protocol, and the platform that lets it run on a CPU.
 
-SGLang imports this package in each of its processes (it holds the platform plugin), so nothing is imported here.
+This package has the platform plugin, so SGLang imports the package in each of its processes. Therefore this file
+imports nothing.
 """

@@ -139,8 +139,8 @@ def parsed_of(reply: bytes) -> Parsed:
     content = pickle.loads(reply)
     if isinstance(content, EngineError):
         raise content
-    # The pickled trajectories without their arrays; the bytes of each array; the file with the arrays, or None and the
-    # arrays themselves.
+    # The pickled trajectories without their arrays; the size in bytes of each array; the path of the file with the
+    # arrays, or None; the arrays themselves if the path is None.
     head, sizes, path, arrays = content
     starts, size = aligned(sizes)
     if path is None:

@@ -8,9 +8,9 @@ bucket have arrived, so that a limit of the call bounds nothing. Therefore:
 - The group's name carries its time limit. A hook sets this limit on the server's side, for the rendezvous too. If
   nothing listens at the rendezvous, the server refuses to join.
 - A thread of each server rank watches the rendezvous of an NCCL group, on the trainer's host. Once the trainer has
-  called the transfer off, or is gone, the thread aborts the rank's own part of the group, because over NVLink the abort
-  of another rank frees no rank. With gloo the trainer's abort frees all ranks, and a rank's own abort does not free it,
-  so gloo's groups are not watched.
+  called the transfer off, or is gone, the thread aborts the rank's own part of the group: over NVLink, the abort of
+  another rank does not free this rank. Gloo's groups are not watched: the trainer's abort frees all ranks, and a rank's
+  own abort would not free the rank.
 - A bucket is answered once its bytes are in the server's tensors.
 
 The functions are plugin hooks of SGLang. The part for gloo is tested; the part for NCCL is not yet run on a GPU.
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 CALLED_OFF = "called off"
 """Key in a group's rendezvous. Once it is set, the transfer has failed and every rank leaves the group."""
 ERROR_MODE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""torch reads the variable in the constructor of each NCCL group."""
+"""Environment variable with NCCL's error mode. torch reads the variable in the constructor of each NCCL group."""
 ABORT_GROUP = "2"
 """In this error mode torch aborts a failed group's communicators, and does not end the process."""
 _NAME = re.compile(r"weights-[0-9a-f]{12}-(\d+)s")
@@ -225,7 +225,10 @@ class GroupWatch:
 
 
 def _rendezvous_fault(address: str, port: int) -> str | None:
-    """Return why a group's rendezvous cannot be reached, or None. The trainer opens it before it calls this server."""
+    """Return why a group's rendezvous cannot be reached, or None.
+
+    The trainer opens the rendezvous before the trainer calls this server.
+    """
     try:
         socket.create_connection((address, port), _CONNECT_S).close()
     except OSError as error:

@@ -31,7 +31,7 @@ class EnginePart:
     """The place of one block of a Hugging Face tensor in the engine's memory.
 
     Attributes:
-        rank: the engine rank that holds it.
+        rank: the engine rank that holds the block.
         tensor: name of the engine tensor.
         start: first element in the engine tensor.
         block: the block of the Hugging Face tensor.
@@ -170,7 +170,7 @@ class EngineTensors:
         """Append the blocks of ``parameter`` to the engine tensor that holds it on ``rank``."""
         # Blocks are consecutive in the engine's memory, also the blocks of experts. The engine's padding follows each
         # block.
-        # The name of an expert's parameter is the engine tensor and the expert's number in brackets.
+        # The name of an expert's parameter is the engine tensor's name, followed by the expert's number in brackets.
         tensor, bracket, _ = parameter.name.partition("[")
         is_expert = bracket != ""
         sizes = self.sizes[rank]
@@ -184,7 +184,8 @@ class EngineTensors:
             multiple = EXPERT_MULTIPLE[self.device]
             if multiple > 1:
                 # SGLang pads an expert's dimension to a multiple of ``multiple`` times layout.tensor. Only
-                # layout.tensor / layout.expert ranks share the dimension.
+                # layout.tensor / layout.expert ranks share the dimension. So the share of a rank is a multiple of
+                # ``multiple`` times layout.expert.
                 multiple *= self.layout.expert
         for block, end in _blocks_with_ends(parameter):
             start = sizes.get(tensor, 0)
@@ -203,7 +204,8 @@ def _has_own_values(parts: Sequence[EnginePart]) -> bool:
 
 
 def _tensor_of(parameter: mapping.LocalParameter) -> str:
-    """Return the name of the engine tensor that holds ``parameter``: the parameter may be one expert's part of it."""
+    """Return the name of the engine tensor that holds ``parameter``. The parameter may be only one expert's part of
+    this tensor."""
     return parameter.name.partition("[")[0]
 
 
@@ -232,7 +234,7 @@ class ExpectedChecksums:
     """Checksums of the Hugging Face tensors that one rank sends, as the engine will compute them.
 
     Several ranks can fill one engine tensor (experts of several expert-parallel ranks). Each rank hashes its parts and
-    sends its ``partial`` to the rank that compares; there ``digests`` combines all partials.
+    sends its ``partial`` to the rank that compares. On that rank ``digests`` combines all partials.
 
     Args:
         tensors: the engine's tensors.

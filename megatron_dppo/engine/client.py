@@ -1,9 +1,9 @@
-"""Asynchronous HTTP clients: of any server, and of one SGLang server's generation and state.
+"""Asynchronous HTTP clients: HttpClient for any server, EngineClient for generation and state of one SGLang server.
 
 EngineRequestError (4xx) means that the request is wrong. EngineLostError (5xx, a broken connection, no answer in time)
 means that the server failed. AbortedError means that the server ended a single response. The clients retry nothing.
-Blocking code calls their coroutines through ``system.async_runner.AsyncRunner``. The module loads neither torch nor
-sglang.
+Blocking code calls the clients' coroutines through ``system.async_runner.AsyncRunner``. The module loads neither torch
+nor sglang.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """The error code in a router's answer; empty without one."""
+        """The error code in a router's answer; empty if the answer has no code."""
         error = self._error()
         if isinstance(error, dict):
             return str(error.get("code", ""))
@@ -208,7 +208,7 @@ class HttpClient:
         return bytes(content)
 
     async def _read(self, answer: aiohttp.ClientResponse) -> Answer:
-        """Read the whole answer. Remove this client's keys from an error's body, because messages quote it."""
+        """Read the whole answer. Remove this client's keys from an error's body, because messages quote the body."""
         body = await answer.read()
         if answer.status >= _FIRST_ERROR:
             text = body.decode(errors="surrogateescape")
@@ -255,14 +255,15 @@ class HttpClient:
     async def answers(self, timeout_s: float = 10.0) -> bool:
         """Whether an SGLang server answers in time; an error status counts as an answer.
 
-        ``/health`` would not do: on a stock server it generates a token, and a paused server generates no token.
+        ``/health`` is not suitable: on a stock server it generates a token, and a paused server generates no token.
         """
         return await self._is_answered("/model_info", timeout_s)
 
     async def schedules(self, timeout_s: float = 10.0) -> bool:
-        """Whether a server's scheduler answers in time, paused or not; a stopped or hung scheduler does not.
+        """Whether a server's scheduler answers in time.
 
-        The request of ``answers`` does not reach the scheduler, because the HTTP process answers it alone.
+        A paused scheduler answers. A stopped or hung scheduler does not answer. The request of ``answers`` does not
+        reach the scheduler: the HTTP process answers it without the scheduler.
         """
         return await self._is_answered("/server_info", timeout_s)
 
@@ -328,7 +329,7 @@ class EngineClient(HttpClient):
     is_paused = False
     """Set by the code that pauses the server. ``watch`` does not test a paused server: it generates nothing."""
     _ways: frozenset[Way] = frozenset()
-    """How recordings arrived, as it was last logged."""
+    """The ways in which recordings arrived, as in the last log message about them."""
     parser = AnswerParser(smallest=None)
 
     async def generate(
@@ -417,13 +418,13 @@ class EngineClient(HttpClient):
         await self.control("/abort_request", {"abort_all": True}, timeout_s=timeout_s)
 
     async def health(self, timeout_s: float = 10.0) -> bool:
-        """Whether the server answers ``/health`` with 200 in time; it needs no key."""
+        """Whether the server answers ``/health`` with 200 in time. This request needs no key."""
         return await self.is_ok("/health", timeout_s)
 
     async def generates(self, timeout_s: float = 30.0) -> bool:
         """Whether the server generates a token in time, for any request. An idle server samples a token for this test.
 
-        ``/health`` would not do: on the servers of ``launch_server`` the HTTP process answers it alone, also if the
+        ``/health`` is not suitable: on the servers of ``launch_server`` the HTTP process answers it even if the
         scheduler hangs. A paused server fails the test of this method.
         """
         return await self.is_ok("/health_generate", timeout_s)
@@ -467,7 +468,7 @@ class EngineClient(HttpClient):
                 raise EngineLostError(
                     f"{self.url}: nothing generated for {limit - remaining_s:.0f} s"
                 )
-            # The server has been silent for a pause: ask it for a token.
+            # The server has been silent for longer than ``pause``: request a token.
             if remaining_s < limit - pause:
                 probe_start = clock()
                 probe_s = min(remaining_s, hang_timeout_s)
@@ -487,7 +488,7 @@ class EngineClient(HttpClient):
         return generated
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
-        """Whether the server processes new requests. A paused server does not: it holds them back."""
+        """Whether the server processes new requests. A paused server holds new requests back."""
         try:
             await self.request("GET", "/ready", timeout_s=timeout_s)
         except EngineLostError:

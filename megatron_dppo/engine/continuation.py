@@ -211,9 +211,10 @@ def seam_end(
     stop: Sequence[str],
     decode: Decode,
 ) -> int | None:
-    """Return the length of the response up to the end of a stop text that crosses the seam; None without one.
+    """Return the length of the response up to the end of a stop text that crosses the seam.
 
-    The seam is after the first ``seam`` tokens. The server finds only stop texts within the tokens of one call.
+    The seam is after the first ``seam`` tokens. The server finds only stop texts within the tokens of one call. Returns
+    None if no stop text crosses the seam.
     """
     if not stop:
         return None
@@ -229,7 +230,7 @@ def seam_end(
 
 
 def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
-    """Decode a response like the engine: up to the stop text, or without the token that ended it."""
+    """Decode a response as the engine does: up to the stop text, or without the token that ended the response."""
     text = decode(response.response_ids, special=False)
     if response.finish_reason != "stop":
         return text

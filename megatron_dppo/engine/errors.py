@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 UNBOUNDED = 1 << 30
-"""Number of attempts at a call that may succeed the next time."""
+"""Value of ``EngineError.attempts`` for a failure after which a retry may always succeed."""
 _FINAL_STATUS = (401, 403, 404, 405, 422)
 """Statuses of a wrong key, path or protocol: a retry is pointless. SGLang's 400 may also be a lost connection."""
 
@@ -69,7 +69,7 @@ class EngineAnswerError(EngineError, ValueError):
 
 
 class EngineMismatchError(EngineError, ValueError):
-    """The engine, or the installed SGLang, is not the release, model or type the run expects."""
+    """The engine, or the installed SGLang, is not of the release, model or type that the run expects."""
 
     attempts = 1
 
@@ -81,7 +81,7 @@ class StopRequestedError(EngineError):
 class GenerationInterruptedError(EngineError):
     """The engine was lost half-way through a batch.
 
-    ``completed``: every finished response by key; they are valid and must not be requested again.
+    ``completed``: every finished response by key. These responses are valid and must not be requested again.
     """
 
     def __init__(self, completed: dict[Hashable, Trajectory], reason: str) -> None:

@@ -7,9 +7,9 @@ module reads the keys from a pipe, and the printed configuration has ``<redacted
 several hosts has one of these processes on each host, all with the same flags. The environment has the names of all
 hosts and of this process's host.
 
-The kernel ends this process when the thread that started it ends (``system.processes``), and ends the processes that
-SGLang starts when this process ends. On a CPU this process may be a fork (``system.fork_server``), and SGLang's
-processes are forks of it (``sglang_cpu/forks.py``).
+The kernel ends this process when the thread that started it ends (``system.processes``). When this process ends, the
+kernel ends the processes that SGLang has started. On a CPU this process may be a fork (``system.fork_server``), and
+SGLang's processes are forks of this process (``sglang_cpu/forks.py``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def name_shared_memory() -> None:
     # The process that ends the server removes shared memory by this prefix. Python has no public setting for it.
     prefix = f"/{os.environ[_NAME_VARIABLE]}"
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
-    # Python puts a hyphen after the prefix of a semaphore.
+    # The private name ends in a hyphen. Python itself adds a hyphen after a semaphore's prefix.
     config["semprefix"] = prefix.rstrip("-")
     shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
     # Python fills the name up to this length with random hexadecimal digits.
@@ -81,10 +81,11 @@ def keep_snapshots_private() -> None:
     # A snapshot in /dev/shm would stay there after the server's end.
     from sglang.srt.managers import load_snapshot
 
+    public_path = load_snapshot.shm_path_for
+
     def private_path(ipc_name: str) -> str:
         return os.path.join(os.environ["TMPDIR"], os.path.basename(public_path(ipc_name)))
 
-    public_path = load_snapshot.shm_path_for
     load_snapshot.shm_path_for = private_path
 
 
@@ -152,7 +153,8 @@ _OTHER_LAYOUTS = {
     "SGLANG_ENABLE_EMBED_REPLICATION": "weight updates are verified for an embedding that ranks divide",
     "SGLANG_SHARED_EXPERT_TP1": "weight updates are verified for shared experts that ranks divide",
 }
-"""Variable of SGLang that changes how weights lie in a server -> why a server with it is refused."""
+"""Variable of SGLang that changes how weights lie in a server -> the reason why a server with this variable is refused.
+"""
 
 
 def refuse_other_layouts() -> None:
@@ -224,9 +226,10 @@ def main() -> None:
     """Run the server: options from the command line, keys from standard input."""
     secret_variables.hide_secrets()
     keys = json.load(sys.stdin)
-    # Set the tools of the server's own machine before SGLang looks for its compiler.
+    # Set PATH and CUDA_HOME for this machine: SGLang looks for ninja on PATH, and for CUDA's toolkit in CUDA_HOME.
     if has_visible_gpu():
-        print(*offer_tools(os.environ), sep="\n", flush=True)
+        tool_messages = offer_tools(os.environ)
+        print(*tool_messages, sep="\n", flush=True)
     # Spawned processes read this variable, and end with this process.
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     with private_place(), recordings.recordings_folders() as folders:
@@ -234,7 +237,7 @@ def main() -> None:
 
 
 def _run(keys: dict[str, Any], folders: list[Path]) -> None:
-    """Run SGLang's server with ``keys``; it sends the recordings in ``folders`` to clients."""
+    """Run SGLang's server with ``keys``. The server sends the recordings in ``folders`` to clients."""
     name_shared_memory()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -261,7 +264,8 @@ def _run(keys: dict[str, Any], folders: list[Path]) -> None:
     finally:
         port.close()
         kill_process_tree(os.getpid(), include_parent=False)
-    # Exit with an error, so that the whole server is ended: ranks on other hosts would wait for ever for this host's.
+    # Exit with an error, so that the whole server is ended. Otherwise the ranks on other hosts would wait for ever for
+    # this host's ranks.
     if server_args.node_rank:
         sys.exit("this host's part of the server has ended")
 

@@ -1,11 +1,11 @@
 """N-gram speculation in servers that ``engine.launch_server`` starts: distinct drafts, and routing of accepted tokens.
 
-SGLang draws the next token from the drafted tokens by adding up the probabilities of the children of a node, and fills
-trees with children of the root that have the token 0. Each repetition adds the probability of the token once more: the
-server would draw the token 0 more often than the probability that it reports says.
+To draw the next token from the drafted tokens, SGLang adds up the probabilities of a node's children. SGLang also fills
+trees with children of the root that have the token 0. Each of these children adds the probability of the token 0 once
+more, so that the server would draw the token 0 more often than its reported probability.
 
-SGLang moves the keys and values of the accepted nodes of a tree to the first places of the tree, but not the recorded
-routing, and with an overlapped schedule it drops the recording. On a GPU the module has not yet run.
+SGLang moves the keys and values of a tree's accepted nodes to the first places of the tree, but does not move their
+recorded routing. With an overlapped schedule SGLang drops the recording. On a GPU the module has not yet run.
 """
 
 from __future__ import annotations

@@ -284,8 +284,9 @@ def write_options(options: Mapping[str, Any], path: Path) -> None:
 
 
 def server_environment(config: ServerSections, hosts: ServerHosts | None = None) -> dict[str, str]:
-    """Return the environment of a server: this process's, without the variables of trainer ranks and without secrets.
+    """Return the environment of a server.
 
+    It is this process's environment without the variables of trainer ranks and without secrets.
     ``engine.passed_variables`` and SGLang's own variables are added.
     """
     plain_variables = without_secrets(os.environ)
@@ -295,7 +296,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         "PYTHONUNBUFFERED": "1",
         # By default /health generates a token. This takes a second, and returns 503 while generation is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # Keep idle connections longer than the client does, so that the server never closes one during a request.
+        # Keep idle connections longer than the client does, so that the server closes no connection during a request.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
         # Seconds until the server notices a client's disconnect and aborts its request (default: 4 s).
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",

@@ -1,4 +1,4 @@
-"""Servers as child processes: start one, wait until it is healthy, end it, quote its log; the SGLang server.
+"""Servers as child processes: start, wait for health, end, and log. EngineProcess is the SGLang server.
 
 The supervisor imports this module, so it does not load torch or sglang. Only waiting loads the HTTP client.
 """
@@ -122,7 +122,7 @@ class ChildServer:
 
     @property
     def url(self) -> str:
-        # A server can listen on all addresses, but a client must connect to one.
+        # A server can listen on all addresses, but a client must connect to one address.
         loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
         host = loopback_of.get(self.host, self.host)
         return f"http://{url_host(host)}:{self.port}"
@@ -233,7 +233,7 @@ class ChildServer:
         return processes.tail(self.log_path, lines)
 
     def last_exception(self) -> str | None:
-        """Return type and message of the last Python exception in this server's log; None without one."""
+        """Return type and message of the last Python exception in this server's log; None if there is no exception."""
         return last_exception_of(self.log_path)
 
     def _give_up(self, reason: str) -> NoReturn:
@@ -245,7 +245,7 @@ class ChildServer:
 def last_exception_of(log_path: Path) -> str | None:
     """Return type and message of the last Python exception that the newest incarnation wrote to a server's log.
 
-    None without one.
+    Returns None if the log has no exception of this incarnation.
     """
     newest_lines: list[str] = []
     for line in processes.tail(log_path, _EXCEPTION_LINES).splitlines():
@@ -276,7 +276,10 @@ class _Stranger:
         )
 
     def stays(self, time_s: float) -> bool:
-        """Whether answers have come for too long to be this server's own. ``time_s``: seconds since the start."""
+        """Whether the other server has answered for so long that it holds the port.
+
+        ``time_s``: seconds since the start.
+        """
         return bool(self.answered) and time_s > self._first_answer_s + _FOREIGN_SECONDS
 
 
@@ -356,8 +359,8 @@ class EngineProcess(ChildServer):
 
     async def _warm_up(self, client: HttpClient) -> None:
         """Sample two tokens with the sampling parameters of training, and two tokens with evaluation's parameters."""
-        # On GPUs the first request with new kinds of parameters compiles kernels (flashinfer's for top_p < 1). This
-        # blocks the scheduler for minutes. During the run it would look like a hang.
+        # On GPUs the first request with new kinds of parameters compiles kernels (flashinfer's kernels for top_p < 1).
+        # This blocks the scheduler for minutes. During the run the server would seem to hang.
         from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
         rollout = self._config.rollout

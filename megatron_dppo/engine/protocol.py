@@ -35,7 +35,7 @@ class SamplingParams:
         stop_token_ids: stop tokens in addition to the model's own.
         stop: texts that end a response. The token that completes a stop text is the response's last token; the
             response's ``text`` ends before the stop text.
-        seed: seed of this response alone; only a server with deterministic inference uses it.
+        seed: seed of this response; only a server with deterministic inference uses the seed.
     """
 
     max_new_tokens: int
@@ -342,7 +342,7 @@ def request_body(
         model: the model's name at the router; SGLang's own server needs none.
         adapter: name of the engine's adapters to sample with; None: the model without adapters.
     """
-    # A call has one id and one set of sampling parameters, because the router accepts no lists of either.
+    # A call has one id and one set of sampling parameters, because the router accepts no list of ids or of parameters.
     first_request = requests[0]
     if any(
         (r.sampling, r.columns) != (first_request.sampling, first_request.columns) for r in requests
@@ -465,7 +465,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
 
 
 def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
-    """Convert SGLang's finish reason to a trajectory's. Raises AbortedError for an abort that ends the request."""
+    """Convert SGLang's finish reason to a FinishReason. Raises AbortedError for an abort that ends the request."""
     reason_of_type: dict[str, FinishReason] = {
         "stop": "stop",
         "length": "length",

@@ -1,8 +1,8 @@
-"""Recorded routing (R3) beside the JSON of an answer: narrow bytes in a file on the server's host.
+"""Recorded routing (R3) beside the JSON of an answer: small integers in a file on the server's host.
 
-The answer holds a ``Notice`` in place of the recording. A client on the same host reads the file, any other client
-downloads it by ``GET /routed_experts/ID``. The module has the notice, the server's files, the client's side, and hooks
-for SGLang in servers that ``engine.launch_server`` starts. The hooks have not yet run on a GPU.
+The answer holds a ``Notice`` in place of the recording. A client on the same host reads the file. Any other client
+downloads the file by ``GET /routed_experts/ID``. The module has the notice, the server's files, the client's side, and
+hooks for SGLang in servers that ``engine.launch_server`` starts. The hooks have not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -115,10 +115,11 @@ def content_hash(flat: np.ndarray) -> str:
 
 @contextmanager
 def recordings_folders() -> Iterator[list[Path]]:
-    """Create this process's folders for recordings, and name them in the environment. Only its user can enter them.
+    """Create this process's folders for recordings, and name the folders in the environment; delete them at the end.
 
-    One folder is in shared memory, the other in the temporary folder, for recordings that do not fit into shared
-    memory. ``system.scratch.remove_left_behind`` finds the folders of a killed process by their names.
+    One folder is in shared memory. The other folder is in the temporary folder, for recordings that do not fit into
+    shared memory. Only the process's user can enter the folders. ``system.scratch.remove_left_behind`` finds the
+    folders of a killed process by their names.
     """
     # In some containers, processes may not write to shared memory.
     bases = [base for base in (SHARED_MEMORY, tempfile.gettempdir()) if os.access(base, os.W_OK)]
@@ -152,8 +153,7 @@ class RecordingStore:
     """Writes recordings to files, and deletes old recordings.
 
     A recording goes to the first of ``folders`` with enough ``free_bytes``, or else to the last folder. Recordings
-    older than ``stored_s`` are deleted. Their age does not count the part of a gap between two recordings that exceeds
-    ``_LONGEST_GAP_S``.
+    older than ``stored_s`` are deleted. A gap between two recordings adds at most ``_LONGEST_GAP_S`` to the age.
     """
 
     folders: Sequence[Path]
@@ -231,7 +231,8 @@ def place(
     notice: Notice,
     content: bytes | np.ndarray,
 ) -> None:
-    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if it does not fit ``notice``."""
+    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if ``content`` does not fit
+    ``notice``."""
     try:
         answer["meta_info"][FIELD] = notice.array(content, _expected_shape(answer, request))
     except ValueError as error:
@@ -314,7 +315,7 @@ class Outlet:
         recorded = request.routed_experts
         reason = request.finished_reason
         is_aborted = isinstance(reason, FINISH_ABORT)
-        # A client continues a response that a weight update aborted, but does not after an error of the server.
+        # A client continues a response that a weight update aborted, but continues no response after a server error.
         is_server_error = is_aborted and reason.status_code is not None
         # SGLang aborts every request whose id begins with the given id.
         if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):

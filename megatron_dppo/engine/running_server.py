@@ -46,7 +46,7 @@ SGLANG_VERSION = "0.5.23"
 
 
 async def check_engine(config: ServerSections, client: EngineClient) -> None:
-    """Compare the server's release, model, vocabulary, dtype, cache size and switches with the run's.
+    """Compare the server's release, model, vocabulary, dtype, cache size and switches with the run's configuration.
 
     The check is needed for a server that was started elsewhere (``engine.urls``), and harmless for the run's own
     servers. Raises EngineMismatchError with every difference, and the client's errors.
@@ -95,7 +95,7 @@ def compare_server(
     info: dict[str, Any],
     model_info: dict[str, Any],
 ) -> list[str]:
-    """Return one line for each value of ``/server_info`` and ``/model_info`` that differs from the run's."""
+    """Return one line for each value of ``/server_info`` and ``/model_info`` that differs from the run's value."""
     family = family_of(load_model_shape(config.model.hf_checkpoint))
     actual_and_expected: dict[str, tuple[Any, Any]] = {
         "sglang version": (info["version"], SGLANG_VERSION),

@@ -107,7 +107,7 @@ def main() -> None:
 
 
 _PATIENCE_S = 300.0
-"""Longest time of a check by another interpreter, with the time that the interpreter takes to import SGLang."""
+"""Longest time of a check by another interpreter. The interpreter imports SGLang within this time too."""
 
 
 def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:

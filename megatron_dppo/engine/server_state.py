@@ -1,8 +1,9 @@
 """The state of a running server as earlier weight updates left it, reported by the server itself.
 
 SGLang reports neither whether it is paused nor which memory it has released. Trainer ranks that are started again have
-not seen the earlier updates, and need both. Servers that ``engine.launch_server`` starts add a SchedulerState to the
-``internal_states`` of ``/server_info``. The scheduler adds it, because the scheduler carries out all control calls.
+not seen the earlier updates, and need both facts. Servers that ``engine.launch_server`` starts add a SchedulerState to
+the ``internal_states`` of ``/server_info``. The scheduler adds this state, because the scheduler carries out all
+control calls.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class SchedulerState:
         is_paused: whether the server holds back every request.
         released: tags of the memory that is released.
         has_session: whether an update session is open.
-        groups: names of the broadcast groups that its ranks are in.
-        places_directly: whether it loads weight updates by direct placement.
+        groups: names of the broadcast groups that the server's ranks are in.
+        places_directly: whether the server loads weight updates by direct placement.
     """
 
     is_paused: bool
@@ -65,7 +66,8 @@ def _joined(states: Sequence[SchedulerState]) -> SchedulerState:
     """Return the state of a server whose attention replicas have ``states``.
 
     A call can fail in some replicas and change the other replicas. So if one replica is paused, has released memory,
-    opened a session or joined a group, the server counts as having done so.
+    opened a session or joined a group, the server counts as having done so. The server places directly if all replicas
+    do.
     """
     released: set[MemoryTag] = set()
     groups: set[str] = set()

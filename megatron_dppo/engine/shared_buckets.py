@@ -121,8 +121,8 @@ def _uuid(device: int) -> str:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    # torch's other strategy sends file descriptors. Only a child process can receive file descriptors. They would end
-    # the server.
+    # torch's other strategy sends file descriptors. Only a child process can receive file descriptors. A server would
+    # end if it received them.
     # The strategy is global to the process. The lock is needed because one thread allocates a bucket while another
     # thread sends the previous bucket.
     with _SHARING:

@@ -72,7 +72,7 @@ class Occupation:
     def check(self, action: str, *tags: MemoryTag) -> None:
         """Check that the memory of ``tags`` is resident, because ``action`` needs it. No tags: all tags.
 
-        Raises MemoryOrderError if it is not, and EngineLostError if its state is unknown.
+        Raises MemoryOrderError if this memory is released, and EngineLostError if its state is unknown.
         """
         self._expect("resident", action, tags or TAGS)
 
@@ -114,8 +114,8 @@ class Occupation:
 
 
 AXES = ".rotary_emb.axis_map"
-"""End of a buffer's name. The buffer has the axis of each frequency, in a model with positions of several axes. It
-follows from config.json, and no update writes it, but SGLang hashes it."""
+"""End of a buffer's name. In a model with positions of several axes, the buffer has the axis of each frequency. The
+buffer follows from config.json. No update writes the buffer, but SGLang hashes it."""
 PROBE = "rotary_emb.inv_freq"
 """Name of a tensor that SGLang's models accept and ignore, because older checkpoints contain it; no model has it."""
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -130,7 +130,7 @@ _LEAVE_S = 5.0
 _SLACK_S = 10.0
 """The limit of a call that moves weights or memory is longer than ``timeout_s`` by this time."""
 _SERVED = {"selector": "target"}
-"""Part of the body of a call about weights. The call is for the served model alone: a draft model stays as it is."""
+"""Part of the body of a call about weights. The call concerns only the served model: a draft model stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class EngineWeights:
 
         Raises:
             EngineMismatchError: weights of this server's layout or dtype cannot be verified.
-            EngineError: the server does not respond, or not as SGLang does.
+            EngineError: the server does not respond, or its response has another form than SGLang's responses.
         """
         try:
             info = await client.get_json("/server_info", timeout_s=patience_s)
@@ -286,8 +286,8 @@ class EngineWeights:
         Running requests keep their tokens and return to the queue without keys and values. After ``resume`` the server
         recomputes the keys and values with the weights that it has then.
         """
-        # Mode ``in_place`` would continue with keys and values of the old weights. It would also label a token that the
-        # old weights were still computing at the pause with the new version.
+        # Mode ``in_place`` would continue with keys and values of the old weights. At the pause, the old weights may
+        # still compute a token. Mode ``in_place`` would label this token with the new version.
         await self._order("/pause_generation", {"mode": "retract"})
         await self.flush()
 
@@ -369,7 +369,8 @@ class EngineWeights:
             prompts, new_tokens, log_probs, scores, strict=True
         ):
             decode.append(new_scores[1 : len(new_ids)])
-            # ``sequence_scores`` begins with the sequence's second token, so this slice begins with the second new one.
+            # ``sequence_scores`` begins with the sequence's second token, so this slice begins with the second new
+            # token.
             prefill.append(sequence_scores[len(prompt) :])
         return DecodedScores(decode, prefill)
 
@@ -542,7 +543,7 @@ class EngineWeights:
     async def load_adapter(self, name: str, folder: str) -> dict[str, str]:
         """Make the engine load the adapter in ``folder``, in PEFT's format, as ``name``.
 
-        Returns the SHA-256 of each of the adapter's tensors that the engine holds afterwards. A request for generation
+        Returns the SHA-256 of each adapter tensor that the engine holds afterwards. A request for generation
         names its adapter. If the adapter is not loaded, the server rejects the request; it never answers the request
         without the adapter. Raises EngineAnswerError if the server's response has no digests.
         """
@@ -667,7 +668,8 @@ class EngineWeights:
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
-        """Convert the block's errors to EngineAnswerError: the block reads a response, and its form is unexpected."""
+        """Convert the block's errors to EngineAnswerError. The block reads a response, so its errors mean that the
+        response has an unexpected form."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -700,7 +702,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def fused_module(module: str) -> tuple[str, int]:
     """Return the engine's module that holds the rows of the checkpoint's ``module``, and the position of ``module``
-    among the modules that are fused there. A module that is not fused has the position 0."""
+    among the modules that the engine's module fuses. A module that is not fused has the position 0."""
     parent, _, leaf = module.rpartition(".")
     for fused_leaf, leaves in FUSED.items():
         if leaf in leaves:

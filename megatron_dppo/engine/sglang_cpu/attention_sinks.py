@@ -1,4 +1,4 @@
-"""Attention with sinks (gpt-oss): SGLang's attention of PyTorch has windows, but no sinks.
+"""Attention with sinks (gpt-oss): PyTorch's attention in SGLang has windows, but no sinks.
 
 The softmax of each head has one more logit, the head's sink. The sink's share of the probability is dropped. Here an
 additional key and value of zeros have this effect. The key's logit is 0, and the sink is added to the logit. The value
@@ -23,7 +23,10 @@ _sinks: list[Tensor] = []
 
 
 def admit() -> None:
-    """Make SGLang accept PyTorch's attention for gpt-oss: SGLang's list has only backends with sinks."""
+    """Make SGLang accept PyTorch's attention for gpt-oss, by the name of another backend.
+
+    SGLang's list for gpt-oss has only backends with sinks.
+    """
     from sglang.srt.arg_groups import model_hook, overrides
 
     def backends(arguments: Any) -> tuple[str, ...]:
@@ -64,7 +67,7 @@ def _with_sinks(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _with_sinks_of_the_models_type(create: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor ``create`` with sinks in the model's type: SGLang has them in bfloat16 in any model."""
+    """Return the constructor ``create`` with sinks in the model's type. SGLang makes sinks in bfloat16 in any model."""
 
     def create_attention(attention: Any, *args: Any, **options: Any) -> None:
         create(attention, *args, **options)

@@ -21,7 +21,7 @@ def dispatch_linear(
     weight_block_size: Sequence[int] | None = None,
     act_scale_ue8m0: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return the function of a linear layer; in place of SGLang's ``dispatch_w8a8_block_fp8_linear``.
+    """Return the function of a linear layer. Replaces SGLang's ``dispatch_w8a8_block_fp8_linear``.
 
     Raises ValueError for another kind of FP8 than blocks of 128 x 128 with fp32 scales.
     """
@@ -49,7 +49,7 @@ def linear(
 
 
 def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Compute the experts of a layer; in place of SGLang's ``Fp8MoEMethod.apply``."""
+    """Compute the experts of a layer. Replaces SGLang's ``Fp8MoEMethod.apply``."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     require_plain_experts(method.moe_runner_config, "with block-FP8 weights")

@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 
 def use_pytorch() -> None:
-    """Put the functions of this module in place of SGLang's. Call it before the model is made."""
+    """Put the functions of this module in place of SGLang's functions. Call it before the model is made."""
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.models import qwen3_5, qwen3_next
 

@@ -19,14 +19,14 @@ from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.processes import die_with_parent
 
 CONFIGURED = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""SGLang's function that selects the start method of its processes, before it starts the first one."""
+"""SGLang's function that selects the start method of its processes, before it starts the first process."""
 
 _server_pid = 0
 """Process id of the server after it has selected forks; 0 before."""
 
 
 def fork_processes() -> None:
-    """Make SGLang fork its processes. Call it in the server's process before SGLang starts one."""
+    """Make SGLang fork its processes. Call this function in the server's process before SGLang starts a process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     # The state of a GPU's driver does not survive a fork.

@@ -31,7 +31,7 @@ def get_rope(
 def use_latent_cache() -> None:
     """Make PyTorch's attention compute all passes from the cached latents.
 
-    SGLang's default method for an unregistered backend reads the heads' keys and values. They are not in the cache.
+    SGLang's default method for an unregistered backend reads the heads' keys and values. The cache does not have these.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 

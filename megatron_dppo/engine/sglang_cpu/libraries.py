@@ -1,8 +1,8 @@
-"""The modules that the processes of a server import, before they are forked."""
+"""The modules that a server's processes share: they are imported before the processes are forked."""
 
 import sys
 
-# SGLang's dumper imports Megatron-Core, for use in a trainer, where it is installed. A server has no use for it.
+# If Megatron-Core is installed, SGLang's dumper imports it, for use in a trainer. A server does not need Megatron-Core.
 _MEGATRON = "megatron.core"
 sys.modules[_MEGATRON] = None  # type: ignore[assignment]
 try:

@@ -47,7 +47,7 @@ def require_plain_experts(config: Any, case: str) -> None:
 
 def local_choices(experts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each expert of this rank that a token has chosen, with the rows (tokens) and columns (choices) of
-    ``experts`` that have its number.
+    ``experts`` that have the expert's number.
 
     Negative numbers are experts of other expert-parallel ranks. Those ranks add their outputs.
     """
@@ -58,7 +58,7 @@ def local_choices(experts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def local_output(layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Return the sum of the outputs of this rank's experts, in the dtype of ``x``; other ranks add theirs.
+    """Return the sum of the outputs of this rank's experts, in the dtype of ``x``. Other ranks add their outputs.
 
     Args:
         layer: has the experts' weights, under SGLang's names.

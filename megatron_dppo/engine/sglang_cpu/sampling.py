@@ -26,7 +26,7 @@ def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> 
     """
     hashes = murmur_hash32(seed.numpy(), positions.numpy(), logprobs.shape[1])
     noise = torch.from_numpy(hashes.astype(np.float64) / _LARGEST_HASH)
-    # Clamp log(u): u = 0 would give a noise of -inf, and u = 1 of inf.
+    # Clamp log(u): u = 0 would give the noise -inf, and u = 1 would give the noise inf.
     noise.log_().clamp_(min=torch.finfo(noise.dtype).min, max=-(2.0**-32)).neg_()
     noise.log_().neg_()
     return torch.argmax(noise.add_(logprobs.double()), dim=1, keepdim=True)
@@ -57,8 +57,9 @@ class FilteredSampling:
             fixed = (probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
             return self._unseeded(*fixed, **options)
         # SGLang sorts the rows of a batch if one request in it has a filter (a greedy request has top-k 1), and samples
-        # a rank of every row. The noise then belongs to ranks instead of tokens, so that the other requests get
-        # different tokens. So this method filters in sorted order, but samples in the order of the vocabulary.
+        # a place in the sorted order of every row. The noise then belongs to places instead of tokens, so that the
+        # other requests get different tokens. So this method filters in sorted order, but samples in the order of the
+        # vocabulary.
         log_probs = filtered(probs, top_ks, top_ps).log()
         return multinomial_with_seed(log_probs, sampling_seed, positions).view(-1).to(torch.int32)
 

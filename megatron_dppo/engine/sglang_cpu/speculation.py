@@ -25,9 +25,11 @@ _KERNELS = "sgl_kernel"
 
 
 def use_pytorch(replace: Callable[[types.ModuleType, str, Any], None]) -> None:
-    """Put the functions of this module in place of SGLang's; called before the server makes its pools of memory.
+    """Put the functions of this module in place of SGLang's functions.
 
-    ``replace``: puts a function in the place of a module's, by its name.
+    Call this function before the server makes its memory pools.
+
+    ``replace(module, name, function)`` puts ``function`` in the place of the module's function ``name``.
     """
     _import_tree_links()
     from sglang.kernels.ops.sampling import renorm
@@ -71,7 +73,7 @@ def _import_tree_links() -> None:
     try:
         import sglang.kernels.ops.speculative.reconstruct_tree  # noqa: F401
     finally:
-        # SGLang tests for the package by importing it.
+        # SGLang tests for the package by importing it, so remove the stand-ins.
         for module in missing:
             del sys.modules[module.__name__]
 
@@ -180,9 +182,10 @@ def verify_greedily(
     target_predict: Tensor,
     topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept each drafted token that is the most probable token after its parent; else as ``verify_by_sampling``.
+    """Accept each drafted token that is the most probable token after its parent.
 
-    ``target_predict`` ``[B, N]``: the most probable token after each node. ``topk`` is not read.
+    ``target_predict`` ``[B, N]``: the most probable token after each node. ``topk`` is not read. The other arguments
+    are as in ``verify_by_sampling``.
     """
     best = target_predict.tolist()
     trees = _trees(candidates, retrieve_next_token, retrieve_next_sibling)
@@ -331,7 +334,10 @@ def attend_in_trees(
     save_kv_cache: bool = True,
     **options: Any,
 ) -> Tensor:
-    """Compute the attention of trees of drafted tokens. SGLang's own method has no mask; it computes other tokens."""
+    """Compute the attention of trees of drafted tokens.
+
+    SGLang's own method has no mask: a node would attend to nodes that are not its ancestors.
+    """
     if not forward_batch.forward_mode.is_target_verify():
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **options)
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
