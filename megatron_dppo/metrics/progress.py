@@ -68,7 +68,7 @@ class Tracker:
         return f"{self.description}: {', '.join(parts)}"
 
     def _changed(self) -> None:
-        """Called after every change; a subclass redraws its bar."""
+        """Called after every change. A subclass redraws its bar here."""
 
 
 class _BarTracker(Tracker):
@@ -93,9 +93,9 @@ def progress(
 ) -> Iterator[Tracker]:
     """Show the progress of the block; yields the Tracker to advance.
 
-    On a terminal, it shows a bar (without ``total`` a spinner) and removes it at the end; bars may be nested. Elsewhere
-    it prints a plain line every ``interval_s`` seconds, and at the end of a block that took at least ``interval_s``.
-    Without ``total`` it also prints a line at the start, and at the end of every block.
+    On a terminal, a bar (without ``total`` a spinner) is shown, and removed at the end; bars may be nested. Elsewhere
+    a plain line is printed every ``interval_s`` seconds, and at the end of a block that took at least ``interval_s``.
+    Without ``total``, a line is also printed at the start and at the end of every block.
 
     Args:
         description: text of the work.

@@ -4,8 +4,8 @@
 ``environment_faults.jsonl`` have a step. Other files and folders here:
 
 - ``last_checkpoint.json``, {"step": n}: a checkpoint of step n was written; it may have been removed since.
-- ``beginning.json``, {"nonce"}: the start under the lease with this nonce has begun the run at step 0.
-- ``upload.json``, {"repository", "steps"}: the export after so many steps was sent to the repository, or refused.
+- ``beginning.json``, {"nonce"}: the start that holds the lease with this nonce has begun the run at step 0.
+- ``upload.json``, {"repository", "steps"}: the export after ``steps`` steps was uploaded, or its upload failed.
 - ``earlier-<UTC time>/``: records, rollouts and checkpoints of earlier starts, moved here when the run began anew.
 """
 
@@ -78,7 +78,7 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
 
 
 def decode_records(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
-    """Parse ``lines``; an incomplete last line (left by a crash) is dropped.
+    """Parse ``lines``. An incomplete last line, left by a crash, is dropped.
 
     Raises:
         RecordsError: a line is not a JSON object with an integer ``step``. The message has ``source`` and the line.
@@ -142,10 +142,10 @@ def split_lines(text: str) -> list[str]:
 
 
 class RecordsHash:
-    """The SHA-256 of the values in a run's records: of one JSON array of the records, with sorted keys.
+    """The SHA-256 of the values in a run's records, written as one JSON array with sorted keys.
 
     Records are added one by one. Only the last record is kept. ``last`` may be replaced, because the run may still
-    complete the record.
+    complete this record.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
@@ -163,12 +163,12 @@ class RecordsHash:
         self.last = record
 
     def copy(self) -> RecordsHash:
-        """Return a hash of the same records. Records that are added to it do not change this hash."""
-        # ``_earlier`` is never updated in place, so both may hold the same object.
+        """Return a hash of the same records. Records that are added to the copy do not change this hash."""
+        # ``_earlier`` is never updated in place, so the copy may hold the same object.
         return copy.copy(self)
 
     def until(self, step: int) -> str:
-        """Return the hash (hex) of the records up to ``step``: of all records, or of all records but the last."""
+        """Return the hash (hex) of the records up to ``step``. Only the last record may be after ``step``."""
         if self.last is not None and step_of(self.last) <= step:
             whole = self._including(self.last)
         else:
@@ -208,7 +208,7 @@ def series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]
 
 
 def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
-    """Return the held-out accuracy of one step: mean over the evaluation sets; None if none was evaluated."""
+    """Return the held-out accuracy of one step: mean over the evaluation sets; None if no set was evaluated."""
     accuracies: list[float] = []
     for name, value in record.items():
         if metric_names.accuracy_set(name) is not None and value is not None:
@@ -219,7 +219,7 @@ def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
 
 
 def phase_table(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Return phase -> seconds in each record (0 if it did not run), the phase with the largest sum first."""
+    """Return phase -> seconds in each record (0 if the phase did not run), the phase with the largest sum first."""
     records = list(records)
     seconds_of_phase: dict[str, list[float]] = {}
     for index, record in enumerate(records):
@@ -241,7 +241,7 @@ class StepLines:
     """Appends JSON lines, objects with an integer ``step``, to ``path``.
 
     ``resume_step``: first step that this process will write; 0 for a fresh run. Lines of ``resume_step`` and later
-    steps (left by a process that died after its last checkpoint) and an incomplete last line are dropped.
+    steps, left by a process that died after its last checkpoint, are dropped. An incomplete last line is dropped too.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -257,8 +257,8 @@ class StepLines:
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
-        # A judge's answer may end with half of a surrogate pair, and UTF-8 can't encode the half. Replace it: it must
-        # not end the run.
+        # A judge's answer may end with half of a surrogate pair, which UTF-8 can't encode. Replace the half: an error
+        # here would end the run.
         with open(self.path, "a", encoding="utf-8", errors="replace") as file:
             write_whole("append", self.path.name, file, text)
         file_failpoint("appended", self.path.name)
@@ -268,26 +268,26 @@ class StepLines:
         self.append(encode_lines(lines))
 
     def replace_last(self, line: str, new_line: str) -> None:
-        """Replace the file by one with ``new_line`` in place of its last line, ``line``; both are encoded with their
-        ends.
+        """Replace the file's last line, ``line``, by ``new_line``. Both texts include the line's end.
 
-        Raises OSError, and RecordsError if the file does not end with ``line``.
+        The file is replaced atomically. Raises OSError, and RecordsError if the file does not end with ``line``.
         """
-        end, new_end = line.encode(), new_line.encode()
+        line_bytes = line.encode()
+        new_line_bytes = new_line.encode()
         if not self.path.is_file():
             raise RecordsError(f"{self.path}: the file is gone")
         with open(self.path, "rb") as source:
-            begin_of_end = source.seek(0, os.SEEK_END) - len(end)
-            source.seek(max(begin_of_end, 0))
-            if source.read() != end:
+            line_start = source.seek(0, os.SEEK_END) - len(line_bytes)
+            source.seek(max(line_start, 0))
+            if source.read() != line_bytes:
                 raise RecordsError(
                     f"{self.path}: its last record is not the last one that this run wrote"
                 )
             source.seek(0)
             with atomic_file(self.path) as target:
-                for begin in range(0, begin_of_end, _COPIED_BYTES):
-                    target.write(source.read(min(_COPIED_BYTES, begin_of_end - begin)))
-                target.write(new_end)
+                for position in range(0, line_start, _COPIED_BYTES):
+                    target.write(source.read(min(_COPIED_BYTES, line_start - position)))
+                target.write(new_line_bytes)
 
     def restore(self, text: str) -> None:
         """Append the lines of ``text`` that the file lacks because the disk was full. Raises OSError."""
@@ -310,8 +310,9 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends one record for each step to ``metrics.jsonl``. Rank 0 only.
 
-    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``. The file is read only at
-    the start: the cost of ``append`` and of ``hash`` does not grow with the number of steps. ``complete`` copies it.
+    ``directory``: the run's folder, created if missing. ``resume_step``: as for ``StepLines``. The file is read once,
+    at the start, so the cost of ``append`` and of ``hash`` does not grow with the number of steps. ``complete`` copies
+    the file.
 
     Attributes:
         hash: the hash of the records in the file.
@@ -371,8 +372,8 @@ class MetricsWriter:
         """Set ``values`` in the record of ``step``, which must be the last record.
 
         The values of metrics in ``summed`` are added to the record's values. The file is replaced atomically. Returns
-        the metrics that the record did not have before. Raises OSError, and RecordsError if the last record belongs to
-        another step.
+        the values of metrics that the record did not have before. Raises OSError, and RecordsError if the last record
+        belongs to another step.
         """
         last_record = self.hash.last
         if last_record is None or self.last_step != step:
@@ -441,7 +442,7 @@ class History:
         last_step: last step of ``metrics.jsonl``; None without a record.
         saved_step: step of the last written checkpoint; None if no checkpoint was written.
         damage: reason why one of these two steps could not be read; None if both could be read.
-        counts_checkpoint: whether a record has the metric of a written checkpoint.
+        counts_checkpoint: whether a record has the metric ``checkpoint/bytes``, which counts written checkpoints.
     """
 
     last_step: int | None
@@ -474,12 +475,12 @@ def remember_checkpoint(directory: str | Path, step: int) -> None:
 
 
 def remember_beginning(directory: str | Path, nonce: str) -> None:
-    """Record that the start under the lease ``nonce`` has begun the run at step 0 and set earlier records aside."""
+    """Record that the start with the lease ``nonce`` has set earlier records aside and begun the run at step 0."""
     write_atomically(Path(directory) / _BEGINNING, json.dumps({"nonce": nonce}) + "\n")
 
 
 def has_begun(directory: str | Path, nonce: str) -> bool:
-    """Whether ``remember_beginning`` was called under this lease."""
+    """Whether ``remember_beginning`` was called with this lease."""
     try:
         return bool(json.loads((Path(directory) / _BEGINNING).read_text())["nonce"] == nonce)
     except (OSError, ValueError, TypeError, KeyError):
@@ -487,7 +488,7 @@ def has_begun(directory: str | Path, nonce: str) -> bool:
 
 
 def remember_upload(directory: str | Path, repository: str, steps: int) -> None:
-    """Record that the export after ``steps`` steps was sent to ``repository``, or was refused."""
+    """Record that the export after ``steps`` steps was uploaded to ``repository``, or that its upload failed."""
     note = {"repository": repository, "steps": steps}
     write_atomically(Path(directory) / UPLOAD_FILE, json.dumps(note) + "\n")
 
@@ -499,7 +500,8 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
     folder can't be moved, for instance a mounted folder.
     """
     directory = Path(directory)
-    # Move the folders first: one of them may be a mount, and then the error comes before anything was moved.
+    # Move rollouts and checkpoints first. Such a folder may be a mount, which cannot be moved: the error then comes
+    # before anything was moved.
     names = [CHECKPOINTS_FOLDER, _LAST_CHECKPOINT, *reversed(_RECORDS)]
     if rollouts:
         names.insert(0, ROLLOUTS_FOLDER)
@@ -516,7 +518,7 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
 def keep_copy(directory: str | Path) -> Path:
     """Copy the records into a new folder ``earlier-<UTC time>`` and return it.
 
-    A start calls it before it drops the last steps from the records.
+    A start calls this function before it drops the last steps from the records.
     """
     directory = Path(directory)
     folder = _new_folder(directory)

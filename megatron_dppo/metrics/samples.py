@@ -31,7 +31,7 @@ class Sample:
         truncated: whether the response reached the length limit.
         tokens: tokens of the response.
         advantage: the response's advantage; None in an evaluation.
-        masked: number of tokens that the mask kept from training; None in an evaluation, and if not recorded.
+        masked: number of tokens that the mask kept from training; None in an evaluation, or if it is not recorded.
         components: components of the reward, by name; empty if they are not recorded.
     """
 

@@ -20,7 +20,7 @@ from megatron_dppo.metrics.row import Dtype
 HEADER_EVERY = 20
 """Number of rows after which the header is repeated."""
 HISTORY = 5
-"""Number of earlier steps whose mean a value is compared with to detect a sudden change."""
+"""Number of earlier steps. A value is compared with its mean over these steps, to detect a sudden change."""
 
 
 @dataclass(frozen=True)

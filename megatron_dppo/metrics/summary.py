@@ -48,7 +48,7 @@ class RunInfo:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
         """Build from a resolved configuration as plain values, e.g. ``TrainConfig.model_dump()``."""
-        # FP8 servers need a trainer in bfloat16, so "fp8" tells the dtype of servers and trainer.
+        # FP8 servers need a trainer in bfloat16, so "fp8" determines both dtypes: the servers' and the trainer's.
         dtype = config["model"]["dtype"]
         if config.get("engine", {}).get("quantization") is not None:
             dtype = config["engine"]["quantization"]

@@ -93,7 +93,8 @@ class MetricSums:
         if sums:
             vector[: len(sums)] = _stacked(sums, device)
         if extremes:
-            # The vector has a slot for each rank, and all other ranks have 0 in it. So the sum has each rank's extreme.
+            # The vector has a slot for each rank. This rank writes its extremes to its own slot and leaves 0 in the
+            # other slots. So the sum of all ranks' vectors has every rank's extremes.
             start = len(sums) + rank * len(extremes)
             vector[start : start + len(extremes)] = _stacked(extremes, device)
         return vector
@@ -259,7 +260,7 @@ class MaskedResponses:
         self._parts.append((positions, sums_at_bounds.diff()[: len(positions)]))
 
     def counts(self) -> dict[int, int]:
-        """Return the number of blocked tokens by position in the batch, for responses with any. Device sync."""
+        """Return the number of blocked tokens by position in the batch, for responses that have some. Device sync."""
         total = Counter[int]()
         for positions, counts in self._parts:
             # A response with several branches has several sequences.

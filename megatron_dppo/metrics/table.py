@@ -559,7 +559,8 @@ def accuracy_set(name: str) -> str | None:
 
 
 def component(component_name: str, evaluation_set: str | None = None) -> str:
-    """Return the name of the metric of a reward's component: its mean over all generated responses that have it.
+    """Return the name of the metric of a reward's component. The value is the component's mean over all generated
+    responses that have the component.
 
     ``evaluation_set``: the held-out set of the responses; None: the training set.
     """
@@ -570,17 +571,17 @@ def component(component_name: str, evaluation_set: str | None = None) -> str:
 
 
 def file_prompts(file: str) -> str:
-    """Return the name of the number of a batch's prompts from one of several training files."""
+    """Return the name of the metric that counts a batch's prompts from ``file``, one of several training files."""
     return f"data/{file}/prompts"
 
 
 def file_reward(file: str) -> str:
-    """Return the name of the mean reward of the responses to a batch's prompts from one of several training files."""
+    """Return the name of the metric of the mean reward for prompts from ``file``, one of several training files."""
     return f"data/{file}/reward"
 
 
 def phase_seconds(phase: str) -> str:
-    """Return the name of a phase's seconds in a step."""
+    """Return the name of the metric of a phase's seconds."""
     return f"time/{phase}_s"
 
 

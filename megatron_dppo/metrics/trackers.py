@@ -35,8 +35,8 @@ _RUN_ID = "run_id"
 _LONGEST_QUEUE = 1024
 """Largest number of calls that wait for a tracker."""
 FINISH_S = 30.0
-"""Longest wait in seconds for all trackers together at a run's end. Data that is not sent by then does not reach the
-tracker."""
+"""Longest wait in seconds at a run's end, for all trackers together. Data that a tracker has not sent by then is not
+sent."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def run_id(directory: Path) -> str:
 
 
 def _open(tracker: ExperimentTracker) -> None:
-    """Do nothing. ``_Channel`` starts a tracker before its first call, so this first call starts it."""
+    """Do nothing. ``_Channel`` starts a tracker before its first call. This call is the first, so it opens the run."""
 
 
 class _Channel:
@@ -467,7 +467,7 @@ class Trackers(Closing):
             channel.put(call)
 
     def lost(self) -> dict[str, int]:
-        """Return the number of calls of each tracker that failed, or found a full queue."""
+        """Return tracker -> number of calls that failed or found a full queue."""
         return {channel.name: channel.lost_calls for channel in self._channels}
 
     def close(self) -> None:
