@@ -37,4 +37,4 @@ class CheckpointError(ModelError):
 
 
 class MismatchError(CheckpointError):
-    """Bytes of a converted checkpoint differ from the source's. The message has the tensor, the rank and the offset."""
+    """Bytes of a converted checkpoint differ from its source. The message has the tensor, the rank and the offset."""

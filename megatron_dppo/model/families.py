@@ -987,7 +987,7 @@ def _read_json(path: Path) -> Any:
 
 _MOST_LAYERS = 4096
 _MOST_EXPERTS = 4096
-"""Limits of a plausible model: the table has rows for each layer and expert, and too many would fill the memory."""
+"""Limits of a plausible model: the table has rows for each layer and expert, and too many rows would fill memory."""
 
 
 def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
@@ -1326,7 +1326,7 @@ def _deepseek_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
 )
 def read_deepseek_v3(facts: ConfigFacts) -> ModelShape:
     """DeepSeek-V3 and R1, Moonlight: latent attention, in some models with a latent of queries and YaRN."""
-    # SGLang alone reads this key.
+    # Only SGLang reads this key.
     facts.require("router_fp32", False, False)
     first_layers = read_first_layers(facts, 3)
     router = Router("sigmoid", has_bias=True, groups=8, chosen_groups=4, scale=2.5)
@@ -1723,7 +1723,7 @@ def _hybrid_text_keys(shape: ModelShape) -> Mapping[str, Any]:
     engine_options={"disable_shared_experts_fusion": True},
 )
 def read_qwen3_5_moe_text(facts: ConfigFacts) -> ModelShape:
-    """Qwen3.5's language model alone, as transformers saves it: Qwen3-Next with other input matrices of delta nets."""
+    """Qwen3.5's language model without the vision tower: Qwen3-Next with other input matrices of delta nets."""
     return _read_qwen3_5(facts, "qwen3_5_moe_text")
 
 

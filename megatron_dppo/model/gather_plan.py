@@ -172,7 +172,7 @@ def hf_buckets_plan(
     spread: bool = False,
     ranks_per_node: int = 1,
 ) -> list[Bucket]:
-    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor is alone in its bucket.
+    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor has a bucket of its own.
 
     Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the position of the
     group's first tensor. Tensors with another type than the model's are in separate buckets, which follow the

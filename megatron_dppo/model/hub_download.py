@@ -42,7 +42,7 @@ def hub_hash(path: Path) -> str | None:
 
 
 def check_download(hashes: Mapping[Path, str]) -> None:
-    """Compare the SHA-256 of files with the hub's. A file whose hash on the hub is unknown passes.
+    """Compare the SHA-256 of files with the hashes on the hub. A file whose hash on the hub is unknown passes.
 
     Args:
         hashes: SHA-256 (hex) of each file's current content.

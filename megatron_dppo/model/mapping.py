@@ -272,7 +272,7 @@ def tensors_sent_together(shape: ModelShape) -> list[tuple[str, ...]]:
     """Return groups of Hugging Face tensors that the engine must receive in one bucket.
 
     A group has the sources of one tensor in ``Family.engine``. SGLang builds this tensor from the tensors of a single
-    call, and silently drops a source that it receives alone.
+    call. If a call has only one of several sources, SGLang silently drops this source.
     """
     groups = []
     for layer in range(shape.num_layers):

@@ -134,12 +134,12 @@ class DeltaNet:
 
     @property
     def key_width(self) -> int:
-        """Elements of the keys of all heads. The queries have as many."""
+        """Elements of the keys of all heads. The queries have as many elements."""
         return self.key_heads * self.key_size
 
     @property
     def value_width(self) -> int:
-        """Elements of the values of all heads. Their gates have as many."""
+        """Elements of the values of all heads. The values' gates have as many elements."""
         return self.value_heads * self.value_size
 
     @property

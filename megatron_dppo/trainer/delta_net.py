@@ -39,7 +39,7 @@ gated_delta_net.HAVE_FLA = True
 
 
 def delta_net_spec(input_linear: type, output_linear: type) -> ModuleSpec:
-    """Return the specification of a delta net with these linears; the first one includes the layer's norm."""
+    """Return the specification of a delta net with these linears. ``input_linear`` includes the layer's norm."""
     return ModuleSpec(
         PackedDeltaNet,
         submodules=GatedDeltaNetSubmodules(

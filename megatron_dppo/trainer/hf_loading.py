@@ -61,6 +61,6 @@ def load_hf(
 
 
 def shared_digest(folder: str | Path, topology: Topology) -> str:
-    """Return the SHA-256 (hex) over all tensors of ``folder``; each rank reads a share of them. Collective."""
+    """Return the SHA-256 (hex) over all tensors of ``folder``. Each rank reads a share of the tensors. Collective."""
     digests = torch_dist.tensor_digests(folder, topology.rank, topology.world_size)
     return torch_dist.combined_digest(collectives.all_gather_json(digests))

@@ -113,7 +113,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
 def _has_head_norms(shape: ModelShape) -> bool:
     """Return the value of Megatron-Core's ``qk_layernorm``: whether each head, or each of MLA's latents, has a norm."""
     if shape.norms_all_heads:
-        # With the flag Megatron-Core would sum the weight's gradient over ranks that hold different parts of it.
+        # With the flag Megatron-Core would sum the weight's gradient over ranks with different parts of the weight.
         return False
     if shape.latent is not None:
         return True

@@ -44,7 +44,7 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     parts_by_device: dict[device, list[Part]] = {}
     for name, tensor in tensors.items():
         parts_by_device.setdefault(tensor.device, []).append((hashes[name], tensor, 0))
-    # Start the kernels of all devices before waiting for the first one.
+    # Start the kernels of all devices before waiting for any kernel.
     pending_sums = [add_parts(parts) for parts in parts_by_device.values()]
     for finish in pending_sums:
         finish()

@@ -28,7 +28,7 @@ def build_optimizer(
 
     The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
     with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. The
-    rate depends on n alone, so a resumed run continues the schedule.
+    rate depends only on n, so a resumed run continues the schedule.
 
     Args:
         config: learning rates, schedule, betas, weight decay and clipping.

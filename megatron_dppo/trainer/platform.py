@@ -165,8 +165,8 @@ def has_transformer_engine() -> bool:
 def fused_weight_gradients() -> str | None:
     """Return the library whose kernels accumulate weight gradients in fp32; None without one.
 
-    Transformer Engine's layers have these kernels; Megatron-Core's own layers need apex's. Without a kernel, a
-    micro-batch's weight gradients are rounded to the weights' type before they are added.
+    Transformer Engine's layers have these kernels; Megatron-Core's own layers need the kernel of apex. Without a
+    kernel, a micro-batch's weight gradients are rounded to the weights' type before they are added.
     """
     if has_transformer_engine():
         return "Transformer Engine"
@@ -397,7 +397,7 @@ def _cuda() -> Platform:
 
 
 def _with_torch_layers(cuda: Platform) -> Platform:
-    """Return ``cuda`` with layers of torch modules in place of Transformer Engine's."""
+    """Return ``cuda`` with layers of torch modules in place of Transformer Engine's layers."""
     from megatron_dppo.trainer.cpu.layer_spec import decoder_spec, layout_faults
 
     unfused = {

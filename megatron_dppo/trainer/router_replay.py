@@ -141,8 +141,8 @@ class ModelReplay:
         self._shape = shape
         self._device = device
         self._share = share
-        # Tensor-parallel ranks route the same tokens, so only the first one counts choices; with sequence parallelism
-        # each rank routes its own tokens and counts them.
+        # Tensor-parallel ranks route the same tokens, so only the first rank counts choices. With sequence parallelism
+        # each rank routes its own tokens, and counts the choices for them.
         self._counts_choices = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns: list[list[int]] = []

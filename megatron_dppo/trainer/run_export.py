@@ -1,4 +1,4 @@
-"""Export the policy of a run, compare its log-probabilities with the trainer's, and upload it.
+"""Export the policy of a run, compare the export's log-probabilities with the trainer's, and upload the export.
 
 In the export, adapters are merged into the weights. Adapters are also written to a separate PEFT folder, unless the
 routers are trained with them. The comparison loads the export with transformers.

@@ -349,8 +349,8 @@ class Trainer:
         log_probs, fault_counts = step.forward_log_probs(
             self.ddp_chunks, batches, stats, self._replay, topk=topk
         )
-        # Check on all ranks before the broadcast over pipeline stages: if one rank alone raised, the others would
-        # wait in the broadcast.
+        # Check on all ranks before the broadcast over pipeline stages: if only one rank raised, the other ranks
+        # would wait in the broadcast.
         self._check_faults(fault_counts)
         if self.topology.pp_size > 1:
             # Only the last stage has computed the values: broadcast them to every rank of the replica.

@@ -345,7 +345,7 @@ def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, T
     # ``built`` is a ShardedTensor, or a nested dict or list of ShardedTensors. Put it in a dict: ``nested_values`` then
     # yields every ShardedTensor.
     for tensor in nested_values({"": built}):
-        # A factory builds views of the fused parameter, so their addresses give their positions in it.
+        # A factory builds views of the fused parameter, so a view's address gives its position in the parameter.
         start, remainder = divmod(tensor.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
         if remainder or not tensor.data.is_contiguous():
             raise TypeError(

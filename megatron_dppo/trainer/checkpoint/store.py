@@ -483,7 +483,7 @@ def _model_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _differences(saved_settings: dict[str, Any], present_settings: dict[str, Any]) -> list[str]:
-    """Describe each key whose value differs between the checkpoint's settings and this run's."""
+    """Describe each key whose value differs between the checkpoint's settings and this run's settings."""
     differences = []
     for name in sorted(saved_settings.keys() | present_settings.keys()):
         saved_value = saved_settings.get(name)

@@ -104,8 +104,8 @@ def packed_attention_with_sinks(
     """Compute causal attention within each sequence, with a sink in each head's softmax, or over a window, or both.
 
     o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij)), with the logits s_ij = q_i k_j * scale and the sink b of the
-    head. The sums run over the tokens j up to and including i: over the last ``window`` of them, or over all of them if
-    ``window`` is None. The softmax is computed in fp32.
+    head. The sums run over the tokens j up to and including i: over the last ``window`` of these tokens, or over all of
+    these tokens if ``window`` is None. The softmax is computed in fp32.
 
     q [T, H, D], k [T, G, D], v [T, G, E], sinks [H] -> [T, H, E].
     """
