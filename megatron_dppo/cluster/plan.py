@@ -86,7 +86,7 @@ def print_verdict(console: Console, plan: RunPlan) -> None:
 
 
 def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
-    """Print the layouts of a search, best first, with the overrides that change the recipe to each of them."""
+    """Print the layouts of a search, best first, with the overrides that turn the recipe into each layout."""
     table = figures_table(
         "Layouts that fit",
         *("step", "GPU idle", "placement", "staleness", "generate", "train", "rank", "layout"),

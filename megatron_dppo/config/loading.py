@@ -228,7 +228,7 @@ def dump_yaml(value: Any) -> str:
 _BASE_KEY = "base"
 """Key of the file that a configuration builds on."""
 _MAX_PATH = 4096
-"""Characters of the longest path; Linux allows no longer one."""
+"""Characters of the longest path that Linux allows."""
 
 Tree = dict[str, Any]
 """The tables of a configuration as read from YAML, before the schema validates them."""
@@ -452,7 +452,7 @@ def resolved_yaml(config: Section) -> str:
 
 
 def _source(path: Path) -> str:
-    """Return a path for a message; a long path, or one with unprintable characters, is quoted and cut."""
+    """Return a path for a message; a long path, or a path with unprintable characters, is quoted and cut."""
     text = str(path)
     if len(text) <= _MAX_SHOWN_PATH and text.isprintable():
         return text

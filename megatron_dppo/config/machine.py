@@ -93,7 +93,7 @@ _SERVER_SIZES = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources that a run may use on this machine: ``open_files`` of one process, ``memory_bytes`` of the host."""
+    """Resources of a machine for a run. ``open_files``: limit of one process; ``memory_bytes``: memory of the host."""
 
     cores: int
     gpus: int
@@ -163,7 +163,7 @@ def _interface_faults(interface: str | None) -> Iterator[str]:
 
 
 def _server_faults(engine: EngineConfig) -> Iterator[str]:
-    """Report faults of the address and of the interpreter of servers and router that start here."""
+    """Report faults of ``engine.host`` and ``engine.python``, if the run starts servers or a router."""
     packages: list[str] = []
     if engine.servers_to_start:
         packages.append("sglang")

@@ -356,7 +356,7 @@ class EngineConfig(Section):
     """The fleet of SGLang servers; docs/fleet.md describes it."""
 
     servers: int | None = Field(default=None, ge=0, le=2**16)
-    """Servers that the run starts, each with ``sglang.tp_size`` ranks. Empty: one, or none if ``urls`` has servers."""
+    """Servers that the run starts, each with ``sglang.tp_size`` ranks. Empty: 1, or 0 if ``urls`` has servers."""
     urls: list[str] = Field(default_factory=list)
     """Addresses of servers that already run. The run uses them in addition to the servers that it starts."""
     ca_file: str | None = None
@@ -381,8 +381,8 @@ class EngineConfig(Section):
     ``consistent_hashing``: by the prompt's hash.
     """
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest time for a server to start, and longest time that a run without a healthy server waits for one. On GPUs a
-    starting server reads the weights, compiles kernels, captures CUDA graphs and answers its first requests.
+    """Longest time for a server to start, and longest wait of a run while no server is healthy. On GPUs a starting
+    server reads the weights, compiles kernels, captures CUDA graphs and answers its first requests.
     """
     hang_timeout_s: float = Field(default=60.0, gt=0)
     """A server counts as lost if it answers nothing for this time, not even health checks. Until the first answer of a

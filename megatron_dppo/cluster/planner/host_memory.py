@@ -37,7 +37,7 @@ class NodeRoles:
 
 
 def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
-    """Return the roles of each node's GPUs, and the reasons why they do not fit the nodes; one of the two is empty."""
+    """Return the roles of each node's GPUs, and the reasons why the roles do not fit; one of the two is empty."""
     names = [str(node) for node in range(cluster.nodes)]
     hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
     try:

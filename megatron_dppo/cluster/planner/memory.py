@@ -29,7 +29,7 @@ class RankBytes:
         communicators: NCCL's buffers.
         context: the process's CUDA context, kernels and libraries.
         fragmentation: memory that the allocator loses to fragmentation.
-        quantised: FP8 copies of the layers' weights. Transformer Engine keeps them for all micro-batches of a step.
+        quantised: FP8 copies of the layers' weights, which Transformer Engine keeps for all micro-batches of a step.
     """
 
     stage: int
@@ -47,7 +47,7 @@ class RankBytes:
         activations = self.activations
         layers = activations.layers
         head = activations.head + activations.logits
-        # The head and a recomputed layer do not exist at the same time: the larger one makes the peak.
+        # The head and a recomputed layer do not exist at the same time: the larger of the two makes the peak.
         if head <= activations.recomputed:
             layers += activations.recomputed
             head = 0

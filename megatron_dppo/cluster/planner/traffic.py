@@ -25,7 +25,7 @@ class Traffic:
     """Bytes and seconds of a weight update and of a checkpoint.
 
     Attributes:
-        update: bytes of a weight update; each engine GPU receives all of them.
+        update: bytes of a weight update. Each engine GPU receives all of these bytes.
         gathered: upper bound of the bytes that trainer ranks gather before they send.
         buckets: number of buckets of a weight update.
         update_seconds: seconds of a weight update.

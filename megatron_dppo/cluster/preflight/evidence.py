@@ -225,7 +225,7 @@ class Meeting:
         return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
 
     def is_first(self, name: str) -> bool:
-        """Create the file ``name`` exclusively; return whether this node is the first one to do so."""
+        """Create the file ``name`` exclusively; return whether this node is the first to create it."""
         folder = self.folder / "meeting"
         folder.mkdir(parents=True, exist_ok=True)
         try:

@@ -29,7 +29,7 @@ def package_version(name: str) -> str | None:
 
 
 def nccl_library() -> str | None:
-    """Return the NCCL library that torch will load: the wheel's, else the system's; None without one."""
+    """Return the NCCL library that torch will load: the wheel's, else the system's; None without NCCL."""
     for folder in map(Path, sys.path):
         for library in folder.glob("nvidia/nccl/lib/libnccl.so.2"):
             return str(library)
@@ -59,7 +59,7 @@ _CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
 def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the cuDNN library that Transformer Engine will load; None without one.
+    """Return the cuDNN library that Transformer Engine will load; None without cuDNN.
 
     The function searches like ``transformer_engine.common._load_cuda_library``: first the variables' folders, then
     ``/usr/local/cuda``, then the loader's own paths. If CUDNN_HOME and CUDNN_PATH are not set, a rank of the trainer

@@ -1,4 +1,4 @@
-"""The two runs of a rehearsal: the first is stopped after one step, the second resumes it and runs to the end."""
+"""The two runs of a rehearsal: the first run is stopped after one step, the second run resumes and ends normally."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
 
     Args:
         config: the recipe, with the user's overrides.
-        parallel: the layout to rehearse, the recipe's own or a smaller one (``smaller_layout``).
+        parallel: the layout to rehearse: the recipe's own layout, or a smaller layout (``smaller_layout``).
         stage: the model, the problems and the folder of the rehearsal.
     """
     values = merged(config.model_dump(), _changes(config, parallel, stage))

@@ -109,7 +109,7 @@ _COMMANDS_OF_EVERY_RUN: dict[str, tuple[str, list[str]]] = {
     "stop": ("megatron_dppo.launch.stop_run", []),
     "logs": ("megatron_dppo.launch.logs", []),
 }
-"""The commands of runs with and without Slurm, by their names here: the module, and the options that this name adds."""
+"""Commands for runs with and without Slurm. By the command's name: its module, and options that the name stands for."""
 
 
 def _parser() -> argparse.ArgumentParser:

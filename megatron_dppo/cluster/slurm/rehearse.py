@@ -44,7 +44,7 @@ def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
     """
     # Slurm sends USR1 near the time limit. This process ignores USR1: each run's supervisor watches the clock.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # The job's output is a file; a waiting ``submit`` shows each line as soon as it is there.
+    # The job's output is a file; a waiting ``submit`` shows each line as soon as the file has it.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     path_of_site = site_path(site_file)

@@ -37,7 +37,7 @@ class ContainerConfig(Section):
     python: str = "python3"
     """Interpreter in the images, with this package's libraries. Servers use ``engine.python`` if this key is set."""
     mounts: list[str] = Field(default_factory=list)
-    """Mounts, ``outside:inside`` each, or one path for both; the working directory is always mounted."""
+    """Mounts: ``outside:inside``, or one path for outside and inside. The working directory is always mounted."""
 
     @property
     def interpreter(self) -> str:
@@ -101,7 +101,7 @@ def _apptainer(image: str, mounts: list[str], folder: str, flags: Sequence[str])
 def prologue_words(lines: str) -> tuple[str, ...]:
     """Return the words before a command that make a shell run ``lines`` first; none without lines.
 
-    The shell is a login shell, because clusters define ``module`` there. A line that fails ends the step.
+    The shell is a login shell, because clusters define ``module`` in login shells. A line that fails ends the step.
     """
     if not lines.strip():
         return ()

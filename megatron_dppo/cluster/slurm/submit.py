@@ -621,7 +621,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
     write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)
-    # The supervisor must run under this interpreter, not under the first one in the batch script's PATH.
+    # The supervisor must run under this interpreter, not under the default of ``run.sbatch``.
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
     for name in allocation_variables(os.environ):
         del os.environ[name]

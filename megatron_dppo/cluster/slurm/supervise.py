@@ -505,7 +505,7 @@ class Start:
 
 
 def _lost_nodes(names: Sequence[str]) -> str | None:
-    """Return the nodes that Slurm can't use any more, in words; None if there are none."""
+    """Return the nodes that Slurm can't use any more, in words; None if Slurm can use all nodes."""
     states = [f"node {name} is {state}" for name, state in bad_nodes(names).items()]
     return ", ".join(states) or None
 
