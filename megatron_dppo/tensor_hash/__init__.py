@@ -1,9 +1,9 @@
-"""SGLang's checksum of a tensor on a GPU, computed part by part, in any order, on a CPU or a GPU.
+"""SGLang's checksum of GPU tensors, computed from parts in any order. The computation runs on CPUs and GPUs.
 
 SGLang's ``/weights_checker`` hashes CUDA tensors with this tiled 64-bit mix (16 hexadecimal digits). On a CPU our
 platform plugin makes SGLang use this hash instead of SHA-256. SHA-256 takes ten times as long and cannot be combined
-from parts. With the tensor's bytes as little-endian 32-bit words ``v_i`` (zero-padded at the end) and ``n`` their
-number::
+from parts. Let ``v_i`` be the tensor's bytes as little-endian 32-bit words, zero-padded at the end, and ``n`` the
+number of words::
 
     h(tile, lane) = fmix(4n ^ sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r)))    mod 2^32
     checksum      = splitmix(sum_tile  h(tile, lane 1) 2^32 + h(tile, lane 2))       mod 2^64
@@ -47,7 +47,8 @@ LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
 SOURCE = Path(__file__).parent / "tile_sums.cpp"
 
 Edge: TypeAlias = tuple[int, int, int]
-"""The number of a tile that a part does not cover whole, and the two lanes' inner sums over the part's words there."""
+"""(number of a tile that a part covers only in part, inner sum of lane 1, inner sum of lane 2). The inner sums are over
+the part's words in the tile."""
 PartSums: TypeAlias = tuple[int, Sequence[Edge]]
 """The ``closed_sum`` of the tiles that a part covers whole, and the part's edges."""
 
@@ -115,7 +116,7 @@ def run_of(part: Tensor, first: int, total: int) -> WordRun:
 
 
 def start_sums(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
-    """Start one kernel over all ``runs`` of one device. Returns a function that waits for the sums."""
+    """Start one kernel over ``runs``, which are on one device. Returns a function that waits for the sums."""
     if runs and runs[0].data.is_cuda:
         from megatron_dppo.tensor_hash.tile_sums_triton import start
 
@@ -271,10 +272,10 @@ def tiled_hash(tensor: Tensor) -> str:
 
 
 def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
-    """Start one kernel that hashes all of ``parts``. Returns a function that waits for it and adds the sums.
+    """Start one kernel that hashes all of ``parts``. Returns a function that waits for the kernel and adds the sums.
 
-    The caller may change the parts after that function has returned. On a GPU the caller may change them earlier by
-    operations in the kernel's stream. Raises ValueError as ``TiledHash.add`` does.
+    The caller may change the parts after the returned function has ended. On a GPU, operations in the kernel's stream
+    may change the parts earlier. Raises ValueError as ``TiledHash.add`` does.
     """
     hashes: list[TiledHash] = []
     runs: list[WordRun] = []
@@ -305,10 +306,11 @@ class TiledHash:
         self._shared_tiles: dict[int, tuple[int, int]] = {}
 
     def add(self, part: Tensor, start: int) -> None:
-        """Add the bytes of ``part`` (any shape and dtype, row-major order). They begin at byte ``start`` of the tensor.
+        """Add the bytes of ``part`` (any shape and dtype, row-major order). The part begins at byte ``start`` of the
+        tensor.
 
-        Every byte of the tensor is added once. Raises ValueError if the part begins inside a word, or ends inside a
-        word that is not the tensor's last.
+        Every byte of the tensor must be added once. Raises ValueError if the part begins inside a word, or ends inside
+        a word that is not the tensor's last.
         """
         add_parts([(self, part, start)])()
 

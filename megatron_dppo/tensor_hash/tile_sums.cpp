@@ -51,8 +51,8 @@ inline void add_rows(const Part& part, int64_t at, int64_t count, uint32_t* sums
   }
 }
 
-// Returns what the tiles that the part covers whole add to the checksum. The inner sums of a tile that the part
-// shares with other parts go to edges: two words for the first tile, two for the last.
+// Returns the sum of the hashes of all tiles that the part covers whole. If the part shares its first or its last tile
+// with other parts, the inner sums of this tile are written to edges: two words for the first tile, two for the last.
 uint64_t sum_part(const Part& part, uint32_t* edges) {
   const uint32_t size = static_cast<uint32_t>(4 * part.total);
   uint64_t closed = 0;
@@ -74,7 +74,8 @@ uint64_t sum_part(const Part& part, uint32_t* edges) {
 
 }  // namespace
 
-// shapes: six numbers for each of `count` parts, as in Part. Results for each part: one sum in closed, four words in edges.
+// shapes: the six numbers of Part, for each of `count` parts. Results for each part: one sum in closed, four words in
+// edges.
 extern "C" void tile_sums(int64_t count, const int64_t* shapes, uint64_t* closed, uint32_t* edges) {
   for (int64_t i = 0; i < count; ++i, shapes += 6) {
     const Part part = {reinterpret_cast<const uint32_t*>(shapes[0]), shapes[1], shapes[2], shapes[3], shapes[4],

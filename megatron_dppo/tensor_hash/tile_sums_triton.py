@@ -19,7 +19,7 @@ BLOCK = 1024
 
 
 def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
-    """Launch the kernel over all tiles of ``runs``. Returns a function that waits for it and reads the results.
+    """Launch the kernel over all tiles of ``runs``. Returns a function that waits for the kernel and reads its results.
 
     All parts together need two copies to the device and one back.
     """
@@ -91,8 +91,8 @@ def tile_sums_kernel(
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
     high = tl.minimum(begin + TILE, first + words)
-    # The tile's first word of the part, ``low``, is in ``row`` at ``column``. Only this division is in 64 bits: words
-    # after the end of that row are counted in 32 bits.
+    # ``low`` is the part's first word in the tile. It is in row ``row`` of the part, at ``column``. Only this division
+    # is in 64 bits: words after the end of that row are counted in 32 bits.
     row = (low - first) // width
     column = (low - first) - row * width
     data += row * stride + column
