@@ -226,7 +226,7 @@ def main() -> None:
     """Run the server: options from the command line, keys from standard input."""
     secret_variables.hide_secrets()
     keys = json.load(sys.stdin)
-    # Set PATH and CUDA_HOME for this machine: SGLang looks for ninja on PATH, and for CUDA's toolkit in CUDA_HOME.
+    # SGLang looks for ninja on PATH, and for CUDA's toolkit in CUDA_HOME. So first set both variables for this machine.
     if has_visible_gpu():
         tool_messages = offer_tools(os.environ)
         print(*tool_messages, sep="\n", flush=True)

@@ -278,7 +278,7 @@ def flag_of(field_name: str) -> str:
 
 
 def write_options(options: Mapping[str, Any], path: Path) -> None:
-    """Write SGLang's ``--config`` file: YAML (here JSON, a subset of it), with the names of flags."""
+    """Write SGLang's ``--config`` file, with the names of flags. The file is YAML; JSON is a subset of YAML."""
     flags = {flag_of(name): value for name, value in options.items()}
     path.write_text(json.dumps(flags, indent=2) + "\n")
 

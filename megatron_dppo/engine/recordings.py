@@ -201,9 +201,9 @@ class RecordingStore:
 def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
     """Put the recording into the answer's ``meta_info`` as an array, if it is in this host's memory.
 
-    Returns "shared memory" if the recording was read there, the notice if it must be downloaded, and None if the
-    request asked for no recording. Raises AbortedError if the file no longer exists, and EngineAnswerError if it is
-    damaged or has another shape.
+    Returns "shared memory" if the recording was read from shared memory, the notice if the recording must be
+    downloaded, and None if the request asked for no recording. Raises AbortedError if the file no longer exists, and
+    EngineAnswerError if the recording is damaged or has another shape.
     """
     text = answer.get("meta_info", {}).get(FIELD)
     if FIELD not in request.columns or not isinstance(text, str):

@@ -335,6 +335,7 @@ class FleetMembership:
             EngineMismatchError: ``engine.urls`` names a server that does not fit the run.
         """
         self._note_suspended(current, suspended)
+        # Only the first call waits for every server of the configuration.
         expected_count = self._expected
         self._expected = 1
         members = self._ready_members(current)
@@ -414,6 +415,7 @@ class FleetMembership:
             self._states[server].strikes = 0
         for server, state in list(self._states.items()):
             state.serves = server in serving
+        # Publish first, so that the published states contain the reasons that are cleared here.
         self._publish()
         for state in list(self._states.values()):
             if state.strikes < _STRIKES:

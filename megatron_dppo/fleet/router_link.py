@@ -1,7 +1,7 @@
 """The connection to the HTTP router: its list of servers, and calls through it.
 
-After a restart by the supervisor, the router has another address and no servers. The connection finds the router again,
-and registers the servers again.
+After a restart by the supervisor, the router has another address and no servers. The connection finds the router again.
+One client of the run registers the servers again.
 """
 
 from __future__ import annotations

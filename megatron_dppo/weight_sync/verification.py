@@ -21,7 +21,7 @@ from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError, Engines
 
 @dataclass(frozen=True)
 class ChecksumMismatch:
-    """One engine tensor whose bytes differ from the trainer's.
+    """One engine tensor whose bytes differ from the bytes on the trainer's side.
 
     Attributes:
         tensor: name of the engine tensor.
@@ -93,8 +93,10 @@ class ExpectedByLayout:
             layout_checksums.add(bucket)
 
     def partials(self) -> list[Any]:
-        """Return this rank's partial checksums for each layout, as JSON. The order is that of the layouts' first
-        engines."""
+        """Return this rank's partial checksums for each layout, as JSON.
+
+        The layouts are in the order in which they first occur among the engines.
+        """
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
@@ -111,7 +113,7 @@ def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Dig
     digests: dict[tuple[EngineLayout, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
-            # ExpectedByLayout.partials has the layouts in the same order: by the first engine with each layout.
+            # ExpectedByLayout.partials has the layouts in the order in which this loop finds them.
             index = len(digests)
             layout_partials = [sender_partials[index] for sender_partials in partials]
             digests[engine.layout] = engine.expected().digests(layout_partials)

@@ -103,6 +103,7 @@ def attend(
         is_seen = torch.ones(length, key.shape[2], dtype=torch.bool)
         if is_causal:
             is_seen = is_seen.tril()
+    # PyTorch adds a mask of floats to the logits.
     logits = torch.zeros(is_seen.shape, dtype=query.dtype).masked_fill(~is_seen, -math.inf)
     added = torch.cat(
         [
