@@ -111,9 +111,9 @@ def _last_names(rules: Sequence[Rule]) -> tuple[str, ...]:
 
 
 def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
-    """Resolve ``names`` of matrices, of groups, or ALL to matrices, in the family's order.
+    """Return the matrices that ``names`` select, in the family's order.
 
-    Raises AdapterError with the names that this model does not have.
+    A name is a matrix, a group of matrices, or ALL. Raises AdapterError with the names that this model does not have.
     """
     groups = module_groups(shape)
     all_names = tuple(dict.fromkeys(chain(*groups.values())))

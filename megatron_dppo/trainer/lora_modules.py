@@ -1,4 +1,4 @@
-"""Adapters of Megatron linears: they add ``scale * B A x`` to the linear's output, in its layout.
+"""Adapters of Megatron linears: they add ``scale * B A x`` to a linear's output, in the layout of the output.
 
 T = tokens, R = rank of the adapters, P = adapted Hugging Face matrices that are fused in the linear. In column-parallel
 linears (q_proj, gate_proj, up_proj, ...) B is cut by rows, and every rank holds all of A; in row-parallel linears
@@ -97,7 +97,7 @@ class LinearAdapter(torch.nn.Module):
         self._mark_parameters()
 
     def matrices(self, name: str) -> LowRank:
-        """A and B of the matrix ``name``."""
+        """Return A and B of the matrix ``name``."""
         matrices = getattr(self, name)
         assert isinstance(matrices, LowRank)
         return matrices
@@ -107,7 +107,7 @@ class LinearAdapter(torch.nn.Module):
         raise NotImplementedError
 
     def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
-        """Forward hook of the linear: add the adapters' output to its output."""
+        """Forward hook of the linear: add the adapters' output to the linear's output."""
         if not self.enabled:
             return output
         x, *sizes = inputs
@@ -120,7 +120,7 @@ class LinearAdapter(torch.nn.Module):
         return result + self.delta(x, *sizes), bias
 
     def weight_delta(self, expert: int | None = None) -> Tensor:
-        """Compute ``scale * B A`` for this rank's part of the linear's weight, or of the local ``expert``'s, fp32."""
+        """Compute ``scale * B A``, fp32, for this rank's part of the linear's weight. ``expert``: a local expert."""
         a, b = self._stacked()
         if expert is not None and self.linear.experts:
             a, b = a[expert], b[expert]
@@ -135,7 +135,7 @@ class LinearAdapter(torch.nn.Module):
         raise NotImplementedError
 
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
-        """A and B of one matrix, as this rank uses them."""
+        """Return A and B of one matrix, as this rank uses them."""
         return self.matrices(part.name).pair
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class LinearAdapter(torch.nn.Module):
         return a, b
 
     def _dropped(self, x: Tensor, generator: AbstractContextManager) -> Tensor:
-        """Apply dropout to ``x`` in training. ``generator``: the context of the random state for it."""
+        """Apply dropout to ``x`` in training. ``generator``: a context with the random state for dropout."""
         if not self.training or self.options.dropout == 0:
             return x
         with generator:
@@ -308,7 +308,7 @@ class ExpertAdapter(LinearAdapter):
 
 
 class SharedExpertAdapter(LinearAdapter):
-    """The adapters of the linears of a rank's experts, with one A and B for all experts of the layer, not cut.
+    """The adapters of the linears of a rank's experts. All experts of a layer share one A and one B, which are not cut.
 
     Each rank uses its rows or columns for the tokens of its experts. The gradient is the sum over all ranks of the
     stage. Megatron sums it over tensor-parallel ranks because of the attribute ``sequence_parallel``, and over the
@@ -325,7 +325,7 @@ class SharedExpertAdapter(LinearAdapter):
         return list(part.whole(which, self.options.adapters.rank))
 
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
-        """This rank's columns of A, or its rows of B."""
+        """Return A and B with only this rank's columns of A, or only this rank's rows of B."""
         a, b = super()._local(part)
         local = slice(part.start, part.start + part.length)
         if part.axis == 1:
@@ -353,7 +353,7 @@ ROUTER = "mlp.router.weight"
 
 
 def freeze(chunks: list[GPTModel], *, train_router: bool) -> None:
-    """Freeze every parameter, but with ``train_router`` not the routers' weights."""
+    """Freeze every parameter. With ``train_router``, do not freeze the routers' weights."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(train_router and name.endswith(ROUTER))

@@ -271,8 +271,8 @@ class AdaptedPolicy:
                 write_peft(out_dir, self.adapters, self._shape, tensors, base=base, dtype=dtype)
             except (OSError, CheckpointError) as error:
                 failure = str(error)
-        # Gather the remaining buckets: on other ranks all of them, and on rank 0 those after a failure. The collectives
-        # would hang if a rank left them out.
+        # Gather the remaining buckets: on rank 0 the buckets after a failure, on other ranks all buckets. The
+        # collectives would hang if a rank left out a bucket.
         for _ in buckets:
             pass
         message = first_failure(failure)

@@ -14,7 +14,7 @@ from megatron_dppo.trainer import lora_modules
 
 _CACHE_SIZE = 4
 """Number of merged parameters that are kept. A bucket reads several tensors of one parameter in turn, for example
-queries, keys and values: the parameter must not be merged again for each tensor."""
+queries, keys and values. With the cache, the parameter is not merged again for each tensor."""
 
 
 class MergedWeights(Mapping[ParameterKey, Tensor]):
@@ -57,7 +57,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
 def _base_names(
     adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Tensor]
 ) -> list[tuple[int | None, str]]:
-    """Return (local expert, name) of the adapter's weights; the expert is None if the linear is of no expert."""
+    """Return (local expert, name) of the adapter's weights. The expert is None for a linear outside of experts."""
     linear = adapter.linear
     if not linear.of_experts:
         return [(None, f"{linear.path}.weight")]
