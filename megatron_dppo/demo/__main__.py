@@ -1,6 +1,7 @@
 """Train a tiny mixture of experts on this machine.
 
-``make demo`` prepares model and data, trains with DPPO and compares the results with targets::
+The demo prepares model and data, trains with DPPO and compares the results with targets. ``make demo`` runs this
+command::
 
     megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
 
@@ -137,7 +138,7 @@ def set_aside(
 
 
 def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
-    """Return the seed, the algorithm and the environment, which the task determines."""
+    """Return the seed, the algorithm and the environment. (The task determines the environment.)"""
     environment = config.get("environment", {}).get("name")
     return config["run"]["seed"], config["algorithm"]["name"], environment
 
@@ -194,7 +195,7 @@ def judge(
 
 
 def verdict(results: Sequence[VerdictRow]) -> str:
-    """Return a line that tells whether the policy learned and every target is met."""
+    """Return one line: whether the policy has learned and every target is met."""
     missed = [_comparison(result) for result in results if result.holds is False]
     if missed:
         return f"FAILED: {'; '.join(missed)}"

@@ -13,7 +13,8 @@ The warm start imitates the mixed styles of a base model's training text. 40% of
 10`` has the running totals, then the answer. The other responses are estimates, ``= 12``, which are wrong by up to
 five. A model that imitates both is correct less than half of the time, and reinforcement learning can learn from the
 reward that working out is better. The problems of the tasks ``calculator`` and ``python`` are products with a number
-added or subtracted. Few of their warm start conversations use the tool until the answer is found (``tool_pairs``).
+added or subtracted. In the warm start of these tasks, few conversations use the tool until the answer is found
+(``tool_pairs``).
 
 Overrides apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its sources,
 seed or overrides have changed.
@@ -103,7 +104,7 @@ def estimate(expression: str, rng: random.Random) -> str:
 TOOL_SHARES = {"estimate": 0.6, "half way": 0.25, "to the end": 0.15}
 """Share of the warm start's conversations that answer at once, after the first tool call, or after the second."""
 LARGEST_NUMBER = 99
-"""Largest number of the tokenizer for products."""
+"""Largest number that the tokenizer for products has."""
 
 
 def products() -> Iterator[str]:
@@ -119,8 +120,7 @@ def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]
 
     In the style "to the end", a conversation calls the tool for ``7*8``, then for ``56-5``, and answers ``= 51``. In
     the style "half way", it answers ``= 56`` after the first call, which is wrong. An estimate, ``= 47``, is seldom
-    right.
-    ``call``: format of a tool call, with ``{}`` for the expression.
+    right. ``call``: format of a tool call, with ``{}`` for the expression.
     """
     style = rng.choices(list(TOOL_SHARES), weights=list(TOOL_SHARES.values()))[0]
     messages = [{"role": "user", "content": expression}]
@@ -193,9 +193,9 @@ def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
 
 SPECIAL = ["<pad>", "<user>", "<assistant>", "<end>", "<unknown>"]
 NUMBERS = 28
-"""The tokenizer for sums has the numbers 0 to 27, because totals reach 20 and estimates 25.
+"""The tokenizer for sums has the numbers 0 to 27: totals reach 20, and estimates 25.
 
-It then has 36 words, and 36 is divisible by a tensor-parallel size of 4.
+With 28 numbers the tokenizer has 36 words, which a tensor-parallel size of 4 divides.
 """
 WORDS = [*SPECIAL, *"+-=", *(str(i) for i in range(NUMBERS))]
 TOOL_WORDS = [*SPECIAL, *"+-*=?(){}", "print", "error", *map(str, range(LARGEST_NUMBER + 1))]
@@ -432,14 +432,14 @@ def run_to_the_end(
 
     Args:
         command: program and arguments.
-        env: its environment; None: this process's.
-        errors: its standard error, as ``subprocess.Popen`` takes it; None: this process's.
-        started: called with the process once it runs.
-        inherited: descriptors that it inherits, under the same numbers.
+        env: environment of the command; None: the environment of this process.
+        errors: standard error of the command, as an argument of ``subprocess.Popen``; None: this process's stream.
+        started: called with the command's process once it runs.
+        inherited: descriptors that the command inherits, under the same numbers.
 
-    A terminal sends Ctrl-C, and SIGHUP when it closes, to this process and the command. ``subprocess.run`` would then
-    kill the command after 0.25 s. This function ignores both signals and waits until the command has saved its state
-    and ended. SIGTERM, which only this process receives, is passed on to the command.
+    A terminal sends SIGINT (Ctrl-C) and SIGHUP (when the terminal closes) to this process and to the command.
+    ``subprocess.run`` would then kill the command after 0.25 s. This function ignores both signals and waits until the
+    command has saved its state and ended. SIGTERM, which only this process receives, is passed on to the command.
     """
     plain, secrets = split_environment(os.environ if env is None else env)
     # Start the command before this process ignores signals: a child process inherits ignored signals.
@@ -495,8 +495,9 @@ _SHARED_GPU = (
 def trainer_overrides(gpus: int) -> tuple[str, ...]:
     """Return overrides for the warm start and the run.
 
-    The recipe's two ranks remain without GPUs, and with three or more GPUs, of which the server takes one. Transformer
-    Engine and SGLang's CUDA server work in bfloat16. Not yet run on a GPU.
+    Without GPUs, and with three or more GPUs, the run has the recipe's two ranks. With one or two GPUs it has one rank,
+    because the server needs a GPU too. Transformer Engine and SGLang's CUDA server work in bfloat16. The overrides for
+    GPUs have not been run on a GPU.
     """
     if gpus == 0:
         return ()
@@ -509,7 +510,7 @@ def engine_overrides(gpus: int) -> tuple[str, ...]:
     """Return overrides for the run's server.
 
     If there is one GPU, the server shares it with the rank and receives weights by CUDA IPC, because NCCL does not
-    connect two processes on one GPU. SGLang's Triton attention accepts heads of 32.
+    connect two processes on one GPU. The attention backend is SGLang's Triton, which accepts heads of size 32.
     """
     if gpus == 0:
         return ()
