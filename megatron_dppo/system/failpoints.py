@@ -11,8 +11,8 @@ There are points before and after each durable step, and in each phase of a weig
     delay    the process sleeps for a second
     torn     the last write is cut to its first half, then the process ends by SIGKILL; as ``kill`` at a point without
              a write
-    record   no failure. The plan is ``POINT,record,PATH``, with any POINT: append the name of each point that is
-             reached to the file PATH, with TORN after it if ``torn`` can cut a write there
+    record   no failure: each point that is reached appends its name to a file, with TORN after the name if ``torn`` can
+             cut a write at the point. The plan is ``POINT,record,PATH`` with the file PATH and any POINT
 
 Several plans are separated by semicolons. A plan ``POINT,KIND,NUMBER,PATH`` appends itself to the file PATH before it
 fails. ``tools/faults/failpoints.py`` makes every point fail in turn.

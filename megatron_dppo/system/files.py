@@ -56,7 +56,7 @@ _TEMPORARY_NAME = re.compile(r"\..+\.(\d+)-\d+")
 def remove_unfinished(folder: Path) -> None:
     """Remove temporary files of ``atomic_file`` that killed processes left in ``folder`` and its direct subfolders.
 
-    Call it only when no other process writes there; files of this process are kept.
+    Call this only when no other process writes in these folders. Files of this process are kept.
     """
     children = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     for parent in (folder, *children):
@@ -84,7 +84,7 @@ def with_hash(text: str) -> str:
 
 
 def hash_fault(text: str) -> str | None:
-    """Return how ``text`` differs from the hash in its first line; None if it does not, or if it has no hash."""
+    """Return an error if ``text`` does not have the hash in its first line; None if it does, or without such a line."""
     first_line, _, rest = text.partition("\n")
     if not first_line.startswith(_HASH_LINE):
         return None

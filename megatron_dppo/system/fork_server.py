@@ -1,4 +1,4 @@
-"""Fork servers: a process that imports libraries once, and then forks processes that use them.
+"""The fork server: a process that imports libraries once, and then forks processes that use the libraries.
 
     python -m megatron_dppo.system.fork_server LIBRARY...
 
@@ -6,10 +6,10 @@ The imports of torch, Megatron-Core or SGLang take seconds and hundreds of MiB. 
 imports, and start in milliseconds. The fork server computes nothing and starts no thread, because a forked process has
 only the thread that forked: a library's threads would be missing.
 
-The fork server imports the modules LIBRARY, then receives requests over a socket, one request in a packet: to fork a
-process that runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a signal. It
-reports the end of the imports, and the id and the exit code of each process. When the socket is closed the fork server
-ends, and the kernel kills its processes.
+The fork server imports the modules LIBRARY. Then it receives requests over a socket, one request in each packet. One
+sort of request forks a process that runs a module as ``python -m`` does, with the descriptors in the packet. The other
+sort sends a signal to a process. The fork server reports the end of the imports, and the id and the exit code of each
+process. When the socket is closed, the fork server ends, and the kernel kills its processes.
 
 A fork server may itself be a fork of a fork server that has the same libraries and lives longer
 (``SharedForkServers``).
@@ -60,8 +60,8 @@ _PACKET_BYTES = 1 << 17
 # A packet has a request and some more characters.
 _LONGEST_REQUEST = _PACKET_BYTES - (1 << 10)
 _MOST_DESCRIPTORS = 8
-# A process of a shared fork server counts its requests from its id times 2^24, so that two processes have no number in
-# common.
+# A process that uses a shared fork server counts its requests from its own id times 2^24, so that two processes have no
+# request number in common.
 _NUMBER_BITS = 24
 _POLL_S = 0.02
 _KILLED = -signal.SIGKILL
@@ -83,10 +83,10 @@ class ForkRequest:
     Attributes:
         module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
         arguments: arguments of its command line.
-        variables: environment variables of the process, in addition to the fork server's.
+        variables: environment variables of the process, in addition to the fork server's variables.
         descriptors: environment variables that get the numbers of the packet's last descriptors.
         title: command line that ``ps`` shows for the process; empty: the fork server's command line.
-        replaces_variables: whether the process has ``variables`` only, without the fork server's.
+        replaces_variables: whether the process has only ``variables``, without the fork server's variables.
         has_errors: whether the packet has a descriptor for standard error. If not, errors go to standard output.
     """
 
@@ -137,7 +137,7 @@ class ForkedProcess:
         self._server.send_signal(self._number, signal.SIGTERM)
 
     def cancel(self) -> bool:
-        """Cancel the start of the process. Return False if it is forked already, and nothing was cancelled."""
+        """Cancel the start of the process. Return False if the process is forked already: then nothing is cancelled."""
         while self._server.pid_of(self._number) is None and self.poll() is None:
             if self._server.cancel(self._number):
                 return True
@@ -206,7 +206,8 @@ class _Forks:
     def code_of(self, number: int) -> int | None:
         """Return the exit code of a process; None while it runs.
 
-        A process that the kernel killed at the end of the fork server has the fork server's code, or 1 if that is 0.
+        A process that the kernel killed at the end of the fork server gets the fork server's code, or 1 if that code
+        is 0.
         """
         # Poll before reading. If the fork server has ended, all its reports are then in the socket.
         server_code = self.process.poll()
@@ -317,8 +318,9 @@ class ForkServer(_Forks):
         self._control.close()
 
     def shared(self) -> tuple[int, dict[str, Any]]:
-        """Return the descriptor that a process must inherit to use this fork server, and its entry in
-        ``_SHARED_VARIABLE``.
+        """Return the descriptor and the entry of ``_SHARED_VARIABLE`` that a process needs to use this fork server.
+
+        The process must inherit the descriptor.
         """
         descriptor = self._control.fileno()
         entry = {
@@ -337,7 +339,7 @@ class _OtherProcess:
     pid: int
 
     def poll(self) -> int | None:
-        """Return None while it runs, and 1 afterwards: only its parent learns its exit code."""
+        """Return None while the process runs, and 1 afterwards: only its parent gets its exit code."""
         if process_start(self.pid) is None:
             return 1
         return None
@@ -376,7 +378,8 @@ class _SharedServer(_Forks):
     def inherited(cls, descriptor: int, pid: int, module_path: str | None) -> _SharedServer:
         control = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
-        # The socket may still have reports about requests of an earlier process, so use numbers of this process's own.
+        # The socket may still have reports about requests of an earlier process. So this process has its own range of
+        # request numbers.
         server = cls(control, _OtherProcess(pid), os.getpid() << _NUMBER_BITS)
         server._is_ready = True
         server.module_path = module_path
@@ -388,7 +391,7 @@ class SharedForkServers:
 
     Start a run by ``start_process`` with ``variables`` in its environment and ``descriptors`` inherited. If the run
     creates a ForkServer with the interpreter, libraries and variables of one of these fork servers, the new fork server
-    is a fork of it. A command of ``run_forked`` is a fork, too.
+    is a fork of that one. ``run_forked`` forks its command from these fork servers too.
     """
 
     def __init__(self) -> None:
@@ -397,7 +400,7 @@ class SharedForkServers:
     def add(self, libraries: Sequence[str], environment: Mapping[str, str], output: int) -> None:
         """Start a fork server, unless a fork server with these libraries and variables runs already.
 
-        The arguments are ForkServer's.
+        The arguments are as in ForkServer.
         """
         key = _key(sys.executable, libraries, environment)
         if not any(server.key == key and server.is_alive for server in self._servers):
@@ -497,7 +500,7 @@ def _shared_server_with(module: str) -> _SharedServer | None:
 
 
 def _shared_server(key: str) -> _SharedServer | None:
-    """Return the inherited fork server with ``key``; None without one that is alive."""
+    """Return the inherited fork server with ``key``; None if there is no such fork server, or if it has ended."""
     server = _shared_servers().get(key)
     if server is not None and server.is_alive:
         return server
@@ -640,7 +643,7 @@ class _Forking:
                     return request
 
     def _handle(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> ForkRequest | None:
-        """Fork a process, or send a signal to one. In the forked process, return its request."""
+        """Fork a process, or send a signal to a process. In the forked process, return its request."""
         number = message["number"]
         if "signal" in message:
             if number in self._pidfds:

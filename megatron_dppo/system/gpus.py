@@ -37,8 +37,8 @@ def driver_version(folder: Path | None = None) -> str | None:
 def unusable_gpu(torch_version: str, cuda: str | None) -> str:
     """Return why this torch can't use the machine's visible GPU: given value, expected value and remedy.
 
-    Call it if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for, for
-    example ``13.0``; None for a torch without CUDA.
+    Call this if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for,
+    for example ``13.0``; None for a torch without CUDA.
     """
     if cuda is None:
         requirement = "expected the packages of tools/environment/gpu.txt"

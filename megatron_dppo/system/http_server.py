@@ -13,7 +13,7 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import url_host
 
 READ_S = 10.0
-"""Longest time that an open connection may stay silent, between requests and within a body; then it is closed."""
+"""A connection that is silent for this time, between requests or within a body, is closed."""
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of ``function`` returns a coroutine. It may be decorated, or an object with ``__call__``."""
+    """Whether a call of ``function`` returns a coroutine.
+
+    The function may be decorated, or an object with ``__call__``.
+    """
     if not inspect.isroutine(function) and not isinstance(function, functools.partial):
         function = type(function).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(function))

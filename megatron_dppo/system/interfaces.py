@@ -36,7 +36,7 @@ def interface_address(name: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with ``address``; None if no interface of this machine has it."""
+    """Return the name of the interface with ``address``; None if no interface of this machine has this address."""
     for name, entries in psutil.net_if_addrs().items():
         if address in _usable(entries):
             return name

@@ -1,22 +1,27 @@
-"""The lease of a run's folder: the right to write there. Of all starts of the run, on any host, one holds it at a time.
+"""The lease of a run's folder: the right to write in the folder. Only one start of the run holds it, on any host.
 
 A start of the run is one execution of ``megatron-dppo train`` or of a Slurm job. It may start the ranks several times;
 these starts of the ranks are counted from 1.
 
-A holder renews a counter in the background. A start that finds a holder takes the lease over if the holder has released
-it, if holder and newcomer are on one machine and the holder's process has ended, if Slurm has restarted the holder's
-job, or if the counter is unchanged for ``PATIENCE_S`` of the newcomer's own clock. Otherwise the newcomer is refused.
-Exactly one of several starts that race for a lease gets it. A holder that was only suspended for a while, and continues
-after a takeover, is rejected by the fence.
+A holder renews a counter in the background. A start that finds a holder, the newcomer, takes the lease over in these
+cases:
+
+- the holder has released the lease;
+- holder and newcomer are on one machine, and the holder's process has ended;
+- Slurm has restarted the holder's job;
+- the counter is unchanged for ``PATIENCE_S`` of the newcomer's own clock.
+
+In any other case the newcomer is refused. Exactly one of several starts that race for a lease gets it. A holder that
+was only suspended for a while, and continues after a takeover, is rejected by the fence.
 
     <folder>/lease.json                      the holder
     <folder>/lease/<nonce>.beat              the counter of the holder with this nonce; only the holder writes it
     <folder>/lease/<nonce>.start             the number of the holder's newest start of the ranks
     <folder>/lease/<nonce>.next/holder.json  the claim of the start that succeeds the holder with this nonce
 
-The lease relies on these properties, also of NFS and Lustre: a rename is atomic, a rename of a folder onto one that is
-not empty fails, and a file that is opened by its name after a rename has the new content. It does not rely on locks,
-attributes (times, sizes), listings of folders, equal clocks, or process ids of other hosts.
+The lease relies on these properties, also of NFS and Lustre: a rename is atomic, a rename of a folder onto a folder
+that is not empty fails, and a file that is opened by its name after a rename has the new content. The lease does not
+rely on locks, attributes (times, sizes), listings of folders, equal clocks, or process ids of other hosts.
 """
 
 from __future__ import annotations
@@ -117,7 +122,7 @@ class Holder:
         return machine == (other.host, other.boot, other.namespace)
 
     def runs(self) -> bool:
-        """Whether the process runs. Call it on a neighbour only."""
+        """Whether the process runs. Call this only on a neighbour."""
         return process_start(self.pid) == self.pid_start
 
     def is_earlier_attempt(self, other: Holder) -> bool:
@@ -134,7 +139,7 @@ class Beat:
 
 
 class LeaseFiles:
-    """Reads and writes the files of the lease in ``folder``. Each read opens the file again, to see a new content."""
+    """Reads and writes the files of the lease in ``folder``. Each read opens the file again, to see new content."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / LEASE_FILE
@@ -145,7 +150,7 @@ class LeaseFiles:
         return _read_holder(self.path)
 
     def last_claim(self, holder: Holder | None) -> Holder | None:
-        """Return the last start in the chain of claims that begins with ``holder``; without a claim ``holder`` itself.
+        """Return the last start in the chain of claims that begins with ``holder``; without a claim, ``holder`` itself.
 
         A start that has claimed the lease may not be in ``lease.json`` yet.
         """
@@ -266,11 +271,11 @@ class FencedError(RunError):
 
 
 class Fence:
-    """Check that ``nonce`` still holds the lease on ``folder``; callers check before they publish a file or folder.
+    """Checks that ``nonce`` still holds the lease on ``folder``. Callers check before they publish a file or folder.
 
-    A caller publishes by a rename directly after ``check``. A process that is suspended exactly between the two makes
-    the rename late, perhaps after a takeover. So that this does no harm, unfinished folders of two starts never have
-    the same name, and records have the number of their start.
+    A caller publishes by a rename directly after ``check``. If the process is suspended between check and rename, the
+    rename may come after a takeover. So that this does no harm, unfinished folders of two starts never have the same
+    name, and records have the number of their start.
 
     ``start``: number of the start of the ranks that this process belongs to; None for the holder itself, and for ranks
     that no supervisor starts.
@@ -314,7 +319,7 @@ log = logging.getLogger(__name__)
 RENEW_S = 3.0
 """Seconds between two renewals of a holder's counter."""
 PATIENCE_S = 30.0
-"""Seconds after which a holder on another machine with an unchanged counter counts as ended."""
+"""A holder on another machine counts as ended if its counter is unchanged for this time, in seconds."""
 _POLL_S = 0.5
 
 Announce = Callable[[str], None]
@@ -414,7 +419,10 @@ class Lease:
         return self._stops_beating(holder, beat)
 
     def _stops_beating(self, holder: Holder, first_beat: Beat | None) -> bool:
-        """Wait, and return whether a holder on another machine ended: its counter is unchanged, or has ``ended``."""
+        """Wait for the counter of a holder on another machine; return whether the holder has ended.
+
+        A holder has ended if its counter does not change, or says ``ended``.
+        """
         count = "none yet"
         if first_beat is not None:
             count = str(first_beat.count)
@@ -425,7 +433,7 @@ class Lease:
         # Use only this machine's clock, because the clocks of two machines differ.
         deadline = time.monotonic() + self._patience_s
         while True:
-            # Read the counter once more after the deadline, so that a renewal just before it counts.
+            # Read the counter once more after the deadline, so that a renewal just before the deadline counts.
             is_last_read = time.monotonic() >= deadline
             beat = self._files.beat(holder)
             if beat != first_beat:

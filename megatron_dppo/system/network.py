@@ -27,7 +27,7 @@ class PortTakenError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of ``host``. ``hold_port`` holds it until ``give_back_port``, or until this process ends."""
+    """Return a free port of ``host``. It stays held (``hold_port``) until ``give_back_port`` or this process's end."""
     held_port = hold_port(host, 0)
     _held_ports.append(held_port)
     return int(held_port.getsockname()[1])
@@ -119,7 +119,7 @@ def _is_address(host: str) -> bool:
 def host_fault(host: str) -> str | None:
     """Return the fault of ``host`` as an address to listen on, in one line; None for an address or a known name.
 
-    The address need not be this machine's: a run may be checked on another machine than it runs on.
+    The address need not belong to this machine: a run may be checked on one machine and run on another.
     """
     if _is_address(host):
         return None
@@ -170,8 +170,8 @@ def listening_store(
 ) -> TCPStore:
     """Return a TCPStore that listens for other ranks, only on ``host``. ``port`` 0: any free port.
 
-    torch's own constructor would listen on all addresses of the machine. ``options`` are TCPStore's. Raises ListenError
-    if the address can't be bound.
+    torch's own constructor would listen on all addresses of the machine. ``options``: further arguments of TCPStore.
+    Raises ListenError if the address can't be bound.
     """
     from torch.distributed import TCPStore
 

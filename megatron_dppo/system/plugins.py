@@ -72,7 +72,7 @@ def _own_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 
 def _declared_entries(group: str) -> list[EntryPoint]:
-    """Return the entry points of this package: of a clone from its project file, else from its metadata."""
+    """Return the entry points of this package, from the project file of a clone or else from the package's metadata."""
     if _PROJECT.is_file():
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
         # The file above an installed package may belong to another project.
@@ -93,7 +93,7 @@ def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 
 def module_file(module: str) -> Path | None:
-    """Return the source file of ``module`` without importing it or its parent packages; None if it has none."""
+    """Return the source file of ``module``, or None. Neither the module nor its parent packages are imported."""
     package, *submodules = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -121,7 +121,7 @@ def _target_of(entry: EntryPoint) -> str:
 
 
 def help_line(entry: EntryPoint) -> str:
-    """Return the first line of the docstring of the plugin's module without its full stop; empty without one."""
+    """Return the first docstring line of the plugin's module, without its full stop; empty without a docstring."""
     file = module_file(entry.module)
     if file is None:
         return ""

@@ -18,10 +18,10 @@ class UnsafeFileError(RunError, PermissionError):
 
 
 def make_private_folder(path: Path) -> None:
-    """Create the folder ``path`` and its parents, or change the mode of an existing one, so that only this user can
-    enter it.
+    """Create the folder ``path`` and its parents. Only this user can enter the folder ``path``.
 
-    Raises UnsafeFileError if ``path`` belongs to another user or is not a folder, and OSError if it cannot be created.
+    If the folder exists, its mode is changed. Raises UnsafeFileError if ``path`` belongs to another user or is not a
+    folder, and OSError if it cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

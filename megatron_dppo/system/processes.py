@@ -89,7 +89,7 @@ def start_process(
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel SIGKILL this process when the thread of ``parent`` that started it ends.
+    """Make the kernel kill this process when the thread that started it, a thread of the process ``parent``, ends.
 
     Exits at once if ``parent`` has ended already.
     """
@@ -199,10 +199,10 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
 
 
 def continue_guarded(descriptor: int) -> None:
-    """Fork, and return in the child only. This process becomes the child's guard: it adopts and reaps orphans.
+    """Fork, and return only in the child. This process becomes the child's guard: it adopts and reaps orphans.
 
-    When the child ends, or the other side of ``descriptor`` is closed, the guard kills all its descendants, and ends
-    with the child's exit code or signal.
+    When the child ends, or the other side of ``descriptor`` is closed, the guard kills all its own descendants, and
+    ends with the child's exit code or signal.
     """
     guard_pid = os.getpid()
     adopt_orphans()
@@ -214,11 +214,11 @@ def continue_guarded(descriptor: int) -> None:
 
 @contextmanager
 def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` under a guard process, and yield the guard. The guard ends with the command's exit code or
-    signal.
+    """Start ``command`` under a guard process, and yield the guard.
 
-    ``settings`` are arguments of ``start_process``. When the command, the guard or the block ends, every process that
-    the command started is killed, even if the process has changed its session or parent.
+    The guard ends with the command's exit code or signal. ``settings`` are arguments of ``start_process``. When the
+    command, the guard or the block ends, every process that the command started is killed, even if the process has
+    changed its session or parent.
     """
     guard_end, own_end = os.pipe()
     inherited = [guard_end, *settings.pop("inherited", ())]
@@ -261,7 +261,7 @@ def _guard(child: int, descriptor: int) -> NoReturn:
 
 
 def _reap_all_but(child: int) -> None:
-    """Reap ended children until the next one is ``child``, whose exit code the caller needs."""
+    """Reap ended children until the next ended child is ``child``. The caller needs the exit code of ``child``."""
     # WNOWAIT: look at an ended child without reaping it.
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
@@ -456,7 +456,7 @@ class StartedProcess:
 class Launcher:
     """Starts commands on this machine; a subclass may start them on another host.
 
-    The kernel kills a command when the *thread* that called ``start`` ends, even if its process continues: call
+    The kernel kills a command when the *thread* that called ``start`` ends, even if other threads continue: call
     ``start`` from the main thread.
     """
 
@@ -546,7 +546,7 @@ def held_back() -> Iterator[None]:
 def end_now(code: int) -> NoReturn:
     """Run the exit handlers, flush the logs and both standard streams, and end without the interpreter's shutdown.
 
-    Leave all ``with`` blocks before: their ends do not run.
+    Leave all ``with`` blocks before this call: the ends of open blocks do not run.
     """
     # A daemon thread, for example the watcher of the collectives, may be in native code during the interpreter's
     # shutdown. When it returns to Python, it would abort the process. multiprocessing ends its child processes in this
@@ -599,8 +599,8 @@ class StopFile:
 HEARTBEAT_VARIABLE = "MEGATRON_DPPO_HEARTBEAT"
 """Environment variable with the path of the file whose renewal a process watches (``Lease.heartbeat``)."""
 PATIENCE_VARIABLE = "MEGATRON_DPPO_HEARTBEAT_PATIENCE_S"
-"""Environment variable with the longest time between two renewals. After a longer time the process ends. The time is
-far longer than usual, so that a file system that hangs for a while ends no process.
+"""Environment variable with the longest time between two renewals. After a longer time the process ends. The value is
+far longer than the usual time between renewals, so that a file system that hangs for a while ends no process.
 """
 _LOOK_EVERY_S = 5.0
 
@@ -630,7 +630,7 @@ class Heartbeat:
 
 
 def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> None:
-    """Watch ``path`` from a new thread; call ``act`` when its content has not changed for ``patience_s`` seconds."""
+    """Watch a file from a new thread; call ``act`` when the content of ``path`` is unchanged for ``patience_s`` s."""
 
     def watch() -> None:
         heartbeat = Heartbeat(path)

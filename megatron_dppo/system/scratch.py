@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
-"""Alignment in bytes: a cache line, and a multiple of every element type and vector load."""
+"""Alignment in bytes: a cache line, and a multiple of the size of every element type and vector load."""
 _NAME = re.compile(r"(?:sem\.)?mdppo-(\d+)-(\d+)-(\d+)-(\d+)-.*")
 # Linux allows 107 bytes for the path of a socket, and names of sockets in the folder have up to 34.
 _MAX_FOLDER_BYTES = 107 - 34
@@ -111,7 +111,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_name() -> str:
-    """Return a name of this machine's shared memory. Two processes have equal names if and only if they share it."""
+    """Return a name of this machine's shared memory. Two processes get equal names if and only if they share memory."""
     try:
         return f"{_BOOT.read_text().strip()}-{os.stat(SHARED_MEMORY).st_dev}"
     except OSError:
@@ -119,7 +119,7 @@ def memory_name() -> str:
 
 
 def free_bytes(folder: Path = SHARED_MEMORY) -> int:
-    """Return the number of bytes in ``folder`` (a file system in memory) that this run may use; 0 if it is missing.
+    """Return the bytes that this run may use in ``folder``, a file system in memory; 0 if the folder is missing.
 
     Half of the file system is left to other programs, for example NCCL.
     """
@@ -134,11 +134,11 @@ def free_bytes(folder: Path = SHARED_MEMORY) -> int:
 class SharedBuffer:
     """A uint8 array of ``size`` bytes in shared memory. Other processes of this user map it by ``path``.
 
-    Call ``hide`` when they have mapped it. The memory is freed when the last process that has it mapped ends.
+    Call ``hide`` when they have mapped it. The memory is freed when the last process that has mapped it ends.
     """
 
     def __init__(self, size: int) -> None:
-        """Create the buffer. Raises OSError if ``free_bytes`` are fewer."""
+        """Create the buffer. Raises OSError if ``free_bytes`` returns fewer than ``size`` bytes."""
         if size > free_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(SHARED_MEMORY))
         descriptor, name = tempfile.mkstemp(prefix=f"{private_name()}buffer-", dir=SHARED_MEMORY)

@@ -6,8 +6,8 @@ and child processes inherit the environment. Therefore
 - a process that a user started with keys overwrites them in the memory behind that file (``hide_secrets``);
 - a process that the run starts has no keys in its environment. It reads them, as a JSON object, from standard input
   (``split_environment``, ``hide_secrets``), or from the connection that it serves (``receive_passed``);
-- a process has its keys only in Python's ``os.environ``. The C library's environment lacks them, and a child process
-  inherits only that environment by default;
+- a process has its keys only in Python's ``os.environ``. The C library's environment lacks them, and by default a child
+  process inherits only the C library's environment;
 - a process with keys is not dumpable: the kernel then refuses its environment and its memory to other processes of this
   user. Processes with CAP_SYS_PTRACE, for example root's processes, can still read them.
 """
@@ -138,7 +138,7 @@ _passed: set[str] = set()
 def hide_secrets() -> None:
     """Read the keys on standard input, if there are any, and hide all keys of this process.
 
-    Call it before other threads and processes are started. A second call has no effect.
+    Call this before other threads and processes are started. A second call has no effect.
     """
     if os.environ.pop(SECRETS_VARIABLE, None) == _STDIN:
         with open(0, "rb", closefd=False) as file:
@@ -166,8 +166,10 @@ def receive_passed(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def withheld() -> Iterator[None]:
-    """Remove the keys from ``os.environ`` in the block: a library in the block starts a process with a copy of
-    ``os.environ``."""
+    """Remove the keys from ``os.environ`` in the block.
+
+    Use this for a library that starts a process with a copy of ``os.environ``.
+    """
     secrets = secrets_of(os.environ)
     for name in secrets:
         os.environ.pop(name, None)
@@ -180,8 +182,8 @@ def withheld() -> Iterator[None]:
 def close_to_others() -> None:
     """Make the kernel refuse this process's memory, environment and descriptors to other processes of this user.
 
-    Its files in /proc then belong to root. It leaves no core file, and py-spy and gdb need root. If it executes another
-    program, that program is readable again.
+    The process's files in /proc then belong to root. The process leaves no core file, and py-spy and gdb need root. If
+    the process executes another program, that program is readable again.
     """
     if os.environ.get(DUMPABLE_VARIABLE) != "1":
         _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

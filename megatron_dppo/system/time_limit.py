@@ -68,8 +68,8 @@ class _Watcher:
         with self._changed:
             if self._blocks.pop(number, None) is not None:
                 return False
-            # The watcher has set an exception in this thread. If Python has not raised it yet, cancel it (NULL), as it
-            # must not reach the code after the block.
+            # The watcher has set an exception in this thread. If Python has not raised it yet, cancel it (NULL),
+            # because it must not reach the code after the block.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(threading.get_ident()), ctypes.c_void_p(0)
             )
@@ -95,10 +95,10 @@ _watcher = _Watcher()
 
 @contextmanager
 def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the block when its thread has used ``seconds`` of processor time in it.
+    """End the block with TimeLimitError when its thread has used ``seconds`` of processor time in the block.
 
-    The processor time does not depend on the load of the machine. The exception is raised at the block's next Python
-    instruction, so it does not interrupt a call into C, or a block that waits.
+    The processor time does not depend on the load of the machine. The block ends at its next Python instruction, so a
+    call into C, or a wait, is not interrupted.
     """
     is_up = False
     try:

@@ -1,8 +1,8 @@
 """Worker processes: a module that runs in a separate process and answers numbered calls.
 
 ``WorkerProcess`` starts ``python -m MODULE DESCRIPTOR`` and sends calls to it; ``WorkerPool`` shares several workers
-among their users. In the worker, ``connect`` forks. The first process becomes a guard: it kills all processes below it
-when the worker has ended or the caller is gone.
+among their users. In the started process, ``connect`` forks: the child becomes the worker, and the parent becomes its
+guard. The guard kills all processes below it when the worker has ended or the caller is gone.
 
 A message has two frames: the number of the call in 8 bytes, and a content in a form that the module defines. Call 0 is
 the start: its content has the worker's settings, and its answer means that the worker is ready. No content is
@@ -203,14 +203,15 @@ class WorkerProcess:
 
 
 class RestrictedWorker(WorkerProcess):
-    """A worker that runs code of a user or of a model, with a limit of memory. It gets no key of the run but those that
-    ``variable_names`` names.
+    """A worker that runs code of a user or of a model, with a limit of memory.
+
+    Of the run's keys it gets only those in ``variable_names``.
 
     Args:
         module: the worker's module. Its ``main`` calls ``connect_restricted`` first.
         settings: the module's settings. They are sent as JSON.
         memory_gib: largest address space in GiB.
-        variable_names: names of environment variables with keys that the worker gets all the same.
+        variable_names: names of the environment variables with keys that the worker gets.
         largest_answer: as in WorkerProcess.
     """
 
@@ -256,7 +257,7 @@ class WorkerPool(Generic[W]):
         self.workers: list[W] = []
 
     def fill(self) -> None:
-        """Start workers until there are ``size``."""
+        """Start workers until there are ``size`` workers."""
         with self._lock:
             while len(self.workers) < self._size:
                 self.workers.append(self._start())
@@ -347,8 +348,8 @@ def connect(descriptor: str) -> CallConnection:
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     continue_guarded(connection.fileno())
-    # Forks of the worker close the connection. A fork of such a fork runs this function again. Its descriptor of this
-    # number may be another file by then, but the object does not close twice.
+    # Forks of the worker close the connection. A fork of such a fork calls ``close`` again. The descriptor's number may
+    # belong to another file by then, but a closed connection does not close the number a second time.
     os.register_at_fork(after_in_child=connection.close)
     return CallConnection(connection)
 
