@@ -17,11 +17,11 @@ from megatron_dppo import EXAMPLES, __version__
 from megatron_dppo.system import plugins
 
 REFUSED = 2
-"""Exit code of a wrong command line: that of ``megatron_dppo.logging``, whose import would delay ``--help``."""
+"""Exit code of a wrong command line, as in ``megatron_dppo.logging``. Importing that module would delay ``--help``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Run the command that the first of ``arguments`` names with the other ones; return its exit code.
+    """Run the command that the first of ``arguments`` names, with the other arguments; return its exit code.
 
     Default of ``arguments``: the command line.
     """

@@ -77,10 +77,10 @@ def encode(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def block_checksums(values: Tensor) -> Tensor:
-    """Return a checksum of the bytes of each block of e4m3 ``values`` ``[n, k]``, int64 ``[n / 128, k / 128]``.
+    """Return a checksum of the bytes of each block of e4m3 ``values`` ``[n, k]``.
 
-    It is the sum, modulo 2^64, of the block's 8-byte words times fixed odd numbers. Blocks at the edges are filled up
-    with zeros.
+    The checksums are int64 ``[ceil(n / 128), ceil(k / 128)]``. A checksum is the sum, modulo 2^64, of the block's
+    8-byte words times fixed odd numbers. Blocks at the edges are filled up with zeros.
     """
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (BLOCK, 1, BLOCK // 8), generator=generator)

@@ -181,11 +181,11 @@ def _megatron_to_hf(arguments: argparse.Namespace) -> int:
 
 
 def _start_model(checkpoint: Path) -> Path:
-    """Return the folder of the start model of the run that saved ``checkpoint``, by the run's config.yaml.
+    """Return the folder of the start model of the run that saved ``checkpoint``. The run's config.yaml names it.
 
-    Raises CheckpointError where the checkpoint is in no run's folder, or the start model is not there.
+    Raises CheckpointError if the checkpoint is in no run's folder, or if the start model is missing.
     """
-    # RUN/checkpoints/STEP
+    # The checkpoint's path is RUN/checkpoints/STEP.
     config = checkpoint.absolute().parent.parent / RUN_CONFIG
     way_out = "name a folder with the model's config.json and tokenizer by --hf-config"
     try:

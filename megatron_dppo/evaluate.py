@@ -3,7 +3,7 @@
 ``megatron-dppo evaluate CONFIG.yaml [key.path=value ...] [--checkpoint FOLDER ...]``.
 
 SGLang servers load each checkpoint themselves and generate ``evaluation.samples_per_prompt`` responses to every
-problem of ``data.evaluation``, which the reward of the configuration scores. The results are a table,
+problem of ``data.evaluation``. The reward of the configuration scores the responses. The results are a table,
 ``evaluation.json`` with avg@k and pass@j, and ``samples.jsonl`` with every response.
 """
 
@@ -48,7 +48,7 @@ class SetResult:
     Attributes:
         rewards: rewards of each problem's responses, by problem.
         truncated: number of responses that hit the length limit.
-        mean_tokens: mean tokens of a response.
+        mean_tokens: mean number of tokens of a response.
     """
 
     rewards: Sequence[Sequence[float]]
@@ -69,10 +69,10 @@ class SetResult:
         return statistics.stdev(means) / len(means) ** 0.5
 
     def pass_at(self, tries: int, pass_reward: float) -> float:
-        """Estimate pass@tries, the probability that one of ``tries`` responses earns at least ``pass_reward``.
+        """Estimate pass@tries: the probability that at least one of ``tries`` responses earns ``pass_reward`` or more.
 
-        The result is the mean over the problems of the unbiased estimator 1 - C(n - c, tries) / C(n, tries), for n
-        responses of which c pass (Chen et al., arXiv 2107.03374, eq. 1).
+        The unbiased estimator of one problem with n responses, of which c pass, is 1 - C(n - c, tries) / C(n, tries)
+        (Chen et al., arXiv 2107.03374, eq. 1). The result is the mean over the problems.
         """
         estimates = []
         for group in self.rewards:
@@ -174,7 +174,7 @@ class _Checkpoint:
     keep: Callable[[str, Sample], None]
 
     def results(self) -> dict[str, SetResult]:
-        """Start the servers, evaluate every set, and stop them."""
+        """Start the servers, evaluate every set, and stop the servers."""
         from megatron_dppo.loop.run_parts import generation_job, open_episodes
         from megatron_dppo.model.families import load_model_shape
 

@@ -2,7 +2,8 @@
 
 Every process writes a whole log of its own in ``<directory>/logs``. Only rank 0 and the supervisor write to the
 terminal, through one rich console, so that log lines do not break progress bars. A rank's standard output and error are
-a file; rank 0 also inherits the supervisor's standard output as a descriptor, named by ``MEGATRON_DPPO_TERMINAL``.
+a file. Rank 0 also inherits a descriptor of the supervisor's standard output; ``MEGATRON_DPPO_TERMINAL`` has its
+number.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class FatalError(SystemExit):
 
 
 def shared_console() -> Console:
-    """Return the process's only console, on the terminal that the supervisor passed on, else on standard output.
+    """Return the process's only console, on the terminal that the supervisor passed on, or else on standard output.
 
-    Only the consoles of rank 0 and of the supervisor print: ``configure_logging`` silences those of the other ranks.
+    Only the consoles of rank 0 and of the supervisor print: ``configure_logging`` silences the other ranks' consoles.
     """
     global _console  # noqa: PLW0603  one terminal, so one console in a process
     if _console is None:
@@ -91,7 +92,7 @@ class TerminalConsole(Console):
 
     @property  # type: ignore[misc]  # rich's property has a setter; this one always asks the terminal
     def size(self) -> ConsoleDimensions:
-        """Columns and rows of the descriptor: rich itself reads those of the standard descriptors."""
+        """Columns and rows of the descriptor. rich itself would read the size of the standard descriptors."""
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
         except OSError:
@@ -204,7 +205,7 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
     """Send this process's records to its log file, and those of rank 0 and the supervisor to the terminal too.
 
     Records of this package are written from INFO on, records of other packages from WARNING on. Uncaught exceptions go
-    to the file. A second call replaces the handlers of the first one.
+    to the file. A second call replaces the handlers of the first call.
 
     Args:
         directory: the run's folder. The file is ``logs/rank<N>.log``, or ``logs/supervisor.log`` for rank None; a
@@ -256,13 +257,13 @@ def failure_mark(output: Path) -> Path:
 
 
 def note_failure() -> None:
-    """Write the time at which this rank failed, before it releases its resources, which may take long.
+    """Write the time at which this rank failed. Later calls have no effect.
 
-    The rank with the earliest time is the likely cause: ranks that fail because of it may exit before it. Later calls
-    have no effect.
+    Call this before the rank releases its resources, because the release may take long. The rank with the earliest time
+    is the likely cause: ranks that fail because of this rank may exit before it.
     """
     if _failure_mark is not None:
-        # Mode "x" keeps the time of the first failure: it may cause further failures while the process ends.
+        # Mode "x" keeps the time of the first failure: further failures may follow while the process ends.
         with contextlib.suppress(OSError), open(_failure_mark, "x") as file:
             file.write(f"{time.time()}\n")
 

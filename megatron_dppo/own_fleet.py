@@ -119,9 +119,9 @@ class OwnFleet:
         on_response: OnResponse,
         done: Mapping[Hashable, Trajectory],
     ) -> dict[Hashable, Trajectory]:
-        """Generate the responses of ``job`` that are not in ``done``, and return all of them by key.
+        """Generate the responses of ``job`` that are not in ``done``, and return all responses by key.
 
-        Raises GenerationError where no server is left or a response failed repeatedly.
+        Raises GenerationError if no server is left, or if a response failed repeatedly.
         """
         from megatron_dppo.fleet.generation import Generation, GenerationEnd
 
@@ -151,7 +151,7 @@ class OwnFleet:
             algorithm: settings of advantages and length penalties.
             credit: whether each turn has its own advantage.
 
-        Raises RewardUnavailableError for responses without a reward, GenerationError as ``generate``.
+        Raises RewardUnavailableError if responses have no reward in the end, and GenerationError as ``generate`` does.
         """
         from megatron_dppo.loop.scoring import response_keys, reward_responses, score_on_arrival
         from megatron_dppo.rewards import RewardUnavailableError

@@ -142,7 +142,7 @@ class _Batches:
         self._sampler = data.sampler()
 
     def remaining(self) -> range:
-        """Put the data sampler behind the last saved batch, and return the steps after it."""
+        """Move the data sampler past the last saved batch, and return the steps after this batch."""
         path = self._out / REPORT
         lines = []
         if path.is_file():

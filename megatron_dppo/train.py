@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> int:
     """Check the values, the libraries, the data, the checkpoints and this machine, and print what a start would do.
 
-    Raises ConfigError with the faults of all stages. Faults of this machine alone are printed: the run may be meant
-    for another one.
+    Raises ConfigError with the faults of all stages. If all faults are faults of this machine, they are only printed:
+    the run may be meant for another machine.
     """
     source = options.config
     try:
@@ -111,7 +111,7 @@ def _check(options: argparse.Namespace) -> int:
         raise ConfigError([*error.faults, *_further_faults(remainder, options)], source) from error
     layout, faults = _stage_faults(config, options)
     if faults:
-        # In the check before a start, the parent has checked the machine already.
+        # In the check before a start, the parent process has checked the machine already.
         if options.answers is None:
             faults += _machine_faults(config)
         raise ConfigError(faults, source)
@@ -139,7 +139,7 @@ def _stage_faults(
 ) -> tuple[str, list[str]]:
     """Return the layout in a line (empty if it is invalid), and the faults of values, libraries, data and checkpoints.
 
-    ``faulty_keys`` have stand-ins in ``config``; checks that depend on them are skipped.
+    ``faulty_keys``: keys whose values in ``config`` are stand-ins. Checks that depend on these keys are skipped.
     """
     from megatron_dppo.loop.start_checks import data_and_resume_faults
 
@@ -163,7 +163,7 @@ def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[s
 
 def _machine_faults(config: TrainConfig) -> list[str]:
     """Return what this machine lacks."""
-    # The checks of the machine read the sizes of the servers, which are invalid here.
+    # The checks of the machine read the sizes of the servers, so all sizes must be numbers.
     if not has_server_sizes(config.sglang):
         return []
     return [_NOT_HERE + fault for fault in check_start(config, this_machine()).faults]
@@ -177,7 +177,7 @@ def _changes(config: TrainConfig) -> str | None:
 
 
 def _check_world(size: int, source: str) -> None:
-    """Raise ConfigError unless the launcher's number of ranks is the configuration's."""
+    """Raise ConfigError unless the launcher started as many ranks as the configuration has."""
     world = os.environ.get("WORLD_SIZE")
     if world != str(size):
         fault = f"parallel.world_size: got {size}, but the launcher set WORLD_SIZE to {world}"
@@ -187,7 +187,8 @@ def _check_world(size: int, source: str) -> None:
 def _prepare_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
     """Set a rank's variables of torch and Transformer Engine.
 
-    Raises ConfigError if the environment, for example that of a container's image, excludes them.
+    Raises ConfigError if the environment, for example of a container's image, has an allocator setting that
+    ``strategy`` excludes.
     """
     if not this_machine().gpus:
         return
@@ -210,7 +211,7 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     if options.hosts is None and has_server_sizes(config.sglang):
         faults = list(check_start(config, machine).faults)
     if faults:
-        # Report in the same error what can be found without the libraries.
+        # Report the faults that can be found without the libraries in the same error.
         try:
             check_config(config, options.config)
         except ConfigError as error:
