@@ -166,7 +166,7 @@ def load_certificate(folder: str | Path) -> Certificate:
 def source_certificate(hf_dir: str | Path) -> Certificate | None:
     """Read the certificate of the Hugging Face folder ``hf_dir``, the source of a conversion; None if none exists.
 
-    Raises as ``load_certificate``, and CheckpointError if the certificate's form is not ``huggingface``.
+    Raises what ``load_certificate`` raises, and CheckpointError if the certificate's form is not ``huggingface``.
     """
     if not (Path(hf_dir) / FILE).exists():
         return None

@@ -88,6 +88,7 @@ def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
     if start >= stop:
         return
     if len(dims) <= 1:
+        # One axis, or no axis: then the tensor has one element, and the box has no offsets and no sizes.
         yield Box((start,) * len(dims), (stop - start,) * len(dims))
         return
     row_elements = math.prod(dims[1:])

@@ -90,9 +90,9 @@ def packed_specs(shape: ModelShape, specs: Mapping[str, TensorSpec]) -> dict[str
 
 
 def part_names_of_file_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
-    """Name of each tensor in a file with ``specs`` -> the names of its parts, in the order of the first parts.
+    """Return, for a file with ``specs``: the name of each tensor in the file -> the names of its parts.
 
-    A tensor that is not packed is its own only part.
+    The tensors are in the order of their first parts. A tensor that is not packed is its own only part.
     """
     part_names: dict[str, list[str]] = {}
     for name, spec in specs.items():
@@ -208,7 +208,7 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
 class SafetensorsFileWriter:
     """A new file with known tensors. They can be written in any order. Bytes that are not written are zero.
 
-    Tensors with equal ``packed_in`` are the parts of one tensor in the file, in their order in ``tensors``.
+    Tensors with equal ``packed_in`` are the parts of one tensor in the file, in the order of ``tensors``.
     """
 
     def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:

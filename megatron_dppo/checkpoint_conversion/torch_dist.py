@@ -195,7 +195,8 @@ class TorchDistCheckpoint(Closing):
     """A ``torch_dist`` folder with a model of ``shape``. Raises CheckpointError if it has another model.
 
     A converted folder has a ``certificate``, and the tensors that the family carries along. A checkpoint of a training
-    run has neither. Its carried tensors are read from the Hugging Face folder ``carried_from``, if it has weights.
+    run has neither. Its carried tensors are read from the Hugging Face folder ``carried_from``, if that folder has
+    weights.
     """
 
     def __init__(
@@ -351,10 +352,10 @@ def assemble_rows(
 
 def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:
     """Return ``(local row, Hugging Face row, rows)`` of a piece's rows among the rows ``start .. start + count`` of its
-    Hugging Face tensor; None if the piece has no rows there.
+    Hugging Face tensor; None if the piece has no such rows.
 
-    A piece along dim 1 is a block of columns with all rows. It is as wide as the local parameter, so that its rows are
-    contiguous there.
+    A piece along dim 1 is a block of columns with all rows. The piece is as wide as the local parameter, so its rows
+    are contiguous in the parameter.
     """
     s = piece.segment
     if s.dim == 1:
@@ -399,9 +400,9 @@ class CheckedReader(Closing):
     def check(self, shape: ModelShape) -> None:
         """Raise CheckpointError if a tensor is missing, unknown, or of another shape than in ``shape``'s tables.
 
-        Raises it also if a tied model stores an output layer that differs from its embedding, or if a tensor packs all
-        experts of a layer although the family's files have no packed tensors: SGLang leaves out such a tensor without a
-        message.
+        Also raises CheckpointError if a tied model stores an output layer that differs from its embedding, or if a
+        tensor packs all experts of a layer although the family's files have no packed tensors: SGLang leaves out such a
+        tensor without a message.
         """
         if isinstance(self._store, SafetensorsReader) and self._store.unusual_packed:
             packed_name = self._store.unusual_packed[0]
