@@ -1,7 +1,8 @@
 """Prepare, generate and inspect problems, and check a reward on worked solutions.
 
-``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data generate TASK --out
-FILE``, ``megatron-dppo data inspect FILE`` and ``megatron-dppo data check-rewards FILE``; see docs/data.md."""
+``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data generate TASK --out FILE``,
+``megatron-dppo data inspect FILE`` and ``megatron-dppo data check-rewards FILE``; see docs/data.md.
+"""
 
 from __future__ import annotations
 

@@ -447,7 +447,10 @@ MOST_PHASES = 5
 
 
 def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
-    """Return each run's phase -> seconds, reduced to the ``MOST_PHASES`` longest phases of all runs and ``rest``."""
+    """Return phase -> seconds of each run, for the ``MOST_PHASES`` longest phases of all runs.
+
+    The other phases are summed as ``rest``.
+    """
     totals: dict[str, float] = {}
     for table in tables:
         for phase, seconds in table.items():

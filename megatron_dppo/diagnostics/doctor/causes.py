@@ -121,9 +121,10 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
         add_cause("precision", BLOCK_FP8, Reference.in_block_fp8)
         for name, blocks_of in BLOCK_FAULTS:
             add_cause("quantisation", name, partial(Reference.in_block_fp8, blocks_of=blocks_of))
-    for exception, prompts in (("", True), (", not while a prompt is read", False)):
-        change = partial(Reference.cached_in_bfloat16, prompts=prompts)
-        add_cause("cache", f"keys and values in bfloat16{exception}", change)
+    name = "keys and values in bfloat16"
+    add_cause("cache", name, partial(Reference.cached_in_bfloat16, prompts=True))
+    name = "keys and values in bfloat16, not while a prompt is read"
+    add_cause("cache", name, partial(Reference.cached_in_bfloat16, prompts=False))
     for name, frequencies in _frequencies(reference):
         add_cause("positions", name, partial(Reference.frequencies, change=frequencies))
     for first_norm, second_norm in (
@@ -257,7 +258,8 @@ def is_decisive(alternative: Alternative) -> bool:
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
     """Yield name and transform of each way to sample but the configured one. ``size``: tokens of the vocabulary."""
     configured = run.temperature
-    # 1 / configured: the logits were multiplied by the temperature instead of divided.
+    # 1 / configured: the logits were multiplied by the temperature instead of divided. ``dict.fromkeys`` drops repeated
+    # temperatures and keeps the order.
     for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
         if temperature != configured:
             yield f"temperature {temperature:g}, not {configured:g}", at_temperature(temperature)

@@ -227,7 +227,8 @@ def by_recording(
 
     Returns:
         log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The effect of
-        rounding on log p was computed with the router's own choice; it is added to log p with the recorded experts.
+        rounding on log p was computed with the router's own choice. This effect is added to log p with the recorded
+        experts.
     """
     by_alternative = dict(by_name)
     recorded = by_alternative.pop(RECORDED)

@@ -185,6 +185,7 @@ A function maps (value, whether A > 0) to the text; None means that there is no 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if there is no bound."""
     numbers = dict(algorithm.numbers)
+    # A number for A < 0 replaces, for A < 0, the number for both signs.
     for name, negative_name in NEGATIVE.items():
         threshold = numbers.pop(negative_name, None)
         if threshold is not None and not positive:
@@ -354,7 +355,7 @@ def require_independent_responses(algorithm: Algorithm) -> None:
 
 
 def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajectory:
-    """Return ``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V]; unchanged if that is None."""
+    """Return ``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V]; unchanged if ``log_mu`` is None."""
     if log_mu is None:
         return trajectory
     token_ids = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
@@ -436,7 +437,8 @@ def _exact(
 ) -> dict[str, Tensor | None]:
     """Return the divergences over the whole vocabulary.
 
-    They are the Top-K divergences if K = V, else computed from both logits, or None without ``rollout_logits``.
+    If K = V, they are the Top-K divergences. Otherwise they are computed from both logits; without ``rollout_logits``
+    they are None.
     """
     if _width(trajectory) == vocab_size:
         return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}

@@ -51,7 +51,7 @@ class PartResult:
 
     @property
     def is_fault(self) -> bool:
-        """Whether the part failed; a part that was skipped did not."""
+        """Whether the part failed. A skipped part did not fail."""
         return self.verdict in ("bad", "crashed", "timed out")
 
 

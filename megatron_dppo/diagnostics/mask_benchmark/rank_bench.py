@@ -26,7 +26,10 @@ CHECKED_ROWS = 16
 
 
 class RankBench:
-    """The logits of this rank, a buffer for the computations, and the token ids."""
+    """The logits of this rank, a buffer for the computations, and the token ids.
+
+    ``checked``: the first rows of all ranks' logits, in float64. ``coefficients``: gradient of the log-probabilities.
+    """
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         self.options = options

@@ -125,7 +125,7 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
     assert stats.topk_log_probs is not None
     (stats.log_probs * case.weights[0] + stats.entropy * case.weights[1]).sum().backward()
     whole_logits = case.logits.double().requires_grad_()
-    twin = dense_policy_stats(
+    dense = dense_policy_stats(
         whole_logits,
         case.targets,
         vocab_size=case.vocab,
@@ -133,9 +133,9 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
         topk_ids=case.topk,
         with_entropy=True,
     )
-    assert twin.entropy is not None
-    assert twin.topk_log_probs is not None
-    (twin.log_probs * case.weights[0] + twin.entropy * case.weights[1]).sum().backward()
+    assert dense.entropy is not None
+    assert dense.topk_log_probs is not None
+    (dense.log_probs * case.weights[0] + dense.entropy * case.weights[1]).sum().backward()
     assert leaf.grad is not None
     assert whole_logits.grad is not None
     gradient = leaf.grad.double()
@@ -143,9 +143,9 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
     expected_gradient = whole_logits.grad[:, first : first + leaf.shape[1]]
     padding = gradient[:, max(case.vocab - first, 0) :]
     return KernelErrors(
-        _largest(stats.log_probs, twin.log_probs),
-        _largest(stats.topk_log_probs, twin.topk_log_probs),
-        _largest(stats.entropy, twin.entropy),
+        _largest(stats.log_probs, dense.log_probs),
+        _largest(stats.topk_log_probs, dense.topk_log_probs),
+        _largest(stats.entropy, dense.entropy),
         float((gradient - expected_gradient).norm() / expected_gradient.norm()),
         float(torch.cat([gradient[2], padding.flatten()]).abs().max()),
     )
@@ -325,13 +325,13 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
 
     arguments = {"target_ids": ids[:64], "vocab_size": len(weight)}
     leaves = [x.detach().clone().requires_grad_() for x in (states[:64], weight)]
-    twins = [x.detach().double().requires_grad_() for x in (states[:64], weight)]
+    dense_leaves = [x.detach().double().requires_grad_() for x in (states[:64], weight)]
     stats = head_stats([HeadFactor(*leaves)], options=HeadOptions(16, dtype), **arguments)
-    twin = dense_head_stats([HeadFactor(*twins)], **arguments)
-    for head_result in (stats, twin):
+    dense = dense_head_stats([HeadFactor(*dense_leaves)], **arguments)
+    for head_result in (stats, dense):
         head_result.log_probs.sum().backward()
-    head_errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
-    for name, leaf, exact in zip(("hidden", "weight"), leaves, twins, strict=True):
+    head_errors = {"log_prob": float((stats.log_probs - dense.log_probs).detach().abs().max())}
+    for name, leaf, exact in zip(("hidden", "weight"), leaves, dense_leaves, strict=True):
         assert leaf.grad is not None
         assert exact.grad is not None
         difference = torch.norm(leaf.grad.double() - exact.grad)

@@ -84,7 +84,7 @@ def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) ->
 
 
 def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
-    """Return a row that holds if every weight update was verified, with the figures of the last one."""
+    """Return a row that holds if every weight update was verified, with the figures of the last update."""
     updates = sum(record.get(metric_names.WEIGHT_UPDATES) or 0 for record in records)
     verified = sum(record.get(metric_names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
     figures: dict[str, float] = {}
@@ -277,7 +277,7 @@ class InterruptedServer:
     def send(self, in_broadcast: Callable[[], None] = lambda: None) -> None:
         """Send all weights as one bucket in a new group; call ``in_broadcast`` once the server waits in the broadcast.
 
-        Raises EngineFaultError that names the server, like an update.
+        Raises EngineFaultError that names the server, as a weight update does.
         """
         engine = self.engine
         address = local_address(engine.url)

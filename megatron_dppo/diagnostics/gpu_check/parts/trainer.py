@@ -279,6 +279,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
 def _memory(held_bytes: HeldBytes, facts: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
     """Yield a row for each kind of memory; rows of a step's memory only inform unless ``is_planned``."""
     state = state_bytes(facts, 0)
+    # The trainer has one rank, which has all experts: no rank is busier than another.
     live = activation_bytes(facts, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
@@ -369,7 +370,7 @@ LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
     "context parallelism: log-probabilities, loss and gradient norm of two ranks against one", 300.0
 )
 def context(bench: Bench) -> Iterator[CheckRow]:
-    """Yield a row for each way to exchange keys and values, then a row about the rows that each rank gets."""
+    """Yield a row for each way to exchange keys and values, then a row about the division of tokens among ranks."""
     if bench.gpus == 1:
         yield CheckRow("context parallel", "not here: one GPU only")
         return
