@@ -198,7 +198,7 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     order = order[bins[order].argsort(stable=True)]
     sizes = bins.new_zeros(ids.numel() + 1).index_add_(0, bins, torch.ones_like(bins))
     start = (sizes.cumsum(0) - sizes)[ids]
-    # ``rank`` is the quantile's position among the sorted values of the token's response, between two of them.
+    # ``rank`` is the position of the quantile among the sorted values of the response. It may lie between two values.
     rank = share * (sizes[ids] - 1).clamp(min=0).double()
     lower_rank = rank.floor()
     lower_index = (start + lower_rank.long()).clamp(max=ids.numel() - 1)

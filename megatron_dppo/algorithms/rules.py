@@ -387,8 +387,8 @@ LARGEST_LOG_RATIO = 20.0
 @torch.no_grad()
 def kl(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate KL(mu || pi) by r - 1 - log r, whose derivative is r - 1. log r is cut to ``LARGEST_LOG_RATIO``."""
-    # The largest float32 is e^88.7. Without the cut, an infinite term would block a token whose weight a finite cap
-    # bounds, and two tokens just below e^88.7 would make the batch's loss infinite.
+    # The largest float32 is e^88.7. Without the cut, a term could be infinite and would block its token, although a
+    # finite cap bounds the token's weight. Two tokens with r just below e^88.7 would make the batch's loss infinite.
     log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     shift = torch.expm1(log_ratio)
     return shift - log_ratio, shift

@@ -390,7 +390,7 @@ class AlgorithmFacts:
 
     @property
     def topk(self) -> int:
-        """K of the engine's TopK(mu); 0: none."""
+        """K of the engine's TopK(mu); 0 without TopK(mu)."""
         return int(self.numbers.get("topk", 0))
 
     @property
@@ -498,7 +498,7 @@ for each vocabulary entry, at every token of a response.
 
 
 def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
-    """Return K of the TopK(mu) that the engine must return for each token; 0: none.
+    """Return K of the TopK(mu) that the engine must return for each token; 0 if it need not return TopK(mu).
 
     Args:
         algorithm: The algorithm.

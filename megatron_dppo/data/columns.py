@@ -394,7 +394,7 @@ LOSS_COLUMNS = tuple(
 )
 """The inputs of the loss for each token, in the optimiser step that trained on it. Only saved batches have them.
 
-They are log pi; log pi', log pi at TopK(mu) and the entropy of pi, if the loss had them; the divergence that the mask
-compared with its threshold, if it measures one; and whether the token trained. Responses without a gradient have none
-of these columns.
+All responses with a gradient have log pi, and whether the token trained. If the loss had them, responses also have
+log pi', log pi at TopK(mu) and the entropy of pi. If the mask compares a divergence with a threshold, responses have
+the divergence. Responses without a gradient have none of these columns.
 """

@@ -57,7 +57,7 @@ class PromptForm:
     Attributes:
         apply_chat_template: Whether the tokenizer's chat template renders a prompt that is text, as one user message.
             Prompts of chat messages are always rendered.
-        system_prompt: A system message before all other messages; None: none.
+        system_prompt: A system message before all other messages; None: no such message.
         template: Text of the last message, with ``{prompt}`` in place of the problem; None: the problem alone.
         arguments: Variables for the chat template.
     """
@@ -375,7 +375,7 @@ def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
 
 
 def _messages_beyond_text(prompt: Prompt, whole_prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
-    """The messages of ``whole_prompt``; empty if it is a text that equals ``prompt``.
+    """The messages of ``whole_prompt``; empty if ``whole_prompt`` is a text and equals ``prompt``.
 
     ``whole_prompt`` is the result of ``PromptForm.of`` for ``prompt``.
     """

@@ -179,7 +179,7 @@ _YEAR_IN_TEXT = re.compile(r"(?<!\d)((?:19|20)\d\d)(?!\d)")
 
 
 def schema_of(published: PublishedSet, columns: Sequence[str], where: object) -> Schema:
-    """The first schema of the set whose columns a file has. Raises DataError if none fits."""
+    """The first of the set's schemas whose columns are in ``columns``. Raises DataError if no schema fits."""
     for schema in published.schemas:
         if set(schema.columns) <= set(columns):
             return schema

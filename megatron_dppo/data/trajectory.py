@@ -226,7 +226,8 @@ class Trajectory:
     def _with_routing_version(self) -> Self:
         """A copy with an explicit column ``routing_version``, if the trajectory has recorded routing.
 
-        Without the column, the last version of the joined trajectory would count, and it may belong to another branch.
+        Without the column, the last version of the joined trajectory would count for all rows. This version may belong
+        to another branch.
         """
         if "routed_experts" not in self.columns or "routing_version" in self.columns:
             return self

@@ -11,7 +11,7 @@ from typing import Any, Self
 from megatron_dppo.metrics.records import SAMPLES_FILE, RecordsError, read_step_lines
 
 LONGEST_TEXT = 16_384
-"""Largest number of characters of a prompt or response that are kept, half of them from each end."""
+"""Longer prompts and responses are shortened to this number of characters, half of it from each end."""
 TRAINING = "training"
 """Name of the set of the responses that were trained on."""
 
