@@ -22,7 +22,7 @@ class Aggregation:
     Attributes:
         denominator: (lengths, constant) -> the divisor of the sum over all tokens. ``lengths`` has the number of
             trained tokens of each response that trains, from all ranks. ``constant`` is
-            ``algorithm.aggregation_constant``, or else the largest number of tokens of a response.
+            ``algorithm.aggregation_constant``; if this key is not set, ``rollout.max_response_tokens``.
         token_scale: The factor of each token's loss before the sum, float64. None stands for 1.
     """
 

@@ -92,7 +92,7 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
 
     The mass of "other" is 1 - (sum over A'), with a rounding error of about u, four times the input dtype's eps. If mu
     of "other" is at most u, it is set to 0. If pi of "other" is below u, it is set to u. So rounding never makes the
-    value of a peaked distribution infinite. These two settings can make the value too small, by up to (mu of "other")
+    value of a peaked distribution infinite. Both replacements can make the value too small, by up to (mu of "other")
     log(u / (pi of "other")). The value is never below ``binary_kl`` of the sampled token, whose column is the last.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
@@ -148,7 +148,7 @@ def topk_kl_change(
         tail = tail / tail_ids.clamp(min=1)
     if sum_squares is not None:
         rest_squares = (sum_squares.double() - listed_pi.square().sum(-1)).clamp(min=0)
-        # The sum of squares is at most rest_pi^2: then one token has all of the rest. Rounding may exceed this bound.
+        # The sum of squares is largest, rest_pi^2, if one token has all of the rest. Rounding may exceed this bound.
         tail = tail * (rest_squares / rest_pi.square().clamp(min=1e-300)).clamp(max=1)
     listed_sum = (listed_pi * (listed_mu - listed_pi)).sum(-1)
     return pi[..., -1] - mu[..., -1] + listed_sum + tail

@@ -19,7 +19,7 @@ Settings = Literal["stability", "scaling"]
 AnchorName = Literal["rollout", "recomputed"]
 """The policy that a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
 Divergence = Literal["binary_tv", "binary_kl", "binary_kl_both_ways", "topk_tv", "topk_kl"]
-"""A function of ``divergence.py``. A mask with the same name, if there is one, bounds it token by token, as in DPPO."""
+"""A function of ``divergence.py``. If a mask has the same name, it bounds this divergence at each token, as in DPPO."""
 AggregationName = Literal[
     "token-mean",
     "sequence-mean-with-constant",

@@ -217,7 +217,7 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
 
 
 UNWRITTEN_TOKENS = 8
-"""With one expert per token, a recording of more tokens than this that has only zeros was never written: no router
+"""For one expert per token: if a recording has more tokens than this and only zeros, it was never written. No router
 sends so many tokens to expert 0 of every layer."""
 
 

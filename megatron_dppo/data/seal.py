@@ -120,7 +120,7 @@ class Seal:
         return replace(self, weights={**self.weights, self.step: digest})
 
     def to_text(self) -> str:
-        """Convert to JSON. Different sampling settings are written once, as a list. Each stamp has the index of its
+        """Convert to JSON. A list has each of the different sampling settings once. Each stamp has the index of its
         settings in this list.
         """
         settings: list[dict[str, Any]] = []

@@ -64,8 +64,8 @@ def disagreement(table: Sequence[Sequence[int]]) -> str | None:
 
 
 def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
-    """Return a sum of the ids, so that ranks can compare their ids. Each target id is multiplied by its position: the
-    sum depends on the order.
+    """Return a sum of the ids, so that ranks can compare their ids. Each target id is multiplied by its position,
+    because the sum must depend on the order.
     """
     order = torch.arange(1, len(target_ids) + 1)
     total = int(torch.dot(target_ids, order))
