@@ -1,8 +1,8 @@
 """The console command: ``megatron-dppo COMMAND ...``, also ``python -m megatron_dppo COMMAND ...``.
 
 Each command is a module with ``main(arguments) -> int | None``, registered as an entry point of the group
-``megatron_dppo.commands`` (``system/plugins.py``) by this package or another one. A command is imported when it runs,
-so that ``--help`` is immediate. ``python -m`` of such a module is the same command.
+``megatron_dppo.commands`` (``system/plugins.py``). Other packages may register commands too. A command is imported when
+it runs, so that ``--help`` is immediate. ``python -m`` of such a module is the same command.
 """
 
 from __future__ import annotations

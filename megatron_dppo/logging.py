@@ -202,7 +202,7 @@ class LogFile(logging.FileHandler):
 
 
 def configure_logging(directory: str | Path | None, rank: int | None = 0) -> None:
-    """Send this process's records to its log file, and those of rank 0 and the supervisor to the terminal too.
+    """Send this process's records to its log file, and to the terminal too in rank 0 and in the supervisor.
 
     Records of this package are written from INFO on, records of other packages from WARNING on. Uncaught exceptions go
     to the file. A second call replaces the handlers of the first call.

@@ -70,7 +70,7 @@ class RankPlace:
 class ServerPlace:
     """One SGLang server on ``devices`` devices of each of ``hosts``, from ``first_device`` on.
 
-    The server's ranks fill the hosts in this order. The first host answers the server's clients. ``port`` is the port
+    The server's ranks fill ``hosts`` in order. The first host answers the server's clients. ``port`` is the port
     of the first start; None: a free port. Each further start adds ``port_step``, so that it need not wait for the port
     of the previous start.
     """

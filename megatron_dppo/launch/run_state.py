@@ -1,4 +1,4 @@
-"""The state of a run: of its job in Slurm's queue, or of its process on this machine."""
+"""The state of a run: the state of its job in Slurm's queue, or of its process on this machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run_state(directory: Path) -> JobState | LocalRun:
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
-    """Return the state of the job that was submitted last. If no submission is recorded: of the last attempt's job."""
+    """Return the state of the job that was submitted last; without a recorded submission, of the last attempt's job."""
     file = directory / JOB_FILE
     job = None
     if file.is_file():

@@ -1,7 +1,7 @@
 """Start checks: whether a run can start on one machine. They run before any process of the run starts.
 
 Packages register checks under the entry-point group ``megatron_dppo.start_checks`` (``system/plugins.py``). This
-package's own checks compare the run's memory with the machine's, and compile a kernel if a server runs on GPUs.
+package's own checks compare the run's memory with the machine's memory, and compile a kernel if a server runs on GPUs.
 """
 
 from __future__ import annotations

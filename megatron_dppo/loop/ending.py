@@ -78,7 +78,7 @@ class RunFence:
         self._fence = Fence(self._directory, nonce, self._start)
 
     def check(self) -> None:
-        """Raise FencedError only on this rank. Not collective."""
+        """Raise FencedError on this rank if another start holds the folder. Not collective."""
         assert self._fence is not None, "join first"
         self._fence.check()
 

@@ -199,7 +199,7 @@ class EngineSession:
         self._admit()
 
     def _recover(self) -> None:
-        """Have the servers forget the ranks before a restart. Without a restart, do nothing.
+        """After a restart of the ranks, have the servers forget the ranks that ran before. Otherwise do nothing.
 
         Collective after a restart.
         """
@@ -219,7 +219,7 @@ class EngineSession:
     def update_weights(self, version: int) -> UpdateReport:
         """Send the trainer's weights to the fleet as ``version`` and return when they are committed.
 
-        Restarted and new servers join the fleet here. Servers that fail the update are left out of it.
+        Restarted and new servers join the fleet here. Servers that fail the update are left out of the fleet.
 
         Raises RunStoppedError, EngineUnavailableError.
         """
@@ -352,7 +352,7 @@ class EngineSession:
             raise membership.EngineUnavailableError(fault)
 
     def _make_room(self) -> None:
-        """Park the trainer's parts on shared devices, so that servers can start there.
+        """Park the trainer's parts on shared devices, so that servers can start on these devices.
 
         If the updater is attached to servers, the trainer's weights stay on the devices: the update reads them.
         """

@@ -84,7 +84,7 @@ class Evaluator:
 
     Attributes:
         sets: name -> problems.
-        settings: k and the sampling (the paper's: temperature 0.7, top_p 0.95).
+        settings: k and the sampling (in the paper: temperature 0.7, top_p 0.95).
         template: a training job, see ``evaluation_job``.
         algorithm: decides what a truncated response earns.
         topology: position of this rank; each leader evaluates its share of the problems.

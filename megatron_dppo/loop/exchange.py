@@ -3,7 +3,7 @@
 Until the plan of the step assigns trajectories to replicas, tokens and columns stay with the leader that generated them
 (recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Then ``ColumnExchange`` sends each array once to
 every host of its replica, into memory that the replica's ranks on that host share. The receiving rank compares the
-array's hash with the owner's.
+array's hash with the owner's hash.
 
 The unit of transfer is a ``ColumnPart``: one array of one trajectory. Recorded routing has one part for each pipeline
 stage, because a stage needs only its own layers. Other columns go to the stages that read them (``data/columns.py``).

@@ -37,7 +37,7 @@ class FrequencyCanary:
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
 
     So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
-    at 1. The evidence is the mean of these products over both signs and the values of a in ``_FRACTIONS``. It is such
+    at 1. The evidence is the mean of these products over both signs and the values of a in ``_FRACTIONS``. This mean is
     a supermartingale too. The probability that the evidence ever reaches 10^6 is at most 10^-6 (Ville), without an
     assumption on lengths, on the spread of surprises or on the number of checks.
 

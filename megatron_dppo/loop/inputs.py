@@ -94,9 +94,9 @@ class RunData:
         return {name: self._sets[_name(file)].problems for name, file in files.items()}
 
     def place_of(self, prompt_ids: Sequence[int]) -> str | None:
-        """Return file and line of the problem whose prompt begins ``prompt_ids``; None if no prompt does.
+        """Return file and line of the problem whose prompt is a prefix of ``prompt_ids``; None without such a problem.
 
-        The tokens may continue with turns or a response. If several prompts begin them, the longest prompt counts.
+        The tokens may continue with turns or a response. If several prompts are prefixes, the longest prompt counts.
         """
         longest_length = -1
         place: str | None = None
@@ -151,7 +151,7 @@ class RunData:
         return {f"data.evaluation/{file.path}": self._sets[_name(file)].sha256 for file in files}
 
     def sampler(self) -> sampling.ReturningSampler:
-        """Return the sampler of positions in ``train``: of all files together, or of each file by its weight."""
+        """Return the sampler of positions in ``train``: from all files together, or from each file by its weight."""
         data = self._config.data
         seed = self._config.run.seed
         # Either all files have a weight, or no file has a weight.

@@ -328,7 +328,7 @@ class PlannedBatch:
     """The part of a batch that this rank needs, and the plans of its mini-batches.
 
     ``figures``: metrics of the recorded routing, empty if no routing is replayed. ``is_stale``: whether some tokens of
-    the batch were sampled by older weights than the trainer's.
+    the batch were sampled by weights that are older than the trainer's weights.
     """
 
     delivery: Delivery
@@ -398,7 +398,7 @@ class Learner:
             has_dropout=bool(config.lora.dropout),
         )
         self._canary = FrequencyCanary(config.rollout, config.algorithm)
-        # The second canary counts mini-batches whose tokens were sampled by other weights than the trainer's.
+        # The second canary counts mini-batches whose tokens may come from other weights than the trainer has.
         self._canary_of_other_weights = FrequencyCanary(
             config.rollout, config.algorithm, at_equal_weights=False
         )

@@ -204,7 +204,7 @@ class GeneratedRollouts:
         last_step = min(version + 1 + self.rollout.max_staleness, self.steps)
         if self.spool is not None and version < self.spool.last_trained:
             # Restarted ranks repeat the steps that were trained on before the restart. Stored responses of later
-            # batches may be used only if the repeated steps make equal weights, so wait until these steps are done.
+            # batches may be used only if the repeated steps make equal weights, so begin later batches after them.
             last_step = min(last_step, self.spool.last_trained)
         for step in range(newest_step + 1, last_step + 1):
             self._begin(step)

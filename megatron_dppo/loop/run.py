@@ -131,7 +131,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         )
         forget_failure()
         destroy_topology()
-        # The failed run's trainer must be freed before the next one is built: two do not fit in memory.
+        # Free the failed run's trainer before the next trainer is built: two do not fit in memory.
         gc.collect()
         # With ``resume: never``, the next Run would set aside the records and checkpoints of this start.
         run = config.run.model_copy(update={"resume": "auto"})
@@ -474,7 +474,7 @@ class Run:
         if self._is_due(self.config.checkpoint.every) and not self.trainer.parked:
             self._save_checkpoint()
         self._check_records()
-        # A signal reaches the ranks at different moments. A rank that stopped alone would leave the other ranks waiting
+        # A signal reaches the ranks at different moments. If only one rank stopped, the other ranks would wait for it
         # in a collective.
         if any_rank(self.should_stop()):
             raise RunStoppedError(f"stopped after step {step}")

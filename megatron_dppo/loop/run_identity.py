@@ -28,6 +28,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "algorithm.truncated_responses": algorithm.truncated_responses,
         **_advantage_identity(algorithm),
         "data.train (SHA-256)": data_sha256,
+        # A file without a metadata key has only two entries.
         "data.train (keys)": [
             [file.prompt_key, file.answer_key, *filter(None, [file.metadata_key])]
             for file in data.train_files

@@ -199,9 +199,10 @@ class SampleMaker:
         )
 
     def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
-        """Return the first reward's reason for its value, or else the name of the reward or "by the environment".
+        """Return the first reward's reason for its value.
 
-        A response from a file has only the sum of all rewards, so the first reward's value may be unknown.
+        If the environment gave the reward, or if the first reward's value is unknown, only name the environment or the
+        reward. The value may be unknown because a response from a file has only the sum of all rewards.
         """
         if not t.wants_score:
             return "by the environment"

@@ -59,10 +59,10 @@ class ResponseSpool:
         folder: the spool's folder; None if no responses are kept.
         rank: global rank.
         oldest_version: returns the oldest weight version that may sample the batch of a step.
-        trained_digests: step -> hash of the weights that earlier ranks made in this step. It has the steps since the
-            checkpoint.
-        known_digests: weight version -> hash of the weights. It has the checkpoint's version and older versions, as far
-            as these may have sampled a stored response.
+        trained_digests: step -> hash of the weights that earlier ranks made in this step. The keys are the steps since
+            the checkpoint.
+        known_digests: weight version -> hash of the weights. The keys are versions up to the checkpoint's version, if
+            they may have sampled a stored response.
     """
 
     folder: Path | None
@@ -86,12 +86,13 @@ class ResponseSpool:
 
         Args:
             settings: hash of the settings that responses depend on; files of other settings are removed.
-            step: the step of the checkpoint that was loaded; 0 without one.
+            step: the step of the checkpoint that was loaded; 0 without a checkpoint.
             is_fresh: whether the run begins anew, so that stored responses are removed.
         """
         if self.folder is None:
             return
         trained, draws = on_rank_0(partial(self._read, settings, step, is_fresh=is_fresh))
+        # Step n makes weight version n.
         self.known_digests = {version: digest for version, digest in trained if version <= step}
         self.trained_digests = {version: digest for version, digest in trained if version > step}
         self._draws = {(number, round_): problems for number, round_, problems in draws}

@@ -490,7 +490,7 @@ def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) 
 
 
 def _shared_server_with(module: str) -> _SharedServer | None:
-    """Return an inherited fork server that has imported ``module`` from this process's PYTHONPATH; None without one."""
+    """Return an inherited fork server that has imported ``module`` from this process's PYTHONPATH, or None."""
     for key, server in _shared_servers().items():
         _, libraries, _ = json.loads(key)
         has_same_path = server.module_path == os.environ.get(_MODULE_PATH)

@@ -42,7 +42,7 @@ def import_target(target: str) -> Any:
 def reason_of(error: BaseException) -> str:
     """Return one line about an exception of a user's code: type, message, file and line.
 
-    An ImportError's message is returned alone: it names the module.
+    Of an ImportError, only the message is returned: it names the module.
     """
     message = " ".join(str(error).split())[:_LONGEST_REASON]
     if isinstance(error, ImportError):

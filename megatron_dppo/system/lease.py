@@ -1,4 +1,4 @@
-"""The lease of a run's folder: the right to write in the folder. Only one start of the run holds it, on any host.
+"""The lease of a run's folder: the right to write in the folder. Of all starts of the run, at most one holds it.
 
 A start of the run is one execution of ``megatron-dppo train`` or of a Slurm job. It may start the ranks several times;
 these starts of the ranks are counted from 1.

@@ -381,7 +381,8 @@ def process_start(pid: int) -> int | None:
 def describe_exit(code: int, exception: str | None = None) -> str:
     """Return how a process ended: ``exited with code 1``.
 
-    ``exception``: the last exception in the process's log. Without one, a SIGKILL is explained by lack of memory.
+    ``exception``: the last exception in the process's log. Without an exception, the text explains a SIGKILL by lack of
+    memory.
     """
     if code >= 0:
         ending = f"exited with code {code}"
