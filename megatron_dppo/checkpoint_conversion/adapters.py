@@ -143,7 +143,10 @@ class PeftReader(Closing):
             )
 
     def read(self, name: str, dims: tuple[int, ...]) -> torch.Tensor:
-        """Read the tensor ``name`` of ``adapter_tensors``. Raises CheckpointError if its copies differ."""
+        """Read the tensor ``name`` of ``adapter_tensors``.
+
+        PEFT's file has a copy for each expert if experts share the tensor. Raises CheckpointError if the copies differ.
+        """
         first_name, *copy_names = peft_names(name, self._shape)
         tensor = self._file.read_rows(first_name, 0, dims[0])
         for copy_name in copy_names:
@@ -415,9 +418,9 @@ def merge_adapters(
 def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str | Path) -> Adapters:
     """Write the adapters of a training run's checkpoint (a ``step_...`` folder) in PEFT's format.
 
-    ``hf_dir`` is the base of the adapters. Raises MismatchError if its SHA-256 differs from the SHA-256 that the
-    checkpoint recorded. Raises CheckpointError if the checkpoint has no adapters, or has trained routers: PEFT's format
-    has no place for routers.
+    ``hf_dir`` is the base of the adapters. Raises MismatchError if the SHA-256 of the base differs from the SHA-256
+    that the checkpoint recorded. Raises CheckpointError if the checkpoint has no adapters, or has trained routers:
+    PEFT's format has no place for routers.
     """
     shape = load_model_shape(hf_dir)
     model = _recorded_model(Path(checkpoint))

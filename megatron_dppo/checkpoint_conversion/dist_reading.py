@@ -119,13 +119,13 @@ def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
     Raises OSError, zipfile.BadZipFile or StopIteration if there is no tensor.
     """
     # torch.save writes a zip archive with a pickle, ``data.pkl``, that describes the tensor, and the elements in
-    # ``data/0``, uncompressed. torch.distributed.checkpoint's own reader would load a whole chunk for any of its rows:
-    # hundreds of MB for a vocabulary of 150,000 rows, once for every block.
+    # ``data/0``, uncompressed. torch.distributed.checkpoint's own reader would load a whole chunk for any row of the
+    # chunk: hundreds of MB for a vocabulary of 150,000 rows, again for every block.
     stream = _Span(fd, start, length)
     with zipfile.ZipFile(stream) as archive:
         entry = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))
-        # In the archive a file follows a header of 30 bytes, its name and an extra field. Bytes 26 to 30 of the header
-        # are the lengths of the name and of the extra field.
+        # In the archive, a header of 30 bytes, the file's name and an extra field precede the file's content. Bytes 26
+        # to 30 of the header are the lengths of the name and of the extra field.
         stream.seek(entry.header_offset)
         header = stream.read(30) or b""
         name_length = int.from_bytes(header[26:28], "little")

@@ -50,8 +50,8 @@ class StagedFolder:
     """``with StagedFolder(out, expected_bytes) as folder:`` yields a new folder, the staging folder. If the block ends
     without an error, the staging folder is renamed to ``out``; otherwise it is removed.
 
-    The staging folder ``.<name>.partial`` is beside ``out``, on the same disk, and locked by its process. Files that a
-    killed process left in it are removed. Raises CheckpointError if ``out`` exists and is not an empty folder, if the
+    The staging folder ``.<name>.partial`` is beside ``out``, on the same disk. This process locks it, and removes files
+    that a killed process left in it. Raises CheckpointError if ``out`` exists and is not an empty folder, if the
     disk has less than ``expected_bytes`` free, or if another process is writing to the same folder.
     """
 
@@ -333,7 +333,7 @@ def _parts_of(
 
 
 class ShardedWriter:
-    """Writes a Hugging Face folder with known tensors in any order, atomically.
+    """Writes a Hugging Face folder atomically. The tensors are known before; their rows can be written in any order.
 
     Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor gets its own shard.
     The folder is staged next to ``out_dir`` and renamed if the ``with`` block ends without an error. ``out_dir`` must

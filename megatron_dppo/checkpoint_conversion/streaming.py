@@ -1,7 +1,8 @@
 """Conversion of whole checkpoints block by block, with memory for a few blocks at any model size.
 
 Every Hugging Face tensor is read once and written once, in row blocks of BLOCK_BYTES, while a second thread hashes it.
-Outputs are staged and renamed, so an interrupted conversion leaves nothing that loads, and a rerun starts clean.
+Outputs are staged and renamed. So an interrupted conversion leaves no folder that can be loaded, and the next
+conversion starts from the beginning.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def write_megatron(
     progress: Progress,
     recorded: Certificate | None = None,
 ) -> Certificate:
-    """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that they fit ``shape``.
+    """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that the tensors fit.
 
     ``recorded``: the certificate of ``source``. The hash of every tensor is compared with it. None: no comparison.
     """
@@ -143,9 +144,9 @@ def megatron_to_hf(
 
     Config and tokenizer come from ``hf_config``; if ``hf_config`` is None, they come from ``megatron_dir``.
 
-    ``megatron_dir`` is a result of ``hf_to_megatron``, or a checkpoint of a training run. If it has a certificate,
-    every tensor is compared with it. Raises MismatchError for the first tensor that differs, and ModelError if
-    ``hf_config`` describes another model; then no files are left.
+    ``megatron_dir`` is a result of ``hf_to_megatron``, or a checkpoint of a training run. If the folder has a
+    certificate, every tensor is compared with the certificate. Raises MismatchError for the first tensor that differs,
+    and ModelError if ``hf_config`` describes another model; then no files are left.
     """
     side_files = Path(hf_config or megatron_dir)
     shape = load_model_shape(side_files, quantized=True)

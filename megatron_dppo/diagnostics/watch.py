@@ -321,7 +321,7 @@ def _axes(metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 
 class WatchServer(HttpServer):
-    """A server on ``HOST`` alone. ``page`` is the page's address with the key."""
+    """A server that listens on ``HOST`` only. ``page`` is the page's address with the key."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self._key = secrets.token_urlsafe(16)

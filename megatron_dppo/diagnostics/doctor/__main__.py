@@ -238,8 +238,8 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
     if not config.lora.rank:
         directory = options.run / CHECKPOINTS_FOLDER
         checkpoints = sorted(directory.glob("step_??????"))
-        # If a step has both a suspect and a regular checkpoint, use the regular one, as a restart does: it comes later
-        # in the list, so it replaces the suspect one. The name of a suspect folder has a suffix after the step.
+        # If a step has both a suspect and a regular checkpoint, use the regular checkpoint, as a restart does. It comes
+        # later in the list, so it replaces the suspect checkpoint. A suspect folder's name has a suffix after the step.
         for folder in [*suspect_folders(directory), *checkpoints]:
             folders[int(folder.name[len("step_") : len("step_000000")])] = folder
     export_folder = options.run / EXPORT_FOLDER

@@ -196,9 +196,9 @@ class Doctor:
         self._unexamined: dict[str, str] = {}
 
     def report(self, step: int, servers: Sequence[HeldTensors] = ()) -> DoctorReport:
-        """Compare both sides of the batch of ``step`` with the reference, and its prompts with the run's data.
+        """Compare both sides of the batch of ``step`` with the reference, and the prompts with the run's data.
 
-        ``servers``: the tensors that the servers held. Each is compared with the tensor of the server's version.
+        ``servers``: the tensors that the servers held. They are compared with the weights of the server's version.
         """
         diagnoses, draws = self.diagnose(step)
         facts: list[str] = []

@@ -1,6 +1,6 @@
 """Explain the effect of a mask on each response token, from the mask's inputs and decisions.
 
-Here pi is computed by transformers from given weights, and so are pi' and TopK(mu) if the batch lacks them.
+Here transformers computes pi from given weights. It also computes pi' and TopK(mu) if the batch lacks them.
 ``seen_step.py`` explains a step with the values that its loss computed.
 
 Legend: S = tokens of a trajectory, N = sampled tokens of a response, V = vocabulary, K = ids of TopK(mu).
@@ -185,7 +185,7 @@ A function maps (value, whether A > 0) to the text; None means that there is no 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if there is no bound."""
     numbers = dict(algorithm.numbers)
-    # A number for A < 0 replaces, for A < 0, the number for both signs.
+    # If A < 0, the number for negative A replaces the number for both signs.
     for name, negative_name in NEGATIVE.items():
         threshold = numbers.pop(negative_name, None)
         if threshold is not None and not positive:

@@ -205,7 +205,7 @@ def weights(bench: Bench) -> Iterator[CheckRow]:
 UPDATE_LIMIT_S = 10.0
 """``weight_sync.timeout_s`` of the updates that ``broken_update`` interrupts."""
 _ENTER_S = 2.0
-"""Seconds after its call within which a server has entered the broadcast."""
+"""A server has entered the broadcast at most this many seconds after its call."""
 _FREED_S = 60.0
 """Seconds within which the scheduler of a resumed server must answer."""
 

@@ -277,7 +277,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
 
 
 def _memory(held_bytes: HeldBytes, facts: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
-    """Yield a row for each kind of memory; rows of a step's memory only inform unless ``is_planned``."""
+    """Yield a row for each kind of memory. Without ``is_planned``, the rows of a step's memory cannot fail."""
     state = state_bytes(facts, 0)
     # The trainer has one rank, which has all experts: no rank is busier than another.
     live = activation_bytes(facts, 0, busiest=1.0)
