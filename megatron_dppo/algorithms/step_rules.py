@@ -43,7 +43,7 @@ def outward_moment_cut(
     """Find the level c for which the mean of min((log r)^2, c) is ``second_moment``.
 
     The mean is over the tokens where the update moves pi further from the anchor. c is inf if the mean of (log r)^2
-    over these tokens is not above ``second_moment``. Bisection finds c with 31 sums of one number over the replicas.
+    over these tokens is not above ``second_moment``. Bisection finds c with at most 31 sums over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
     squares = squares[advantages.sign() * log_ratio > 0]
@@ -70,7 +70,7 @@ def second_moment_cut(
     """Find the largest cut for which the mean of (log r)^2 over the tokens below the cut is at most ``second_moment``.
 
     The tokens below the cut train. The cut is inf if all tokens train. Tokens with equal (log r)^2 all train, or all
-    are blocked. Two bisections find the cut with 62 sums of two numbers over the replicas.
+    are blocked. Two bisections find the cut with at most 62 sums of two numbers over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
