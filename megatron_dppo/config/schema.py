@@ -453,8 +453,8 @@ class WeightSyncConfig(Section):
     """
     changes_only: bool = False
     """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
-    keeps, in host memory, a copy of the weights that it sends. Whole weights are sent to a new server, after a failed
-    update, and if the changes are not fewer bytes.
+    keeps, in host memory, a copy of the weights that it sends. Every engine rank keeps received changes there until the
+    update ends. Whole weights are sent to a new server, after a failed update, and if the changes are not fewer bytes.
     """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""

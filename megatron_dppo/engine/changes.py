@@ -95,12 +95,23 @@ def _true_positions(mask: Tensor) -> Tensor:
 
 
 def apply_changes(data: Tensor, changes: Changes) -> None:
-    """Write the changed items into the flat bytes ``data``. Raises PositionError for a position outside."""
+    """Write the changed items into the flat bytes ``data``. The positions were checked by ``own_changes``."""
     items = data.view(changes.values.dtype)
+    positions = changes.positions.to(data.device).long()
+    items.index_copy_(0, positions, changes.values.to(data.device))
+
+
+def own_changes(changes: Changes, is_own: Tensor) -> Changes:
+    """Return copies, in host memory, of the changes whose items are not zero in the flat bytes ``is_own``.
+
+    Raises PositionError for a position outside of ``is_own``, which is as long as the bucket.
+    """
+    items = is_own.view(changes.values.dtype)
     lowest_position, highest_position = map(int, torch.aminmax(changes.positions))
     if lowest_position < 0 or highest_position >= items.numel():
         raise PositionError(
             f"weight update: changes at the items {lowest_position} to {highest_position} were received for a bucket "
             f"of {items.numel()} items"
         )
-    items.index_copy_(0, changes.positions.long(), changes.values)
+    kept = items[changes.positions.long()] != 0
+    return Changes(changes.positions[kept].cpu(), changes.values[kept].cpu())

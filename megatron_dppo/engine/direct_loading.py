@@ -11,6 +11,9 @@ an adapter's layers, and a tensor that is not contiguous. The choice is made onc
 All strategies call the ``load_weights`` of SGLang's model. Tensors that the model derives from loaded tensors (``w_kc``
 and ``w_vc`` of latent attention) are derived once, at the end of an update. The functions at the end are plugin hooks
 of SGLang.
+
+Changes to present weights (``engine/changes.py``) are kept in host memory until the end of the update. If the update
+is interrupted, they are dropped, and the weights are still those of the update before.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from megatron_dppo.engine.changes import Changes
     from megatron_dppo.engine.checksums import EnginePart, EngineTensors
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,9 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 LOADED = f"{_RUNNER}.maybe_precompile_model_kernels_after_loading"
 """The method that SGLang calls next after it has loaded a model."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+REQUESTED = f"{_MANAGER}.begin_weight_update"
+"""The scheduler's answer to the request for an update. It refuses the request while another update is open."""
 BEGUN = f"{_UPDATER}.begin_weight_update"
 ENDED = f"{_UPDATER}.end_weight_update"
 FOLDER = f"{_UPDATER}.update_weights_from_disk"
@@ -129,6 +136,20 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     return buckets or None
 
 
+class KeptChanges(NamedTuple):
+    """Changes of a bucket to the blocks of one engine rank, until they are applied.
+
+    Attributes:
+        names: the tensors of the whole bucket.
+        dtypes: the dtypes of these tensors.
+        changes: positions in the whole bucket, and values, in host memory.
+    """
+
+    names: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    changes: Changes
+
+
 class TensorPlaces:
     """The places of all tensors of a model in the tensors of one engine rank.
 
@@ -155,6 +176,7 @@ class TensorPlaces:
         self._addresses: dict[str, int] = {}
         self._unfilled: list[Tensor] = []
         flat_tensors = self._flat(table.sizes[rank], held_tensors)
+        self._device = next(iter(flat_tensors.values())).device
         filled_tensors: set[str] = set()
         for name, parts in table.parts.items():
             self._repeated.update(engine_inputs(table.shape, name)[1:])
@@ -199,17 +221,15 @@ class TensorPlaces:
         """Copy the blocks of a bucket's tensors to their places; raises as ``load``."""
         self._copy(bucket.names, bucket.shapes, bucket.flat_tensors())
 
-    def load_changes(self, bucket: ReceivedBucket) -> None:
-        """Apply the changes of a bucket (``engine/changes.py``) to the weights that the engine holds.
+    def kept_changes(self, bucket: ReceivedBucket) -> KeptChanges:
+        """Return the changes of a bucket (``engine/changes.py``) to the blocks of this rank.
 
-        The bucket's present bytes are read from the engine's tensors, changed, and copied to their places. A rank reads
-        and copies only its own blocks.
-
-        Raises UnplaceableError for a tensor that the model does not have.
+        Raises UnplaceableError for a tensor that the model does not have, and PositionError for a position outside of
+        the bucket.
         """
         import torch
 
-        from megatron_dppo.engine.changes import Changes, apply_changes
+        from megatron_dppo.engine.changes import Changes, own_changes
 
         # The bucket has one empty tensor for each tensor of the whole bucket, between the positions and the values.
         positions, *_, values = bucket.flat_tensors()
@@ -220,23 +240,58 @@ class TensorPlaces:
                 f"weight update: changes of {unknown_names[0]} were received, expected a tensor of the model"
             )
         dtypes = bucket.dtypes[1:-1]
+        marks = self._empty_bucket(names, dtypes, bucket.data.device)
+        marks.data.zero_()
+        for block, _ in self._held_blocks(marks):
+            block.view(torch.uint8).fill_(1)
+        return KeptChanges(names, dtypes, own_changes(Changes(positions, values), marks.data))
+
+    def apply(self, kept: KeptChanges) -> None:
+        """Apply changes to the weights that the engine holds.
+
+        The bucket's present bytes are read from the engine's tensors, changed, and copied to their places. A rank reads
+        and copies only its own blocks.
+        """
+        import torch
+
+        from megatron_dppo.engine.changes import apply_changes
+
+        if not kept.changes.count:
+            return
+        whole = self._empty_bucket(kept.names, kept.dtypes, self._device)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for block, place in self._held_blocks(whole):
+            targets.append(block)
+            sources.append(place.target)
+        torch._foreach_copy_(targets, sources)
+        apply_changes(whole.data, kept.changes)
+        self._copy(whole.names, whole.shapes, whole.flat_tensors())
+
+    def _empty_bucket(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> ReceivedBucket:
+        """Return a whole bucket of the model's tensors, with data that is not initialised."""
+        import torch
+
         shapes = [self._shapes[name] for name in names]
         size = 0
         for dims, dtype in zip(shapes, dtypes, strict=True):
             size += math.prod(dims) * dtype.itemsize
-        data = torch.empty(size, dtype=torch.uint8, device=positions.device)
-        flat_tensors = ReceivedBucket(names, dtypes, shapes, data).flat_tensors()
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, dims, flat in zip(names, shapes, flat_tensors, strict=True):
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        return ReceivedBucket(names, dtypes, shapes, data)
+
+    def _held_blocks(self, bucket: ReceivedBucket) -> Iterator[tuple[Tensor, _Place]]:
+        """Yield each block of a whole bucket that this rank holds as it is sent, as a view, with its place."""
+        for name, dims, flat in zip(
+            bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True
+        ):
             for place in self._places[name]:
                 if place.part is None:
-                    targets.append(_block(flat, dims, place))
-                    sources.append(place.target)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        apply_changes(data, Changes(positions, values))
-        self._copy(names, shapes, flat_tensors)
+                    yield _block(flat, dims, place), place
 
     def _copy(
         self,
@@ -353,6 +408,7 @@ class DirectLoader:
         self._has_session = False
         self._uses_own_loader = False
         self._folder: Path | None = None
+        self._kept_changes: list[KeptChanges] = []
         self._prepare()
 
     @property
@@ -365,9 +421,20 @@ class DirectLoader:
         self._folder = None
         self._prepare()
 
+    def drop_changes(self) -> None:
+        """Forget the changes of an update that was interrupted."""
+        self._kept_changes.clear()
+
     def end(self) -> bool:
-        """Close an update. Returns whether the caller must derive tensors from the loaded tensors."""
+        """Close an update, and apply the changes that it brought.
+
+        Returns whether the caller must derive tensors from the loaded tensors.
+        """
         self._has_session = False
+        if self._tensor_places is not None:
+            for kept in self._kept_changes:
+                self._tensor_places.apply(kept)
+        self._kept_changes.clear()
         return not self._uses_own_loader
 
     def read_next_from(self, folder: Path) -> None:
@@ -398,7 +465,7 @@ class DirectLoader:
             for group in _groups(weights):
                 self._tensor_places.load(group)
         elif weights.names[0] == POSITIONS:
-            self._tensor_places.load_changes(weights)
+            self._kept_changes.append(self._tensor_places.kept_changes(weights))
         else:
             self._tensor_places.load_received(weights)
         if not self._has_session and hasattr(self._model, "post_load_weights"):
@@ -434,6 +501,7 @@ def _groups(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, T
 def register() -> None:
     """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
     hooks.register(LOADED, load_updates_directly, "after")
+    hooks.register(REQUESTED, drop_changes, "before")
     hooks.register(BEGUN, begin_update, "after")
     hooks.register(ENDED, end_update, "around")
     hooks.register(FOLDER, read_folder_directly, "before")
@@ -459,6 +527,13 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
         return EngineTensors.of_server(load_model_shape(folder), arguments.resolved_dict(), rank)
 
     runner.model.load_weights = DirectLoader(runner.model, rank, read_table)
+
+
+def drop_changes(manager: Any, *_: Any) -> None:
+    """Make the DirectLoader forget the changes of an interrupted update, before a new one is requested or refused."""
+    loader = manager.tp_worker.model_runner.model.load_weights
+    if isinstance(loader, DirectLoader):
+        loader.drop_changes()
 
 
 def begin_update(result: Any, updater: Any) -> None:

@@ -465,6 +465,12 @@ class EngineWeights:
             await self._order("/end_weight_update")
             await self._order("/begin_weight_update", _SERVED)
 
+    async def abandon(self) -> None:
+        """Close an update session that a failed update left open. Changes that the engine received are not applied."""
+        # A request for a session makes the engine drop these changes, also if the request is rejected.
+        await self.begin()
+        await self.end()
+
     async def receive(self, header: WireHeader, group: str) -> None:
         """Make the engine join the broadcast of a bucket, and return when the bucket is loaded."""
         body = {

@@ -22,6 +22,7 @@ from megatron_dppo.engine.errors import UNBOUNDED, EngineError
 from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.engine.weights import TAGS, EngineWeights
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback, resolve, source_address
@@ -160,6 +161,9 @@ GRACE_S = 5.0
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
 OpenEngine: TypeAlias = Callable[[str], Coroutine[Any, Any, EngineWeights]]
 """A coroutine function that connects to the engine at a URL."""
+Digests: TypeAlias = Mapping[tuple[EngineLayout, str], Sequence[Mapping[str, str]]]
+"""The expected checksums of all tensors. For each layout of an engine, a list has one mapping for each engine rank,
+from a tensor's name to its checksum."""
 
 
 class Engines:
@@ -333,6 +337,31 @@ class Engines:
             self.each(withdraw)
         except EngineFaultError as error:
             log.warning("an engine could not be quarantined: %s", error)
+
+    def return_to(self, version: int, digests: Digests, suspects: Collection[str]) -> None:
+        """Make every engine that still holds ``version`` serve it again after an interrupted update.
+
+        An engine holds the version if its tensors have the checksums ``digests``. Other engines stay as they are, and
+        so do engines that fail here: the log says which. ``suspects``: URLs of engines that may not answer.
+        """
+
+        async def resume(engine: EngineWeights) -> str:
+            if engine.url in suspects and not await engine.schedules(GRACE_S):
+                return "stays unverified: it does not answer"
+            await engine.abandon()
+            if await engine.checksums() != list(digests[engine.layout]):
+                return f"stays unverified: its weights are no longer those of version {version}"
+            await engine.flush()
+            await engine.set_version(str(version))
+            await engine.resume()
+            return f"serves weight version {version} again"
+
+        calls = self.start(resume)
+        wait(calls.values())
+        errors = _errors(calls)
+        for url, call in calls.items():
+            outcome = f"stays unverified: {errors[url]}" if url in errors else call.result()
+            log.warning("%s %s", url, outcome)
 
     def restore_released(self, tags: Collection[MemoryTag] = TAGS) -> None:
         """Restore the memory of ``tags`` that each engine has released. A restarted engine has released nothing."""

@@ -24,10 +24,12 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import AlteredMemoryError, RunError
 from megatron_dppo.system.failpoints import failpoint
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.weight_sync import canary, verification
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     Bucket,
+    Digests,
     EngineFaultError,
     Engines,
     OpenEngine,
@@ -154,8 +156,9 @@ class WeightUpdateError(RunError):
     """An update failed, or engines could not be attached. Every trainer rank raises it.
 
     After a failed update every attached engine is quarantined (paused, with an unverified version) until a complete
-    update succeeds. If the failure comes before the unverified version is set, an engine keeps its version, and may
-    still generate.
+    update succeeds. There are two exceptions. If the failure comes before the unverified version is set, an engine
+    keeps its version, and may still generate. With ``changes_only``, an engine that still holds the weights of the
+    version before serves that version again.
 
     Attributes:
         engines: URLs of the engines known to be at fault; empty if unknown.
@@ -363,7 +366,7 @@ class WeightUpdater:
     )
     _sent_weights: SentWeights | None = field(default=None, init=False)
     _engines_take_changes: bool = field(default=False, init=False)
-    _digests: verification.Digests | None = field(default=None, init=False)
+    _digests: Digests | None = field(default=None, init=False)
     _has_digests: bool = field(default=False, init=False)
 
     def attach(self, urls: Sequence[str]) -> None:
@@ -407,7 +410,7 @@ class WeightUpdater:
         phases = Phases()
         started_at = time.perf_counter()
         self.fence()
-        try:
+        with self._undone_on_failure(phases, version, previous_version):
             compared_version = self._compared_version(phases, previous_version)
             sends_changes = self._sends_changes(compared_version)
             paused_at = self._begin(phases, version, title, compared_version)
@@ -434,18 +437,6 @@ class WeightUpdater:
             self._on_rank_0(phases, "commit", self._commit, version)
             self._share(phases.error, title)
             failpoint("update/committed")
-        except WeightUpdateRefusedError:
-            # No engine has changed, and the engines that had paused generate again.
-            self.committed_version = previous_version
-            raise
-        except AlteredEngineError:
-            # The engines are paused with an unverified version, and stay so.
-            if self._strategy is not None:
-                self._strategy.abort()
-            raise
-        except BaseException:
-            self._abort(phases, version)
-            raise
         self.committed_version = version
         # Without digests there was nothing to compare. Then the period until the next comparison starts at this update.
         was_compared = compared_version is not None or not self._has_digests
@@ -468,6 +459,34 @@ class WeightUpdater:
             canary=canary_report,
             network=self._network_rate(),
         )
+
+    @contextmanager
+    def _undone_on_failure(
+        self,
+        phases: Phases,
+        version: int,
+        previous_version: int | None,
+    ) -> Iterator[None]:
+        """Enclose the update to ``version``. If it fails, no engine serves it."""
+        previous_digests = self._digests
+        try:
+            yield
+        except WeightUpdateRefusedError:
+            # No engine has changed, and the engines that had paused generate again.
+            self.committed_version = previous_version
+            raise
+        except AlteredEngineError:
+            # The engines are paused with an unverified version, and stay so.
+            if self._strategy is not None:
+                self._strategy.abort()
+            raise
+        except BaseException as error:
+            self._abort(phases, version)
+            # If another start has taken over the run, the engines belong to that start.
+            if not isinstance(error, FencedError):
+                suspects = getattr(error, "engines", ())
+                self._return_to(previous_version, previous_digests, suspects)
+            raise
 
     def held_tensors(self) -> list[HeldTensors]:
         """Return the tensors that each engine holds. Only rank 0 calls this method; it is not collective.
@@ -606,7 +625,7 @@ class WeightUpdater:
             return 0
         return self._on_rank_0(phases, "verify", verification.compare_tensors, digests) or 0
 
-    def _keep_digests(self, digests: verification.Digests | None, *, exist: bool) -> None:
+    def _keep_digests(self, digests: Digests | None, *, exist: bool) -> None:
         """Keep the expected checksums of the engines' weights on rank 0; every rank knows whether they exist."""
         self._digests = digests
         self._has_digests = exist
@@ -738,6 +757,21 @@ class WeightUpdater:
         # set this version. From the canary on, engines generate.
         if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
+
+    def _return_to(
+        self,
+        version: int | None,
+        digests: Digests | None,
+        suspects: Sequence[str],
+    ) -> None:
+        """After an interrupted update of changes, make the engines serve ``version`` again if they still hold it.
+
+        An engine applies changes at the end of an update. Before that, it holds the weights with these ``digests``,
+        which only rank 0 has.
+        """
+        if self.config.changes_only and version is not None and digests is not None:
+            assert self._engines is not None
+            self._engines.return_to(version, digests, suspects)
 
     @property
     def _is_rank_0(self) -> bool:

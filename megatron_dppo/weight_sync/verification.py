@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.system.errors import first_of
-from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError, Engines
+from megatron_dppo.weight_sync.engines import Bucket, Digests, EngineFaultError, Engines
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,6 @@ class ExpectedByLayout:
         The layouts are in the order in which they first occur among the engines.
         """
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
-
-
-Digests: TypeAlias = Mapping[tuple[EngineLayout, str], Sequence[Mapping[str, str]]]
-"""The expected checksums of all tensors. For each layout of an engine, a list has one mapping for each engine rank,
-from a tensor's name to its checksum."""
 
 
 def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:

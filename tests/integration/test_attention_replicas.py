@@ -116,10 +116,15 @@ def test_updates_reach_every_replica(
 
 
 def test_an_interrupted_update_is_served_by_no_replica(served: Served, trained: Path) -> None:
+    """Every replica serves the version before again. Of whole weights, every replica stays paused."""
     old = read(trained)
     updates = updater(served.weights(), Source(old), changes_only=True)
     updates.update(11)
     updates.source = Source(nudged(old), between=end_the_gather)
+    with pytest.raises(GatherInterruptedError):
+        updates.update(12)
+    assert_all_serve(served, trained, 11)
+    updates.source.between = end_the_gather
     with pytest.raises(GatherInterruptedError):
         updates.update(12)
     assert served.version() == "unverified-12"

@@ -29,6 +29,7 @@ from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError
 from megatron_dppo.weight_sync.transaction import WeightUpdateError
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError
 from tests.integration.runs import TrainingRun, summary_of, write_material
+from tests.integration.test_weight_sync import GatherInterruptedError, end_the_gather
 from tests.integration.weight_server import (
     RUNNER,
     Served,
@@ -293,6 +294,15 @@ def test_a_tensor_that_a_wrong_quantiser_sends_is_named(
     assert all(fault.difference.startswith(difference) for fault in faults)
 
 
+def with_a_sign_flipped(weights: Weights) -> Weights:
+    """The weights with another sign of one element of every tensor, so that no scale changes."""
+    new: Weights = {}
+    for name, tensor in weights.items():
+        new[name] = tensor.clone()
+        new[name].view(-1)[3] *= -1
+    return new
+
+
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
     folder = save_model(tmp_path / "start", 0)
@@ -308,6 +318,10 @@ def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
         assert report.verified
         assert report.sent_fraction is not None
         assert report.sent_fraction < 0.01
+        updates.source = Bf16Source(with_a_sign_flipped(weights), between=end_the_gather)
+        with pytest.raises(GatherInterruptedError):
+            updates.update(3)
+        assert served.version() == "2"
         updates.close()
     finally:
         served.process.kill()

@@ -24,6 +24,7 @@ from megatron_dppo.engine.changes import (
     changes_header,
     find_changes,
     item_bytes,
+    own_changes,
 )
 from megatron_dppo.engine.checksums import EngineTensors
 from megatron_dppo.engine.client import HttpClient
@@ -33,6 +34,7 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.weight_sync.broadcast_group import (
     Announcements,
@@ -90,7 +92,16 @@ def test_a_position_outside_of_the_bucket_is_refused(position: int) -> None:
         torch.tensor([position], dtype=torch.int32), torch.zeros(1, dtype=torch.int16)
     )
     with pytest.raises(PositionError, match=str(position)):
-        apply_changes(torch.zeros(12, dtype=torch.uint8), changes)
+        own_changes(changes, torch.zeros(12, dtype=torch.uint8))
+
+
+def test_a_rank_keeps_the_changes_of_its_own_items() -> None:
+    changes = Changes(
+        torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([7, 8, 9], dtype=torch.int16)
+    )
+    is_own = torch.tensor([0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1], dtype=torch.uint8)
+    own = own_changes(changes, is_own)
+    assert (own.positions.tolist(), own.values.tolist()) == ([2, 5], [8, 9])
 
 
 def test_sglangs_bucket_format_has_aligned_tensors_and_all_bytes() -> None:
@@ -151,6 +162,9 @@ class Served:
         self.places.fill_padding()
         self.places.load_received(received(base))
 
+    def change(self, bucket: ReceivedBucket) -> None:
+        self.places.apply(self.places.kept_changes(bucket))
+
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["tied", "fp8", "dense"])
@@ -167,7 +181,7 @@ def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) 
         base, new = encoded(base), encoded(new)
     for rank, expected in enumerate(digests(table, new)):
         served = Served(table, rank, base)
-        served.places.load_changes(changed_bucket(control(table), new, base))
+        served.change(changed_bucket(control(table), new, base))
         assert hashes(served.tensors) == expected
 
 
@@ -182,7 +196,7 @@ def test_changes_of_tensors_that_the_engine_also_holds_as_1_plus_them() -> None:
     base = weights(shape)
     new = trained(base)
     served = Served(table, 0, base)
-    served.places.load_changes(changed_bucket(control(table), new, base))
+    served.change(changed_bucket(control(table), new, base))
     assert hashes(served.tensors) == digests(table, new)[0]
     (norm,) = (n for n in table.parts if n.endswith("layers.1.input_layernorm.weight"))
     table.parts[norm] = [part for part in table.parts[norm] if part.adds_one]
@@ -202,7 +216,7 @@ def test_a_stale_tensor_of_the_base_is_named() -> None:
     new = trained(base)
     stale = "model.layers.0.mlp.gate.weight"
     served = Served(table, 0, [(n, t + 1 if n == stale else t) for n, t in base])
-    served.places.load_changes(changed_bucket(control(table), new, base))
+    served.change(changed_bucket(control(table), new, base))
     assert altered(table, served, new) == {stale}
 
 
@@ -221,7 +235,7 @@ def test_swapped_blocks_of_positions_are_named() -> None:
     bucket = changed_bucket(control(table), new, base)
     positions = bucket.data[: 8 * 4].view(torch.int32)
     positions.copy_(positions.roll(4))
-    served.places.load_changes(bucket)
+    served.change(bucket)
     assert altered(table, served, new) == {first, second}
 
 
@@ -232,7 +246,7 @@ def test_changes_of_an_unknown_tensor_are_refused() -> None:
     bucket = changed_bucket(control(table), same, same)
     bucket.names = (POSITIONS, "model.other.weight", bucket.names[-1])
     with pytest.raises(UnplaceableError, match=r"model\.other\.weight"):
-        served.places.load_changes(bucket)
+        served.change(bucket)
 
 
 def test_a_bucket_is_sent_whole_without_a_base() -> None:
@@ -350,6 +364,52 @@ def test_whole_weights_are_sent_after_a_failure_and_to_a_new_server() -> None:
     assert sizes_of(engine, updates, source, 3) == CHANGED
     updates.attach([engine.url])
     assert sizes_of(engine, updates, source, 4) == WHOLE
+
+
+def test_after_an_interrupted_update_engines_serve_the_version_that_they_hold() -> None:
+    engine, other = Engine(), Engine(test_weight_sync.B)
+    updates, source = connected(engine, other)
+    updates.update(1)
+    engine.failing = "load"
+
+    def lose_the_version() -> None:
+        other.held = {"a": "1", "b": "changed"}
+
+    other.on_end = lose_the_version
+    source.train()
+    with pytest.raises(WeightUpdateError):
+        updates.update(2)
+    assert (engine.label, engine.calls[-1]) == ("1", "resume")
+    assert other.label == "unverified-2"
+    assert "resume" not in other.calls[other.calls.index("unverified-2") :]
+
+
+def test_whole_weights_that_were_interrupted_are_compared_with_no_version() -> None:
+    engine = Engine()
+    updates = test_weight_sync.updater(engine, source=Source())
+    updates.update(1)
+    engine.failing = "load"
+    with pytest.raises(WeightUpdateError):
+        updates.update(2)
+    assert engine.label == "unverified-2"
+
+
+def test_the_engines_of_another_start_are_left_alone() -> None:
+    engine = Engine()
+    updates, source = connected(engine)
+    updates.update(1)
+    checks = iter([None, FencedError("taken over")])
+
+    def fence() -> None:
+        fault = next(checks)
+        if fault is not None:
+            raise fault
+
+    updates.fence = fence
+    source.train()
+    with pytest.raises(FencedError):
+        updates.update(2)
+    assert engine.label == "unverified-2"
 
 
 def test_a_refused_update_keeps_the_base() -> None:
