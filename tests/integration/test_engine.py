@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,12 +167,18 @@ def ask(count: int, **fields) -> list[GenerationRequest]:
     return [GenerationRequest(i, next(prompts), sampling, columns) for i in range(count)]
 
 
-async def until_running(client: EngineClient, count: int, since: float) -> None:
-    """Wait until the engine's scheduler runs ``count`` requests, by a report of after ``since`` (``time.time()``)."""
+async def until_running(
+    client: EngineClient, calls: Sequence[asyncio.Task], count: int, since: float
+) -> None:
+    """Wait until the engine's scheduler runs ``count`` requests, by a report of after ``since`` (``time.time()``).
+
+    ``calls``: wait for the requests. None of them may end before.
+    """
     while True:
         (load,) = (await client.get_json("/v1/loads"))["loads"]
         if load["timestamp"] > since and load["num_running_reqs"] == count:
             return
+        assert not any(call.done() for call in calls), "requests ended before they were seen to run"
         await asyncio.sleep(0.02)
 
 
@@ -356,7 +362,7 @@ async def under_updates(
     short = [replace(ask(1, max_new_tokens=8, ignore_eos=True)[0], key="short")]
     began = time.time()
     calls = [asyncio.create_task(client.answer([r], f"long-{r.key}")) for r in requests]
-    await until_running(client, len(requests), began)
+    await until_running(client, calls, len(requests), began)
     for version, folder in enumerate(folders, start=1):
         # The answer to the short request comes while the long requests are in the same batch.
         await client.answer(short, f"short-{version}")
@@ -393,7 +399,7 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
     folder, second = other
     models, shape = [reference, second, reference], load_model_shape(model)
     routed = RoutedShape.of_model(shape)
-    requests = ask(4, max_new_tokens=300, ignore_eos=True, topk=3, routed_experts=routed)
+    requests = ask(4, max_new_tokens=1000, ignore_eos=True, topk=3, routed_experts=routed)
     prefix = ask(1, max_new_tokens=2, ignore_eos=True)
 
     async def work():
@@ -491,7 +497,8 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
     folder, second = other
     models, shape = [reference, second, reference, second], load_model_shape(model)
     routed = RoutedShape.of_model(shape)
-    requests = ask(4, max_new_tokens=300, ignore_eos=True, topk=3, routed_experts=routed)
+    length = 1200
+    requests = ask(4, max_new_tokens=length, ignore_eos=True, topk=3, routed_experts=routed)
     short = ask(1, max_new_tokens=8, ignore_eos=True)
     member = Member(Server("engine", engine.url, 1, engine.pid), Keys(API_KEY, ADMIN_KEY))
     limits = GenerationLimits(concurrency=4, responses_per_call=2, hang_timeout_s=UNBOUNDED_S)
@@ -508,7 +515,7 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         running = asyncio.create_task(drawing)
         for version, weights_folder in enumerate([folder, model, folder], start=1):
             # A call that reached a paused engine would wait in front of the scheduler, and no abort would end it.
-            await until_running(client, len(requests), served_at)
+            await until_running(client, [running], len(requests), served_at)
             # The answer to the short request comes while the long requests are in the same batch.
             await client.answer(short, f"short-aborting-{version}")
             if version == 3:
@@ -528,7 +535,7 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
     # The last token of each part is drawn again.
     assert continuation.redrawn == 4 * 3
     for request, result in zip(requests, results.values(), strict=True):
-        assert (result.sampled, result.finish_reason) == (300, "length")
+        assert (result.sampled, result.finish_reason) == (length, "length")
         assert [span.weight_version for span in result.version_spans] == [0, 1, 2, 3]
         assert result.text == decode(result.response_ids, special=False)
         check_versions(request, result, models)
@@ -539,7 +546,7 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         kept = versions != 2
         np.testing.assert_array_equal(rows[kept], of_version[kept])
         assert (
-            rows[kept] != np.roll(np.stack(chosen), 1, axis=0)[versions, np.arange(300)][kept]
+            rows[kept] != np.roll(np.stack(chosen), 1, axis=0)[versions, np.arange(length)][kept]
         ).any()
         usable = usable_rows(result.loss_mask, result.columns)
         assert usable[:begin].all()
@@ -690,7 +697,7 @@ def test_an_abort_ends_one_request(runner, client):
             asyncio.create_task(client.generate([request], f"abort-{i}"))
             for i, request in enumerate(requests)
         ]
-        await until_running(client, 2, began)
+        await until_running(client, calls, 2, began)
         await asyncio.gather(client.abort("abort-0"), client.abort("abort-unknown"))
         outcome = await asyncio.gather(calls[0], return_exceptions=True)
         still_running = not calls[1].done()
