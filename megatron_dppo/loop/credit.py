@@ -75,9 +75,9 @@ def length_penalties(tokens: int, most_tokens: int, algorithm: AlgorithmConfig) 
 def returns_by_turn(t: Trajectory, score: float, penalty: float) -> list[float]:
     """Return the return of each turn of ``t``, in the order of the tokens.
 
-    The return of a turn is the sum of the environment's rewards of this turn and of all turns that were sampled after
-    it, the ``score`` of the run's rewards, and the ``penalty``. Score and penalty belong to the end of the episode, so
-    every turn has them. The return of the first turn is the whole reward.
+    The return of a turn is a sum of three terms: the environment's rewards of this turn and of all later turns in the
+    order of sampling; the ``score`` of the run's rewards; the ``penalty``. Score and penalty belong to the end of the
+    episode, so every turn has them. The return of the first turn is the whole reward.
 
     Args:
         t: the scored trajectory.

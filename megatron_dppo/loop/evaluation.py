@@ -1,8 +1,8 @@
 """Evaluate on held-out sets: avg@k, the mean reward over k responses to each problem of a set.
 
 In a run that generates ahead, the trainer does not wait for an evaluation. The evaluation begins right after the update
-to weight version v, runs while the next batch is trained on, and is finished before the next update, so that version v
-samples all its tokens. Its figures are added to the metrics row of step v, which is still the last row at that time.
+to weight version v, and runs while the next batch is trained on. It is finished before the next update, so that version
+v samples all its tokens. Its figures are added to the metrics row of step v, which is still the last row at that time.
 """
 
 from __future__ import annotations

@@ -462,7 +462,7 @@ class ColumnExchange:
             replica: int,
             rank_stages: Collection[int],
         ) -> list[ColumnPart]:
-            """Return the sorted parts that these ranks of a replica, in these pipeline stages, need together."""
+            """Return all parts, sorted, that ``ranks`` of ``replica`` need. ``rank_stages``: the ranks' stages."""
             if gather and 0 in ranks:
                 return sorted(directory.holders)
             # Which stages need a part depends only on its name and stage, so check one part of each (name, stage).

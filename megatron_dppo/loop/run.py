@@ -143,7 +143,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
 def _rows_after(directory: str, step: int) -> dict[str, Any]:
     """Return the metrics rows of the steps after ``step``, by the step as text, because JSON has no integer keys.
 
-    If ``step`` is 0, the row of step 0 is among them.
+    If ``step`` is 0, the row of step 0 is included.
     """
     try:
         rows = read_records(directory)

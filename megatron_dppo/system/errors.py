@@ -33,7 +33,7 @@
       RecordingError                    the records of a run can't be written
       DisagreementError                 the saved batch of a step disagrees with the records of the step
       BatchFormatError                  a file is not a batch of trajectories
-      SealError                         a batch was altered, or was made with other settings than the run's
+      SealError                         a batch was altered, or was made with other settings than the run has
       AlteredMemoryError                memory changed although nothing wrote to it
         AlteredWeightsError             the trainer's weights changed after the last step, or differ between replicas
         AlteredOptimizerError           Adam's state changed after the last step, or differs between replicas
