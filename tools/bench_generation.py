@@ -2,7 +2,7 @@
 """Benchmark of this project's generation client against SGLang's benchmark client, on the same server.
 
 Both request the same number of responses to prompts of the same lengths, each `--response-tokens` long (end of
-sequence ignored), with log-probabilities, the same sampling and the same concurrency. They take turns; the order
+sequence ignored), with log-probabilities, the same sampling and the same concurrency. Both take turns; the order
 alternates between rounds, and the server's cache is flushed before each turn. The peer is
 `python -m sglang.benchmark.serving --backend sglang`, once without streaming (as this client) and once with streaming,
 its default. The peer's wall time is the duration that the peer reports, and the peer's CPU time is the CPU time in this

@@ -84,7 +84,7 @@ dL/dweight to ``main``."""
 
 
 def with_logits(problem: Problem) -> tuple[Tensor, Tensor]:
-    """All logits at once. Their gradient overwrites them."""
+    """All logits at once. The gradient overwrites the logits."""
     hidden = problem.hidden.detach().requires_grad_()
     weight = problem.weight
     logits = (hidden.detach() @ weight.T).requires_grad_()
@@ -207,7 +207,7 @@ WAYS: dict[str, Way] = {
 
 
 PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten.addmm_: 1}
-"""Matrix products, and the place of their first factor."""
+"""Matrix product -> position of the first factor among its arguments."""
 
 
 class Counted(LiveTensors):

@@ -3,7 +3,7 @@
 
 Each round runs all modes in turn (every second round backwards). It compares seconds per step, the share of time that
 trainers waited, and the share of time that servers had nothing to generate. Evaluations are not counted. The first
-steps and the last step are not counted either, because no batch is ahead in them. Run directories are kept for
+steps and the last step are not counted either: no batch is ahead in these steps. Run directories are kept for
 `megatron-dppo report`.
 
     python tools/bench_idle.py examples/tiny_moe/config.yaml --rounds 3 --tail run.steps=20
@@ -113,7 +113,7 @@ class Measured:
 
 
 def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Measured:
-    """Run one training in a new ``directory``; exits the program if it fails."""
+    """Run one training in a new ``directory``. Exit the program if the training fails."""
     words = (
         f"run.directory={directory}",
         "run.resume=never",

@@ -1,6 +1,6 @@
 """The reference of every key as Markdown: ``python tools/config_reference.py > docs/configuration.md``.
 
-The schema is its only source.
+The schema is the only source of this reference.
 """
 
 from __future__ import annotations

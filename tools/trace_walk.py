@@ -46,7 +46,7 @@ class Walk:
     Args:
         title: Heading of the walk on the page.
         start: Function of rank 0 whose call begins the walk, as file and qualified name.
-        end: Function of rank 0 whose return ends it.
+        end: Function of rank 0 whose return ends the walk.
         processes: Kinds of process whose entries belong to the walk.
     """
 

@@ -58,7 +58,7 @@ class Setting:
         task, mismatch: keys of ``TASKS`` and ``MISMATCHES``.
         changes: overrides of the lab's configuration.
         reason: why rules are compared in this setting.
-        caution: a wrong conclusion that the rewards of this setting could suggest; empty if there is none.
+        caution: a wrong conclusion that the rewards of this setting could suggest; empty without such a conclusion.
     """
 
     task: str
@@ -230,7 +230,7 @@ class ComparisonResult:
 
     @property
     def finding(self) -> Finding:
-        """The finding of Student's test alone, at the level of a single test."""
+        """The finding by only Student's test, at the level of a single test."""
         return self.leans_to if self.p <= LEVEL else Finding.OPEN
 
 
@@ -277,7 +277,7 @@ class Comparison:
         if self.margin is None:
             claimed, contrary = one_sided(values), one_sided(-values)
         else:
-            # The claim needs the mean inside of both bounds, the contrary needs it outside of one bound.
+            # For the claim, the mean must be inside both bounds. For the contrary, the mean must be outside one bound.
             claimed = max(one_sided(values + self.margin), one_sided(self.margin - values))
             contrary = min(one_sided(values - self.margin), one_sided(-values - self.margin))
         return min(1.0, 2 * claimed), min(1.0, 2 * contrary)

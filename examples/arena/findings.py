@@ -1,4 +1,4 @@
-"""The page ``findings.md``: one table, and a figure for each claim, from the kept metrics of the runs alone."""
+"""The page ``findings.md``: one table, and a figure for each claim, made only from the kept metrics of the runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ROUNDING = 1e-6
 
 
 class Word(Enum):
-    """The verdict on a claim whose runs are complete, by its primary test alone (claims.py)."""
+    """The verdict on a claim whose runs are complete. Only the claim's primary test decides (claims.py)."""
 
     REPRODUCED = "reproduced"
     CONTRARY = "contrary"

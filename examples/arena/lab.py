@@ -2,7 +2,7 @@
 
 Learner, trainer, rules, packing, statistics and optimizer come from the package. A copy of the policy takes the
 engine's place. A repeated run is bitwise equal, even if the machine does other work beside it. The lab has no engine,
-no fleet and no weight updates: real_loop.py makes runs with them.
+no fleet and no weight updates: real_loop.py makes runs with all three.
 """
 
 from __future__ import annotations

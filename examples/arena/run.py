@@ -122,7 +122,7 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
 
 
 def make_material(tasks: Iterable[str]) -> None:
-    """Make the material of the tasks before their runs start, because two runs side by side would both make it.
+    """Make the material of the tasks before their runs start: two runs side by side would make the material twice.
 
     Raises RuntimeError for a task whose material can't be made.
     """

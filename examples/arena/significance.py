@@ -114,7 +114,7 @@ def power(distances: Sequence[float], deviation: float, count: int, level: float
         distances: distance from the true mean to each bound, all above 0.
         deviation: standard deviation of the differences.
         count: number of pairs, two or more.
-        level: two-sided level; the test of each bound has half of it.
+        level: two-sided level; the test of each bound uses half of this level.
     """
     critical = student.ppf(1 - level / 2, count - 1)
     # The probability of missing any bound is at most the sum of the bounds' probabilities.

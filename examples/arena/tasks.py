@@ -7,7 +7,7 @@
   is right at 96% of the tokens. The reward is the share of the response before the first error, so early tokens decide.
 - ``longer``: the task ``long`` with 256 tokens.
 - ``moe``: the demo's arithmetic on its mixture of experts.
-- ``moe-wide``: the policy of ``moe``, with widths that are multiples of 128, as block FP8 needs them.
+- ``moe-wide``: the policy of ``moe``, with widths that are multiples of 128, because block FP8 needs such widths.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WORDS, PROBLEMS, FIRST_WORD = 2048, 16, 64
 LIKELY_WORDS = 50
 """Number of the likeliest words, which belong to no topic."""
 STICKING = 0.5
-"""Probability that the word after a word of a topic is drawn from the words of this topic alone."""
+"""Probability that the word after a word of a topic is drawn only from the words of this topic."""
 
 
 def zipf() -> np.ndarray:
@@ -288,7 +288,7 @@ Batch = Callable[[np.random.Generator], tuple[Tensor, Tensor]]
 
 
 def start_policy(name: str, shape: Mapping[str, int], batch: Batch, steps: int) -> Path:
-    """Return the Hugging Face folder of a Qwen3 of ``shape`` that imitates ``batch``; train it if it is missing."""
+    """Return the Hugging Face folder of a Qwen3 of ``shape`` that imitates ``batch``, trained if it is missing."""
     folder = MATERIAL / name
     if folder.is_dir():
         return folder

@@ -191,7 +191,7 @@ async def _first_line(output: asyncio.StreamReader) -> bytes:
 
 @functools.cache
 def _snippet_slots(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """The slots for running snippets; one semaphore per event loop, because it belongs to one loop."""
+    """The slots for running snippets. Each event loop has a semaphore, because a semaphore belongs to one loop."""
     return asyncio.Semaphore(os.cpu_count() or 1)
 
 

@@ -120,7 +120,7 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
             raise SandboxError(f"{path}: there is no such file or folder to show in the sandbox")
         resolved = os.path.realpath(path)
         yield from ("--ro-bind", resolved, resolved)
-        # A path through links must exist in the sandbox too. Links inside the current folder exist there already.
+        # A path through links must exist in the sandbox too. The sandbox already has the links in the current folder.
         is_inside_current = Path(path).absolute().is_relative_to(current_folder)
         if path != resolved and not is_inside_current:
             yield from ("--ro-bind", resolved, os.path.abspath(path))

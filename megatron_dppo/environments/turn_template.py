@@ -60,7 +60,7 @@ class TurnTemplate:
     Args:
         tokenizer: tokenizer with the chat template.
         role: role of the observations.
-        is_chat: whether to use the chat template; without it, an observation's text follows the turn directly.
+        is_chat: whether to use the chat template. Without a template, an observation's text follows the turn directly.
         arguments: variables of the template (``data.chat_template_arguments``).
 
     Raises:

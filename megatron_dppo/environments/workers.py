@@ -232,7 +232,7 @@ class EnvironmentWorker(RestrictedWorker):
         super().kill(reason)
 
     async def _wait_until_ready(self) -> None:
-        """Wait for the start of the process, and kill it if it takes too long.
+        """Wait for the start of the process. Kill the process if the start takes too long.
 
         For a process that ended, this method does not raise: the next ``_call`` raises.
         """

@@ -100,7 +100,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 
 
 def words_of(text: str) -> str | None:
-    """An answer that consists of words alone, in lower case with single spaces; None for any other answer."""
+    """An answer that consists only of words, in lower case with single spaces; None for any other answer."""
     match = _TEXT.match(text)
     if match:
         content = text[match.end() : -1]

@@ -68,7 +68,7 @@ def in_ascii_punctuation(text: str) -> str:
 
 
 def final_answer(response: str) -> str:
-    r"""The final answer of a response, without the markup around it; empty if there is none.
+    r"""The final answer of a response, without the markup around it; empty if the response has no answer.
 
     Only the text after ``</think>`` is read. If this text has an ``<answer>``, only the last ``<answer>`` is read. The
     answer is X in the last of these forms: ``\boxed{X}`` (also ``\framebox``, ``\fbox``), ``#### X`` (GSM8K's form),
@@ -104,7 +104,7 @@ def _after_thinking(response: str) -> str:
 
 
 def _in_answer_tag(text: str) -> str:
-    """The content of the last ``<answer>``; ``text`` if there is none."""
+    """The content of the last ``<answer>``; ``text`` if it has no ``<answer>``."""
     end = text.rfind(_ANSWER_ENDS)
     start = text.rfind(_ANSWER_BEGINS, 0, max(end, 0))
     if start < 0:

@@ -179,7 +179,7 @@ def _sign_and_digits(integer: re.Match[str]) -> tuple[bool, str]:
 
 
 def _parse_gold(answer: str) -> list:
-    """Parse the values of an expected answer. Raises ValueError if there are none."""
+    """Parse the values of an expected answer. Raises ValueError for an answer without values."""
     gold = _parse(plain_notation(answer))
     if not gold:
         raise ValueError(f"math-verify cannot parse the answer {answer!r}")

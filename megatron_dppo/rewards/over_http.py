@@ -270,7 +270,7 @@ class RewardModel:
 
 
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Load a reward model's tokenizer. Raises ValueError if there is none, or it has no chat template."""
+    """Load a reward model's tokenizer. Raises ValueError if it can't be loaded, or has no chat template."""
     # Import lazily: the import takes seconds, and a judge does not need the library.
     from transformers import AutoTokenizer
 
@@ -403,7 +403,7 @@ class Judge:
             raise RewardUnavailableError(f"no chat completion: {excerpt}") from error
 
     def _score(self, reply: str) -> float | None:
-        """The score in a reply, mapped to [0, 1]; None if there is none, or it is outside of the range."""
+        """The score in a reply, mapped to [0, 1]. None without a score, or for a score outside of the range."""
         scores = [match[1] for match in self._pattern.finditer(reply)]
         lowest, highest = self._range
         try:

@@ -116,7 +116,7 @@ _FINDERS = {"tag": extract_answer, "box": _boxed, "whole": str}
 
 @functools.cache
 def _dataset(task: str, config_json: str) -> Any:
-    """The object that scores a task's answers. It is cached, because some tasks take seconds to build it.
+    """The object that scores a task's answers. It is cached, because its construction takes seconds for some tasks.
 
     ``config_json`` is the task's configuration as JSON text, because arguments of a cached function must be hashable.
     """

@@ -398,7 +398,7 @@ class RewardWorker(RestrictedWorker):
         self._on_timeout = on_timeout
 
     def form(self) -> RewardForm:
-        """The reward's form. Waits until the worker is ready. Raises VerifierError if it cannot start."""
+        """The reward's form. Waits until the worker is ready. Raises VerifierError if the worker cannot start."""
         try:
             reads, is_async, columns = json.loads(self.ready.result(START_LIMIT_S))
         except TimeoutError:
@@ -461,7 +461,7 @@ class RewardWorker(RestrictedWorker):
     def _error(self, lost: WorkerLostError, inputs: Sequence[RewardInput] = ()) -> VerifierError:
         """The error of a process that has exited, with the process's output.
 
-        ``inputs``: the inputs of the call during which the process exited; empty if it exited at its start.
+        ``inputs``: the inputs of the call during which the process exited; empty for an exit at the process's start.
         """
         hint = withheld_hint(lost.output, "passed_variables of this reward")
         call = ""
@@ -540,7 +540,7 @@ def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
 
 
 # (package, class) of exceptions that HTTP clients raise for a service that cannot be reached, is too busy, or broke the
-# connection. They are not OSErrors.
+# connection. These exceptions are not OSErrors.
 _SERVICE_ERRORS = {
     ("http", "HTTPException"),
     ("httpx", "TransportError"),

@@ -40,7 +40,7 @@ def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -
     trainer = Trainer(config)
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
-            group["step"] = 1  # Megatron's own state dict needs it
+            group["step"] = 1  # Megatron's own state dict needs this value
             for p in group["params"]:
                 state = part.optimizer.state[p]
                 state.update({n: torch.rand_like(p.data) for n in ("exp_avg", "exp_avg_sq")})

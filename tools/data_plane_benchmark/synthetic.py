@@ -14,7 +14,7 @@ from megatron_dppo.model.layout import Layout
 PROMPT_TOKENS = 200
 VOCABULARY = 151_936
 POOL = 4
-"""Number of responses whose arrays the engine's side has. It answers with them in turn."""
+"""Number of responses whose arrays the engine's side has. The engine's side answers with these responses in turn."""
 
 
 @dataclass(frozen=True)

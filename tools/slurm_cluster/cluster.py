@@ -25,7 +25,8 @@ from tools.slurm_cluster.watchdog import Watchdog
 
 _FOLDERS = ("etc", "log", "state", "spool", "munge", "dev", "node", "shared")
 _START_S = 120.0
-_FAKE_GPU = 240  # a device number without a driver: opening it fails, but a cgroup can refuse it
+_FAKE_GPU = 240
+"""A device number without a driver. No process can open such a device, but a cgroup can forbid it."""
 
 
 class Cluster:
@@ -87,9 +88,8 @@ class Cluster:
     def start(self) -> None:
         """Start everything; returns when every node is idle."""
         try:
-            with (
-                held_back()
-            ):  # after this block, ``stop`` or the watchdog ends an interrupted start
+            # Delay signals: only after this block can ``stop`` or the watchdog end an interrupted start.
+            with held_back():
                 self._make_folders()
                 self._network = make_network() if self.isolated else None
                 self._make_nodes()
@@ -154,7 +154,7 @@ class Cluster:
         return run(*self._nodes[node].enter(), *command, environment=self.environment)
 
     def declare_down(self, node: str) -> None:
-        """Tell the controller that a node is down. Otherwise it would notice this only after 10-20 s."""
+        """Tell the controller that a node is down. Otherwise the controller would notice only after 10-20 s."""
         self.client.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def wait_idle(self, timeout_s: float = _START_S) -> None:

@@ -47,7 +47,7 @@ class Network:
         run("ip", "link", "set", self.cable(number), "up" if on else "down")
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove the bridge and its cables. It is no error if they are gone."""
+        """Remove the bridge and its cables. It is no error if some are already gone."""
         for number in numbers:
             run("ip", "link", "del", self.cable(number), check=False)
         run("ip", "link", "del", self.bridge, check=False)
@@ -62,9 +62,8 @@ def make_network() -> Network:
         if f"10.{subnet}." in taken:
             continue
         try:
-            run(
-                "ip", "link", "add", network.bridge, "type", "bridge"
-            )  # fails if the name is in use
+            # This command fails if the name is in use.
+            run("ip", "link", "add", network.bridge, "type", "bridge")
         except CommandError:
             continue
         run("ip", "addr", "add", f"{network.controller}/24", "dev", network.bridge)

@@ -16,7 +16,7 @@ def search_path() -> str:
 
 
 def what_is_missing() -> str | None:
-    """A line with the programs that this machine lacks, and the script that installs them; None if it has all."""
+    """A line with the programs that this machine lacks, and the script that installs them. None if none is missing."""
     command = ("/bin/bash", str(_INSTALL), "--missing")
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     if not names:

@@ -9,7 +9,7 @@ from megatron_dppo.system.processes import ENDING_SIGNALS
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, SIGTERM or SIGHUP came; ``code`` is a shell's exit code for it."""
+    """This process received Ctrl-C, SIGTERM or SIGHUP. ``code``: a shell's exit code for the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
