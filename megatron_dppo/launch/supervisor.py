@@ -332,10 +332,10 @@ class Supervisor:
         if self._is_stopping and all(failure.stopped_early for failure in failures):
             log.info("stopped before the training began; there was nothing to save")
             return self._stopped()
-        first_failure, *later_failures = failures
+        likely_cause, *later_failures = failures
         # Killing the ranks completes the files that the report quotes.
         self.ranks.clear()
-        report = first_failure.report()
+        report = likely_cause.report()
         log.error("%s", report)
         if later_failures:
             numbers = ", ".join(str(failure.rank) for failure in later_failures)
@@ -343,9 +343,9 @@ class Supervisor:
             log.error("after it, %s %s failed too: see %s", noun, numbers, later_failures[0].output)
         pause_s = None
         if self.restarts is not None and not self._is_stopping:
-            pause_s = self.restarts.pause_after(first_failure)
+            pause_s = self.restarts.pause_after(likely_cause)
         if self.restarts is None or pause_s is None:
-            return Outcome(FAILED, "failed", self._final(report, first_failure))
+            return Outcome(FAILED, "failed", self._final(report, likely_cause))
         processes.kill_orphans()
         budget = self.restarts.budget
         log.warning(

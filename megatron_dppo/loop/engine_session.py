@@ -413,10 +413,10 @@ class EngineSession:
         """
         while True:
             done_before = len(generation.done)
-            end, reason = self._connections.wait(generation)
+            end, own_reason = self._connections.wait(generation)
             has_new_responses = len(generation.done) > done_before
             has_servers = self._connections.client.has_servers
-            own_end = [int(end), reason, has_new_responses, has_servers]
+            own_end = [int(end), own_reason, has_new_responses, has_servers]
             rank_ends = [_RankEnd(*values) for values in collectives.all_gather_json(own_end)]
             worst_end = max(GenerationEnd(rank.end) for rank in rank_ends)
             if worst_end is GenerationEnd.STOPPED:

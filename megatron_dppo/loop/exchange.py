@@ -486,9 +486,9 @@ class ColumnExchange:
 
         rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
         groups = host_groups(rows)
-        sizes = {group.head: share_of(group).size for group in groups}
+        share_sizes = {group.head: share_of(group).size for group in groups}
         stage_of = [stage for _, stage, *_ in rows]
-        groups = with_room(groups, sizes, stage_of)
+        groups = with_room(groups, share_sizes, stage_of)
         own_group = next(group for group in groups if topology.rank in group.ranks)
         shares = {group.head: share_of(group) for group in groups}
         received = self._received(own_group, shares, directory, arrays)
@@ -496,8 +496,8 @@ class ColumnExchange:
         for part in parts_for([topology.rank], topology.dp_rank, [topology.pp_rank]):
             by_position.setdefault(part.position, {})[part] = received[part]
         delivered: dict[int, Trajectory] = {}
-        for position, parts in by_position.items():
-            delivered[position] = stages.trajectory(outlines[position], parts)
+        for position, own_arrays in by_position.items():
+            delivered[position] = stages.trajectory(outlines[position], own_arrays)
         return Delivery(outlines, delivered, directory.forms, directory.positions)
 
     def _received(
@@ -591,7 +591,7 @@ def transfer(
     # Reuse one buffer for all sent pieces: allocating memory for each piece costs more than the copy.
     send_buffer = np.empty(0, np.uint8)
 
-    def pieces(source: int, target: int) -> list[list[ColumnPart]]:
+    def pieces_between(source: int, target: int) -> list[list[ColumnPart]]:
         """Return the pieces that ``source`` sends to ``target``."""
         if target not in shares:
             return []
@@ -602,7 +602,9 @@ def transfer(
     for distance in range(1, len(members)):
         target = members[(index + distance) % len(members)]
         source = members[(index - distance) % len(members)]
-        for sent_piece, received_piece in zip_longest(pieces(rank, target), pieces(source, rank)):
+        sent_pieces = pieces_between(rank, target)
+        received_pieces = pieces_between(source, rank)
+        for sent_piece, received_piece in zip_longest(sent_pieces, received_pieces):
             sent = received = None
             if sent_piece is not None:
                 begin, end = shares[target].extent(sent_piece)

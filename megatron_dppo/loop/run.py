@@ -437,11 +437,11 @@ class Run:
         with self.timer("train"):
             self._check_memory()
         self.samples.take(step, batch)
-        planned, learned, weights = self._learn(step, batch, seal)
-        self._complete_step(step, weights, batch.sampler)
+        planned, learned, weights_hash = self._learn(step, batch, seal)
+        self._complete_step(step, weights_hash, batch.sampler)
         self.examples = examples_of(planned.trajectories)
         if seal is not None:
-            seal = seal.trained(weights)
+            seal = seal.trained(weights_hash)
         self._save_batch(step, planned.trajectories, seal)
         samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
         # Free the batch before the next one arrives: two do not fit in memory.
@@ -451,7 +451,7 @@ class Run:
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         if batch.seal is not None and step in batch.seal.weights:
             # A replayed batch: compare the weights with the weights that the replayed run made of this batch.
-            measured[metric_names.REDERIVED] = float(batch.seal.weights[step] == weights)
+            measured[metric_names.REDERIVED] = float(batch.seal.weights[step] == weights_hash)
         failpoint("step/saved")
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
         if self.restores:
@@ -500,14 +500,14 @@ class Run:
                 raise
             if self.learner.warned_of_gap:
                 self._write_held_tensors(step)
-            weights = self.memory.remember_weights(step)
+            weights_hash = self.memory.remember_weights(step)
             is_saved = last_due(step, self.config.checkpoint.every, self.config.run.steps) == step
             if is_saved and self._watches_optimizer:
                 self.memory.remember_optimizer(step)
         failpoint("step/trained")
-        self.seals.remember(step, weights)
+        self.seals.remember(step, weights_hash)
         failpoint("step/sealed")
-        return planned, learned, weights
+        return planned, learned, weights_hash
 
     def _write_held_tensors(self, step: int) -> None:
         """Write what the servers hold to a file beside the batch of ``step``.
