@@ -95,9 +95,9 @@ def measure(mode: str, settings: dict[str, Any], before: Path | None) -> Measure
     folder = Path(settings["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    code = "background" if mode.endswith("background") else "foreground"
-    name = f"megatron {code}" if mode.startswith("megatron") else code
-    ranks = start({**settings, "mode": name}, before if mode == "before" else None)
+    # The mode "before" saves in the foreground, with the code of another checkout.
+    rank_mode = "foreground" if mode == "before" else mode
+    ranks = start({**settings, "mode": rank_mode}, before if mode == "before" else None)
     try:
         wait_for(ranks, [folder / f"ready{rank}" for rank in range(len(ranks))])
         start_bytes = memory_of(ranks)

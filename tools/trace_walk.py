@@ -35,6 +35,8 @@ STORED = ROOT / "docs" / "evidence" / "walks.yaml"
 PAGE = ROOT / "docs" / "overview.md"
 TRACE_FOLDER = ROOT / "tools" / "trace"
 HELPERS = ("system/", "config/", "trainer/cpu/", "engine/sglang_cpu/", "logging.py", "__init__.py")
+_OVERRIDES = ("run.steps=2", "evaluation.every=9", "checkpoint.every=9")
+"""Overrides of the traced run: two steps, without an evaluation or a checkpoint between them."""
 SUPERVISOR = "supervisor"
 RANK_0 = "rank 0"
 
@@ -218,9 +220,6 @@ def _first_sentence(path: Path) -> str:
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first_paragraph = " ".join(docstring.split("\n\n")[0].split())
     return first_paragraph.rstrip(".").replace("``", "`")
-
-
-_OVERRIDES = ("run.steps=2", "evaluation.every=9", "checkpoint.every=9")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -185,6 +185,11 @@ likely_prob_error = _of_bins(PROB_ERROR, _LIKELY, "|pi - mu| where mu >= 0.5")
 
 # --- claims
 
+ALIKE = 0.05
+"""Rules are alike if the mean difference of their outcomes is between -ALIKE and ALIKE."""
+TV, KL, CLIP = "dppo-binary-tv", "dppo-binary-kl", "grpo-clip-higher"
+DPPO = (TV, KL)
+
 
 class Finding(Enum):
     """Whether a test supports the claim, the contrary, or neither."""
@@ -365,9 +370,6 @@ def _mismatch_tests(setting: str) -> tuple[Comparison, Comparison]:
     return Comparison(rare_ratio, likely_ratio), Comparison(likely_prob, rare_prob)
 
 
-ALIKE = 0.05
-TV, KL, CLIP = "dppo-binary-tv", "dppo-binary-kl", "grpo-clip-higher"
-DPPO = (TV, KL)
 KL_AS_PDM = f"{KL} kl_threshold=0.15 ratio_cap=5"
 BPO_UNMASKED = "bpo clip_low=1 clip_high=10"
 """Bellman PO without a mask: with these options the mask's bounds are 0 and 11, and the weight

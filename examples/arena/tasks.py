@@ -205,6 +205,9 @@ def _of_digits(name: str, length: int) -> Task:
 
 # --- moe
 
+INNER_NEURONS = 256
+"""Number of inner neurons of an expert in ``moe-wide``."""
+
 
 def moe() -> Task:
     material = prepare(1)
@@ -271,7 +274,6 @@ def write_wide(source: Path, folder: Path) -> None:
     staged.rename(folder)
 
 
-INNER_NEURONS = 256
 TASKS: dict[str, Callable[[], Task]] = {
     "rare": rare,
     "long": long,

@@ -80,7 +80,7 @@ def _answer_errors(
     timeout_s: float,
 ) -> dict[str, dict[int, str]]:
     """The errors in answers: path of a file -> problem id -> the error."""
-    reads_answers_alone = set(form.reads) <= {"response", "answer"} and not form.columns
+    reads_only_answers = set(form.reads) <= {"response", "answer"} and not form.columns
     # Each problem has the key of its input. Problems with equal inputs share a key, so the input is scored once.
     input_keys: dict[tuple[str, int], Hashable] = {}
     inputs: dict[Hashable, RewardInput] = {}
@@ -91,7 +91,7 @@ def _answer_errors(
                 continue
             problem_key = path, problem.problem_id
             answer = reward.final(problem.answer)
-            input_key: Hashable = answer if reads_answers_alone else problem_key
+            input_key: Hashable = answer if reads_only_answers else problem_key
             input_keys[problem_key] = input_key
             record = RewardInput.of(problem, answer)
             # Reduce the answer to its final answer for a separate gold function. If the reward checks itself, the

@@ -85,6 +85,7 @@ def written_answer(response: str) -> str:
     answers = [*_boxed_answers(text), *_marked_answers(text), *_stated_answer(text)]
     if not answers:
         return _last_line_answer(text)
+    # The last answer has the largest position.
     _, last_answer = max(answers)
     # A box may hold a sentence: "The answer is 42", or "\text{The answer is} 42" with a brace before the answer.
     statements = _stated_answer(last_answer)

@@ -65,6 +65,9 @@ _PACKAGE = Path(__file__).parents[1]
 BACK_OFF_S = 0.5
 """Pause before the second attempt at a reward that is unavailable. The pause doubles for each further attempt."""
 LONGEST_BACK_OFF_S = 60.0
+GRACE_S = 5.0
+"""The worker ends itself this many seconds after the verifier's limit, in case the verifier is gone. For an
+asynchronous reward, the verifier's limit is this many seconds after ``timeout_s``, which the worker applies itself."""
 _MAX_REFUSAL = 200
 """Largest number of characters of a reward's error in a refusal."""
 OnScore = Callable[[], None]
@@ -573,11 +576,6 @@ def _failure(error: Exception | SystemExit) -> Score:
     if is_own_reward:
         return Score(0.0, refusal=reason)
     return Score(0.0, refusal=f"{reason} ({Path(frame.filename).name}, line {frame.lineno})")
-
-
-GRACE_S = 5.0
-"""The worker ends itself this many seconds after the verifier's limit, in case the verifier is gone. For an
-asynchronous reward, the verifier's limit is this many seconds after ``timeout_s``, which the worker applies itself."""
 
 
 def serve(
