@@ -13,7 +13,7 @@ from megatron_dppo.diagnostics.gpu_check.runner import run_part
         ("layers", 4),
         ("full_layer", 9),
         pytest.param("context", 2, marks=pytest.mark.slow),
-        pytest.param("cpu_twin", 15, marks=pytest.mark.slow),
+        pytest.param("cpu_twin", 16, marks=pytest.mark.slow),
         ("handles", 1),
         ("optimizer_state", 5),
     ],

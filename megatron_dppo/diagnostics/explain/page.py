@@ -73,12 +73,13 @@ def counts(name: str, tokens: Sequence[Token]) -> SummaryTable:
     for verdict in verdicts(name):
         group = [t for t in tokens if verdict.holds(t)]
         positive_count = sum(t.advantage > 0 for t in group)
+        negative_count = sum(t.advantage < 0 for t in group)
         share = f"{len(group) / len(tokens):.2%}"
         rows.append(
             (
                 verdict.meaning,
                 str(positive_count),
-                str(len(group) - positive_count),
+                str(negative_count),
                 str(len(group)),
                 share,
             )

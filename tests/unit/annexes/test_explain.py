@@ -7,6 +7,7 @@ import io
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 
@@ -292,6 +293,20 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
     counts = {row[0]: row[1:4] for row in tables[0].rows}
     assert counts["blocked by dppo-binary-tv alone"] == ("1", "0", "1")
     assert "\x1b" not in str(tables)
+
+
+def test_tokens_without_advantage_count_for_neither_sign(model, log_pi):
+    from megatron_dppo.diagnostics.explain.explanation import Policy
+
+    sampled = replace(Far.rollouts(log_pi)[0], advantage=0.0)
+    algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
+    response = explain_response(
+        0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
+        temperature=TEMPERATURE, texts=Hostile(),
+    )  # fmt: skip
+    rows = page.counts("dppo-binary-tv", response.tokens).rows
+    assert {row[1:3] for row in rows} == {("0", "0")}
+    assert sum(int(row[3]) for row in rows) == len(response.tokens)
 
 
 def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, capsys):

@@ -29,6 +29,7 @@ from megatron_dppo.diagnostics.gpu_check.parts.trainer import take_step
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_dppo.config.schema import PolicyConfig
     from megatron_dppo.data.packing import PackedBatch
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -66,6 +67,10 @@ def cpu_twin(bench: Bench) -> Iterator[CheckRow]:
         for name, is_equal in here["equal"].items():
             text = "equal" if is_equal else "different"
             yield CheckRow(f"{case}: {name}", text, "equal", is_equal)
+        if case == REPLAY:
+            is_used = here["uses_recording"]
+            text = f"{'other' if is_used else 'the same'} log-probabilities"
+            yield CheckRow(f"{case}: another recording", text, "other log-probabilities", is_used)
 
 
 def _start(case: str, checkpoint: Path, folder: Path, *, on_gpu: bool) -> subprocess.Popen[bytes]:
@@ -101,9 +106,14 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     optimizer = {"lr": LEARNING_RATE, "warmup_steps": 0}
     config = policy_config(checkpoint, "float32", optimizer=optimizer, **CASES[case])
-    config = config.model_copy(update={"router_replay": case == REPLAY})
+    if case == REPLAY:
+        config = _replay_config(config)
     trainer = Trainer(config)
     batch = _batch(trainer)
+    uses_recording = None
+    if case == REPLAY:
+        other_recording = _log_probs(trainer, _batch(trainer, seed=4))
+        uses_recording = other_recording != _log_probs(trainer, batch)
     log_probs, norms = [], []
     for _ in range(STEPS):
         log_probs.append(_log_probs(trainer, batch))
@@ -116,11 +126,29 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
     }
     device = str(trainer.device)
     trainer.close()
-    return {"device": device, "log_probs": log_probs, "gradient_norms": norms, "equal": equal}
+    return {
+        "device": device,
+        "log_probs": log_probs,
+        "gradient_norms": norms,
+        "equal": equal,
+        "uses_recording": uses_recording,
+    }
 
 
-def _batch(trainer: Trainer) -> PackedBatch:
-    """Make a micro-batch of random tokens; with router replay, each token has random recorded experts."""
+def _replay_config(config: PolicyConfig) -> PolicyConfig:
+    """Return a configuration whose routers use the recorded choices."""
+    from megatron_dppo.config.schema import PolicyConfig
+
+    class ReplayConfig(PolicyConfig):
+        @property
+        def router_replay(self) -> bool:
+            return True
+
+    return ReplayConfig.model_validate(config.model_dump())
+
+
+def _batch(trainer: Trainer, seed: int = 3) -> PackedBatch:
+    """Make a micro-batch of random tokens; with router replay, each token has recorded experts, drawn with ``seed``."""
     import torch
 
     batch = random_batch(trainer.shape.vocab_size, LENGTHS)
@@ -128,7 +156,7 @@ def _batch(trainer: Trainer) -> PackedBatch:
         return batch
     shape = trainer.shape
     sizes = (batch.num_tokens, shape.num_layers, shape.num_experts)
-    order = torch.rand(sizes, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    order = torch.rand(sizes, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     experts = order[..., : shape.experts_per_token].to(torch.uint8)
     recorded = torch.ones(batch.num_tokens, dtype=torch.bool)
     return replace(batch.with_columns(routed_experts=experts), valid={"routed_experts": recorded})
