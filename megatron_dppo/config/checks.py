@@ -659,7 +659,7 @@ def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.F
     """Report settings of interrupted, stale and surplus responses that the run can't have."""
     if rollout.interrupt == "retract" and updates_adapters(lora):
         yield (
-            "rollout.interrupt: got retract, expected drain or abort where updates send adapters alone: a retracted "
+            "rollout.interrupt: got retract, expected drain or abort where updates send only adapters: a retracted "
             "response goes on with the adapters that it began with"
         )
     if rollout.replay_from is not None and rollout.max_staleness:

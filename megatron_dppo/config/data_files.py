@@ -67,7 +67,7 @@ class DataFiles:
         if not missing_files:
             return None
         if self.is_several:
-            return f"files alone, but {missing_files[0]} is none"
+            return f"only files, but {missing_files[0]} is no file"
         return f"a JSONL or Parquet file, relative to {Path.cwd()}"
 
 

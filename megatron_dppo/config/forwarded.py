@@ -155,8 +155,8 @@ MEGATRON_FIXED: Mapping[str, str] = {
             "hierarchical_context_parallel_sizes",
             "max_seqlen_per_dp_cp_rank",
         ),
-        "parallel.context is one size for every sequence: Transformer Engine takes packed sequences over one group "
-        "alone, and Megatron-Core's rotary embedding does not follow groups that change",
+        "parallel.context is one size for every sequence: Transformer Engine takes packed sequences only over one "
+        "group, and Megatron-Core's rotary embedding does not follow groups that change",
     ),
     "mtp_num_layers": "multi-token prediction is not trained: its loss needs labels, and logits of every token",
     "defer_embedding_wgrad_compute": "the output layer's weight gradient is summed where its logits are computed",
@@ -332,7 +332,7 @@ SGLANG_FIXED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("pp_size", "moe_dp_size"),
-        "weight updates are verified for engines of tensor and expert parallelism and of attention replicas",
+        "weight updates are verified only for engines of tensor and expert parallelism and of attention replicas",
     ),
 }
 """Field of ServerArgs that must not be set -> the reason."""
@@ -340,7 +340,7 @@ SGLANG_FIXED: Mapping[str, str] = {
 
 _PLAIN_HTTP = "the servers answer /generate over plain HTTP, each by itself"
 _EXPERT_PLACES = (
-    "weight updates are verified for experts that lie as tp_size and ep_size place them"
+    "weight updates are verified only for experts that lie as tp_size and ep_size place them"
 )
 _EXCHANGE_KERNELS = (
     "DeepEP and flashinfer have kernels that lay out the experts' weights in their own way"
@@ -384,12 +384,12 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
     **dict.fromkeys(("json_model_override_args", "decrypted_config_file"), _OTHER_MODEL),
     **dict.fromkeys(
         ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
-        "weight updates are verified for tensor-parallel engines of unquantised weights",
+        "weight updates are verified only for tensor-parallel engines of unquantised weights",
     ),
     **dict.fromkeys(
         SGLANG_OTHER_SHARES,
-        "weight updates are verified for servers whose tp_size ranks divide MLPs, and whose attention replicas divide "
-        "attention",
+        "weight updates are verified only for servers whose tp_size ranks divide MLPs, and whose attention replicas "
+        "divide attention",
     ),
     "moe_a2a_backend": _EXCHANGE_KERNELS,
     **dict.fromkeys(
@@ -407,7 +407,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("cpu_offload_gb", "offload_group_size"),
-        "weight updates are verified for weights that lie on the server's devices",
+        "weight updates are verified only for weights that lie on the server's devices",
     ),
     "weight_cache_mode": "SGLang refuses to update weights that it shares with a cache of weights",
     **dict.fromkeys(

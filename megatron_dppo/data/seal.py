@@ -174,7 +174,7 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
     ``versions`` has the hashes of the weights that may have sampled the response, by version.
     """
     if not origin.has_prompt(t):
-        yield f"{t}: its prompt is not that of the problem in data.train, or there is none"
+        yield f"{t}: its prompt is not the prompt of the problem in data.train, or data.train has no such problem"
     if t.sampled and not t.version_spans:
         yield f"{t}: weights: nothing says which version sampled it"
     for span in t.version_spans:
@@ -248,12 +248,15 @@ def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterato
         return
     for t, turn_returns in zip(trajectories, returns, strict=True):
         if len(turn_returns) != t.turns or turn_returns[0] != t.reward:
-            yield f"{t}: returns of turns: got {turn_returns}, expected {t.turns}, the first {t.reward:g}"
+            yield (
+                f"{t}: returns of turns: got {turn_returns}, expected {t.turns} values, and the first equal to the "
+                f"reward {t.reward:g}"
+            )
             return
     expected_advantages = turn_relative(returns, origin.group_size, origin.advantage)
     for t, turn_advantages in zip(trajectories, expected_advantages, strict=True):
         if not np.array_equal(t.advantages, t.by_token(turn_advantages)):
-            yield f"{t}: advantages: got others than {turn_advantages}, those of its turns"
+            yield f"{t}: advantages: they differ from its turns' advantages {turn_advantages}"
 
 
 def group_faults(outlines: Sequence[Outline], group_size: int) -> Iterator[str]:

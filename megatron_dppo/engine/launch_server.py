@@ -150,8 +150,8 @@ def redact_server_args() -> None:
 _OTHER_LAYOUTS = {
     # SGLang interleaves the rows only once: a weight update would then write rows in the checkpoint's order.
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "experts' weights in that order can't be updated",
-    "SGLANG_ENABLE_EMBED_REPLICATION": "weight updates are verified for an embedding that ranks divide",
-    "SGLANG_SHARED_EXPERT_TP1": "weight updates are verified for shared experts that ranks divide",
+    "SGLANG_ENABLE_EMBED_REPLICATION": "weight updates are verified only for an embedding that ranks divide",
+    "SGLANG_SHARED_EXPERT_TP1": "weight updates are verified only for shared experts that ranks divide",
 }
 """Variable of SGLang that changes how weights lie in a server -> the reason why a server with this variable is refused.
 """

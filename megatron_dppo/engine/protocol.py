@@ -212,7 +212,8 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
     expected_ids = answered.response_ids
     if [entry[1] for entry in entries] != expected_ids.tolist():
         raise ValueError(
-            f"{len(entries)} log-probabilities, not those of the {len(expected_ids)} output tokens"
+            f"got {len(entries)} log-probabilities, expected one for each of the {len(expected_ids)} output tokens, in "
+            "their order"
         )
     # The values are log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples
     # with top_p = 1 and top_k = -1. An entry None becomes NaN, and the check rejects NaN.

@@ -63,7 +63,7 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
-        differences.append(f"vocabulary: the engine's is not {size} tokens")
+        differences.append(f"vocabulary: the engine has another size, expected {size} tokens")
     needs_hooks = (
         config.rollout.router_replay
         or config.rollout.interrupt == "abort"

@@ -312,9 +312,7 @@ def _text_of(content: Any, location: str) -> str:
         if isinstance(part, dict) and part.get("type") == "text":
             text = part.get("text")
         if not isinstance(text, str):
-            raise RefusedCallError(
-                400, f"{location}: got {shortened(content)}, expected text alone"
-            )
+            raise RefusedCallError(400, f"{location}: got {shortened(content)}, expected only text")
         texts.append(text)
     return "".join(texts)
 

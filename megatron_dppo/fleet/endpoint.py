@@ -268,7 +268,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
     is_same_host = endpoint.host == socket.gethostname()
     if not is_same_host and is_loopback(address.hostname or ""):
         raise ValueError(
-            f"{run_directory}: its run listens on {endpoint.host} for commands from there alone; run this "
+            f"{run_directory}: its run accepts commands only on its own host, {endpoint.host}; run this command "
             "there, or name a network interface in parallel.interface"
         )
     try:

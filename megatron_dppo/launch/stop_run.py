@@ -52,7 +52,9 @@ def stop(directory: Path) -> str:
 def _stop_here(run: LocalRun, directory: Path) -> str:
     """Stop a local run as Ctrl-C in its own terminal does."""
     if run.state == UNKNOWN:
-        raise LaunchError(f"{directory}: {run.holder.describe()} can be stopped there alone")
+        raise LaunchError(
+            f"{directory}: {run.holder.describe()} can be stopped only on its own machine"
+        )
     if run.state is None:
         raise LaunchError(f"{directory}: no process of this run is left")
     os.kill(run.holder.pid, signal.SIGINT)

@@ -330,7 +330,7 @@ def _misfit(name: str, form: Form, first_form: Form, sizes: Mapping[str, int]) -
     if form != first_form:
         form_text = _form_text(form)
         first_text = _form_text(first_form)
-        return f"{name} is {form_text}, that of others {first_text}"
+        return f"{name} is {form_text}, expected {first_text} as in other trajectories"
     return None
 
 

@@ -42,7 +42,7 @@ def unusable_gpu(torch_version: str, cuda: str | None) -> str:
     """
     if cuda is None:
         requirement = "expected the packages of tools/environment/gpu.txt"
-        return f"GPU: torch {torch_version} is built for CPUs alone, {requirement}; {_HIDE}"
+        return f"GPU: torch {torch_version} is built only for CPUs, {requirement}; {_HIDE}"
     driver = driver_version()
     driver_major = int(driver.partition(".")[0]) if driver else 0
     oldest_driver = LEAST_DRIVER.get(int(cuda.partition(".")[0]))

@@ -56,7 +56,7 @@ def read_own(path: Path) -> str:
         _require_own(path, status)
         if status.st_mode & _WRITING_BY_OTHERS:
             mode = stat.filemode(status.st_mode)
-            raise UnsafeFileError(f"{path}: others may write it ({mode}), expected the owner alone")
+            raise UnsafeFileError(f"{path}: others may write it ({mode}), expected only the owner")
         return file.read()
 
 
@@ -64,5 +64,5 @@ def _require_own(path: Path, status: os.stat_result) -> None:
     """Raise UnsafeFileError if another user owns the file or folder ``path``, which has ``status``."""
     if status.st_uid != os.geteuid():
         raise UnsafeFileError(
-            f"{path}: belongs to user {status.st_uid}, expected this run's, {os.geteuid()}"
+            f"{path}: belongs to user {status.st_uid}, expected the user of this run, {os.geteuid()}"
         )

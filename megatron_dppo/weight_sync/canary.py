@@ -184,8 +184,8 @@ def compare_canary(
         )
     if is_near_tie:
         log.info(
-            "the canary's log-probabilities of one prompt differ by up to %.3g nats (%s and %s), those of the others "
-            "hardly: a near tie of a router",
+            "the canary's log-probabilities of one prompt differ by up to %.3g nats (%s and %s), those of the other "
+            "prompts hardly differ: a near tie of a router",
             worst.nats,
             sides[0],
             sides[1],

@@ -677,7 +677,10 @@ def with_the_batch_before(patch: pytest.MonkeyPatch) -> None:
 
 DATA_FAULTS: dict[str, tuple[Plant, str]] = {
     "wrong version": (in_batches(at(1, with_row("weight_version", 0, 9))), "are of version 9"),
-    "traded prompts": (in_batches(with_traded_prompts), "its prompt is not that of the problem"),
+    "traded prompts": (
+        in_batches(with_traded_prompts),
+        "its prompt is not the prompt of the problem",
+    ),
     "changed token": (in_batches(at(2, with_token)), "token_ids: got"),
     "changed log-probability": (
         in_batches(at(2, with_row("rollout_log_probs", 0, -9.0))),

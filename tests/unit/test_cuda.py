@@ -67,7 +67,7 @@ def test_a_torch_for_cpus_beside_a_gpu_is_refused_unless_the_servers_are_meant_t
 ):
     machine("580.65.06", None)
     (problem,) = gpu_faults(None)
-    assert "is built for CPUs alone, expected the packages of tools/environment/gpu.txt" in problem
+    assert "is built only for CPUs, expected the packages of tools/environment/gpu.txt" in problem
     assert list(gpu_faults("cpu")) == []
     with caplog.at_level(logging.WARNING):
         assert platform.current().distributed_backend == "gloo"

@@ -113,7 +113,7 @@ def test_routing_of_many_experts_needs_two_bytes():
     ("changes", "message"),
     [
         ({"output_token_logprobs": [[-0.5, 7, None]]}, "1 log-probabilities"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 3, None]]}, "not those of"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 3, None]]}, "in their order"),
         ({"output_token_logprobs": [[-0.5, 7, None], [None, 2, None]]}, "log-probability None"),
         ({"output_token_logprobs": [[-0.5, 7, None], [0.01, 2, None]]}, "at output token 1"),
         ({"finish_reason": {"type": "length", "length": 2}}, "after 2"),

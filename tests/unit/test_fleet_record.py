@@ -209,7 +209,7 @@ def test_a_file_that_others_may_write_is_refused_by_name(
     planted.chmod(mode)
     assert FleetRecord(tmp_path).servers() == []
     [line] = [r.message for r in caplog.records]
-    assert line.startswith(f"{planted} is refused ({planted}: {fault}, expected the owner alone)")
+    assert line.startswith(f"{planted} is refused ({planted}: {fault}, expected only the owner)")
     assert planted.with_name("fleet.json.damaged").exists()
 
 

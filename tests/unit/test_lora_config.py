@@ -113,7 +113,7 @@ def test_adapters_alone_where_the_engine_can(problems):
         (["lora.train_router=true"], MOE, "lora.train_router: got true with lora.update 'adapters', expected"),
         (["engine.deterministic=true"], MOE, "engine.deterministic: got true with lora.update 'adapters'"),
         (["rollout.interrupt=retract"], MOE,
-         "rollout.interrupt: got retract, expected drain or abort where updates send adapters alone"),
+         "rollout.interrupt: got retract, expected drain or abort where updates send only adapters"),
         (["engine.router=true"], MOE, "engine.router: got true (bool) with lora.update 'adapters', expected"),
         (["engine.servers=2"], MOE, "engine.router: got null with lora.update 'adapters', expected false"),
         (["lora.target_modules=[all-linear]"], MOE,

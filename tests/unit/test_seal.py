@@ -217,7 +217,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         at(1, with_row("weight_version", 0, 9)),
         "weights: tokens 0 to 0 are of version 9, expected one of [1, 2]",
     ),
-    "swapped prompts": (with_swapped_prompts, "its prompt is not that of the problem"),
+    "swapped prompts": (with_swapped_prompts, "its prompt is not the prompt of the problem"),
     "changed token": (at(2, with_token), "token_ids: got"),
     "changed log-probability": (at(2, with_row("rollout_log_probs", 1, -9.0)), "rollout_log_probs"),
     "stale routing rows": (with_rows_of_another, "routed_experts: got"),
@@ -313,15 +313,15 @@ def test_a_batch_with_advantages_of_turns_passes_and_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_row("advantages", -1, 0.5), "advantages: got others than [0.5, 0.25], those of its"),
+        (with_row("advantages", -1, 0.5), "turns' advantages [0.5, 0.25]"),
         (lambda t: t.without("advantages"), "credit: got trajectory, expected turn"),
         (
             lambda t: replace(t, stamp=replace(t.stamp, returns=(0.5, 0.5))),
-            "returns of turns: got (0.5, 0.5), expected 2, the first 1",
+            "returns of turns: got (0.5, 0.5), expected 2 values, and the first equal to the reward 1",
         ),
         (
             lambda t: replace(t, stamp=replace(t.stamp, returns=(1.0,))),
-            "returns of turns: got (1.0,), expected 2, the first 1",
+            "returns of turns: got (1.0,), expected 2 values, and the first equal to the reward 1",
         ),
     ],
 )

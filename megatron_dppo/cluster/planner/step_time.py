@@ -411,6 +411,6 @@ def assumptions() -> dict[str, float]:
         "experts' share of the memory's rate": EXPERT_EFFICIENCY,
         "prefill's share of peak FLOP/s": PREFILL_UTILISATION,
         "seconds of a decode step beside memory and FLOPs": DECODE_OVERHEAD,
-        "of each of its sequences": SEQUENCE_OVERHEAD,
+        "seconds of a decode step for each of its sequences": SEQUENCE_OVERHEAD,
         "seconds of a small all-reduce": REDUCE_LATENCY,
     }

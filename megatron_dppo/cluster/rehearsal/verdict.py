@@ -13,9 +13,7 @@ from megatron_dppo.config import TrainConfig
 from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
 
 NEVER = (
-    Omission(
-        "GPU kernels", "attention, grouped GEMM, FP8 and Transformer Engine run on GPUs alone"
-    ),
+    Omission("GPU kernels", "attention, grouped GEMM, FP8 and Transformer Engine run only on GPUs"),
     Omission("NCCL", "ranks and servers exchange tensors over gloo on one machine"),
     Omission("GPU memory and speed", "see `megatron-dppo plan`"),
     Omission(

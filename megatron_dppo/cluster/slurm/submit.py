@@ -206,7 +206,7 @@ def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str
     total = (partition or {}).get("TotalNodes", "")
     if partition is not None and total.isdigit() and nodes > int(total):
         yield (
-            f"nodes: got {nodes}, expected at most {total}, those of partition "
+            f"nodes: got {nodes}, expected at most {total}, the nodes of partition "
             f"{partition['PartitionName']}: the job would wait for ever"
         )
 
@@ -243,7 +243,7 @@ def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path])
     yield from _shell_faults(site)
     for name in site.environment:
         if not _VARIABLE.fullmatch(name):
-            yield f"environment: got the name {name!r}, expected letters, digits and _ alone"
+            yield f"environment: got the name {name!r}, expected only letters, digits and _"
     yield from flag_faults(site.srun_flags, SRUN)
     container = site.container
     if container.kind == "none":
@@ -301,14 +301,14 @@ def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> I
         return
     container = site.container
     if container.kind != "none":
-        say("sglang: checked in the job alone, by the Python of its container")
+        say("sglang: checked only in the job, by the Python of its container")
         return
     python = sections.engine.python or container.interpreter
     say(f"sglang: {python} is asked whether SGLang takes the table's values (seconds)")
     try:
         yield from table_faults_elsewhere(sections.sglang, python)
     except LibraryMissingError as error:
-        say(f"sglang: checked in the job alone: {error}")
+        say(f"sglang: checked only in the job: {error}")
 
 
 def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iterator[str]:
@@ -641,8 +641,8 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
     job = job_state(directory, [])
     if job.state not in (None, UNKNOWN):
         yield (
-            f"run.directory: {directory} is that of job {job.job}, which is {str(job.state).lower()}; end "
-            f"it (megatron-dppo stop), or give this run another one"
+            f"run.directory: {directory} is the folder of job {job.job}, which is {str(job.state).lower()}; end "
+            f"it (megatron-dppo stop), or give this run another folder"
         )
 
 
