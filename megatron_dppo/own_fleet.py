@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, ServerSections
+from megatron_dppo.engine.options import FIRST_WEIGHT_VERSION, ServerSections, free_server_port
 from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.network import free_port
 
 if TYPE_CHECKING:
     from megatron_dppo.config.data_schema import Credit
@@ -71,7 +70,7 @@ def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
         for device_place in local_placement(0, sections, this_machine()).servers:
             process = EngineProcess(
                 sections,
-                port=free_port(config.engine.host),
+                port=free_server_port(sections),
                 log_path=logs / f"server-{device_place.index}.log",
                 seed=config.run.seed + device_place.index,
                 api_key=keys.api,

@@ -22,7 +22,7 @@ from megatron_dppo.model.families import family_of, load_model_shape, missing_en
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.network import url_host
+from megatron_dppo.system.network import free_port, url_host
 from megatron_dppo.system.secret_variables import chosen_variables, without_secrets
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -34,6 +34,8 @@ FIRST_WEIGHT_VERSION = 0
 
 ADAPTER_DIGESTS = "sha256"
 """Key in a response's ``loaded_adapters``. Its value is the digests of the adapters, as JSON."""
+REPLICAS_PORT_DISTANCE = 13
+"""A server with attention replicas also listens on its port plus this number (SGLang 0.5.23)."""
 LORA_SLOTS = 2
 """Number of adapters in a server's batch: the adapter of the committed version, and "no adapter" of health checks."""
 
@@ -229,6 +231,13 @@ def adapter_options(config: ServerSections) -> dict[str, Any]:
     if engine_device(config.engine) == "cpu":
         options["lora_backend"] = "torch_native"
     return options
+
+
+def free_server_port(config: ServerSections) -> int:
+    """Return a free port for a server on ``engine.host``."""
+    if attention_replicas(config.sglang) == 1:
+        return free_port(config.engine.host)
+    return free_port(config.engine.host, REPLICAS_PORT_DISTANCE)
 
 
 def cpu_kv_tokens(config: ServerSections) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dppo.engine.options import ServerHosts, ServerSections
+from megatron_dppo.engine.options import ServerHosts, ServerSections, free_server_port
 from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
 from megatron_dppo.fleet.endpoint import admin_key, control_host
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
@@ -22,7 +22,7 @@ from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterP
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import say
 from megatron_dppo.system.interfaces import InterfaceError
-from megatron_dppo.system.network import free_port, is_loopback
+from megatron_dppo.system.network import is_loopback
 
 _SEEDS_PER_START = 10_007
 """Distance between the seeds of two starts of a run. It is larger than the number of a server's restarts in a start."""
@@ -99,7 +99,7 @@ class _ServerMaker:
 
     def _port(self, first_port: int | None, step: int, incarnation: int) -> int:
         if first_port is None:
-            return free_port(self.sections.engine.host)
+            return free_server_port(self.sections)
         return first_port + step * (incarnation - 1)
 
 

@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import re
 import socket
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -17,30 +16,43 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
-_held_ports: list[socket.socket] = []
-"""Sockets that hold the ports of ``free_port``."""
-_held_ports_lock = threading.Lock()
+_held_ports: dict[int, list[socket.socket]] = {}
+"""Port of ``free_port`` -> the sockets that hold it and its second port."""
 
 
 class PortTakenError(RuntimeError):
     """A port can't be bound; the message names the address and the system's reason."""
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of ``host``. It stays held (``hold_port``) until ``give_back_port`` or this process's end."""
-    held_port = hold_port(host, 0)
-    _held_ports.append(held_port)
-    return int(held_port.getsockname()[1])
+def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
+    """Return a free port of ``host``. It stays held (``hold_port``) until ``give_back_port`` or this process's end.
+
+    ``distance``: the port that lies this far above the returned port is free too, and stays held as long.
+    """
+    unusable: list[socket.socket] = []
+    try:
+        while True:
+            held = hold_port(host, 0)
+            port = int(held.getsockname()[1])
+            if distance is None:
+                _held_ports[port] = [held]
+                return port
+            try:
+                _held_ports[port] = [held, hold_port(host, port + distance)]
+                return port
+            except (PortTakenError, OverflowError):
+                # Keep the port until another port is found: otherwise the system may return it again.
+                unusable.append(held)
+    finally:
+        for held in unusable:
+            held.close()
 
 
 def give_back_port(port: int) -> None:
     """Let the system assign a port of ``free_port`` again, after the end of the server that used it."""
-    # Several threads may call this function at once: each server is ended by a separate thread.
-    with _held_ports_lock:
-        for held_port in list(_held_ports):
-            if held_port.getsockname()[1] == port:
-                _held_ports.remove(held_port)
-                held_port.close()
+    # Several threads may call this function at once, also for one port: each server is ended by a separate thread.
+    for held in _held_ports.pop(port, []):
+        held.close()
 
 
 def hold_port(host: str, port: int) -> socket.socket:

@@ -18,14 +18,13 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.options import ServerSections, free_server_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import free_port
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.engines import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
@@ -116,9 +115,10 @@ def serve(
     model = {"hf_checkpoint": str(folder), "dtype": dtype}
     engine = {"device": "cpu", "start_timeout_s": UNBOUNDED_S, "quantization": quantization}
     config = run_config(folder, sglang=sglang, lora=lora or {}, model=model, engine=engine)
+    sections = ServerSections.of(config)
     process = EngineProcess(
-        ServerSections.of(config),
-        port=free_port("127.0.0.1"),
+        sections,
+        port=free_server_port(sections),
         log_path=folder / "engine.log",
         seed=1,
         api_key=KEY,

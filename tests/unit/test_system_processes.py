@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dppo.system import network
 from megatron_dppo.system.network import (
     PortTakenError,
     free_port,
@@ -195,6 +196,30 @@ def test_a_free_port_is_given_back_when_its_server_has_ended() -> None:
     give_back_port(ports[1])
     give_back_port(ports[1])
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_second_port_is_free_and_held_too(monkeypatch) -> None:
+    """The system's first choice has no free second port."""
+    candidate = free_port(distance=13)
+    give_back_port(candidate)
+    choices = [candidate]
+
+    def hold(host: str, port: int) -> socket.socket:
+        if port == 0 and choices:
+            port = choices.pop()
+        return hold_port(host, port)
+
+    monkeypatch.setattr(network, "hold_port", hold)
+    with socket.create_server(("127.0.0.1", candidate + 13)):
+        port = free_port(distance=13)
+    assert not choices
+    assert port != candidate
+    with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+        other.bind(("127.0.0.1", port + 13))
+    give_back_port(port)
+    for free in (candidate, port + 13):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", free))
 
 
 def test_a_held_port_is_given_back() -> None:
