@@ -33,8 +33,8 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
     """Decide for each token whether it trains, and compute its weight.
 
     A token is blocked, for either sign of A, if one of these numbers is not finite: log pi, log mu, a penalty, the
-    capped weight and, if the algorithm reads them, the anchor pi' and the valid Top-K entries. So a ratio that
-    overflows blocks its token if the cap is infinite. A finite cap cuts the ratio, and the token may train.
+    capped weight and, if the algorithm reads them, the anchor pi' and the valid Top-K entries. If a ratio overflows to
+    infinity, a finite cap cuts it, and the token may train. Without a finite cap the token is blocked.
     """
     weight = algorithm.weight(inputs)
     capped = weight.clamp(max=algorithm.ratio_cap)

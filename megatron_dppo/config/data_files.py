@@ -1,6 +1,7 @@
-"""The files of a data path: of ``data.train``, of an evaluation set, or on a tool's command line.
+"""The files that a data path stands for.
 
-A path is a file, a folder with data files, or a glob. Every reader and every check expands it here.
+``data.train``, an evaluation set and the command lines of tools have data paths. A path is a file, a folder with data
+files, or a glob. Every reader and every check expands it here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ DATA_ENDINGS = (*_TEXT_ENDINGS, *(f"{ending}.gz" for ending in _TEXT_ENDINGS), "
 ending.
 """
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""Files without problems that Hugging Face's ``datasets`` writes beside its data."""
+"""Names of files that Hugging Face's ``datasets`` writes beside its data. They describe the data and hold none."""
 _MAX_LISTED = 5
 """Largest number of file names in a message."""
 
@@ -38,7 +39,7 @@ class DataFiles:
 
     @property
     def is_several(self) -> bool:
-        """Whether the path is a folder or a glob."""
+        """Whether the path is a folder or a glob: then it is not its own only file."""
         return self.files != (Path(self.path),)
 
     @property
@@ -52,7 +53,7 @@ class DataFiles:
 
     @property
     def fault(self) -> str | None:
-        """Return why the path can't be read, as the end of the message "got PATH, expected ...". None if all files
+        """Return what was expected in place of the path, for the message "got PATH, expected ...". None if all files
         exist.
         """
         if not self.files:
@@ -89,8 +90,8 @@ def data_files(path: str | Path) -> DataFiles:
 def label_of(path: str) -> str:
     """Return the text that names a data path's metrics.
 
-    The text is the path itself. For a glob it is the last part of the path that has characters besides its ending and
-    its wildcards: ``train-*.jsonl`` -> ``train``.
+    The text is the path itself. For a glob it is one part of the path without ending and wildcards: ``train-*.jsonl``
+    -> ``train``. The part is the last one of which something is left then: ``math/*.jsonl`` -> ``math``.
     """
     if os.path.exists(path) or not glob.has_magic(path):
         return path

@@ -1,8 +1,9 @@
 """What a server holds, tensor by tensor, as ``megatron-dppo doctor`` compares it with the weights of a version.
 
 Servers that ``engine.launch_server`` starts answer a further action of ``/weights_checker``. The answer has the
-checksum of every tensor. For block-FP8 weights it also has the checksum of each block, and the scales themselves. A run
-keeps the answers beside a batch whose probabilities differ (``write``), because the servers end with the run.
+checksum of every tensor. For block-FP8 weights it also has the checksum of each block, and the scales themselves. If
+the probabilities of trainer and servers differ in a batch, the run writes the answers beside the batch (``write``): the
+servers end with the run, and cannot answer later.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _SERVERS = TypeAdapter(tuple[HeldTensors, ...])
 
 
 def file_of(folder: Path, step: int) -> Path:
-    """Return the file of what the servers held at ``step``, beside the batch in ``folder``."""
+    """Return the path, beside the batch in ``folder``, of the file with the tensors that servers held at ``step``."""
     return folder / f"engine_tensors_{step:06d}.json"
 
 

@@ -564,10 +564,10 @@ class EngineWeights:
         with self._reading("/load_lora_adapter"):
             return dict(json.loads(loaded_adapters[ADAPTER_DIGESTS]))
 
-    async def drop_adapters(self, keep: str | None = None) -> None:
-        """Make the engine unload every adapter except ``keep``."""
+    async def drop_adapters(self, *, kept: str | None = None) -> None:
+        """Make the engine unload every adapter except ``kept``."""
         for name in await self.adapter_names():
-            if name != keep:
+            if name != kept:
                 await self._move("/unload_lora_adapter", {"lora_name": name})
 
     async def adapter_names(self) -> list[str]:

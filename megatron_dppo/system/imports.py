@@ -56,6 +56,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
     The function may be decorated, or an object with ``__call__``.
     """
-    if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+    is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
+    if not is_function:
+        # The function is an object, and a call runs the method of its class.
         function = type(function).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(function))

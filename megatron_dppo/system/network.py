@@ -49,7 +49,7 @@ def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
 
 
 def give_back_port(port: int) -> None:
-    """Let the system assign a port of ``free_port`` again, after the end of the server that used it."""
+    """Stop holding a port that ``free_port`` returned, after the server that used it has ended."""
     # Several threads may call this function at once, also for one port: each server is ended by a separate thread.
     for held in _held_ports.pop(port, []):
         held.close()

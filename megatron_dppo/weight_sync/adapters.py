@@ -80,9 +80,13 @@ class AdapterStrategy(Strategy):
         engines = self._transfer.engines
         digests_by_url = engines.each(lambda engine: engine.load_adapter(self.name, str(folder)))
         self._compare(digests_by_url)
-        self.abort()
+        self._forget()
 
     def abort(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the gathered tensors, and remove the written folder."""
         self._tensors = []
         if self._written_folder is not None:
             shutil.rmtree(self._written_folder, ignore_errors=True)
@@ -173,14 +177,15 @@ class AdapterUpdater(transaction.WeightUpdater):
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
         paused_at = super()._begin(phases, version, title, compared_version)
-        # Two sets of adapters cannot share a name. So if a version is sent again, no previous adapters are kept.
+        # The adapters' name has the version, and two sets of adapters cannot share a name. So if a version is sent
+        # again, its previous adapters cannot be kept.
         if self._previous_version == version:
             self._previous_version = None
         previous_version = self._previous_version
         kept_name = None
         if previous_version is not None:
             kept_name = adapter_name(previous_version)
-        self._on_rank_0(phases, "begin", Engines.drop_adapters, kept_name)
+        self._on_rank_0(phases, "begin", Engines.drop_adapters, kept=kept_name)
         return paused_at
 
     def _stream(
@@ -220,14 +225,14 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _commit(self, engines: Engines, version: int) -> None:
         super()._commit(engines, version)
-        # No engine returns to the previous version's adapters once the update is committed.
+        # Keep only the adapters of this version: no engine returns to earlier ones once the update is committed.
         try:
-            engines.drop_adapters(self._name)
+            engines.drop_adapters(kept=self._name)
         except EngineFaultError as error:
             log.warning("the previous adapters are dropped at the next update: %s", error)
 
     def _abort(self, phases: transaction.Phases, version: int) -> None:
-        """Restore the previous version on every engine. An engine that cannot serve this version is quarantined.
+        """Restore the previous version on every engine, or quarantine an engine that cannot serve this version.
 
         An engine that does not answer stays as it is.
         """
@@ -271,6 +276,7 @@ async def _restore(engine: EngineWeights, previous_version: int | None, label: s
     The engine is quarantined if it does not have these adapters, or if it has released memory.
     """
     if not await engine.schedules(GRACE_S):
+        # The engine does not answer.
         return
     await engine.pause()
     has_released_memory = bool(engine.occupation.released)
@@ -281,6 +287,6 @@ async def _restore(engine: EngineWeights, previous_version: int | None, label: s
     if previous_name not in await engine.adapter_names():
         await engine.set_version(label)
         return
-    await engine.drop_adapters(previous_name)
+    await engine.drop_adapters(kept=previous_name)
     await engine.set_version(str(previous_version))
     await engine.resume()

@@ -320,9 +320,9 @@ class Engines:
         """Flush the prefix cache of every engine."""
         self.each(lambda engine: engine.flush())
 
-    def drop_adapters(self, kept_name: str | None) -> None:
-        """Unload every adapter except ``kept_name`` on every engine."""
-        self.each(lambda engine: engine.drop_adapters(kept_name))
+    def drop_adapters(self, *, kept: str | None) -> None:
+        """Unload every adapter except ``kept`` on every engine."""
+        self.each(lambda engine: engine.drop_adapters(kept=kept))
 
     def quarantine(self, label: str) -> None:
         """Pause every engine that answers, and set its version to ``label``. Never raises."""

@@ -192,7 +192,7 @@ def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_p
         await weights.load_adapter(name, str(folders[version - 1]))
         await weights.set_version(str(version))
         await weights.resume()
-        await weights.drop_adapters(name)
+        await weights.drop_adapters(kept=name)
 
     async def work() -> Results:
         weights = await engine_weights(served.process.url, base)

@@ -474,7 +474,7 @@ def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, mo
     finding, of_tensors = examined(end.directory, 2)["findings"]
     assert finding.startswith(fault.findings[0])
     assert of_tensors.startswith("engine: weights: ")
-    assert "that of version 0" in of_tensors
+    assert "is the tensor of version 0" in of_tensors
     assert checkpoints_of(end.directory) == ["step_000001.suspect"]
 
 

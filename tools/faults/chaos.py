@@ -90,7 +90,7 @@ def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CH
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
             # With this length, a group's answer is too large for a rank to parse itself, so the run has parsers.
-            "max_response_tokens": 128,
+            "max_response_tokens": 256,
             "max_staleness": 1,
             "interrupt": "retract",
             "save": True,

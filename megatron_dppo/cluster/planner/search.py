@@ -32,8 +32,8 @@ _RECOMPUTE = ("none", "selective", "full")
 MOST_TENSOR = 8
 """The largest tensor-parallel size that the search tries, for trainer and servers."""
 LEAST_CONTEXT = 8192
-"""The fewest tokens of the longest sequence that a context-parallel rank gets in the search. Assumption: with fewer
-tokens, attention takes less time than the exchange of keys and values."""
+"""The search divides the longest sequence only so far that each context-parallel rank has at least this many tokens.
+Assumption: with fewer tokens, attention takes less time than the exchange of keys and values."""
 MOST_NODES = 16
 """The largest number of nodes that the search for a larger cluster tries."""
 FULLEST = 0.9
@@ -82,7 +82,8 @@ class Question:
         if config.lora.rank and sizes.tensor > self.shape.num_query_groups:
             groups = self.shape.num_query_groups
             faults.append(
-                f"parallel.tensor: got {sizes.tensor}, with adapters expected at most the {groups} key-value heads"
+                f"parallel.tensor: got {sizes.tensor}, expected at most {groups}, the key-value heads, because the run "
+                "trains adapters"
             )
         return faults
 
@@ -274,7 +275,8 @@ def _changes(question_before: Question, question_after: Question) -> Iterator[st
     new_config = question_after.config
     for section in ("parallel", "training", "optimizer", "engine"):
         new_section = getattr(new_config, section)
-        # Compare two configurations that differ only in this section: a default may depend on other sections.
+        # A default of this section may depend on other sections. So compare two configurations that have the other
+        # sections of the new configuration.
         old_section = getattr(question_before.config, section)
         base_config = new_config.model_copy(update={section: old_section})
         for key in type(new_section).model_fields:

@@ -24,9 +24,10 @@ _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that stay allocated on one rank's device during the whole run, by ``TrainerPart``.
+    """Bytes of one rank's state that stay allocated during the whole run.
 
-    ``offloaded``: bytes of Adam's state in host memory. ``offloaded_elements``: number of elements whose Adam state is
+    The fields that are named by a ``TrainerPart`` count bytes on the device. ``offloaded``: bytes of Adam's state in
+    host memory. ``offloaded_elements``: number of elements whose Adam state is
     in host memory.
     """
 
@@ -50,8 +51,8 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     - gradients: elements x 4 (``grad_reduce_in_fp32=True`` in ``trainer/model.py``) or x 2; dense and expert
       parameters have a buffer each (``_ParamAndGradBuffer``).
     - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
-      ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
-      bfloat16 moments take 4 bytes. Offloaded state is in host memory (``AdamFacts``).
+      ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master. Two
+      moments in bfloat16 take 4 bytes instead of 8. Offloaded state is in host memory (``AdamFacts``).
       ``optimizer.distributed`` divides these bytes by the number of ranks with the same parameters: ``data`` x
       ``context`` for dense parameters, ``expert_data`` for experts.
     - With the distributed optimizer, weights and gradients are stored in buffers: each parameter starts at a multiple
@@ -61,13 +62,14 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     - A reference policy copies the trained parameters (``ReferenceWeights``). It copies adapters only if they start
       from a folder: otherwise the initial policy is the model without adapters.
     """
-    parameters = rank_parameters(trainer.shape, trainer.layout, stage)
-    frozen_elements = 0
-    base_elements = parameters.elements
+    model_parameters = rank_parameters(trainer.shape, trainer.layout, stage)
+    parameters = model_parameters
+    # Elements of the model itself, without adapters, that train.
+    base_elements = model_parameters.elements
     if trainer.trained is not None:
         base_elements = trainer.trained.trained_base(trainer.shape, trainer.layout, stage)
-        frozen_elements = parameters.elements - base_elements
         parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
+    frozen_elements = model_parameters.elements - base_elements
     padded_sizes: list[int] = []
     shard_sizes: list[int] = []
     for counts, replicas in _groups(parameters, trainer.layout):
@@ -79,11 +81,12 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
             shard_sizes.append(size)
         padded_sizes.append(size)
     buffer_elements = sum(padded_sizes)
-    reference_elements = 0
-    if trainer.reference:
-        reference_elements = base_elements
     if trainer.reference_adapters:
         reference_elements = parameters.elements
+    elif trainer.reference:
+        reference_elements = base_elements
+    else:
+        reference_elements = 0
 
     return StateBytes(
         weights=(frozen_elements + buffer_elements) * trainer.item_bytes,

@@ -1,4 +1,4 @@
-"""Compare the tensors that servers held with the tensors that the weights of their version give.
+"""Compare the tensors that servers held with the tensors that they should hold by the weights of their version.
 
 The checksums of a weight update compare the sent bytes with the bytes that arrived. They do not show that the quantiser
 sent wrong scales, or that a gather sent another version's tensor. Here the expected bytes come from the weights in a
@@ -25,7 +25,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import tiled_hash
 
 _SAME_FACTOR = 1e-4
-"""Scales count as changed by one factor if their factors differ by at most this share."""
+"""The ratios of held to expected scales count as one factor if their relative difference is at most this number."""
 _NAMED_BLOCKS, _NAMED_TENSORS = 3, 3
 
 _VALUES, _SCALES = "values", "scales"
@@ -42,8 +42,8 @@ class TensorFault:
         tensor: name of the Hugging Face tensor, or of the engine tensor if the server reported no blocks.
         rank: rank of the server that holds the tensor.
         url: address of the server.
-        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised. Also False if the
-            values are of another version, with or without the scales of that version.
+        is_of_quantisation: whether block FP8 is at fault. False for a tensor that is not quantised, and for values of
+            another version, whatever the scales are.
         difference: how the tensor differs, in words.
     """
 
@@ -71,8 +71,8 @@ def findings_of(faults: Iterable[TensorFault]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _FaultOfTensor:
-    """How the values or the scales of a tensor differ.
+class _Difference:
+    """How the values or the scales of one tensor differ: a part of a ``TensorFault``.
 
     ``kind`` is ``_VALUES`` or ``_SCALES``, or empty for a tensor without blocks. ``is_of_weights``: the tensor has no
     blocks, or the differing blocks are blocks of another version.
@@ -150,8 +150,8 @@ def tensor_faults(
 ) -> list[TensorFault]:
     """Return a fault for each tensor of the rank that differs from the tensor in ``own``.
 
-    ``load_others`` returns the tensors that the rank must hold with other versions, by version. It is called only if a
-    tensor differs.
+    ``load_others`` returns, for each other version, the tensors that the rank would hold if it had that version. It is
+    called only if a tensor differs.
 
     Raises ValueError if the server's answer is not in base64.
     """
@@ -162,24 +162,24 @@ def tensor_faults(
     if not different:
         return []
     others = load_others()
-    differences: dict[str, list[_FaultOfTensor]] = {}
+    differences: dict[str, list[_Difference]] = {}
     for engine_tensor in different:
         held_blocks = held.blocks(rank, engine_tensor)
         if held_blocks is None:
-            text = "differs from that of its version"
+            text = "differs from the tensor of its version"
             for version, tensors in others.items():
                 if tiled_hash(tensors.flat_tensors[engine_tensor]) == checksums.get(engine_tensor):
-                    text = f"that of version {version}"
-            differences[engine_tensor] = [_FaultOfTensor("", text, is_of_weights=True)]
+                    text = f"is the tensor of version {version}"
+            differences[engine_tensor] = [_Difference("", text, is_of_weights=True)]
             continue
         for name, difference in _block_differences(engine_tensor, held_blocks, own, others):
             differences.setdefault(name.removesuffix(SCALE_SUFFIX), []).append(difference)
     faults: list[TensorFault] = []
     for name, parts in differences.items():
         text = "; ".join(f"{part.kind} {part.text}".strip() for part in parts)
-        # Scales of another version beside values of the right version are a fault of the quantisation. Values precede
-        # scales in ``parts``. So if the first part is of scales, the values are right.
-        is_of_weights = all(part.is_of_weights for part in parts) and parts[0].kind != _SCALES
+        # Scales of another version beside right values are a fault of the quantisation, not of the weights.
+        only_scales_differ = all(part.kind == _SCALES for part in parts)
+        is_of_weights = all(part.is_of_weights for part in parts) and not only_scales_differ
         faults.append(TensorFault(name, rank, held.url, not is_of_weights, text))
     return faults
 
@@ -189,7 +189,7 @@ def _block_differences(
     held_blocks: Tensor,
     own: RankTensors,
     others: Mapping[int, RankTensors],
-) -> Iterator[tuple[str, _FaultOfTensor]]:
+) -> Iterator[tuple[str, _Difference]]:
     """Yield the Hugging Face tensors in an engine tensor that differ, each with its difference."""
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
@@ -202,11 +202,11 @@ def _block_differences(
                 place_of.setdefault(value, (name, row, column))
     for name, part in parts:
         grid = expected[name]
-        # ``held_blocks`` has one number for each scale, or for each block of FP8 values.
-        elements_of_number = 1
+        # ``held_blocks`` has one number for each scale, or one checksum for each block of FP8 values.
+        elements_per_number = 1
         if own.flat_tensors[engine_tensor].dtype == DTYPE:
-            elements_of_number = BLOCK * BLOCK
-        start = part.start // elements_of_number
+            elements_per_number = BLOCK * BLOCK
+        start = part.start // elements_per_number
         held_grid = held_blocks[start : start + grid.numel()].view(grid.shape)
         is_different = held_grid != grid
         if not is_different.any():
@@ -220,16 +220,16 @@ def _block_differences(
                 break
         if held_version is not None:
             text = f"of {places} of version {held_version}"
-            yield name, _FaultOfTensor(kind, text, is_of_weights=True)
+            yield name, _Difference(kind, text, is_of_weights=True)
             continue
-        moved = _moved(held_grid, is_different, name, place_of)
-        if moved is not None:
-            yield name, _FaultOfTensor(kind, f"of {moved}")
+        moved_blocks = _moved(held_grid, is_different, name, place_of)
+        if moved_blocks is not None:
+            yield name, _Difference(kind, f"of {moved_blocks}")
         elif kind == _SCALES:
             factors = held_grid[is_different] / grid[is_different]
-            yield name, _FaultOfTensor(kind, f"of {places} {_factors(factors)}")
+            yield name, _Difference(kind, f"of {places} {_factors(factors)}")
         else:
-            yield name, _FaultOfTensor(kind, f"of {places} differ")
+            yield name, _Difference(kind, f"of {places} differ")
 
 
 def _moved(
@@ -268,9 +268,11 @@ def _places(is_different: Tensor) -> str:
     if is_different.all():
         return "all blocks"
     for axis, word in ((1, "block row"), (0, "block column")):
-        lines = is_different.any(dim=axis)
-        if (is_different.all(dim=axis) == lines).all():
-            return _listed(word, lines.nonzero()[:, 0].tolist())
+        has_difference = is_different.any(dim=axis)
+        differs_everywhere = is_different.all(dim=axis)
+        # If every line with a difference differs everywhere, the different blocks are whole lines.
+        if torch.equal(has_difference, differs_everywhere):
+            return _listed(word, has_difference.nonzero()[:, 0].tolist())
     return _listed("block", [tuple(index) for index in is_different.nonzero().tolist()])
 
 

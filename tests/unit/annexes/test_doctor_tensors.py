@@ -153,7 +153,7 @@ def flipped_bit(held: Tensors, old: Tensors) -> None:
                 f"{LAYER}mlp.experts.0.gate_proj.weight in the place of (0, 0)",
             },
         ),
-        (stale_router, False, {ROUTER: "that of version 0"}),
+        (stale_router, False, {ROUTER: "is the tensor of version 0"}),
         (flipped_bit, True, {O_PROJ: "values of block (1, 0) differ"}),
     ],
 )  # fmt: skip
