@@ -188,13 +188,13 @@ def _hosts(plan: RunPlan) -> Table | None:
         return None
     table = figures_table(
         f"Host memory, GiB of {plan.cluster.node_memory / GIB:.0f}",
-        *("node", "processes", "batch", "checkpoint", "routing", "parked", "optimizer", "sent"),
+        *("node", "processes", "batch", "checkpoint", "routing", "parked", "optimizer", "updates"),
         "total",
     )
     for node, host in enumerate(plan.hosts):
         sizes = (
             *(host.processes, host.batch, host.checkpoint, host.capture),
-            *(host.parked, host.offloaded, host.sent, host.total),
+            *(host.parked, host.offloaded, host.updates, host.total),
         )
         cells = [f"{size / GIB:.0f}" for size in sizes]
         table.add_row(str(node), *cells)

@@ -430,6 +430,7 @@ def check_config(
         _run_directory(config.run.directory),
         _engine(engine, rollout, config.weight_sync.strategy),
         _changes_only(config.weight_sync, engine),
+        _atomic_updates(config.weight_sync, engine),
         forwarded.MEGATRON.faults(config.megatron),
         forwarded.training_faults(
             config.megatron_ddp,
@@ -718,6 +719,22 @@ def _changes_only(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) ->
         yield (
             "weight_sync.changes_only: got true with engine.placement colocated, expected separate: engines give up "
             "their weights for every training step"
+        )
+
+
+def _atomic_updates(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) -> layout.Faults:
+    """Report settings that contradict ``engine.atomic_updates``."""
+    if not engine.atomic_updates:
+        return
+    if sync.strategy == "disk":
+        yield (
+            "engine.atomic_updates: got true with weight_sync.strategy disk, expected distributed or tensor: servers "
+            "load the tensors of a folder as they read them"
+        )
+    if engine.placement == "colocated":
+        yield (
+            "engine.atomic_updates: got true with engine.placement colocated, expected separate: engines give up their "
+            "weights for every training step, so there is no version before"
         )
 
 

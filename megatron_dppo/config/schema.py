@@ -413,6 +413,12 @@ class EngineConfig(Section):
     """``fp8``: servers hold linear layers and experts as block FP8 (e4m3, 128 x 128) and round activations to FP8; the
     trainer keeps ``model.dtype``. Empty: servers hold weights in the trainer's dtype. docs/fleet.md.
     """
+    atomic_updates: bool = False
+    """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete. An
+    interrupted update then leaves them at the version before, and they serve it again. The memory is that of the served
+    weights. Every update is compared tensor by tensor. Without it, an interrupted update of whole weights leaves them
+    paused until the next update.
+    """
     python: str | None = None
     """Python interpreter of the servers and their router, with this package, SGLang and smg installed. Empty: the
     trainer's interpreter.

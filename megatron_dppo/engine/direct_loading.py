@@ -13,14 +13,17 @@ and ``w_vc`` of latent attention) are derived once, at the end of an update. The
 of SGLang.
 
 Changes to present weights (``engine/changes.py``) are kept in host memory until the end of the update. If the update
-is interrupted, they are dropped, and the weights are still those of the update before.
+is interrupted, they are dropped, and the weights are still those of the update before. With ``engine.atomic_updates``,
+whole buckets are kept in the same way.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,6 +52,8 @@ ENDED = f"{_UPDATER}.end_weight_update"
 FOLDER = f"{_UPDATER}.update_weights_from_disk"
 RECEIVED = f"{_UPDATER}._receive_bucketed_weights_from_distributed"
 SHARED = f"{_UPDATER}._update_weights_from_flattened_bucket"
+ATOMIC_VARIABLE = "MEGATRON_DPPO_ATOMIC_UPDATES"
+"""Environment variable of a server that keeps whole buckets until the end of an update."""
 POSITIONS = "megatron_dppo.changes.positions"
 """Name of the first tensor of a bucket that holds only changes."""
 _TENSORS_AT_ONCE = 1024
@@ -136,6 +141,27 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
     return buckets or None
 
 
+class _Copies(NamedTuple):
+    """Copies that place received blocks: ``sources[i]`` goes to ``targets[i]``, and ``paddings`` become zero."""
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+    paddings: list[Tensor]
+
+    def to_host(self) -> _Copies:
+        """Return these copies with sources of their own in host memory."""
+        host_sources = [source.to("cpu", copy=True) for source in self.sources]
+        return self._replace(sources=host_sources)
+
+    def carry_out(self) -> None:
+        import torch
+
+        for padding in self.paddings:
+            padding.zero_()
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
 class KeptChanges(NamedTuple):
     """Changes of a bucket to the blocks of one engine rank, until they are applied.
 
@@ -208,18 +234,16 @@ class TensorPlaces:
 
         Raises UnplaceableError for a tensor that the model does not have, or of another shape.
         """
-        names: list[str] = []
-        shapes: list[tuple[int, ...]] = []
-        flat_tensors: list[Tensor] = []
-        for name, tensor in bucket:
-            names.append(name)
-            shapes.append(tuple(tensor.shape))
-            flat_tensors.append(tensor.reshape(-1))
-        self._copy(names, shapes, flat_tensors)
+        tensors = [(name, tuple(tensor.shape), tensor.reshape(-1)) for name, tensor in bucket]
+        self._copies_of(tensors).carry_out()
 
     def load_received(self, bucket: ReceivedBucket) -> None:
         """Copy the blocks of a bucket's tensors to their places; raises as ``load``."""
-        self._copy(bucket.names, bucket.shapes, bucket.flat_tensors())
+        self._copies(bucket).carry_out()
+
+    def kept_copies(self, bucket: ReceivedBucket) -> _Copies:
+        """Return the copies of ``load_received``, to be carried out later, with blocks in host memory."""
+        return self._copies(bucket).to_host()
 
     def kept_changes(self, bucket: ReceivedBucket) -> KeptChanges:
         """Return the changes of a bucket (``engine/changes.py``) to the blocks of this rank.
@@ -266,7 +290,7 @@ class TensorPlaces:
             sources.append(place.target)
         torch._foreach_copy_(targets, sources)
         apply_changes(whole.data, kept.changes)
-        self._copy(whole.names, whole.shapes, whole.flat_tensors())
+        self._copies(whole).carry_out()
 
     def _empty_bucket(
         self,
@@ -293,18 +317,14 @@ class TensorPlaces:
                 if place.part is None:
                     yield _block(flat, dims, place), place
 
-    def _copy(
-        self,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        flat_tensors: Sequence[Tensor],
-    ) -> None:
-        """Copy the blocks of received tensors, given as vectors, to their places."""
-        import torch
+    def _copies(self, bucket: ReceivedBucket) -> _Copies:
+        """Return the copies of a whole bucket's blocks to their places."""
+        return self._copies_of(zip(bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True))
 
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, dims, flat in zip(names, shapes, flat_tensors, strict=True):
+    def _copies_of(self, tensors: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> _Copies:
+        """Return the copies of the blocks of received tensors (name, shape, the tensor as a vector) to their places."""
+        copies = _Copies([], [], [])
+        for name, dims, flat in tensors:
             places = self._places.get(name)
             if places is None:
                 self._check_ignored(name)
@@ -314,15 +334,14 @@ class TensorPlaces:
                     f"weight update: {name} was received with the shape {dims}, expected {self._shapes[name]}"
                 )
             for place in places:
-                targets.append(place.target)
+                copies.targets.append(place.target)
                 if place.part is None:
-                    sources.append(_block(flat, dims, place))
+                    copies.sources.append(_block(flat, dims, place))
                 else:
-                    sources.append(place.part.cut(flat.view(dims), place.target.dtype))
+                    copies.sources.append(place.part.cut(flat.view(dims), place.target.dtype))
                 if place.padding is not None:
-                    place.padding.zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                    copies.paddings.append(place.padding)
+        return copies
 
     def _check_ignored(self, name: str) -> None:
         """Raise unless ``name`` is the bucket that changes nothing, or repeats a tensor for SGLang's loader."""
@@ -408,7 +427,9 @@ class DirectLoader:
         self._has_session = False
         self._uses_own_loader = False
         self._folder: Path | None = None
-        self._kept_changes: list[KeptChanges] = []
+        self._keeps_buckets = ATOMIC_VARIABLE in os.environ
+        self._kept: list[Callable[[], None]] = []
+        """What the end of the update does with the buckets that were kept, in their order."""
         self._prepare()
 
     @property
@@ -421,20 +442,19 @@ class DirectLoader:
         self._folder = None
         self._prepare()
 
-    def drop_changes(self) -> None:
-        """Forget the changes of an update that was interrupted."""
-        self._kept_changes.clear()
+    def drop_kept(self) -> None:
+        """Forget the kept buckets of an update that was interrupted."""
+        self._kept.clear()
 
     def end(self) -> bool:
-        """Close an update, and apply the changes that it brought.
+        """Close an update, and load the kept buckets.
 
         Returns whether the caller must derive tensors from the loaded tensors.
         """
         self._has_session = False
-        if self._tensor_places is not None:
-            for kept in self._kept_changes:
-                self._tensor_places.apply(kept)
-        self._kept_changes.clear()
+        for load in self._kept:
+            load()
+        self._kept.clear()
         return not self._uses_own_loader
 
     def read_next_from(self, folder: Path) -> None:
@@ -465,7 +485,10 @@ class DirectLoader:
             for group in _groups(weights):
                 self._tensor_places.load(group)
         elif weights.names[0] == POSITIONS:
-            self._kept_changes.append(self._tensor_places.kept_changes(weights))
+            kept_changes = self._tensor_places.kept_changes(weights)
+            self._kept.append(partial(self._tensor_places.apply, kept_changes))
+        elif self._keeps_buckets and self._has_session:
+            self._kept.append(self._tensor_places.kept_copies(weights).carry_out)
         else:
             self._tensor_places.load_received(weights)
         if not self._has_session and hasattr(self._model, "post_load_weights"):
@@ -501,7 +524,7 @@ def _groups(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, T
 def register() -> None:
     """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
     hooks.register(LOADED, load_updates_directly, "after")
-    hooks.register(REQUESTED, drop_changes, "before")
+    hooks.register(REQUESTED, drop_kept, "before")
     hooks.register(BEGUN, begin_update, "after")
     hooks.register(ENDED, end_update, "around")
     hooks.register(FOLDER, read_folder_directly, "before")
@@ -529,11 +552,11 @@ def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
     runner.model.load_weights = DirectLoader(runner.model, rank, read_table)
 
 
-def drop_changes(manager: Any, *_: Any) -> None:
-    """Make the DirectLoader forget the changes of an interrupted update, before a new one is requested or refused."""
+def drop_kept(manager: Any, *_: Any) -> None:
+    """Make the DirectLoader forget the buckets of an interrupted update, before a new one is requested or refused."""
     loader = manager.tp_worker.model_runner.model.load_weights
     if isinstance(loader, DirectLoader):
-        loader.drop_changes()
+        loader.drop_kept()
 
 
 def begin_update(result: Any, updater: Any) -> None:

@@ -17,6 +17,7 @@ from megatron_dppo.config import schema, speculation
 from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
+from megatron_dppo.engine.direct_loading import ATOMIC_VARIABLE
 from megatron_dppo.model.engine_layout import attention_replicas, current_names
 from megatron_dppo.model.families import family_of, load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
@@ -323,6 +324,8 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
         if ranks > 1:
             bindings = [bind_cores(ranks // host_count)] * host_count
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bindings))
+    if config.engine.atomic_updates:
+        env[ATOMIC_VARIABLE] = "1"
     if hosts is not None:
         env[HOSTS_VARIABLE] = json.dumps(dict(hosts.addresses))
     return env

@@ -160,6 +160,7 @@ class EngineSession:
             interrupts=config.rollout.interrupt == "retract",
             compare_before_every=config.memory_checks.engines_every,
             quantization=config.engine.quantization,
+            is_atomic=config.engine.atomic_updates,
             # The trainer leaves shared devices as soon as the update has read its weights.
             leave_devices=self._devices.leave if self._devices.is_shared else None,
         )

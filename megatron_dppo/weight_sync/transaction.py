@@ -157,8 +157,8 @@ class WeightUpdateError(RunError):
 
     After a failed update every attached engine is quarantined (paused, with an unverified version) until a complete
     update succeeds. There are two exceptions. If the failure comes before the unverified version is set, an engine
-    keeps its version, and may still generate. With ``changes_only``, an engine that still holds the weights of the
-    version before serves that version again.
+    keeps its version, and may still generate. With ``weight_sync.changes_only`` or ``engine.atomic_updates``, an engine
+    that still holds the weights of the version before serves that version again.
 
     Attributes:
         engines: URLs of the engines known to be at fault; empty if unknown.
@@ -342,6 +342,7 @@ class WeightUpdater:
         compare_before_every: before every n-th update, compare the engines' weights with the checksums of the served
             version; 0: never.
         quantization: "fp8" if the engines' weights are quantised, else None. It selects the canary's scores and bounds.
+        is_atomic: whether the engines keep whole buckets until the end of an update (``engine.atomic_updates``).
         committed_version: the version that the engines run, known on every rank; None before the first update and
             while the engines are quarantined.
     """
@@ -356,6 +357,7 @@ class WeightUpdater:
     leave_devices: Callable[[], None] | None = field(default=None, kw_only=True)
     compare_before_every: int = field(default=0, kw_only=True)
     quantization: str | None = field(default=None, kw_only=True)
+    is_atomic: bool = field(default=False, kw_only=True)
     committed_version: int | None = field(default=None, init=False)
     _plan: Plan | None = field(default=None, init=False)
     _strategy: Strategy | None = field(default=None, init=False)
@@ -764,12 +766,13 @@ class WeightUpdater:
         digests: Digests | None,
         suspects: Sequence[str],
     ) -> None:
-        """After an interrupted update of changes, make the engines serve ``version`` again if they still hold it.
+        """After an interrupted update, make the engines serve ``version`` again if they still hold it.
 
-        An engine applies changes at the end of an update. Before that, it holds the weights with these ``digests``,
+        An engine loads kept buckets at the end of an update. Before that, it holds the weights with these ``digests``,
         which only rank 0 has.
         """
-        if self.config.changes_only and version is not None and digests is not None:
+        keeps_version = self.config.changes_only or self.is_atomic
+        if keeps_version and version is not None and digests is not None:
             assert self._engines is not None
             self._engines.return_to(version, digests, suspects)
 
@@ -866,8 +869,9 @@ class WeightUpdater:
 
     def _is_due(self, check: str, period: int) -> bool:
         """Whether this update makes ``check``. Every ``period``-th update makes the check; 0: no update makes it."""
-        if check == "verify" and self.config.changes_only:
-            # The next update may send only changes, and changes may be applied only to verified weights.
+        if check == "verify" and (self.config.changes_only or self.is_atomic):
+            # The next update may send only changes, and changes may be applied only to verified weights. After an
+            # interrupted update, engines serve only verified weights again.
             return True
         if period == 0:
             return False

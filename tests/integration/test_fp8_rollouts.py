@@ -306,7 +306,7 @@ def with_a_sign_flipped(weights: Weights) -> Weights:
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
     folder = save_model(tmp_path / "start", 0)
-    served = serve(folder, quantization="fp8", tp_size=2, ep_size=ep_size)
+    served = serve(folder, quantization="fp8", atomic_updates=True, tp_size=2, ep_size=ep_size)
     try:
         weights = read(trained)
         updates = updater(served.weights(), Bf16Source(weights), changes_only=True)
@@ -323,6 +323,15 @@ def test_two_engine_ranks(tmp_path: Path, trained: Path, ep_size: int) -> None:
             updates.update(3)
         assert served.version() == "2"
         updates.close()
+        # The update after a failure sends whole weights, which atomic engines give up too.
+        whole = updater(served.weights(), Bf16Source(weights))
+        whole.is_atomic = True
+        whole.update(3)
+        whole.source = Bf16Source(read(folder), between=end_the_gather)
+        with pytest.raises(GatherInterruptedError):
+            whole.update(4)
+        assert served.version() == "3"
+        whole.close()
     finally:
         served.process.kill()
 

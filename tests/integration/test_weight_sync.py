@@ -141,6 +141,28 @@ def test_changes_reach_the_engine_and_an_interrupted_update_leaves_the_version_b
     updates.close()
 
 
+def test_an_interrupted_update_of_whole_weights_leaves_the_version_before(
+    tmp_path: Path, trained: Path
+) -> None:
+    """Servers with ``engine.atomic_updates`` keep received buckets until the end of an update."""
+    served = serve(save_tiny_model(tmp_path / "model", seed=0), atomic_updates=True)
+    try:
+        updates = updater(served.weights(), Source(read(trained), model=trained))
+        updates.is_atomic = True
+        updates.update(1)
+        assert_serves(served, trained, 1)
+        updates.source = Source(read(served.folder), between=end_the_gather)
+        with pytest.raises(GatherInterruptedError):
+            updates.update(2)
+        assert_serves(served, trained, 1)
+        updates.source = Source(read(served.folder), model=served.folder)
+        updates.update(2)
+        assert_serves(served, served.folder, 2)
+        updates.close()
+    finally:
+        served.process.kill()
+
+
 def swap_gate_and_up(new: Weights, old: Weights) -> Weights:
     gate, up = (f"model.layers.0.mlp.experts.3.{x}_proj.weight" for x in ("gate", "up"))
     return {**new, gate: new[up], up: new[gate]}

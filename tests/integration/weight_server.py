@@ -109,11 +109,17 @@ def serve(
     *,
     lora: dict[str, Any] | None = None,
     quantization: str | None = None,
+    atomic_updates: bool = False,
     **sglang: Any,
 ) -> Served:
     dtype = "bfloat16" if quantization else "float32"
     model = {"hf_checkpoint": str(folder), "dtype": dtype}
-    engine = {"device": "cpu", "start_timeout_s": UNBOUNDED_S, "quantization": quantization}
+    engine = {
+        "device": "cpu",
+        "start_timeout_s": UNBOUNDED_S,
+        "quantization": quantization,
+        "atomic_updates": atomic_updates,
+    }
     config = run_config(folder, sglang=sglang, lora=lora or {}, model=model, engine=engine)
     sections = ServerSections.of(config)
     process = EngineProcess(

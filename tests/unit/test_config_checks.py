@@ -393,6 +393,14 @@ REFUSED = [
         "weight_sync.changes_only: got true with engine.placement colocated",
     ),
     (
+        ["engine.atomic_updates=true", "weight_sync.strategy=disk"],
+        "engine.atomic_updates: got true with weight_sync.strategy disk",
+    ),
+    (
+        ["engine.atomic_updates=true", "engine.placement=colocated"],
+        "engine.atomic_updates: got true with engine.placement colocated",
+    ),
+    (
         ["engine.placement=colocated", "engine.urls=['http://a:3000']"],
         "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere",
     ),

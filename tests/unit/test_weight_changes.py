@@ -384,6 +384,17 @@ def test_after_an_interrupted_update_engines_serve_the_version_that_they_hold() 
     assert "resume" not in other.calls[other.calls.index("unverified-2") :]
 
 
+def test_whole_weights_that_engines_keep_are_verified_and_given_up_after_a_failure() -> None:
+    engine = Engine()
+    updates = test_weight_sync.updater(engine, source=Source(), verify_every=9)
+    updates.is_atomic = True
+    updates.update(1)
+    engine.failing = "load"
+    with pytest.raises(WeightUpdateError):
+        updates.update(2)
+    assert (engine.label, engine.calls[-1]) == ("1", "resume")
+
+
 def test_whole_weights_that_were_interrupted_are_compared_with_no_version() -> None:
     engine = Engine()
     updates = test_weight_sync.updater(engine, source=Source())

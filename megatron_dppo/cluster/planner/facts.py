@@ -473,6 +473,7 @@ class RunFacts:
         evaluation: the evaluation; None without held-out sets.
         changes_only: whether weight updates send only changed elements. Senders then keep a copy of the weights that
             they sent.
+        atomic_updates: whether servers keep the tensors of a weight update until its end.
     """
 
     trainer: TrainerFacts
@@ -488,6 +489,7 @@ class RunFacts:
     updates_adapters: bool
     evaluation: EvaluationFacts | None
     changes_only: bool = False
+    atomic_updates: bool = False
 
     @property
     def senders(self) -> int:
@@ -620,6 +622,7 @@ def facts_of(
         updates_adapters=updates_adapters(config.lora),
         evaluation=evaluation,
         changes_only=config.weight_sync.changes_only,
+        atomic_updates=config.engine.atomic_updates,
     )
 
 

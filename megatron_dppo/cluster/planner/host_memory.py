@@ -94,6 +94,7 @@ class HostBytes:
         parked: pinned copies of the ranks' state; 0 unless trainer and servers share GPUs.
         offloaded: Adam's state of an offloaded optimizer.
         sent: pinned copies of the weights that the ranks sent last, 0 unless updates send only changes.
+        kept: tensors of an update that servers keep until its end, 0 without ``engine.atomic_updates``.
     """
 
     processes: int
@@ -103,10 +104,16 @@ class HostBytes:
     parked: int = 0
     offloaded: int = 0
     sent: int = 0
+    kept: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Bytes for weight updates, of ranks and servers."""
+        return self.sent + self.kept
 
     @property
     def total(self) -> int:
-        moved = self.parked + self.offloaded + self.sent
+        moved = self.parked + self.offloaded + self.updates
         return self.processes + self.batch + self.checkpoint + self.capture + moved
 
 
@@ -117,6 +124,7 @@ def host_bytes(
     capture: int,
     parked: int = 0,
     update: int = 0,
+    engine_weights: int = 0,
 ) -> HostBytes:
     """Return the bytes of host memory on ``node``.
 
@@ -136,6 +144,7 @@ def host_bytes(
         capture: Bytes of R3's pinned buffer for each engine GPU, 0 without R3.
         parked: Bytes of state that a rank keeps in host memory while a server uses the rank's GPU.
         update: Bytes of a whole weight update.
+        engine_weights: Bytes of the weights of an engine rank.
     """
     copies = COPIES + facts.schedule.staleness
     columns_per_rank = columns.replicas / facts.trainer.layout.data
@@ -153,6 +162,7 @@ def host_bytes(
         parked=node.trainer * parked,
         offloaded=node.trainer * _offloaded(facts),
         sent=sent,
+        kept=node.engine * engine_weights if facts.atomic_updates else 0,
     )
 
 

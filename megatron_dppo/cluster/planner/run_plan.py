@@ -135,6 +135,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     transfers = traffic(facts, cluster.device, storage)
     engine, too_large = _engine(facts, cluster)
     capture_bytes = 0
+    engine_weights = 0 if engine is None else engine.weights
     if engine is not None and facts.rollout.routing:
         capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
     shared_bytes: tuple[SharedBytes, ...] = ()
@@ -144,7 +145,13 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     hosts = []
     for node in nodes:
         host = host_memory.host_bytes(
-            facts, columns, node, capture_bytes, parked_bytes, update=transfers.update
+            facts,
+            columns,
+            node,
+            capture_bytes,
+            parked_bytes,
+            update=transfers.update,
+            engine_weights=engine_weights,
         )
         hosts.append(host)
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
@@ -245,7 +252,7 @@ def _host_faults(hosts: Sequence[host_memory.HostBytes], cluster: Cluster) -> It
                 f"host memory: node {node} needs {gib(host.total)} (processes {gib(host.processes)}, "
                 f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
                 f"{gib(host.capture)}, parked state {gib(host.parked)}, offloaded optimizer {gib(host.offloaded)}, "
-                f"sent weights {gib(host.sent)}), "
+                f"weight updates {gib(host.updates)}), "
                 f"expected at most {gib(cluster.node_memory)}"
             )
 

@@ -605,6 +605,16 @@ def test_senders_keep_what_they_sent_where_updates_send_only_changes():
     assert [host.total - host.sent for host in changes.hosts] == [h.total for h in plain.hosts]
 
 
+def test_servers_keep_an_update_until_its_end_where_updates_are_atomic():
+    run = facts()
+    plain = plan_run(run, H100)
+    atomic = plan_run(replace(run, atomic_updates=True), H100)
+    kept = [host.kept for host in atomic.hosts]
+    assert kept == [node.engine * atomic.engine.weights for node in atomic.nodes]
+    assert any(kept)
+    assert [host.total - host.kept for host in atomic.hosts] == [h.total for h in plain.hosts]
+
+
 def test_evaluation_is_the_generation_of_its_responses(tmp_path):
     """avg@32 on 60 problems, as if it were a rollout batch; spread over the steps between two of them."""
     sets = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
