@@ -61,10 +61,14 @@ def peft_model(hf_dir: str, peft_dir: str) -> tuple[nn.Module, dict[str, nn.Para
 
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
-    for layer in model.model.layers:
+    # A model with a vision tower has its own names only in its own class.
+    has_vision = hasattr(AutoConfig.from_pretrained(hf_dir), "vision_config")
+    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    model = auto_class.from_pretrained(hf_dir, dtype=torch.float32)
+    decoder = model.model.language_model if has_vision else model.model
+    for layer in decoder.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts = ExpertLinears(layer.mlp.experts)
     model.config.model_type = "with-expert-linears"  # else PEFT rewrites the modules' names

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
 
 from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ModelError
@@ -155,6 +157,24 @@ def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Ite
                 )
 
 
+class IndexRange(NamedTuple):
+    """Neighbouring indices of a matrix along an axis: ``length`` of them from ``start`` on."""
+
+    start: int
+    length: int
+
+
+def ranges_of(blocks: Sequence[Block]) -> tuple[IndexRange, ...]:
+    """Return the source's indices that ``blocks`` have, in ascending order; neighbouring blocks are one range."""
+    ranges: list[IndexRange] = []
+    for block in sorted(blocks, key=attrgetter("source_start")):
+        if ranges and ranges[-1].start + ranges[-1].length == block.source_start:
+            ranges[-1] = IndexRange(ranges[-1].start, ranges[-1].length + block.length)
+        else:
+            ranges.append(IndexRange(block.source_start, block.length))
+    return tuple(ranges)
+
+
 @dataclass(frozen=True)
 class AdapterPart:
     """The adapter of one Hugging Face matrix in a rank's Megatron linear.
@@ -164,8 +184,7 @@ class AdapterPart:
         module: Full name of the matrix, with ``{expert}`` for an expert's number.
         dims: (out, in) of the whole matrix.
         axis: The axis along which ranks cut the matrix: 0, B's rows; 1, A's columns.
-        start: Start of this rank's share along the axis.
-        length: Length of this rank's share along the axis.
+        ranges: This rank's share along the axis. Only a delta net's matrix of queries, keys and values has several.
         blocks: The matrix's blocks in the rank's fused parameter.
         is_whole: Whether every tensor-parallel rank holds the whole matrix. Then no rank cuts A or B.
     """
@@ -174,10 +193,25 @@ class AdapterPart:
     module: str
     dims: Dims
     axis: int
-    start: int
-    length: int
+    ranges: tuple[IndexRange, ...]
     blocks: tuple[Block, ...]
     is_whole: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of indices of this rank's share along the axis."""
+        return sum(indices.length for indices in self.ranges)
+
+    def local_start(self, block: Block) -> int:
+        """Return where the indices of ``block`` begin in this rank's share, which has its ranges one after the
+        other."""
+        start = 0
+        for indices in self.ranges:
+            offset = block.source_start - indices.start
+            if 0 <= offset < indices.length:
+                return start + offset
+            start += indices.length
+        raise AdapterError(f"{self.module}: no part of this rank begins at {block.source_start}")
 
     def whole(self, which: str, rank: int) -> Dims:
         """Return the dimensions of A or B in the whole model. ``which``: LORA_A or LORA_B."""
@@ -334,11 +368,17 @@ def _parameter(
     if is_cut:
         dims = part.local(which, adapters.rank)
         axis = part.axis
-        start = part.start
+        ranges = part.ranges
     else:
         dims = part.whole(which, adapters.rank)
         axis = 0
-        start = 0
+        ranges = (IndexRange(0, dims[0]),)
+    segments = []
+    local_start = 0
+    for indices in ranges:
+        name = f"{_module(part, expert)}.{which}"
+        segments.append(mapping.Segment(name, axis, indices.start, local_start, indices.length))
+        local_start += indices.length
     if linear.experts:
         is_first_copy = coordinates.edp == 0
         tensor_rank = coordinates.etp
@@ -349,7 +389,7 @@ def _parameter(
         chunk=linear.chunk,
         name=f"{linear.path}.{CHILD}.{part.name}.{which}{suffix}",
         shape=dims,
-        segments=(mapping.Segment(f"{_module(part, expert)}.{which}", axis, start, 0, dims[axis]),),
+        segments=tuple(segments),
         is_primary=is_first_copy and (is_cut or tensor_rank == 0),
     )
 
@@ -378,8 +418,7 @@ def _linear(
                 module=source.name.removesuffix(".weight").replace("{layer}", str(layer)),
                 dims=tuple(sizes[d] for d in source.dims),
                 axis=blocks[0].dim,
-                start=blocks[0].source_start,
-                length=sum(b.length for b in blocks),
+                ranges=ranges_of(blocks),
                 blocks=blocks,
                 is_whole=rule.split is replicated,
             )

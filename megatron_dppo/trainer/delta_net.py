@@ -10,6 +10,7 @@ C = 2 K D + V E convolved channels, W tokens of the convolution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -144,14 +145,14 @@ class PackedDeltaNet(GatedDeltaNet):
             sharded = make_sharded_tensors_for_checkpoint(
                 {name: parameter}, prefix, {name: 0}, sharded_offsets, **group
             )[prefix + name]
-            state[prefix + name] = _in_sections(
+            state[prefix + name] = in_sections(
                 sharded, widths, self.tp_size, self.pg_collection.tp.rank()
             )
         return state
 
 
-def _in_sections(
-    whole: ShardedTensor, widths: tuple[int, ...], ranks: int, rank: int
+def in_sections(
+    whole: ShardedTensor, widths: Sequence[int], ranks: int, rank: int
 ) -> ShardedTensorFactory:
     """Place each section of a rank's parameter in the checkpoint's tensor, which is a stack of the whole sections.
 
@@ -165,7 +166,7 @@ def _in_sections(
     ) -> list[ShardedTensor]:
         sections = []
         start = 0
-        for part, width in zip(tensor.split(widths), widths, strict=True):
+        for part, width in zip(tensor.split(list(widths)), widths, strict=True):
             offset = list(whole.global_offset)
             # All ranks have equal widths: the whole sections before this section have ``start * ranks`` rows.
             offset[axis] = start * ranks + rank * width

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_dppo.model.adapters import CHILD, LORA_A, LORA_B, AdaptedLinear, AdapterPart, Adapters
+from megatron_dppo.trainer.rms_norm import rms_norm
 
 _GROUPED_ALIGNMENT_BYTES = 16
 _GROUPED_DTYPES = (torch.bfloat16, torch.float32)
@@ -112,10 +113,10 @@ class LinearAdapter(torch.nn.Module):
             return output
         x, *sizes = inputs
         if hasattr(module, "layer_norm_weight"):
-            # The linear's fused norm does not return its result, so compute it again. Models whose norms add 1 to the
-            # weight have no adapters (config/lora.py).
-            eps = module.config.layernorm_epsilon
-            x = F.rms_norm(x, x.shape[-1:], module.layer_norm_weight, eps)
+            # The linear's fused norm does not return its result, so compute it again.
+            config = module.config
+            adds_one = config.layernorm_zero_centered_gamma
+            x = rms_norm(x, module.layer_norm_weight, config.layernorm_epsilon, adds_one=adds_one)
         result, bias = output
         return result + self.delta(x, *sizes), bias
 
@@ -154,12 +155,10 @@ class LinearAdapter(torch.nn.Module):
         b = first_b.new_zeros(*first_b.shape[:-2], self.linear.rows, len(parts) * rank)
         for i, (part, (_, part_b)) in enumerate(zip(parts, pairs, strict=True)):
             columns = slice(i * rank, (i + 1) * rank)
-            row_start = 0
             for block in part.blocks:
                 rows = slice(block.local_start, block.local_start + block.length)
-                row_end = row_start + block.length
-                b[..., rows, columns] = part_b[..., row_start:row_end, :]
-                row_start = row_end
+                rows_of_part = part_b.narrow(-2, part.local_start(block), block.length)
+                b[..., rows, columns] = rows_of_part
         return a, b
 
     def _dropped(self, x: Tensor, generator: AbstractContextManager) -> Tensor:
@@ -327,7 +326,9 @@ class SharedExpertAdapter(LinearAdapter):
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
         """Return A and B with only this rank's columns of A, or only this rank's rows of B."""
         a, b = super()._local(part)
-        local = slice(part.start, part.start + part.length)
+        # Ranks have neighbouring rows or columns of an expert's matrix.
+        ((start, length),) = part.ranges
+        local = slice(start, start + length)
         if part.axis == 1:
             return (a[:, local], b)
         return (a, b[local])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -41,6 +42,7 @@ from megatron_dppo.model.mapping import LocalParameter
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import lora_modules, platform
 from megatron_dppo.trainer.collectives import first_failure
+from megatron_dppo.trainer.delta_net import in_sections
 from megatron_dppo.trainer.hf_loading import shared_digest
 from megatron_dppo.trainer.topology import Topology
 
@@ -75,10 +77,12 @@ def fill(
     """
     values = adapter_values(adapters)
     for entry in table:
-        # Each A or B of a rank is one block of the whole tensor.
-        (segment,) = entry.segments
-        source = read(segment.hf_name, dims[segment.hf_name])
-        values[entry.chunk, entry.name].copy_(segment.of_hf(source))
+        # The segments of an A or B are parts of one tensor of the whole model.
+        name = entry.segments[0].hf_name
+        source = read(name, dims[name])
+        value = values[entry.chunk, entry.name]
+        for segment in entry.segments:
+            segment.of_local(value).copy_(segment.of_hf(source))
 
 
 def sharded_adapters(
@@ -138,8 +142,8 @@ def _sharded(
     which: str,
     tensor: Parameter,
     layout: Layout,
-) -> ShardedTensor:
-    """Return the ``tensor`` of this rank, A or B of ``part``, as a part of the checkpoint's tensor."""
+) -> ShardedTensor | ShardedTensorFactory:
+    """Return the ``tensor`` of this rank, A or B of ``part``, as one or several parts of the checkpoint's tensor."""
     linear = adapter.linear
     key = f"{CHECKPOINT_PREFIX}{part.module.format(expert=ANY_EXPERT)}.{which}"
     offsets = []
@@ -160,9 +164,13 @@ def _sharded(
         offsets.append((axis, tensor_rank, tensor_size))
     # Every tensor-parallel rank holds a copy of a tensor that is not cut.
     tensor_replica = 0 if is_cut else tensor_rank
-    return ShardedTensor.from_rank_offsets(
+    sharded = ShardedTensor.from_rank_offsets(
         key, tensor, *offsets, replica_id=(0, tensor_replica, replica)
     )
+    if not is_cut or len(part.ranges) == 1:
+        return sharded
+    widths = [indices.length for indices in part.ranges]
+    return in_sections(sharded, widths, tensor_size, tensor_rank)
 
 
 _BUCKET_BYTES = 64 * 2**20

@@ -14,6 +14,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.whole_tensors import hf_buckets
 
+HERE = "tests.distributed.test_lora_checkpoint"
 MOE, DENSE = "qwen3_moe", "qwen3"
 SECTION = {"rank": 4, "alpha": 6.0}
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -28,6 +29,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense TP2 bf16": (DENSE, {"tensor": 2}, {"dtype": "bfloat16"}),
 }
 """Name -> (family, layout, what else differs from the single process's settings)."""
+SLOW_LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_next TP2 EP2": ("qwen3_next", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+    "qwen3_5_moe TP2 ETP2 distributed optimizer": (
+        "qwen3_5_moe",
+        {"tensor": 2},
+        {"distributed": True},
+    ),
+}
+ALL_LAYOUTS = LAYOUTS | SLOW_LAYOUTS
 
 
 def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> Any:
@@ -50,21 +60,21 @@ def step(trainer: Any) -> float:
     return float(trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0).grad_norm)
 
 
-def prepare(folder: str) -> None:
+def prepare(folder: str, *families: str) -> None:
     from tests.distributed.test_trainer_parity import VOCABULARY
     from tests.tiny_models import save_tiny_model
 
-    for family in (MOE, DENSE):
+    for family in families:
         save_tiny_model(Path(folder) / family, family, vocab_size=VOCABULARY, layers=4)
-    save_tiny_model(Path(folder) / "other", MOE, vocab_size=VOCABULARY, layers=4, seed=1)
 
 
-def save_worker(folder: str, world_size: int) -> dict[str, list[float]]:
+def save_worker(folder: str, world_size: int, cases: list[str]) -> dict[str, list[float]]:
     """Under each layout: two steps, a checkpoint, one step more. Gradient norms of the third step."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     found = {}
-    for name, (family, parallel, changes) in LAYOUTS.items():
+    for name in cases:
+        family, parallel, changes = ALL_LAYOUTS[name]
         trainer = make_trainer(
             str(Path(folder) / family), {**parallel, "world_size": world_size}, changes
         )
@@ -78,12 +88,11 @@ def save_worker(folder: str, world_size: int) -> dict[str, list[float]]:
 
 def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
     """Each of them resumed in one process: the third step's gradient norm; and that others are refused."""
-    from megatron_dppo.model.errors import CheckpointError
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     found: dict[str, Any] = {}
     for name in cases:
-        family, _, changes = LAYOUTS[name]
+        family, _, changes = ALL_LAYOUTS[name]
         plain = {**changes, "distributed": False}
         trainer = make_trainer(str(Path(folder) / family), {}, plain)
         store = CheckpointStore(Path(folder) / name, keep=1)
@@ -91,6 +100,16 @@ def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
         assert store.load(trainer, stored) == {"name": name}
         found[name] = [step(trainer)]
         trainer.close()
+    if "EP2" in cases:
+        check_refusals(folder)
+    return found
+
+
+def check_refusals(folder: str) -> None:
+    """Assert that the checkpoint of EP2 is loaded with no other base and no other adapters."""
+    from megatron_dppo.model.errors import CheckpointError
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+
     store = CheckpointStore(Path(folder) / "EP2", keep=1)
     (stored,) = store.survey().complete
     for what, hf_dir, changes in (
@@ -102,30 +121,30 @@ def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
         with pytest.raises(CheckpointError, match=f"holds another model.*{what} is"):
             store.load(trainer, stored)
         trainer.close()
-    return found
 
 
-def export_worker(folder: str, world_size: int) -> dict[str, Any]:
+def export_worker(folder: str, family: str, world_size: int) -> dict[str, Any]:
     """Both exports of a trained policy, and the log-probabilities that it gives one sequence."""
     from megatron_dppo.data.packing import pack
     from megatron_dppo.data.trajectory import Trajectory
 
     trainer = make_trainer(
-        str(Path(folder) / MOE), {"tensor": 2, "expert": 2, "world_size": world_size}, {}
+        str(Path(folder) / family), {"tensor": 2, "expert": 2, "world_size": world_size}, {}
     )
     step(trainer)
-    trainer.export_hf(Path(folder) / "merged")
-    trainer.adapted.export(Path(folder) / "peft", trainer.config.model.hf_checkpoint)
+    trainer.export_hf(Path(folder) / f"{family} merged")
+    trainer.adapted.export(Path(folder) / f"{family} peft", trainer.config.model.hf_checkpoint)
     buckets = hf_buckets(trainer, 50_000)
     moved = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)
     log_probs = trainer.log_probs([batch])[0][batch.loss_mask]
     trainer.close()
-    reference = as_reference(Path(folder), world_size, batch)[batch.loss_mask]
-    return {"log_probs": log_probs, "moved": moved.get(MOVED), "reference": reference}
+    reference = as_reference(Path(folder), family, world_size, batch)[batch.loss_mask]
+    matrix = moved.get(MOVED_BY_FAMILY[family])
+    return {"log_probs": log_probs, "moved": matrix, "reference": reference}
 
 
-def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
+def as_reference(folder: Path, family: str, world_size: int, batch: Any) -> torch.Tensor:
     """What a run that starts from the exported adapters takes as its reference, once it has left them; a checkpoint
     of it is not resumed with another reference."""
     from megatron_dppo.config.schema import AlgorithmConfig
@@ -136,15 +155,15 @@ def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
     from tests.distributed.test_trainer_parity import run_config
 
     parallel = {"tensor": 2, "expert": 2, "world_size": world_size}
-    section = {"lora": {**SECTION, "start_from": str(folder / "peft")}}
-    config = run_config(str(folder / MOE), parallel, section)
+    section = {"lora": {**SECTION, "start_from": str(folder / f"{family} peft")}}
+    config = run_config(str(folder / family), parallel, section)
     algorithm = AlgorithmConfig(reference_kl=0.1)
     trainer = Trainer(config.model_copy(update={"algorithm": algorithm}))
     step(trainer)
     step(trainer)
     (log_probs,) = trainer.reference_log_probs([batch])
     assert (trainer.log_probs([batch])[0] - log_probs).abs().max() > 1e-3
-    store = CheckpointStore(folder / "referring", keep=1)
+    store = CheckpointStore(folder / f"{family} referring", keep=1)
     store.save(trainer, 2, {})
     (stored,) = store.survey().complete
     store.load(trainer, stored)
@@ -172,24 +191,53 @@ def transformers_log_probs(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.distributed.test_trainer_parity import VOCABULARY
+    from tests.tiny_models import save_tiny_model
+
     made = tmp_path_factory.mktemp("lora")
-    prepare(str(made))
+    prepare(str(made), MOE, DENSE)
+    save_tiny_model(made / "other", MOE, vocab_size=VOCABULARY, layers=4, seed=1)
     return made
 
 
 @pytest.mark.distributed
 def test_every_layout_is_resumed_by_one_process_and_other_bases_are_refused(folder: Path) -> None:
-    at = "tests.distributed.test_lora_checkpoint"
-    saved, *_ = run_ranks(f"{at}:save_worker", 2, str(folder), 2)
-    (resumed,) = run_ranks(f"{at}:resume_worker", 1, str(folder), list(LAYOUTS))
+    check_resumed(folder, list(LAYOUTS))
     converted_by_the_tool(folder)
-    for name in LAYOUTS:
-        rough = "bf16" in name
-        assert resumed[name] == pytest.approx(saved[name], rel=2e-2 if rough else 1e-5), name
     stored = next((folder / "EP2").glob("*/manifest.json"))
     assert len(json.loads(stored.read_text())["model"]["base_sha256"]) == 64
     weights = sum(p.stat().st_size for p in stored.parent.glob("*.distcp"))
     assert weights < (folder / MOE / "model.safetensors").stat().st_size
+
+
+def check_resumed(folder: Path, cases: list[str]) -> None:
+    """Assert that one process, resumed from the checkpoint of each layout, trains on as that layout does."""
+    saved, *_ = run_ranks(f"{HERE}:save_worker", 2, str(folder), 2, cases)
+    (resumed,) = run_ranks(f"{HERE}:resume_worker", 1, str(folder), cases)
+    for name in cases:
+        rough = "bf16" in name
+        assert resumed[name] == pytest.approx(saved[name], rel=2e-2 if rough else 1e-5), name
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_adapters_of_delta_nets_are_resumed_and_converted(tmp_path: Path) -> None:
+    """Two ranks hold three parts each of the B of a delta net's queries, keys and values."""
+    from megatron_dppo import convert
+    from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
+
+    prepare(str(tmp_path), "qwen3_next", "qwen3_5_moe")
+    check_resumed(tmp_path, list(SLOW_LAYOUTS))
+    for name, (family, *_) in SLOW_LAYOUTS.items():
+        (step_folder,) = (p.parent for p in (tmp_path / name).glob("*/manifest.json"))
+        base, peft, merged = str(tmp_path / family), f"{step_folder} peft", f"{step_folder} merged"
+        tool = ["adapters-to-peft", "--checkpoint", str(step_folder), "--out", peft, "--hf", base]
+        assert convert.main(tool) == 0
+        tool = ["merge-adapters", "--hf", base, "--adapters", peft, "--out", merged]
+        assert convert.main(tool) == 0
+        with open_checkpoint(merged) as reader, open_checkpoint(base) as plain:
+            weight = MOVED_BY_FAMILY[family]
+            assert not torch.equal(reader.read(weight), plain.read(weight))
 
 
 def converted_by_the_tool(folder: Path) -> None:
@@ -215,6 +263,11 @@ def converted_by_the_tool(folder: Path) -> None:
 
 
 MOVED, KEPT = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.gate.weight"
+MOVED_BY_FAMILY = {
+    MOE: MOVED,
+    "qwen3_next": "model.layers.0.linear_attn.in_proj_qkvz.weight",
+    "qwen3_5_moe": "model.language_model.layers.0.linear_attn.in_proj_qkv.weight",
+}
 
 
 @pytest.mark.distributed
@@ -222,18 +275,42 @@ def test_exports_are_loaded_by_transformers_and_peft(folder: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    found, *_ = run_ranks("tests.distributed.test_lora_checkpoint:export_worker", 2, str(folder), 2)
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    assert torch.allclose(transformers_log_probs(merged), found["log_probs"], atol=2e-5)
-    assert torch.allclose(found["reference"], found["log_probs"], atol=1e-6)
+    log_probs = check_exports(folder, MOE)
     base = AutoModelForCausalLM.from_pretrained(folder / MOE)
-    plain = transformers_log_probs(base)
-    assert not torch.allclose(plain, found["log_probs"], atol=1e-3)
+    adapted = PeftModel.from_pretrained(base, folder / f"{MOE} peft")
+    assert torch.allclose(transformers_log_probs(adapted), log_probs, atol=2e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_exported_adapters_of_delta_nets_are_peft_s(tmp_path: Path, family: str) -> None:
+    from tests.adapters import peft_model
+
+    prepare(str(tmp_path), family)
+    log_probs = check_exports(tmp_path, family)
+    adapted, _ = peft_model(str(tmp_path / family), str(tmp_path / f"{family} peft"))
+    assert torch.allclose(transformers_log_probs(adapted), log_probs, atol=2e-5)
+
+
+def check_exports(folder: Path, family: str) -> torch.Tensor:
+    """Return the log-probabilities of a trained policy of two ranks. Assert that its merged export gives them in
+    transformers, and that the tool merges its adapters into the same weights."""
+    from transformers import AutoModelForCausalLM
+
     from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
     from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 
-    merge_adapters(folder / MOE, folder / "peft", folder / "by tool", lambda count: None)
-    with open_checkpoint(folder / "by tool") as reader:
-        assert torch.allclose(reader.read(MOVED), found["moved"], atol=1e-7)
-    adapted = PeftModel.from_pretrained(base, folder / "peft")
-    assert torch.allclose(transformers_log_probs(adapted), found["log_probs"], atol=2e-5)
+    found, *_ = run_ranks(f"{HERE}:export_worker", 2, str(folder), family, 2)
+    log_probs: torch.Tensor = found["log_probs"]
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"{family} merged")
+    assert torch.allclose(transformers_log_probs(merged), log_probs, atol=2e-5)
+    assert torch.allclose(found["reference"], log_probs, atol=1e-6)
+    plain = transformers_log_probs(AutoModelForCausalLM.from_pretrained(folder / family))
+    assert not torch.allclose(plain, log_probs, atol=1e-3)
+    by_tool = folder / f"{family} by tool"
+    merge_adapters(folder / family, folder / f"{family} peft", by_tool, lambda count: None)
+    with open_checkpoint(by_tool) as reader:
+        moved = reader.read(MOVED_BY_FAMILY[family])
+        assert torch.allclose(moved, found["moved"], atol=1e-7)
+    return log_probs

@@ -19,6 +19,7 @@ from tests.distributed.test_trainer_parity import (
     CHUNKS,
     OVERLAP,
     VOCABULARY,
+    WIDER,
     distances,
     micro_batches,
     own_micro_batches,
@@ -68,10 +69,18 @@ SLOW_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hy_v3": ("hy_v3", {"layers": 2}, EVERYTHING),
     "olmoe": ("olmoe", {"layers": 2}, EVERYTHING),
     "glm4_moe_lite": ("glm4_moe_lite", {"layers": 2}, EVERYTHING),
+    "qwen3_next": ("qwen3_next", {"layers": 4}, EVERYTHING),
+    "qwen3_5_moe": ("qwen3_5_moe", {"layers": 4}, EVERYTHING),
 }
 ALL_KINDS = KINDS | SLOW_KINDS
 JUDGED = ("moe", "dense", "some", "head")
-JUDGED_SLOWLY = ("dense layer first", "latents", "queries without a latent")
+JUDGED_SLOWLY = (
+    "dense layer first",
+    "latents",
+    "queries without a latent",
+    "qwen3_next",
+    "qwen3_5_moe",
+)
 TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("moe", {"tensor": 2}, {}),
     "TP2 EP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
@@ -130,6 +139,18 @@ SLOW: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "hy_v3": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
     "olmoe": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
     "glm4_moe_lite": {"TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {})},
+    "qwen3_next": {
+        "TP2 ETP2": ({"tensor": 2}, {}),
+        "TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+        "PP2 VPP2 recompute full": (
+            {"pipeline": 2, "virtual_pipeline": 2},
+            {"recompute": "full"},
+        ),
+    },
+    "qwen3_5_moe": {
+        "TP2 EP2": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+        "EP2 distributed optimizer": ({"expert": 2}, {"distributed": True}),
+    },
 }
 """Kind -> layouts of two ranks by name."""
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -149,6 +170,12 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP2 TP2 EP2": ("moe", {"context": 2, "tensor": 2, "expert": 2}, {}),
     "shared TP2 EP2 ETP2": ("shared", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
 }
+
+
+def bound_of(kind: str) -> float:
+    """The largest distance of a kind: TOLERANCE, or that of its family in WIDER."""
+    family, *_ = ALL_KINDS[kind]
+    return WIDER.get(family, TOLERANCE)
 
 
 def section_of(folder: str, kind: str) -> dict[str, Any]:
@@ -278,12 +305,12 @@ def test_one_process_trains_as_peft_does(reference: Path, kind: str) -> None:
 
 
 def check_against_peft(reference: Path, kind: str) -> None:
-    """Assert that one process has trained adapters of ``kind`` as PEFT has, within TOLERANCE."""
+    """Assert that one process has trained adapters of ``kind`` as PEFT has."""
     got = torch.load(reference / f"{kind}.pt", weights_only=True)
     expected = torch.load(reference / f"{kind}-peft.pt", weights_only=True)
     got["parameters"] = {n: got["parameters"][n] for n in expected["parameters"]}
     found = distances(got, expected)
-    assert not {what: far for what, far in found.items() if not far[0] <= TOLERANCE}
+    assert not {what: far for what, far in found.items() if not far[0] <= bound_of(kind)}
 
 
 @pytest.mark.distributed
@@ -312,14 +339,14 @@ def test_adapters_of_mixed_stacks_train_as_one_process_and_as_peft_does(
 
 
 def check_layouts(reference: Path, world_size: int, cases: dict[str, Any]) -> None:
-    """Assert that each of ``cases`` trains on ``world_size`` ranks as one process has, within TOLERANCE."""
+    """Assert that each of ``cases`` trains on ``world_size`` ranks as one process has."""
     arguments = (str(reference), cases, world_size)
     (report, *_) = run_ranks(HERE + "layout_worker", world_size, *arguments, timeout=600)
     assert report.keys() == cases.keys()
     wrong = {
-        (name, kind): found
-        for name, kinds in report.items()
-        for kind, found in kinds.items()
-        if not found[0] <= TOLERANCE
+        (name, what): found
+        for name, parts in report.items()
+        for what, found in parts.items()
+        if not found[0] <= bound_of(cases[name][0])
     }
     assert not wrong

@@ -49,12 +49,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tensor": 2, "expert": 2, "expert_tensor": 1},
         {"lora": {"rank": 4, "experts": "shared", "train_router": True}, "distributed": True},
     ),
+    "delta nets TP2 EP2 LoRA fp32": (
+        "qwen3_next",
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        {"lora": {"rank": 4}, "dtype": "float32"},
+    ),
     "dense TP2 LoRA fp32": ("qwen3", {"tensor": 2}, {"lora": {"rank": 4}, "dtype": "float32"}),
     "dense TP2 SP fp32": ("qwen3", {"tensor": 2, "sequence": True}, {"dtype": "float32"}),
 }  # fmt: skip
 
-STATE_ONLY = {"TP2 EP2 LoRA shared router distributed optimizer"}
-"""What trained routers keep beside frozen layers is not counted."""
+STATE_ONLY = {
+    "TP2 EP2 LoRA shared router distributed optimizer",
+    "delta nets TP2 EP2 LoRA fp32",
+}
+"""What trained routers keep beside frozen layers is not counted, and of delta nets only what their kernels keep on a
+GPU."""
 
 
 def measure(folder: str, cases: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -131,6 +140,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     save_tiny_model(folder / "qwen3_moe", "qwen3_moe", layers=LAYERS)
     save_tiny_model(folder / "olmoe", "olmoe", layers=LAYERS)
     save_tiny_model(folder / "qwen2_moe", "qwen2_moe", layers=LAYERS)
+    save_tiny_model(folder / "qwen3_next", "qwen3_next", layers=LAYERS)
     save_tiny_model(folder / "qwen3", "qwen3", layers=LAYERS, tied=True)
     return folder, run_ranks("tests.distributed.test_planner_memory:measure", 2, str(folder), CASES)
 

@@ -23,7 +23,15 @@ from megatron_dppo.model.adapters import (
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import adapter_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.trainer.lora_modules import INITS, grouped_linear, initial_tensor
+from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.trainer.lora_modules import (
+    INITS,
+    AdapterOptions,
+    DenseAdapter,
+    grouped_linear,
+    initial_tensor,
+)
+from megatron_dppo.trainer.lora_policy import fill
 from tests.unit.config_files import DENSE, MOE, write_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
@@ -37,6 +45,19 @@ LAYOUTS = {
     "PP2 VPP2 EP2": Layout.smallest(pipeline=2, virtual_pipeline=2, expert=2),
     "TP2 EP2 ETP2 DP4": Layout(2, 1, None, 2, 2, 4),
 }
+
+
+DELTA_NETS = ("qwen3-next-80b-a3b-instruct", "qwen3.5-35b-a3b")
+
+
+def small(name):
+    """The published model ``name`` with four layers, a few experts and small widths."""
+    shape = load_model_shape(EXAMPLES / name)
+    delta = replace(shape.delta, key_heads=4, value_heads=8, key_size=8, value_size=16)
+    return replace(
+        shape, num_layers=4, hidden_size=128, num_attention_heads=4, head_dim=16, num_experts=8,
+        moe_ffn_hidden_size=32, shared_ffn_hidden_size=32, vocab_size=512, delta=delta,
+    )  # fmt: skip
 
 
 def adapters(shape, *names, share=False, rank=4):
@@ -129,18 +150,84 @@ def test_fused_rows_lie_where_the_fused_weight_has_them(dense):
     assert linear.rows == 1024
 
 
+def test_rows_of_a_rank_are_neighbours_except_those_of_a_delta_nets_queries_keys_and_values():
+    expected = {
+        DELTA_NETS[0]: {"q_proj": [(64, 64)], "in_proj_qkvz": [(160, 160)], "in_proj_ba": [(8, 8)]},
+        DELTA_NETS[1]: {
+            "q_proj": [(64, 64)], "in_proj_qkv": [(16, 16), (48, 16), (128, 64)], "in_proj_z": [(64, 64)],
+        },
+    }  # fmt: skip
+    for name, ranges_by_matrix in expected.items():
+        shape = small(name)
+        parts = {}
+        for linear in adapted_linears(adapters(shape), shape, Layout.smallest(tensor=2), 1):
+            parts |= {part.name: part for part in linear.parts}
+        for matrix, ranges in ranges_by_matrix.items():
+            assert list(parts[matrix].ranges) == ranges
+
+
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_primary_parts_tile_every_tensor_once(moe, layout, share):
-    wanted = adapters(moe, share=share)
-    covered = {name: torch.zeros(dims) for name, dims in adapter_tensors(wanted, moe).items()}
+    check_tiling(moe, layout, share=share)
+
+
+@pytest.mark.parametrize("name", DELTA_NETS)
+@pytest.mark.parametrize("layout", ["single", "TP2 ETP2", "TP2 EP2", "PP2 VPP2 EP2"])
+def test_primary_parts_tile_the_tensors_of_delta_nets(name, layout):
+    check_tiling(small(name), LAYOUTS[layout])
+
+
+def check_tiling(shape, layout, *, share=False):
+    """Assert that the ranks' primary parts of A and B have every element of the model's tensors once."""
+    wanted = adapters(shape, share=share)
+    covered = {name: torch.zeros(dims) for name, dims in adapter_tensors(wanted, shape).items()}
     for rank in range(layout.world_size):
-        for p in adapter_parameters(wanted, moe, layout, rank):
-            (segment,) = p.segments
-            part = segment.of_hf(covered[segment.hf_name])
-            assert tuple(part.shape) == p.shape
-            part += p.is_primary
+        for p in adapter_parameters(wanted, shape, layout, rank):
+            filled = torch.zeros(p.shape)
+            for segment in p.segments:
+                segment.of_local(filled).add_(1)
+                segment.of_hf(covered[segment.hf_name]).add_(p.is_primary)
+            assert (filled == 1).all()
     assert all((count == 1).all() for count in covered.values())
+
+
+@pytest.mark.parametrize("name", DELTA_NETS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_merged_parts_are_the_parts_of_the_merged_matrix(name, ranks):
+    """Compare each rank's B A, in the rows of its fused linear, with the part of the whole B A that the family's table
+    gives to the rank."""
+    shape = small(name)
+    wanted, layout = adapters(shape), Layout.smallest(tensor=ranks)
+    tensors = adapter_tensors(wanted, shape)
+    torch.manual_seed(0)
+    whole = {name: torch.randn(dims) for name, dims in tensors.items()}
+    products = {}
+    for tensor, a in whole.items():
+        matrix, _, factor = tensor.rpartition(".")
+        if factor == "lora_A":
+            products[f"{matrix}.weight"] = whole[f"{matrix}.lora_B"] @ a
+
+    def read(tensor, dims):
+        return whole[tensor]
+
+    options = AdapterOptions(wanted, 0.0, False, torch.float32, torch.device("cpu"))
+    compared = set()
+    for rank in range(ranks):
+        linears = adapted_linears(wanted, shape, layout, rank)
+        modules = [DenseAdapter(linear, options) for linear in linears if not linear.of_experts]
+        table = adapter_parameters(wanted, shape, layout, rank)
+        fill(modules, (p for p in table if ".experts." not in p.name), read, tensors)
+        weights = {p.name: p for p in local_parameters(shape, layout, rank)}
+        for module in modules:
+            name = f"{module.linear.path}.weight"
+            expected = torch.zeros(weights[name].shape)
+            for segment in weights[name].segments:
+                segment.of_local(expected).copy_(segment.of_hf(products[segment.hf_name]))
+            torch.testing.assert_close(module.weight_delta(), wanted.scale * expected)
+            compared.add(name)
+    names = [name.rpartition("self_attention.")[2] for name in compared]
+    assert {"in_proj.weight", "out_proj.weight", "linear_qkv.weight"} <= set(names)
 
 
 def test_buckets_hold_every_tensor_on_rank_0(moe):

@@ -14,9 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
-from megatron_dppo.config import schema
 from megatron_dppo.config.checks import engine_split_faults
-from megatron_dppo.config.lora import lora_faults
 from megatron_dppo.engine.sglang_cpu import delta_net as engine_delta_net
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
@@ -149,14 +147,6 @@ def test_servers_divide_the_heads_of_delta_nets() -> None:
     assert fault.startswith("sglang.tp_size: ")
     with pytest.raises(LayoutError):
         check_engine_layout(odd, EngineLayout(8))
-
-
-def test_adapters_are_refused_by_their_key() -> None:
-    lora = schema.LoraConfig(rank=8)
-    (fault,) = lora_faults(
-        lora, LayoutSizes(world_size=1), load_model_shape(NEXT), has_engines=True
-    )
-    assert fault.startswith("lora.rank: ")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,6 +8,7 @@ import pytest
 from megatron_dppo.config.lora import adapter_update_faults, adapters_of, lora_faults
 from megatron_dppo.config.schema import LoraConfig, SupervisedConfig
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import LayoutSizes
 from tests.unit.config_files import DENSE, MOE, faults_of, write_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
@@ -69,12 +70,24 @@ def test_refused(problems, overrides, model, words):
     [
         ("deepseek-v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("moonlight-16b-a3b-instruct", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        (
+            "qwen3-next-80b-a3b-instruct",
+            ("out_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "k_proj", "v_proj", "o_proj"),
+        ),
+        (
+            "qwen3.5-35b-a3b",
+            (
+                "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+                "q_proj", "k_proj", "v_proj", "o_proj",
+            ),
+        ),
     ],
-)
-def test_latent_attention_has_adapters_that_are_sent_merged(model, expected):
+)  # fmt: skip
+def test_latents_and_delta_nets_have_adapters_that_are_sent_merged(model, expected):
     shape = load_model_shape(EXAMPLES / model)
     merged = LoraConfig(rank=8, target_modules=["attention"])
     assert adapters_of(merged, shape).modules == expected
+    assert list(lora_faults(merged, LayoutSizes(world_size=1), shape, has_engines=True)) == []
     assert list(adapter_update_faults(merged, shape)) == []
     alone = merged.model_copy(update={"update": "adapters"})
     (fault,) = adapter_update_faults(alone, shape)

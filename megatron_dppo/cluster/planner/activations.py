@@ -301,7 +301,8 @@ def with_adapters(
         norm_change = -2 * fp32_tensor
         if s.item_bytes < _FLOAT:
             norm_change += fused_norms * fp32_tensor
-        has_torch_norms = s.qk_norm and not s.norms_all_heads
+        has_attention = number not in trainer.shape.delta_layers
+        has_torch_norms = s.qk_norm and not s.norms_all_heads and has_attention
         if has_torch_norms:
             qk_norm_change = -_FLOAT * (s.query + s.kv)
     attention_adapters = mlp_adapters = 0.0

@@ -60,6 +60,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.context_parallel import gathered_rows
 from megatron_dppo.trainer.delta_net import delta_net_spec
 from megatron_dppo.trainer.padded_batches import PaddingPlan, padding_plan
+from megatron_dppo.trainer.rms_norm import rms_norm
 
 
 def packed_causal_attention(
@@ -313,13 +314,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
         return rms_norm(x, self.weight, self.eps, adds_one=self.adds_one)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None, *, adds_one: bool) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight; with ``adds_one`` * (1 + weight), computed in fp32."""
-    if not adds_one:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], 1 + weight.float(), eps).to(x.dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):

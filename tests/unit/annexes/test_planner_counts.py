@@ -5,27 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cluster.planner.facts import EngineFacts, rank_parameters
+from megatron_dppo.cluster.planner.activations import layer_bytes
+from megatron_dppo.cluster.planner.facts import EngineFacts, Trained, rank_parameters, trainer_facts
 from megatron_dppo.cluster.planner.server_memory import (
     kv_bytes_per_token,
     state_bytes,
     weight_bytes,
 )
 from megatron_dppo.cluster.planner.trainer_state import ParkedBytes, StateBytes, parked_bytes
+from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.model.adapters import adapter_parameters
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import ATTENTION, FAMILIES, QK_NORM, load_model_shape, moe_router
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import engine_parameters, local_parameters
 from megatron_dppo.model.shape import ModelShape
+from tests.distributed.test_trainer_parity import run_config
 from tests.planted_families import mixed_family, planted
 from tests.tiny_models import save_tiny_model
 from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_engine_rows import table_of_each_kind
 from tests.unit.test_hybrid_families import NEXT
 from tests.unit.test_mixed_layers import DENSE, LAYERS, LAYOUTS
+from tests.unit.test_qwen3_5 import PUBLISHED
 
 
 def test_types_and_derived_tensors_of_an_engine_are_counted() -> None:
@@ -71,6 +77,32 @@ def test_the_cache_of_attention_and_the_states_of_delta_nets_are_counted() -> No
     assert kv_bytes_per_token(shape, engine) == 12 * 2 * 1 * 256 * 2
     state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert state_bytes(shape, engine) == state // 4
+
+
+@pytest.mark.parametrize("folder", [NEXT, PUBLISHED], ids=["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tensor=2, expert=4, data=2), Layout(pipeline=4, expert=8, data=8)],
+    ids=Layout.describe,
+)
+def test_the_adapters_of_each_rank_are_counted(folder: Path, layout: Layout) -> None:
+    shape = load_model_shape(folder)
+    trained = Trained.of(LoraConfig(rank=8), shape)
+    assert trained is not None
+    for rank in range(0, layout.world_size, layout.stage_ranks):
+        parts = adapter_parameters(trained.adapters, shape, layout, rank)
+        held = sum(math.prod(part.shape) for part in parts)
+        stage = layout.coordinates(rank).pp
+        assert trained.parameters(shape, layout, stage).elements == held
+
+
+def test_a_delta_net_with_adapters_keeps_more_than_without() -> None:
+    def kept(lora: dict[str, int]) -> float:
+        config = run_config(str(NEXT), {}, {"lora": lora})
+        trainer = trainer_facts(config, load_model_shape(NEXT), 1, 256, gpu=False)
+        return layer_bytes(trainer, number=0).projections
+
+    assert kept({"rank": 8}) > kept({})
 
 
 def test_parked_bytes_by_hand() -> None:
