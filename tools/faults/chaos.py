@@ -89,8 +89,9 @@ def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CH
         "rollout": {
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
-            # With this length, a group's answer is too large for a rank to parse itself, so the run has parsers.
-            "max_response_tokens": 256,
+            "max_response_tokens": 128,
+            # An answer with so many log-probabilities is too large for a rank to parse itself, so the run has parsers.
+            "topk_log_probs": 16,
             "max_staleness": 1,
             "interrupt": "retract",
             "save": True,

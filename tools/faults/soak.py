@@ -30,7 +30,13 @@ from megatron_dppo.metrics import records
 from tools.faults.chaos import LiveRun, code_of, empty_folder, make_material
 
 SHORT_STEPS = {
-    "rollout": {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 8, "save": False},
+    "rollout": {
+        "prompts_per_step": 2,
+        "group_size": 2,
+        "max_response_tokens": 8,
+        "topk_log_probs": 0,
+        "save": False,
+    },
     "training": {"prompts_per_mini_batch": 2},
     "checkpoint": {"every": 100},
 }
