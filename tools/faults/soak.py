@@ -4,8 +4,9 @@
 The run trains a tiny model on sums with two ranks, two servers behind a router and responses one step old at most. A
 step is short: two groups of two responses of eight tokens. Every few hundred steps a random server is killed, and the
 run starts it again. Private memory (USS: pages that no other process has) and open descriptors of each process are
-measured at regular steps. The growth of a process is the slope of a straight line through its measurements. The first
-part of a process's life does not count, because caches fill then.
+measured at regular steps. The growth of a process is that of its high values: the 90th percentile of the last third of
+its life, less that of the first third. So a process that switches between two sizes does not grow. The first part of a
+process's life does not count, because caches fill then.
 
     python -m tools.faults.soak --folder /tmp/soak [--steps 5000] [--kill-every 250]
 
@@ -70,8 +71,8 @@ class Growth:
 
     Attributes:
         steps: steps between the first and the last measurement that count.
-        mib: slope of private memory in MiB for 1,000 steps.
-        descriptors: slope of open descriptors for 1,000 steps.
+        mib: growth of private memory in MiB for 1,000 steps.
+        descriptors: growth of open descriptors for 1,000 steps.
         last_mib: private memory at the last measurement in MiB.
     """
 
@@ -114,21 +115,27 @@ def growths(measurements: list[Measurement]) -> list[Growth]:
     for (kind, pid), series in by_process.items():
         begin = series[0].step + WARM_STEPS
         counted = [each for each in series if each.step >= begin]
-        if len(counted) < 2 or counted[-1].step - begin < WARM_STEPS:
+        if len(counted) < 6 or counted[-1].step - begin < WARM_STEPS:
             continue
-        steps = [each.step for each in counted]
-        memory = statistics.linear_regression(steps, [each.private_bytes for each in counted])
-        descriptors = statistics.linear_regression(steps, [each.descriptors for each in counted])
         growth = Growth(
             kind,
             pid,
-            steps[-1] - steps[0],
-            1000 * memory.slope / 2**20,
-            1000 * descriptors.slope,
+            counted[-1].step - counted[0].step,
+            growth_of(counted, [each.private_bytes / 2**20 for each in counted]),
+            growth_of(counted, [float(each.descriptors) for each in counted]),
             counted[-1].private_bytes / 2**20,
         )
         found.append(growth)
     return found
+
+
+def growth_of(counted: list[Measurement], values: list[float]) -> float:
+    """Return how much the high ``values`` of the measurements grow in 1,000 steps."""
+    third = len(values) // 3
+    first_high = statistics.quantiles(values[:third], n=10, method="inclusive")[-1]
+    last_high = statistics.quantiles(values[-third:], n=10, method="inclusive")[-1]
+    steps_between = counted[-third].step - counted[0].step
+    return 1000 * (last_high - first_high) / steps_between
 
 
 def table(found: list[Growth]) -> str:
