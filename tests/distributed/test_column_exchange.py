@@ -237,7 +237,8 @@ FAULTS = {
     ),
     "a complete column of some": "topk_ids: 1 of 24 trajectories have none, expected all or none",
     "another model's": "sample 4 (response 0 to problem 101): routed_experts has moe_layers 2, expected 3",
-    "another K": "sample 4 (response 0 to problem 101): topk_ids is int32 [rows, 2], that of others int32 [rows, 3]",
+    "another K": "sample 4 (response 0 to problem 101): topk_ids is int32 [rows, 2], expected int32 [rows, 3] as in "
+    "other trajectories",
 }
 
 

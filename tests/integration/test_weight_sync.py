@@ -58,6 +58,7 @@ from tests.integration.weight_server import (
     policy_config,
     read,
     reference_log_probs,
+    run_config,
     serve,
     updater,
 )
@@ -430,15 +431,19 @@ def test_new_ranks_take_a_server_over_from_one_that_died_in_an_update(
 ) -> None:
     # The server notices at its own pace that the other side of the group has died; a busy machine makes it slow.
     monkeypatch.setattr(server_access, "_FORGET_S", UNBOUNDED_S)
-    updater(served.weights(), Source(read(served.folder))).update(35)
+    engine_section = {"device": "cpu", "hang_timeout_s": UNBOUNDED_S}
+    config = run_config(served.folder, engine=engine_section)
+    shape = load_model_shape(served.folder)
+    earlier_access, access = [
+        ServerAccess(ServerSections.of(config), config.weight_sync, shape) for _ in range(2)
+    ]
+    member = Member(Server("engine0", served.process.url), Keys(KEY, ADMIN_KEY))
+    earlier_engine = RUNNER.run(earlier_access.open_weights(member))
+    updater(earlier_engine, Source(read(served.folder))).update(35)
     assert dying.stdin is not None
     assert dying.stdout is not None
     print(point, file=dying.stdin, flush=True)
     assert dying.stdout.readline() == f"{point}\n"
-    config = policy_config(served.folder)
-    shape = load_model_shape(served.folder)
-    access = ServerAccess(ServerSections.of(config), config.weight_sync, shape)
-    member = Member(Server("engine0", served.process.url), Keys(KEY, ADMIN_KEY))
     RUNNER.run(access.forget_ranks(member))
     engine = RUNNER.run(access.open_weights(member))
     assert engine.groups == ()

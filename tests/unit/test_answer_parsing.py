@@ -91,7 +91,12 @@ def test_a_small_answer_is_parsed_where_it_arrives():
     ("changes", "versions", "error", "message"),
     [
         ({"finish_reason": {"type": "abort"}}, None, AbortedError, r"request \(0, 0\): aborted"),
-        ({"output_token_logprobs": []}, None, EngineAnswerError, r"request \(0, 0\): 0 log-prob"),
+        (
+            {"output_token_logprobs": []},
+            None,
+            EngineAnswerError,
+            r"request \(0, 0\): got 0 log-prob",
+        ),
         ({}, range(4, 5), StaleWeightsError, r"request \(0, 0\): drawn from weights 3, 4"),
     ],
 )
