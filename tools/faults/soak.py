@@ -35,7 +35,6 @@ SHORT_STEPS = {
         "prompts_per_step": 2,
         "group_size": 2,
         "max_response_tokens": 8,
-        "topk_log_probs": 0,
         "save": False,
     },
     "training": {"prompts_per_mini_batch": 2},
