@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Kills of random processes of a live run, and a check that the run lost nothing and counted nothing twice.
 
-The run trains a tiny model on sums. It has ranks, two servers behind a router, workers of rewards and parsers of
-answers. Responses are at most one step old. The supervisor and the processes of all kinds in the table KINDS are
+The run trains a tiny model on sums. It has ranks, two servers behind a router, and workers of rewards. Responses are
+at most one step old. The supervisor and the processes of all kinds in the table KINDS are
 equally likely to be killed (SIGKILL). If the supervisor ends, the same command starts the run again. When the time is
 over, a last start ends the run. Then three things must hold:
 
