@@ -429,8 +429,7 @@ def check_config(
         _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
         _engine(engine, rollout, config.weight_sync.strategy),
-        _changes_only(config.weight_sync, engine),
-        _atomic_updates(config.weight_sync, engine),
+        _updates_of_held_weights(config.weight_sync, engine),
         forwarded.MEGATRON.faults(config.megatron),
         forwarded.training_faults(
             config.megatron_ddp,
@@ -706,36 +705,26 @@ def _engine(
         yield f"engine.ca_file: got {engine.ca_file!r}, expected a PEM file of certificates: {error}"
 
 
-def _changes_only(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) -> layout.Faults:
-    """Report settings that contradict ``weight_sync.changes_only``."""
-    if not sync.changes_only:
-        return
-    if sync.strategy == "disk":
-        yield (
-            "weight_sync.changes_only: got true with weight_sync.strategy disk, expected distributed or tensor: a "
-            "folder holds whole weights"
-        )
-    if engine.placement == "colocated":
-        yield (
-            "weight_sync.changes_only: got true with engine.placement colocated, expected separate: engines give up "
-            "their weights for every training step"
-        )
-
-
-def _atomic_updates(sync: schema.WeightSyncConfig, engine: schema.EngineConfig) -> layout.Faults:
-    """Report settings that contradict ``engine.atomic_updates``."""
-    if not engine.atomic_updates:
-        return
-    if sync.strategy == "disk":
-        yield (
-            "engine.atomic_updates: got true with weight_sync.strategy disk, expected distributed or tensor: servers "
-            "load the tensors of a folder as they read them"
-        )
-    if engine.placement == "colocated":
-        yield (
-            "engine.atomic_updates: got true with engine.placement colocated, expected separate: engines give up their "
-            "weights for every training step, so there is no version before"
-        )
+def _updates_of_held_weights(
+    sync: schema.WeightSyncConfig,
+    engine: schema.EngineConfig,
+) -> layout.Faults:
+    """Report settings that contradict options for which servers must hold a version until an update is complete."""
+    disk_reasons = {}
+    if sync.changes_only:
+        disk_reasons["weight_sync.changes_only"] = "a folder holds whole weights"
+    if engine.atomic_updates:
+        disk_reasons["engine.atomic_updates"] = "servers load a folder's tensors as they read them"
+    for key, disk_reason in disk_reasons.items():
+        if sync.strategy == "disk":
+            yield (
+                f"{key}: got true with weight_sync.strategy disk, expected distributed or tensor: {disk_reason}"
+            )
+        if engine.placement == "colocated":
+            yield (
+                f"{key}: got true with engine.placement colocated, expected separate: engines give up their weights "
+                "for every training step"
+            )
 
 
 def _colocation(

@@ -24,7 +24,7 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
     The result is deterministic, and indices ascend within a group. Some groups are empty if there are fewer sequences
     than ranks.
     """
-    # At first each index is one partial partition: `ranks` pairs (sum, indices), the heaviest first. The spread of a
+    # Each index is one partial partition at first: `ranks` pairs (sum, indices), the heaviest first. The spread of a
     # partition is its largest sum minus its smallest sum. Merge the two partitions with the widest spread, each heavy
     # group with a light group, until one partition remains. The heap has (-spread, smallest index, partition), so the
     # smallest index breaks ties.

@@ -217,8 +217,8 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
 
 
 UNWRITTEN_TOKENS = 8
-"""For one expert per token: if a recording has more tokens than this and only zeros, it was never written. No router
-sends so many tokens to expert 0 of every layer."""
+"""A recording of one expert per token was never written if it has more tokens than this and only zeros. No router sends
+so many tokens to expert 0 of every layer."""
 
 
 def check_recording(routed: np.ndarray, experts: int) -> None:

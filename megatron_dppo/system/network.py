@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _held_ports: dict[int, list[socket.socket]] = {}
-"""Port of ``free_port`` -> the sockets that hold it and its second port."""
+"""Port of ``free_port`` -> the sockets that hold it, on each address that has it, and its second ports."""
 
 
 class PortTakenError(RuntimeError):
@@ -30,22 +30,20 @@ def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
     ``distance``: the port that lies this far above the returned port is free too, and stays held as long.
     """
     unusable: list[socket.socket] = []
-    try:
-        while True:
-            held = hold_port(host, 0)
-            port = int(held.getsockname()[1])
-            if distance is None:
-                _held_ports[port] = [held]
-                return port
-            try:
-                _held_ports[port] = [held, hold_port(host, port + distance)]
-                return port
-            except (PortTakenError, OverflowError):
-                # Keep the port until another port is found: otherwise the system may return it again.
-                unusable.append(held)
-    finally:
-        for held in unusable:
-            held.close()
+    while True:
+        held = hold_port(host, 0)
+        port = int(held.getsockname()[1])
+        try:
+            second_port = [] if distance is None else [hold_port(host, port + distance)]
+        except PortTakenError:
+            # Keep the port until another port is found: otherwise the system may return it again.
+            unusable.append(held)
+            continue
+        # Another address of this machine may have a held port of this number.
+        _held_ports.setdefault(port, []).extend([held, *second_port])
+        for candidate in unusable:
+            candidate.close()
+        return port
 
 
 def give_back_port(port: int) -> None:
@@ -65,9 +63,11 @@ def hold_port(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        # A number above 65535 is an OverflowError.
         bound.close()
-        raise PortTakenError(f"cannot bind {host}:{port} ({error.strerror})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise PortTakenError(f"cannot bind {host}:{port} ({reason})") from error
     return bound
 
 

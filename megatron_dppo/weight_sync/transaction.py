@@ -771,10 +771,14 @@ class WeightUpdater:
         An engine loads kept buckets at the end of an update. Before that, it holds the weights with these ``digests``,
         which only rank 0 has.
         """
-        keeps_version = self.config.changes_only or self.is_atomic
-        if keeps_version and version is not None and digests is not None:
+        if self._engines_keep_version and version is not None and digests is not None:
             assert self._engines is not None
             self._engines.return_to(version, digests, suspects)
+
+    @property
+    def _engines_keep_version(self) -> bool:
+        """Whether engines hold the version before until the end of an update, if no bucket overwrites it earlier."""
+        return self.config.changes_only or self.is_atomic
 
     @property
     def _is_rank_0(self) -> bool:
@@ -869,7 +873,7 @@ class WeightUpdater:
 
     def _is_due(self, check: str, period: int) -> bool:
         """Whether this update makes ``check``. Every ``period``-th update makes the check; 0: no update makes it."""
-        if check == "verify" and (self.config.changes_only or self.is_atomic):
+        if check == "verify" and self._engines_keep_version:
             # The next update may send only changes, and changes may be applied only to verified weights. After an
             # interrupted update, engines serve only verified weights again.
             return True

@@ -222,6 +222,23 @@ def test_a_second_port_is_free_and_held_too(monkeypatch) -> None:
             other.bind(("127.0.0.1", free))
 
 
+def test_one_port_of_two_addresses_is_held_on_both(monkeypatch) -> None:
+    port = free_port("127.0.0.1")
+
+    def hold(host: str, number: int) -> socket.socket:
+        return hold_port(host, number or port)
+
+    monkeypatch.setattr(network, "hold_port", hold)
+    assert free_port("127.0.0.2") == port
+    for address in ("127.0.0.1", "127.0.0.2"):
+        with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+            other.bind((address, port))
+    give_back_port(port)
+    for address in ("127.0.0.1", "127.0.0.2"):
+        with socket.socket() as other:
+            other.bind((address, port))
+
+
 def test_a_held_port_is_given_back() -> None:
     with hold_port("127.0.0.1", 0) as held:
         port = held.getsockname()[1]

@@ -135,10 +135,10 @@ def tiny_sizes(
         groups = max(group_ranks, min(2, shape.num_query_groups))
         groups = math.lcm(group_ranks, groups)
     else:
-        # As in the recipe's model, there are fewer key-value heads than ranks, and each rank holds a part of a head.
+        # There are fewer key-value heads than ranks, as in the recipe's model, and each rank holds a part of a head.
         groups = shape.num_query_groups
     if shape.num_attention_heads > shape.num_query_groups:
-        # As in the recipe's model, several query heads share a key-value head.
+        # Several query heads share a key-value head, as in the recipe's model.
         heads = math.lcm(2 * groups, tensor * layout.context)
     else:
         heads = groups = math.lcm(groups, tensor * layout.context)

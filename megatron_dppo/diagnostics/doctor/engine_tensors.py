@@ -71,7 +71,7 @@ def findings_of(faults: Iterable[TensorFault]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _PartDifference:
     """How the values or the scales of one tensor differ: a part of a ``TensorFault``.
 
     ``kind`` is ``_VALUES`` or ``_SCALES``, or empty for a tensor without blocks. ``is_of_weights``: the tensor has no
@@ -162,7 +162,7 @@ def tensor_faults(
     if not different:
         return []
     others = load_others()
-    differences: dict[str, list[_Difference]] = {}
+    differences: dict[str, list[_PartDifference]] = {}
     for engine_tensor in different:
         held_blocks = held.blocks(rank, engine_tensor)
         if held_blocks is None:
@@ -170,7 +170,7 @@ def tensor_faults(
             for version, tensors in others.items():
                 if tiled_hash(tensors.flat_tensors[engine_tensor]) == checksums.get(engine_tensor):
                     text = f"is the tensor of version {version}"
-            differences[engine_tensor] = [_Difference("", text, is_of_weights=True)]
+            differences[engine_tensor] = [_PartDifference("", text, is_of_weights=True)]
             continue
         for name, difference in _block_differences(engine_tensor, held_blocks, own, others):
             differences.setdefault(name.removesuffix(SCALE_SUFFIX), []).append(difference)
@@ -189,7 +189,7 @@ def _block_differences(
     held_blocks: Tensor,
     own: RankTensors,
     others: Mapping[int, RankTensors],
-) -> Iterator[tuple[str, _Difference]]:
+) -> Iterator[tuple[str, _PartDifference]]:
     """Yield the Hugging Face tensors in an engine tensor that differ, each with its difference."""
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
@@ -220,16 +220,16 @@ def _block_differences(
                 break
         if held_version is not None:
             text = f"of {places} of version {held_version}"
-            yield name, _Difference(kind, text, is_of_weights=True)
+            yield name, _PartDifference(kind, text, is_of_weights=True)
             continue
         moved_blocks = _moved(held_grid, is_different, name, place_of)
         if moved_blocks is not None:
-            yield name, _Difference(kind, f"of {moved_blocks}")
+            yield name, _PartDifference(kind, f"of {moved_blocks}")
         elif kind == _SCALES:
             factors = held_grid[is_different] / grid[is_different]
-            yield name, _Difference(kind, f"of {places} {_factors(factors)}")
+            yield name, _PartDifference(kind, f"of {places} {_factors(factors)}")
         else:
-            yield name, _Difference(kind, f"of {places} differ")
+            yield name, _PartDifference(kind, f"of {places} differ")
 
 
 def _moved(

@@ -26,7 +26,7 @@ class SavedPeak:
 
     live: int = 0
     peak: int = 0
-    # By the address of a storage: the number of its saved tensors, and its bytes.
+    # Both tables have the addresses of storages as keys: the number of saved tensors, and the bytes.
     _users: dict[int, int] = field(default_factory=dict)
     _bytes: dict[int, int] = field(default_factory=dict)
 
