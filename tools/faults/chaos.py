@@ -89,8 +89,8 @@ def make_material(folder: Path, changes: Mapping[str, Mapping[str, Any]] = NO_CH
         "rollout": {
             "prompts_per_step": PROMPTS,
             "group_size": GROUP,
-            # Answers of this length are below 32 KiB. A rank parses them itself, so the run has no parser yet.
-            "max_response_tokens": 128,
+            # Long responses make many answers larger than 32 KiB, so that the ranks start parsers.
+            "max_response_tokens": 1024,
             "max_staleness": 1,
             "interrupt": "retract",
             "save": True,
