@@ -27,7 +27,7 @@ from megatron_dppo.logging import INTERRUPTED, configure_logging, fatal
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
 from megatron_dppo.own_fleet import OwnFleet, own_fleet
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import unwritable, write_atomically
+from megatron_dppo.system.files import folder_fault, write_atomically
 from megatron_dppo.system.secret_variables import hide_secrets
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _faults(config: TrainConfig, out: Path) -> Iterator[str]:
         yield f"rollout.replay_from: got {config.rollout.replay_from!r}, expected null: batches are generated"
     for fault in missing_weights(config.model.hf_checkpoint):
         yield f"model.hf_checkpoint: {fault}"
-    reason = unwritable(out)
+    reason = folder_fault(out)
     if reason:
         yield f"--out: {reason}"
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dppo.config.forwarded import is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
-from megatron_dppo.system.files import unwritable
+from megatron_dppo.system.files import folder_fault
 from megatron_dppo.system.gpus import has_hopper
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.network import resolve
@@ -130,7 +130,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
         if sync.strategy == "disk":
             folders["weight_sync.directory"] = sync.directory or "/dev/shm"
     for key, folder in folders.items():
-        if fault := unwritable(Path(folder)):
+        if fault := folder_fault(Path(folder)):
             yield f"{key}: {fault}, expected a folder of your own"
     servers = engine.servers_to_start if generates else 0
     if machine.open_files < LEAST_OPEN_FILES:

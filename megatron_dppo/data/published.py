@@ -22,7 +22,7 @@ from megatron_dppo.config.data_files import DESCRIPTIONS
 from megatron_dppo.data.gold_answers import gold_answer, holds_answer
 from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.system.files import unwritable, write_atomically
+from megatron_dppo.system.files import folder_fault, write_atomically
 
 
 @dataclass(frozen=True)
@@ -488,7 +488,7 @@ def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prep
     Raises DataError if ``source`` has no files, or no usable problem.
     """
     published = SETS[name]
-    reason = unwritable(out.parent)
+    reason = folder_fault(out.parent)
     if reason:
         raise DataError(f"{out}: {reason}")
     preparation = collect(published, files_of(published, source, split))

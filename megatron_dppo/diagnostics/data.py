@@ -17,7 +17,7 @@ from megatron_dppo.data.published import SETS, prepare
 from megatron_dppo.logging import fatal
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import unwritable, write_atomically
+from megatron_dppo.system.files import folder_fault, write_atomically
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def _generate(options: argparse.Namespace) -> int:
     except ImportError as error:
         fatal(str(error))
     out = Path(options.out)
-    reason = unwritable(out.parent)
+    reason = folder_fault(out.parent)
     if reason:
         fatal(f"{out}: {reason}")
     task_names = reasoning_gym.tasks() if options.tasks == ["all"] else options.tasks

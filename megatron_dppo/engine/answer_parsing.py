@@ -21,7 +21,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.protocol import GenerationRequest, parse_answer, read_answers
 from megatron_dppo.engine.recordings import Notice, Way, place, take
-from megatron_dppo.system.scratch import SharedBuffer, aligned, mapped
+from megatron_dppo.system.scratch import SharedBuffer, aligned_offsets, map_buffer
 from megatron_dppo.system.secret_variables import without_secrets
 from megatron_dppo.system.workers import WorkerLostError, WorkerProcess, connect
 
@@ -142,12 +142,12 @@ def parsed_of(reply: bytes) -> Parsed:
     # The pickled trajectories without their arrays; the size in bytes of each array; the path of the file with the
     # arrays, or None; the arrays themselves if the path is None.
     head, sizes, path, arrays = content
-    starts, size = aligned(sizes)
+    starts, size = aligned_offsets(sizes)
     if path is None:
         buffer = np.frombuffer(arrays, np.uint8)
     else:
         try:
-            buffer = mapped(path, size)
+            buffer = map_buffer(path, size)
         finally:
             Path(path).unlink(missing_ok=True)
     views = [buffer[start : start + n] for start, n in zip(starts, sizes, strict=True)]
@@ -168,7 +168,7 @@ def answer_to(content: bytes) -> bytes:
     head = pickle.dumps(tuple(parsed), protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]
     sizes = [view.nbytes for view in views]
-    starts, size = aligned(sizes)
+    starts, size = aligned_offsets(sizes)
     try:
         shared_buffer = SharedBuffer(size)
         buffer = shared_buffer.array

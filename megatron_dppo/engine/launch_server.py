@@ -210,7 +210,7 @@ def watch_supervisor(kill: Callable[..., None]) -> None:
             subprocess.run(["scontrol", "requeue", job], check=False, timeout=_REQUEUE_S)
         kill(os.getpid(), include_parent=True)
 
-    processes.when_it_stops(Path(path), end, float(os.environ[processes.PATIENCE_VARIABLE]))
+    processes.call_when_unchanged(Path(path), end, float(os.environ[processes.PATIENCE_VARIABLE]))
 
 
 def host_flags(environment: Mapping[str, str]) -> list[str]:

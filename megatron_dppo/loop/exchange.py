@@ -25,7 +25,13 @@ import torch.distributed as dist
 from megatron_dppo.data.columns import Form, declared_column, digest
 from megatron_dppo.data.trajectory import Outline, Trajectory, check_complete, row_count, sizes_of
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.scratch import SharedBuffer, aligned, free_bytes, mapped, memory_name
+from megatron_dppo.system.scratch import (
+    SharedBuffer,
+    aligned_offsets,
+    free_bytes,
+    map_buffer,
+    memory_name,
+)
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, barrier, first_failure
 from megatron_dppo.trainer.topology import Topology
@@ -266,7 +272,7 @@ class PartDirectory:
         for part in parts:
             rows = self.shape(part)[0]
             sizes.append(rows * self.stages.form(part, self.forms).row_bytes)
-        starts, total = aligned(sizes)
+        starts, total = aligned_offsets(sizes)
         spans: dict[ColumnPart, tuple[int, int]] = {}
         for part, start, size in zip(parts, starts, sizes, strict=True):
             spans[part] = (start, start + size)
@@ -531,7 +537,7 @@ class ColumnExchange:
                 raise ExchangeError("\n".join(faults))
             paths = all_gather_json(None if shared_buffer is None else str(shared_buffer.path))
             if not is_head:
-                views = directory.views(share, mapped(paths[group.head], share.size))
+                views = directory.views(share, map_buffer(paths[group.head], share.size))
             # ``hide`` below unlinks the file, so all ranks of the group must have mapped it before.
             barrier()
         finally:

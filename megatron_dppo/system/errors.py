@@ -26,7 +26,7 @@
       EnvironmentFaultError             an episode's environment failed; the run continues without the episode
       SandboxError                      this machine has no sandbox for the programs of environments
       VerifierError                     a reward function raised an exception, or its worker can't start
-      RewardUnavailableError            a reward's service is down, also for responses that were generated anew
+      RewardUnavailableError            a reward's service is down, and new responses did not help either
       InputError                        the input files of the run have changed
       ResumeError                       the checkpoint belongs to other settings
       RecordsError                      the records of a run can't be read

@@ -84,7 +84,7 @@ def with_hash(text: str) -> str:
 
 
 def hash_fault(text: str) -> str | None:
-    """Return an error if ``text`` does not have the hash in its first line; None if it does, or without such a line."""
+    """Return an error if the first line of ``text`` has a hash and the lines below have another; otherwise None."""
     first_line, _, rest = text.partition("\n")
     if not first_line.startswith(_HASH_LINE):
         return None
@@ -103,7 +103,7 @@ def _text_hash(text: str) -> str:
 
 
 def unused_path(path: Path) -> Path:
-    """Return ``path``, or the first of ``path-2``, ``path-3``, ... that does not exist."""
+    """Return the first of ``path``, ``path-2``, ``path-3``, ... that does not exist."""
     candidate = path
     for number in count(2):
         if not candidate.exists():
@@ -121,7 +121,7 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> Non
 
 
 def write_synced(path: Path, content: str) -> None:
-    """Write a text file in place and sync it to the disk. Use it in a folder that gets its final name later."""
+    """Write a text file in place and sync it to the disk. Call this in a folder that gets its final name later."""
     with open(path, "w", encoding="utf-8") as file:
         write_whole("write", path.name, file, content)
         file.flush()
@@ -129,7 +129,7 @@ def write_synced(path: Path, content: str) -> None:
     file_failpoint("synced", path.name)
 
 
-def unwritable(folder: Path) -> str | None:
+def folder_fault(folder: Path) -> str | None:
     """Return why ``folder`` can't be created or written; None if it can. The text begins with the folder at fault."""
     try:
         candidates = [folder.absolute(), *folder.absolute().parents]

@@ -102,7 +102,7 @@ class ForkRequest:
 class ForkedProcess:
     """A process that a fork server starts, with the methods of ``ChildProcess``."""
 
-    def __init__(self, server: _Forks, number: int) -> None:
+    def __init__(self, server: _ForkClient, number: int) -> None:
         self._server = server
         self._number = number
 
@@ -155,7 +155,7 @@ class _Pollable(Protocol):
     def poll(self) -> int | None: ...
 
 
-class _Forks:
+class _ForkClient:
     """The client of a fork server: it sends requests and receives reports.
 
     Args:
@@ -231,7 +231,8 @@ class _Forks:
         with self._lock:
             if self._has_imported():
                 return False
-            # The fork server will fork the process and kill it at once.
+            # After the imports, the fork server reads the request and then this signal: it forks the process and kills
+            # it at once.
             self.send_signal(number, signal.SIGKILL)
             self._codes[number] = _KILLED
             return True
@@ -255,7 +256,7 @@ class _Forks:
                     self._is_ready = True
 
 
-class ForkServer(_Forks):
+class ForkServer(_ForkClient):
     """A running fork server. It ends when the *thread* that created this object ends.
 
     Args:
@@ -345,7 +346,7 @@ class _OtherProcess:
         return None
 
 
-class _SharedServer(_Forks):
+class _SharedServer(_ForkClient):
     """A fork server that this process has inherited from the process that started it.
 
     Attributes:
@@ -534,7 +535,8 @@ class ForkingLauncher(Launcher):
     """Starts ``python -m module`` on this machine as a fork of a fork server that has imported ``libraries``.
 
     There is one fork server for each combination of interpreter, environment (libraries may read variables when they
-    are imported) and thread that starts commands. A command that runs another module is not forked: Launcher starts it.
+    are imported) and thread that starts commands (a fork server ends with the thread that started it). A command that
+    runs another module is not forked: Launcher starts it.
     """
 
     def __init__(self, module: str, libraries: Sequence[str]) -> None:
@@ -604,7 +606,7 @@ def main() -> int | None:
     # object, and so copy the shared memory.
     gc.collect()
     gc.freeze()
-    request = _Forking(control).serve()
+    request = _ForkLoop(control).serve()
     if request is None:
         return 0
     module = importlib.import_module(request.module)
@@ -615,7 +617,7 @@ def main() -> int | None:
     return code
 
 
-class _Forking:
+class _ForkLoop:
     """The loop of the fork server."""
 
     def __init__(self, control: socket.socket) -> None:

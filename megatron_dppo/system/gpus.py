@@ -34,7 +34,7 @@ def driver_version(folder: Path | None = None) -> str | None:
     return match and match.group()
 
 
-def unusable_gpu(torch_version: str, cuda: str | None) -> str:
+def gpu_fault(torch_version: str, cuda: str | None) -> str:
     """Return why this torch can't use the machine's visible GPU: given value, expected value and remedy.
 
     Call this if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for,
@@ -63,7 +63,10 @@ _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b", re.IGNORECASE)
 
 
 def has_megatrons_deep_ep() -> bool:
-    """Whether this interpreter has DeepEP's own package ``deep_ep``, not SGLang's package of this name."""
+    """Whether the installed package ``deep_ep`` is DeepEP's own, which Megatron-Core uses.
+
+    SGLang's distribution sgl-deep-ep has another package of this name.
+    """
     if importlib.util.find_spec("deep_ep") is None:
         return False
     return not any(importlib.metadata.distributions(name=_SGLANG_DEEP_EP))

@@ -51,8 +51,8 @@ def build_library(source: Path) -> ctypes.CDLL:
         ) from error
     try:
         with open(folder / "building", "w") as lock:
-            # The operating system releases this lock when its process ends. Torch's own lock file stays after a killed
-            # build, and later builds would wait for it forever: remove it.
+            # The operating system releases this lock when the process that holds it ends. Torch has a lock file of its
+            # own. It stays after a killed build, and later builds would wait for it forever: remove it.
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)
             library = _compile(source, folder)
@@ -67,6 +67,7 @@ def _compile(source: Path, folder: Path) -> Path:
         return library
     from torch.utils import cpp_extension
 
+    # torch looks for ninja on PATH.
     path = os.environ.get("PATH")
     os.environ["PATH"] = tool_path(os.environ)
     try:

@@ -149,7 +149,7 @@ class LeaseFiles:
         """Return the holder in ``lease.json``; None without the file. Raises OSError, LeaseError (damaged file)."""
         return _read_holder(self.path)
 
-    def last_claim(self, holder: Holder | None) -> Holder | None:
+    def last_claimant(self, holder: Holder | None) -> Holder | None:
         """Return the last start in the chain of claims that begins with ``holder``; without a claim, ``holder`` itself.
 
         A start that has claimed the lease may not be in ``lease.json`` yet.
@@ -183,8 +183,9 @@ class LeaseFiles:
         failpoint("lease/install")
         self.write_beat(holder, Beat())
         write_atomically(self.path, _encode(holder))
+        # The new holder has not written its file ``.start`` yet, so any such file is an earlier holder's. A newcomer
+        # whose unfinished claim is removed here claims again.
         kept_paths = {self.beat_path(holder), self._claim_path(holder)}
-        # The new holder has no file of its starts yet. A newcomer whose unfinished claim is removed here claims again.
         for path in list(self._folder.iterdir()):
             if path in kept_paths:
                 continue
@@ -374,19 +375,19 @@ class Lease:
         newcomer = self._holder
         while True:
             holder = files.holder()
-            last_claim = files.last_claim(holder)
-            if last_claim is not None and not self._has_ended(last_claim):
+            predecessor = files.last_claimant(holder)
+            if predecessor is not None and not self._has_ended(predecessor):
                 raise LeaseError(
-                    f"in use by the run of {last_claim.describe()}; end that one ({last_claim.how_to_end()})"
+                    f"in use by the run of {predecessor.describe()}; end that one ({predecessor.how_to_end()})"
                 )
-            if not files.claim(last_claim, newcomer):
+            if not files.claim(predecessor, newcomer):
                 # Another start was faster: check whether it is alive.
                 continue
             # Between our reading of the files and our claim, another start may have claimed the lease, become the
             # holder and removed its claim. Then our claim came too late, and lease.json has a new holder.
             if files.holder() == holder:
                 break
-            files.give_up_claim(last_claim)
+            files.give_up_claim(predecessor)
         files.install(newcomer)
         self._thread.start()
 
@@ -437,8 +438,8 @@ class Lease:
             is_last_read = time.monotonic() >= deadline
             beat = self._files.beat(holder)
             if beat != first_beat:
-                # Any change shows a live holder, except its release. A file that is gone now was removed by a start
-                # that took over, so the lease is in use too.
+                # The holder has renewed or released the lease, or its file is gone. If the file is gone, another start
+                # has taken over and removed it, so the lease is in use.
                 return beat is not None and beat.ended
             if is_last_read:
                 return True

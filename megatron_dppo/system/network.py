@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 _held_ports: dict[int, list[socket.socket]] = {}
-"""Port of ``free_port`` -> the sockets that hold it, on each address that has it, and its second ports."""
+"""Port that ``free_port`` returned -> the sockets that hold it and its second port. ``free_port`` may return one number
+for several addresses of this machine. The list then has the sockets of all these addresses."""
 
 
 class PortTakenError(RuntimeError):
@@ -27,7 +28,7 @@ class PortTakenError(RuntimeError):
 def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
     """Return a free port of ``host``. It stays held (``hold_port``) until ``give_back_port`` or this process's end.
 
-    ``distance``: the port that lies this far above the returned port is free too, and stays held as long.
+    With ``distance``, a second port is free and held as long: the returned port plus ``distance``.
     """
     unusable: list[socket.socket] = []
     while True:
@@ -39,7 +40,7 @@ def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
             # Keep the port until another port is found: otherwise the system may return it again.
             unusable.append(held)
             continue
-        # Another address of this machine may have a held port of this number.
+        # The list exists already if another address of this machine has a held port of this number.
         _held_ports.setdefault(port, []).extend([held, *second_port])
         for candidate in unusable:
             candidate.close()
@@ -48,7 +49,8 @@ def free_port(host: str = "127.0.0.1", distance: int | None = None) -> int:
 
 def give_back_port(port: int) -> None:
     """Stop holding a port that ``free_port`` returned, after the server that used it has ended."""
-    # Several threads may call this function at once, also for one port: each server is ended by a separate thread.
+    # Several threads may call this function for one port at once, because each server is ended by a separate thread.
+    # pop returns the sockets to only one of them.
     for held in _held_ports.pop(port, []):
         held.close()
 

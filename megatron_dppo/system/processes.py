@@ -89,9 +89,10 @@ def start_process(
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it, a thread of the process ``parent``, ends.
+    """Make the kernel kill this process when the thread that started it ends.
 
-    Exits at once if ``parent`` has ended already.
+    ``parent`` is the id of that thread's process. If the process ``parent`` has ended already, this process exits at
+    once.
     """
     # Make only system calls. This function runs between fork and exec: a lock that another thread held at the fork is
     # never released.
@@ -117,7 +118,7 @@ def is_rank_name(name: str) -> bool:
 def bound_memory(gib: int, *, is_final: bool) -> None:
     """Limit the address space of this process, and of processes that it starts later, to ``gib`` GiB.
 
-    So foreign code that computes a number with 10^9 digits, or an endless list, does not take the node's memory.
+    Foreign code that computes a number with 10^9 digits, or an endless list, then can't take the node's memory.
     ``is_final``: whether the hard limit is set too; otherwise ``start_process`` can lift the limit.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
@@ -161,10 +162,11 @@ class OrphanReaper:
     def look(self) -> None:
         """Reap the orphans that had already ended at the last look."""
         ended = _ended_orphans()
-        for pid in ended & self._ended_at_last_look:
+        to_reap = ended & self._ended_at_last_look
+        for pid in to_reap:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        self._ended_at_last_look = ended - self._ended_at_last_look
+        self._ended_at_last_look = ended - to_reap
 
 
 def _ended_orphans() -> frozenset[int]:
@@ -261,7 +263,7 @@ def _guard(child: int, descriptor: int) -> NoReturn:
 
 
 def _reap_all_but(child: int) -> None:
-    """Reap ended children until the next ended child is ``child``. The caller needs the exit code of ``child``."""
+    """Reap ended children until the next ended child is ``child``. The caller reaps ``child``, for its exit code."""
     # WNOWAIT: look at an ended child without reaping it.
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):
@@ -280,7 +282,7 @@ def kill_children(spared: Collection[int] = ()) -> None:
 
     Use it in a process that adopts orphans: then no process escapes by changing its parent or its session.
     """
-    # Check first, because psutil's search reads the table of all processes.
+    # Check first, because psutil's search is slow: it reads the table of all processes.
     while _has_children():
         victims = [child for child in psutil.Process().children() if child.pid not in spared]
         if not victims:
@@ -324,9 +326,10 @@ class ChildProcess(Protocol):
 
 
 def kill_families(processes: Iterable[ChildProcess]) -> None:
-    """SIGKILL each process that ``start_process`` started, its process group and its descendants.
+    """SIGKILL each of ``processes``, its process group and its descendants.
 
-    Returns when all have ended, or after ten seconds. It is no error if a process has ended already.
+    Each process must lead a process group, as after ``start_process``. Waits for the ends of ``processes``, and at most
+    ten seconds for the ends of the descendants. It is no error if a process has ended already.
     """
     roots = list(processes)
     descendants: list[psutil.Process] = []
@@ -519,11 +522,11 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def held_back() -> Iterator[None]:
     """Delay ``ENDING_SIGNALS`` until the block's end. Main thread only.
 
-    Programs that are started in the block inherit the signal mask, so signals are delayed for them too. Ignored signals
-    stay ignored (nohup).
+    Programs that are started in the block inherit the signal mask, so these signals do not interrupt them. Ignored
+    signals stay ignored (nohup).
     """
-    # The mask applies to this thread only. A signal to the process may reach another thread, for example a library's
-    # thread, so the handlers store signals until the end.
+    # The mask applies to this thread only. The system may deliver a signal to another thread, for example a library's
+    # thread. Therefore handlers store the signals until the end.
     received_signals: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
@@ -615,7 +618,7 @@ class Heartbeat:
         self._last_content = self._content()
         self._changed_at = clock()
 
-    def stands_still_s(self) -> float:
+    def unchanged_s(self) -> float:
         """Read the file, and return the seconds since a reading first found the present content."""
         content = self._content()
         if content != self._last_content:
@@ -630,12 +633,12 @@ class Heartbeat:
             return b""
 
 
-def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> None:
+def call_when_unchanged(path: Path, act: Callable[[], None], patience_s: float) -> None:
     """Watch a file from a new thread; call ``act`` when the content of ``path`` is unchanged for ``patience_s`` s."""
 
     def watch() -> None:
         heartbeat = Heartbeat(path)
-        while heartbeat.stands_still_s() < patience_s:
+        while heartbeat.unchanged_s() < patience_s:
             time.sleep(_LOOK_EVERY_S)
         act()
 

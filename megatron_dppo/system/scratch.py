@@ -147,7 +147,7 @@ class SharedBuffer:
             if size:
                 # Allocate now: otherwise a write into full memory would end the process by SIGBUS later.
                 os.posix_fallocate(descriptor, 0, size)
-            self.array = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.array = _map_file(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             self.hide()
             raise
@@ -163,7 +163,7 @@ class FileBuffer:
     """A uint8 array of ``size`` bytes in a file without a name in the temporary folder.
 
     Written data is in the system's file cache. The system writes it to the disk and frees the memory when other
-    programs need memory. After ``let_go`` the data does not count as memory of the process.
+    programs need memory. After ``release_memory`` the data does not count as memory of the process.
     """
 
     def __init__(self, size: int) -> None:
@@ -179,13 +179,13 @@ class FileBuffer:
                 self._map = mmap.mmap(file.fileno(), size)
             self.array = np.frombuffer(self._map, np.uint8)
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Release the memory; a later access reads the file."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
+def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the offsets of arrays with these ``sizes`` (bytes) in one buffer, and the buffer's size.
 
     Each offset is a multiple of ``ALIGNMENT``. All buffers of several arrays have this layout: a parser's reply, a
@@ -199,19 +199,19 @@ def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def mapped(path: str, size: int) -> np.ndarray:
+def map_buffer(path: str, size: int) -> np.ndarray:
     """Map the ``SharedBuffer`` of another process for reading. Raises OSError, and ValueError for another size."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         file_size = os.fstat(descriptor).st_size
         if file_size != size:
             raise ValueError(f"{path}: {file_size} bytes, expected {size}")
-        return _mapped(descriptor, size, mmap.PROT_READ)
+        return _map_file(descriptor, size, mmap.PROT_READ)
     finally:
         os.close(descriptor)
 
 
-def _mapped(descriptor: int, size: int, protection: int) -> np.ndarray:
+def _map_file(descriptor: int, size: int, protection: int) -> np.ndarray:
     """Return the memory of an open file as a uint8 array."""
     # Import lazily: a rank imports this module before it sets OMP_NUM_THREADS, and numpy reads the variable when it is
     # imported.

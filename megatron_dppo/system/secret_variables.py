@@ -100,23 +100,29 @@ def chosen_variables(environment: Mapping[str, str], names: Iterable[str]) -> di
 
 
 def named_in_options(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of variables in ``options``: JUDGE_KEY of ``api_key_variable: JUDGE_KEY``."""
+    """Return the names of the environment variables that ``options`` refer to.
+
+    For example, the option ``api_key_variable: JUDGE_KEY`` refers to the environment variable JUDGE_KEY.
+    """
     names: list[str] = []
-    for key, value in options.items():
-        if key.endswith("_variable") and isinstance(value, str):
+    for option, value in options.items():
+        if option.endswith("_variable") and isinstance(value, str):
             names.append(value)
     return names
 
 
-def withheld_hint(text: str, key: str) -> str:
-    """Return the remedy for an error whose ``text`` names a variable that workers don't receive; "" for another error.
+def withheld_hint(text: str, list_name: str) -> str:
+    """Return a hint for the error message ``text`` of a worker if ``text`` names a secret variable; otherwise "".
 
-    ``key`` is the configuration's key that lists the variables that workers receive.
+    A worker receives a secret variable only if the configuration's list ``list_name`` has the variable's name. The hint
+    says that this process has the variable, and the worker does not.
     """
     names = [name for name in secrets_of(os.environ) if re.search(rf"\b{re.escape(name)}\b", text)]
     if not names:
         return ""
-    return f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {key}"
+    return (
+        f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {list_name}"
+    )
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:
@@ -159,14 +165,14 @@ def hold(values: Mapping[str, str]) -> None:
 
 
 def receive_passed(values: Mapping[str, str]) -> None:
-    """Put a worker's variables into ``os.environ``; programs that it starts receive them too."""
+    """Put a worker's variables into ``os.environ``. ``program_environment`` passes them on to the worker's programs."""
     hold(values)
     _passed.update(values)
 
 
 @contextmanager
 def withheld() -> Iterator[None]:
-    """Remove the keys from ``os.environ`` in the block.
+    """Remove the keys from ``os.environ`` until the block ends.
 
     Use this for a library that starts a process with a copy of ``os.environ``.
     """
@@ -203,8 +209,8 @@ def _overwrite_initial(names: Iterable[str]) -> None:
     encoded_names = {os.fsencode(name) for name in names}
     entry_address = start
     for entry in memory.raw.split(b"\0"):
-        key, equals_sign, value = entry.partition(b"=")
-        if equals_sign and key in encoded_names:
-            value_address = entry_address + len(key) + 1
+        encoded_name, equals_sign, value = entry.partition(b"=")
+        if equals_sign and encoded_name in encoded_names:
+            value_address = entry_address + len(encoded_name) + 1
             ctypes.memset(value_address, 0, len(value))
         entry_address += len(entry) + 1

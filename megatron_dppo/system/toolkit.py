@@ -64,7 +64,7 @@ def toolkit_version(home: Path) -> str | None:
 def offer_tools(environment: MutableMapping[str, str]) -> list[str]:
     """Set PATH and CUDA_HOME for this process's libraries and child processes.
 
-    Returns a line about CUDA_HOME for the log.
+    Returns the lines for the log: one line about CUDA_HOME.
     """
     environment["PATH"] = tool_path(environment)
     home = toolkit_home(environment)

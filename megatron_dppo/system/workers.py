@@ -131,7 +131,7 @@ class WorkerProcess:
     def call(self, content: bytes) -> Future[bytes]:
         """Send a call and return the future of its answer. The future raises WorkerLostError if the worker ends first.
 
-        Blocks while the pipe is full because the worker reads nothing.
+        If the pipe is full, this method blocks until the worker reads.
         """
         answer: Future[bytes] = Future()
         with self._changing:
@@ -178,7 +178,7 @@ class WorkerProcess:
             self._finish()
 
     def _finish(self) -> None:
-        # Wait first: a process that ends without being killed keeps its own exit code.
+        # Wait first: if the process ends by itself, the kill below must not replace its exit code.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
         # The guard may have died before its child processes: kill these too.

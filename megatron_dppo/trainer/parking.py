@@ -37,7 +37,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
-from megatron_dppo.system.scratch import aligned
+from megatron_dppo.system.scratch import aligned_offsets
 from megatron_dppo.trainer import platform
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class _ParkedCopy:
         if is_new_buffer:
             # Free the old buffer first: holding both would double the memory.
             self._memory = None
-            self._starts, end = aligned(sizes)
+            self._starts, end = aligned_offsets(sizes)
             self._memory = platform.HostMemory(end)
             self._sizes = sizes
         needs_copy = [is_new_buffer or not s.is_constant for s in storages]

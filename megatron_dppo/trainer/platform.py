@@ -122,7 +122,7 @@ def gpu_fault() -> str | None:
     """Return why torch can't use the visible GPU; None if it can, or if there is no GPU."""
     if has_cuda() or not gpus.has_visible_gpu():
         return None
-    return gpus.unusable_gpu(torch.__version__, torch.version.cuda)
+    return gpus.gpu_fault(torch.__version__, torch.version.cuda)
 
 
 def leave_out_deep_ep() -> None:
@@ -277,7 +277,7 @@ class HostMemory:
     def settle(self) -> None:
         """Release the memory that caches the file, because the parked tensors are not needed for a while."""
         if self._file is not None:
-            self._file.let_go()
+            self._file.release_memory()
 
 
 def return_unused_memory() -> None:

@@ -32,9 +32,9 @@ from megatron_dppo.engine.recordings import (
 from megatron_dppo.system.scratch import (
     SHARED_MEMORY,
     SharedBuffer,
-    aligned,
+    aligned_offsets,
     free_bytes,
-    mapped,
+    map_buffer,
     memory_name,
 )
 from tests.messages import mentioning
@@ -183,8 +183,8 @@ def test_trajectories_are_pickled_around_their_arrays():
 
 
 def test_each_array_begins_at_a_multiple_of_64_bytes():
-    assert aligned([5, 64, 0, 65]) == ([0, 64, 128, 128], 256)
-    assert aligned([]) == ([], 0)
+    assert aligned_offsets([5, 64, 0, 65]) == ([0, 64, 128, 128], 256)
+    assert aligned_offsets([]) == ([], 0)
 
 
 def test_a_shared_buffer_outlives_its_name():
@@ -192,14 +192,14 @@ def test_a_shared_buffer_outlives_its_name():
     assert buffer.path.stat().st_mode & 0o777 == 0o600
     buffer.array[:] = [1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match=r"5 bytes, expected 6"):
-        mapped(str(buffer.path), 6)
-    other = mapped(str(buffer.path), 5)
+        map_buffer(str(buffer.path), 6)
+    other = map_buffer(str(buffer.path), 5)
     buffer.hide()
     buffer.hide()
     assert other.tolist() == [1, 2, 3, 4, 5]
     assert not other.flags.writeable
     empty = SharedBuffer(0)
-    assert mapped(str(empty.path), 0).size == 0
+    assert map_buffer(str(empty.path), 0).size == 0
     empty.hide()
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         SharedBuffer(free_bytes() + 2**40)

@@ -51,7 +51,7 @@ from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import unused_path, unwritable
+from megatron_dppo.system.files import folder_fault, unused_path
 from megatron_dppo.system.secret_variables import hide_secrets
 
 _LOG_WIDTH = 120
@@ -266,7 +266,7 @@ class Rehearsal:
 
     def _set_aside(self) -> None:
         """Rename the folder of an earlier rehearsal; delete the generated folders of a refused rehearsal."""
-        if fault := unwritable(self.directory):
+        if fault := folder_fault(self.directory):
             raise ConfigError([f"--directory: {fault}"], str(self.recipe))
         if (self.directory / CONFIG).exists():
             stamp = f"{self.directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -324,7 +324,7 @@ class Rehearsal:
             check_config(checkable_config, str(self.recipe), weights=False)
         except ConfigError as error:
             faults += error.faults
-        if (fault := unwritable(Path(config.run.directory))) is not None:
+        if (fault := folder_fault(Path(config.run.directory))) is not None:
             faults.append(f"run.directory: {fault}")
         faults += _engine_table_faults(config)
         if config.lora.start_from is not None and not Path(config.lora.start_from).is_dir():

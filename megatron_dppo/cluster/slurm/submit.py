@@ -39,7 +39,7 @@ from megatron_dppo.launch.slurm_client import SlurmError, slurm
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.system.files import unused_path, unwritable, with_hash, write_atomically
+from megatron_dppo.system.files import folder_fault, unused_path, with_hash, write_atomically
 from megatron_dppo.system.processes import held_back
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -73,7 +73,7 @@ def directory_faults(directory: Path) -> Iterator[str]:
     # In a file pattern of Slurm, a backslash disables all symbols, so that the job's id would be missing.
     if "\\" in str(directory):
         yield f"run.directory: {directory} has a backslash, expected a path without one"
-    if fault := unwritable(directory):
+    if fault := folder_fault(directory):
         yield f"run.directory: {fault}, expected a folder of your own that all nodes share"
 
 

@@ -35,7 +35,7 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.scratch import aligned
+from megatron_dppo.system.scratch import aligned_offsets
 from megatron_dppo.trainer import collectives, platform
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
 
@@ -338,7 +338,7 @@ class HostCopy:
         self, blocks: Sequence[tuple[TensorBlock, Tensor]]
     ) -> list[tuple[TensorBlock, Tensor]]:
         """Copy ``blocks`` into the buffer and return the copies. This overwrites the copies of an earlier call."""
-        starts, end = aligned([block.bytes for block, _ in blocks])
+        starts, end = aligned_offsets([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
             # Free the old buffer first: holding both would double the memory.
             self._buffer = torch.empty(0, dtype=torch.uint8)
