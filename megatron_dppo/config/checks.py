@@ -98,10 +98,10 @@ def reward_faults(reward: RewardConfig) -> layout.Faults:
 
 
 def services_of(config: schema.TrainConfig) -> dict[str, Mapping[str, Any]]:
-    """Return the options of the environment and of rewards that run on another server, by the key of their table.
+    """Return the options of the environment and of each reward that runs on another server.
 
-    Only this package's own environments and rewards are included; their option ``url`` has the address. The result is
-    empty for a run that replays rollouts.
+    The keys are those of the options' tables, such as ``reward.options``. Only this package's own environments and
+    rewards are included; their option ``url`` has the address. The result is empty for a run that replays rollouts.
     """
     services: dict[str, Mapping[str, Any]] = {}
     if config.rollout.replay_from is not None:
@@ -157,11 +157,11 @@ PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue
 """Keys whose text is for the model, or is a script (``prologue`` of Slurm's site file). It may have several lines."""
 LARGEST_NUMBER = 2**63 - 1
 SPARE_POSITIONS = 2
-"""Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache: ``max_req_len`` is one less
-(``tp_worker.py``), and a response is truncated one position before ``max_req_len`` (``scheduler.py``).
+"""Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache. ``max_req_len`` is one less
+than these (``tp_worker.py``), and a response is truncated one position before ``max_req_len`` (``scheduler.py``).
 """
 PROMPT_SPARE_POSITIONS = 7
-"""Tokens by which SGLang requires a prompt to be shorter than the context, at least (``max_req_input_len``)."""
+"""Positions of the context that a prompt must leave free in SGLang (``max_req_input_len``)."""
 LONGEST_WAIT_S = 10**8
 """Longest time in seconds: three years. ``threading`` accepts a hundred times as much. ``select`` and the timers of C++
 libraries accept less than ``threading``."""
@@ -260,10 +260,10 @@ def length_faults(
         for key in ("context_length", "max_total_tokens"):
             limits[f"engine's sglang.{key} of"] = sglang.get(key)
     prompt = data.max_prompt_tokens
-    responses = {"rollout": rollout.max_response_tokens}
+    longest_responses = {"rollout": rollout.max_response_tokens}
     # An evaluation without its own limit has the rollout's limit.
     if evaluation.max_response_tokens is not None:
-        responses["evaluation"] = evaluation.max_response_tokens
+        longest_responses["evaluation"] = evaluation.max_response_tokens
     for owner, positions in limits.items():
         if not isinstance(positions, int):
             continue
@@ -271,10 +271,11 @@ def length_faults(
             reason = _positions(owner, positions, f"{prompt_spare} with a prompt", generates)
             yield f"data.max_prompt_tokens: got {prompt}, expected at most {positions - prompt_spare}: {reason}"
             continue
-        for section, response in responses.items():
+        for section, response in longest_responses.items():
             section_spare = spare
             if generates and section == "rollout" and rollout.interrupt == "abort":
-                # An aborted response continues with a prompt of all its tokens except the last.
+                # After an abort, the prompt and the response so far are the next request's prompt. At least the last
+                # token of the response is missing then, so this prompt is shorter than the whole sequence.
                 section_spare = prompt_spare - 1
             reason = _positions(owner, positions, str(section_spare), generates)
             usable_positions = positions - section_spare
@@ -403,9 +404,9 @@ def check_config(
     *,
     weights: bool = True,
 ) -> str:
-    """Run every check and return the layout in one line. Raises ConfigError with ``source`` as its source.
+    """Run every check and return one line that describes the layout. Raises ConfigError with ``source`` as its source.
 
-    ``weights``: whether the model's weights must exist; its config.json and tokenizer always must.
+    ``weights``: whether the model's weights must exist. Its config.json and tokenizer must exist in any case.
     """
     rollout = config.rollout
     algorithm = config.algorithm
@@ -709,7 +710,10 @@ def _updates_of_held_weights(
     sync: schema.WeightSyncConfig,
     engine: schema.EngineConfig,
 ) -> layout.Faults:
-    """Report settings that contradict options for which servers must hold a version until an update is complete."""
+    """Report settings that contradict ``weight_sync.changes_only`` or ``engine.atomic_updates``.
+
+    With these options, servers hold the weights of the previous version until an update is complete.
+    """
     disk_reasons = {}
     if sync.changes_only:
         disk_reasons["weight_sync.changes_only"] = "a folder holds whole weights"
@@ -776,11 +780,14 @@ def _recompute(config: schema.PolicyConfig, model: ModelShape) -> layout.Faults:
 
 
 def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -> layout.Faults:
+    """Report a ``rollout.topk_log_probs`` (``configured``) that vocabulary or algorithm excludes."""
     if configured > vocab_size:
         yield (
             f"rollout.topk_log_probs: got {configured}, expected at most the vocabulary's {vocab_size}"
         )
-    if not any(_algorithm(algorithm)):
+    algorithm_faults = list(_algorithm(algorithm))
+    # A faulty algorithm is reported elsewhere. It has no K to compare with.
+    if not algorithm_faults:
         try:
             carried_topk(algorithm.facts(), configured, vocab_size)
         except ValueError as error:

@@ -39,7 +39,7 @@ class DataFiles:
 
     @property
     def is_several(self) -> bool:
-        """Whether the path is a folder or a glob: then it is not its own only file."""
+        """Whether the path is a folder or a glob. Any other path is its own only file."""
         return self.files != (Path(self.path),)
 
     @property
@@ -90,8 +90,9 @@ def data_files(path: str | Path) -> DataFiles:
 def label_of(path: str) -> str:
     """Return the text that names a data path's metrics.
 
-    The text is the path itself. For a glob it is one part of the path without ending and wildcards: ``train-*.jsonl``
-    -> ``train``. The part is the last one of which something is left then: ``math/*.jsonl`` -> ``math``.
+    For a file or a folder, the text is the path itself. For a glob, ending and wildcards are removed from every part of
+    the path, and the text is the last part that is not empty then. For example, ``train-*.jsonl`` becomes ``train``,
+    and ``math/*.jsonl`` becomes ``math``.
     """
     if os.path.exists(path) or not glob.has_magic(path):
         return path
@@ -105,7 +106,7 @@ def label_of(path: str) -> str:
 
 
 def repeated_files(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the files that belong to two different paths, if one of the paths is a folder or a glob."""
+    """Yield each file that belongs to two different paths, of which at least one is a folder or a glob."""
     first_path_of: dict[Path, DataFiles] = {}
     for path in paths:
         data_path = data_files(path)

@@ -68,8 +68,8 @@ def field_fault(
 def read_value(annotation: Any, value: Any) -> Any:
     """Convert ``value``, as YAML gave it, to the type of ``annotation``.
 
-    A list is converted to a tuple if the annotation is a tuple, and a name to a member if it is an enumeration. Raises
-    ValueError with the expectation.
+    For a tuple, YAML gives a list. For an enumeration, YAML gives the name of a member. Raises ValueError with the
+    expected type as its text.
     """
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         if isinstance(value, str) and value in annotation.__members__:
@@ -536,7 +536,7 @@ _USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
 
 def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:
     """Whether ``value`` leaves an option off: one of ``neutral_values``, or false."""
-    # Python compares True equal to 1, so test for bool first.
+    # Test for bool first: True equals 1 in Python, so a neutral value 1 would match true.
     if isinstance(value, bool):
         return not value
     return value in neutral_values
@@ -631,9 +631,9 @@ class _SglangTable(ForwardedTable):
             )
         yield from speculation.table_faults(values)
         replicas = values.get("dp_size")
-        attention_is_replicated = values.get("enable_dp_attention")
-        counts_attention_replicas = attention_is_replicated and not values.get("attn_dp_size")
-        if replicas not in (None, 1) and not counts_attention_replicas:
+        # With enable_dp_attention and without attn_dp_size, dp_size is the number of attention replicas.
+        has_older_form = values.get("enable_dp_attention") and not values.get("attn_dp_size")
+        if replicas not in (None, 1) and not has_older_form:
             yield (
                 f"sglang.dp_size: got {given(replicas)}, expected 1, or sglang.enable_dp_attention with it and no "
                 "sglang.attn_dp_size: a server has one replica of the experts, and engine.servers starts more servers"
@@ -824,7 +824,7 @@ def training_faults(
 ) -> Iterator[str]:
     """Report faults of the ``megatron_ddp:`` and ``megatron_optimizer:`` tables.
 
-    ``distributed``: whether the optimizer is distributed or replicated. ``dtype``: ``model.dtype``.
+    ``distributed``: whether the optimizer's state is sharded, not replicated. ``dtype``: ``model.dtype``.
     """
     yield from DDP.faults(ddp)
     if ddp.get("overlap_param_gather") and not distributed:
@@ -896,7 +896,7 @@ def _optimizer_memory_faults(
 
 
 def adam_faults(optimizer: Mapping[str, Any], *, has_fused_adam: bool) -> Iterator[str]:
-    """Report an option of the ``megatron_optimizer:`` table that needs Transformer Engine's Adam, if it is missing.
+    """Report an option of the ``megatron_optimizer:`` table that needs Transformer Engine, if that is not installed.
 
     ``has_fused_adam``: whether Transformer Engine is installed.
     """

@@ -216,8 +216,9 @@ def parse_scalar(text: str) -> Any:
     if text[:1] in ("[", "{", '"', "'"):
         return parse_yaml(text)
     loader = _Loader("")
-    node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
-    return loader.construct_document(node)
+    # (True, False): the text is a plain scalar, not a quoted one.
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    return loader.construct_document(yaml.ScalarNode(tag, text))
 
 
 def dump_yaml(value: Any) -> str:
@@ -307,8 +308,10 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     faults = _apply_overrides(tree, overrides)
     _drop_null_sets(tree)
     faults += _fill_in_directory(tree)
-    config, invalid = _validate(tree, schema)
-    faults += invalid if config is None else unusable_values(config)
+    config, schema_faults = _validate(tree, schema)
+    faults += schema_faults
+    if config is not None:
+        faults += unusable_values(config)
     if config is None or faults:
         raise ConfigError(faults, "the command line" if path is None else str(path))
     return config
@@ -438,6 +441,7 @@ def _remove(tree: Tree, location: Sequence[int | str]) -> None:
     A faulty item of a list thus removes the whole list.
     """
     table: Any = tree
+    # After the last part comes None, which is no key of any table.
     for part, next_part in zip(location, [*location[1:], None], strict=True):
         value = table.get(part)
         if not isinstance(value, dict) or next_part not in value:
@@ -565,6 +569,7 @@ def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
 
 
 def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str]]:
+    """Return the validated configuration and no faults, or None and the faults."""
     try:
         return schema.model_validate(tree), []
     except ValidationError as error:

@@ -141,6 +141,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     if machine.gpus:
         if ranks > machine.gpus:
             yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
+        # The limit for the processes of a core is for machines without GPUs.
         return
     sglang = config.sglang
     ranks_per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)

@@ -414,10 +414,10 @@ class EngineConfig(Section):
     trainer keeps ``model.dtype``. Empty: servers hold weights in the trainer's dtype. docs/fleet.md.
     """
     atomic_updates: bool = False
-    """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete. An
-    interrupted update then leaves them at the version before, and they serve it again. The memory is that of the served
-    weights. Every update is compared tensor by tensor. Without it, an interrupted update of whole weights leaves them
-    paused until the next update.
+    """Servers that the run starts keep the tensors of a weight update in host memory until the update is complete. This
+    takes as much host memory as the served weights. If an update is interrupted, the servers serve the previous version
+    again. Every update is compared tensor by tensor. false: after an interrupted update of whole weights, the servers
+    stay paused until the next update.
     """
     python: str | None = None
     """Python interpreter of the servers and their router, with this package, SGLang and smg installed. Empty: the
@@ -459,8 +459,9 @@ class WeightSyncConfig(Section):
     """
     changes_only: bool = False
     """With ``distributed`` and ``tensor``: send only the elements that changed since the last update. Every sender
-    keeps, in host memory, a copy of the weights that it sends. Every engine rank keeps received changes there until the
-    update ends. Whole weights are sent to a new server, after a failed update, and if the changes are not fewer bytes.
+    keeps a copy of the weights that it sends, and every engine rank keeps received changes until the update ends, both
+    in host memory. Whole weights are sent to a new server, after a failed update, and if the changes are not fewer
+    bytes.
     """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update; with ``changes_only`` at every update."""
