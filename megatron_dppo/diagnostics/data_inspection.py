@@ -23,8 +23,8 @@ _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BARS, _WIDTH = 10, 40
 _SHOWN_CHARACTERS = 4000
 # Number of characters at the beginning of a prompt that are compared with other problems.
-_COMPARED = 2**16
-_SHOWN_FAULTS, _SHOWN_PAIRS, _SHOWN_PROMPTS = 5, 10, 3
+_COMPARED_CHARACTERS = 2**16
+_SHOWN_FAULTS, _SHOWN_PAIRS = 5, 10
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     prompts = records.prompts
     locations = records.locations
     texts = [problems.text_of(prompt) for prompt in prompts]
-    repeated = len(texts) - len({" ".join(text.split()) for text in texts})
+    # Texts that differ only in white space count as repeated.
+    different_texts = {" ".join(text.split()) for text in texts}
+    repeated = len(texts) - len(different_texts)
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
     file_warning = data_files(inspection.path).warning
     if file_warning:
@@ -92,7 +94,7 @@ def _unread(records: problems.ProblemRecords) -> Iterator[str]:
 
 
 def histogram(lengths: Sequence[int]) -> Iterator[str]:
-    """Yield a bar of text for each of ten ranges of equal width, from 0 to the largest length."""
+    """Yield a line with a bar for each range of lengths: ten ranges of equal width, from 0 to the largest length."""
     width = math.ceil((max(lengths) + 1) / _BARS)
     counts = np.bincount(np.asarray(lengths) // width, minlength=1)
     digits = len(f"{width * len(counts):,}")
@@ -154,17 +156,17 @@ def _tokens_beyond(
     rows = inspection.embedding_rows
     if rows is None or not problems.has_tokens_beyond(tokenizer, rows):
         return
-    beyond = []
+    faulty_prompts = []
     prompts = records.prompts
     for prompt, location, tools in zip(prompts, records.locations, records.tools, strict=True):
         tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, location, tools)
         unknown_tokens = [token for token in tokens if token >= rows]
         if unknown_tokens:
-            beyond.append((location, min(unknown_tokens)))
-    if beyond:
-        location, token = beyond[0]
+            faulty_prompts.append((location, min(unknown_tokens)))
+    if faulty_prompts:
+        location, token = faulty_prompts[0]
         yield (
-            f"tokens beyond the {rows:,} rows of the model's embedding: in {len(beyond):,} of {len(prompts):,} "
+            f"tokens beyond the {rows:,} rows of the model's embedding: in {len(faulty_prompts):,} of {len(prompts):,} "
             f"prompts, the first in {location}: {token} ({tokenizer.convert_ids_to_tokens(token)!r}). A run refuses to "
             "start"
         )
@@ -177,10 +179,10 @@ def _answers(
 ) -> Iterator[str]:
     answers = records.answers
     unanswered = records.unanswered
-    rows = zip(texts, answers, records.metadata, strict=True)
+    problem_fields = zip(texts, answers, records.metadata, strict=True)
     all_problems: list[Problem] = []
-    for position, (text, answer, metadata) in enumerate(rows):
-        # The check of answers reads no prompt ids.
+    for position, (text, answer, metadata) in enumerate(problem_fields):
+        # The check of answers reads no prompt ids, so they are left empty.
         all_problems.append(Problem(position, text, answer, (), (), metadata))
     problem_set = problems.ProblemSet(
         tuple(all_problems),
@@ -210,11 +212,13 @@ def _alike(
     locations: list[str],
     other: str,
 ) -> Iterator[str]:
-    """Yield the pairs of near-duplicates in the inspected set and in the file ``other``."""
+    """Yield lines about the near-duplicates: pairs of a problem in the inspected set and one in the file ``other``."""
     other_problems = problems.read_problems(other)
     other_locations = other_problems.locations
-    other_starts = [problems.text_of(prompt)[:_COMPARED] for prompt in other_problems.prompts]
-    starts = [text[:_COMPARED] for text in texts]
+    other_starts = [
+        problems.text_of(prompt)[:_COMPARED_CHARACTERS] for prompt in other_problems.prompts
+    ]
+    starts = [text[:_COMPARED_CHARACTERS] for text in texts]
     pairs = near_duplicates(starts, other_starts, inspection.similarity)
     found_count = len({pair.evaluation for pair in pairs})
     yield (
@@ -232,7 +236,7 @@ def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator
     """Yield the first, the middle and the last prompt in the model's form; the middle of a long prompt is left out."""
     prompts = records.prompts
     locations = records.locations
-    for i in sorted({0, len(prompts) // 2, len(prompts) - 1})[:_SHOWN_PROMPTS]:
+    for i in sorted({0, len(prompts) // 2, len(prompts) - 1}):
         if inspection.tokenizer is None:
             text = problems.text_of(inspection.form.of(prompts[i], locations[i]))
         else:

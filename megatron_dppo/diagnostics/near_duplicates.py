@@ -31,7 +31,7 @@ _WORD = re.compile(r"[a-z]+|\d+|[^\W\d_]")
 class NearDuplicate(NamedTuple):
     """Positions of two similar problems.
 
-    ``similarity``: their shared shingles / the shingles that at least one of them has (Jaccard index).
+    ``similarity``: number of shingles that both have / number of shingles that at least one has (Jaccard index).
     """
 
     similarity: float

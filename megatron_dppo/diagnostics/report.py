@@ -55,7 +55,7 @@ SMALL = 8.5
 FEW_POINTS = 30
 """Up to this number of steps, every step has a dot and lines are not smoothed."""
 LEGEND_WIDTH = 72
-"""Number of characters of a legend that fit over a panel in one row. The line sample beside a name counts as six."""
+"""Number of characters of a legend that fit over a panel in one row."""
 WHOLE = 1.01
 """Upper end of an axis of shares, above 1 so that a line at 1 is visible in its full width."""
 PERCENT = (0, 100 * WHOLE)
@@ -65,7 +65,7 @@ STEP_AXIS = "step"
 
 
 BOUND: dict[str, Any] = {"linestyle": "-", "linewidth": 6, "alpha": 0.35, "solid_capstyle": "butt"}
-"""Line style of a bound."""
+"""Line style of a metric that bounds another metric of its panel."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,10 @@ def plot_metrics(
     *,
     log: bool = False,
 ) -> list[Line2D]:
-    """Draw the metrics' lines of every run; returns legend handles of the metrics that any run recorded."""
+    """Draw the metrics' lines of every run; returns legend handles of the metrics that any run recorded.
+
+    ``log``: the panel's axis is logarithmic, so values that are not above 0 are left out.
+    """
     handles = []
     for metric in metrics:
         assert metric.line is not None
@@ -172,7 +175,7 @@ def plot_metrics(
 
 
 def plot_on_the_right(axes: Axes, runs: list[RunRecords], panel: str, unit: str) -> list[Line2D]:
-    """Draw the panel's shares on a right axis; returns legend handles."""
+    """Draw the shares of ``panel`` on a right axis, with the label ``unit``; returns legend handles."""
     metrics = in_panel(panel, right=True)
     if not is_recorded(runs, *(metric.name for metric in metrics)):
         return []
@@ -185,7 +188,7 @@ def plot_on_the_right(axes: Axes, runs: list[RunRecords], panel: str, unit: str)
 
 
 def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
-    """Return whether any run has any of the metrics."""
+    """Return whether at least one run recorded at least one of the metrics."""
     for run in runs:
         for name in metrics:
             steps, _ = series(run.records, name)
@@ -208,10 +211,12 @@ def _handle(
 
 def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
     """Set title, labels and grid, and put the legend above the axes."""
+    # The line sample beside a name counts as six characters.
     width = sum(len(handle.get_label()) + 6 for handle in handles)
-    rows = 1 if width <= LEGEND_WIDTH else 2
-    if not handles:
-        rows = 0
+    rows = 0
+    if handles:
+        rows = 1 if width <= LEGEND_WIDTH else 2
+    # Leave space for the legend between the title and the axes.
     axes.set_title(title, loc="left", fontweight="bold", pad=6 + 14 * rows)
     axes.set_ylabel(unit)
     axes.set_xlabel(STEP_AXIS)
@@ -253,7 +258,7 @@ def _remark(axes: Axes, text: str) -> None:
 
 
 def mark_empty(axes: Axes, handles: list, reason: str = "not recorded") -> None:
-    """Write the reason into the panel if the legend has no entry."""
+    """Write ``reason`` into the panel if there are no ``handles`` for its legend."""
     if not handles:
         axes.text(0.5, 0.5, reason, transform=axes.transAxes, ha="center", color=GREY)
 
@@ -299,9 +304,9 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw mean |pi - mu| at equal weights and over the step, each with its upper bound as a dotted line.
+    """Draw mean |pi - mu|: while trainer and engine have equal weights, and over the whole step.
 
-    The right axis has the agreement of routing.
+    A dotted line shows the upper bound of each. The right axis has the agreement of routing.
     """
     handles: list[Line2D] = []
     bounds: list[tuple[float, str]] = []
@@ -331,7 +336,7 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
 def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the share of tokens that the trust region masks, by sign of the advantage.
 
-    The axis ends at the largest value: normal values, below 1%, could not be read on an axis up to 100%.
+    The axis ends at the largest value. Normal values are below 1%: on an axis up to 100% they could not be read.
     """
     handles = plot_metrics(axes, runs, in_panel("masked"))
     if handles:
@@ -345,7 +350,7 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def _has_no_advantage(runs: list[RunRecords]) -> bool:
-    """Return whether the rewards in every group of every step of every run were equal."""
+    """Return whether the rewards within each group were equal, in every step of every run."""
     for run in runs:
         _, shares = series(run.records, metric_names.ZERO_VARIANCE_GROUPS)
         if set(shares) != {1.0}:
@@ -354,7 +359,7 @@ def _has_no_advantage(runs: list[RunRecords]) -> bool:
 
 
 def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the policy's mean entropy and the share of different responses in a group. Entropy should fall slowly."""
+    """Draw the policy's mean entropy, and on the right axis the share of different responses in a group."""
     handles = plot_metrics(axes, runs, in_panel("entropy"))
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
@@ -365,7 +370,10 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak if every run recorded it, else in TFLOP/s."""
+    """Draw the model's FLOP/s on one rank.
+
+    If every run recorded the share of the GPU's peak, draw this share, else TFLOP/s.
+    """
     panel, unit = "tflops", "TFLOP/s"
     if all(is_recorded([run], metric_names.MFU) for run in runs):
         panel, unit = "mfu", "% of the GPU's bf16 peak"
@@ -447,9 +455,10 @@ MOST_PHASES = 5
 
 
 def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
-    """Return phase -> seconds of each run, for the ``MOST_PHASES`` longest phases of all runs.
+    """Return each table (phase -> seconds of each step) with the ``MOST_PHASES`` longest phases only.
 
-    The other phases are summed as ``rest``.
+    The longest phases are the phases with the most seconds in all ``tables`` together. The other phases are summed as
+    ``rest``.
     """
     totals: dict[str, float] = {}
     for table in tables:
@@ -483,9 +492,10 @@ def phase_colours(phases: list[str]) -> dict[str, str]:
 
 
 def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw seconds by phase, stacked: of each step of one run, or of the mean step of each run.
+    """Draw stacked bars of the seconds of each phase.
 
-    Step 0 (the work before training) is left out.
+    With one run, each step has a bar. With several runs, each run has a bar, with the means over its steps. Step 0 (the
+    work before training) is left out.
     """
     trained: list[RunRecords] = []
     for run in runs:
@@ -516,7 +526,7 @@ def _draw_steps(
 ) -> None:
     steps = [step_of(record) for record in run.records]
     bottom = [0.0] * len(steps)
-    # White edges would hide narrow bars.
+    # Many steps have narrow bars, and white edges would hide them.
     edge = 0.4 if len(steps) <= 60 else 0.0
     for phase, seconds in table.items():
         colour = colours[phase]
@@ -638,7 +648,10 @@ def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) 
 
 
 def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
-    """Return the parts of RunInfo that all runs share. The title of one run without RunInfo is its folder's name."""
+    """Return the title: the parts of RunInfo that all runs share, and with several runs their number.
+
+    If a run has no RunInfo, the title is the folder's name of the one run, or the number of runs.
+    """
     parts = [info.parts for info in infos if info is not None]
     if len(infos) == 1:
         if not parts:

@@ -32,7 +32,7 @@ def check_rewards(
     workers: int,
     passed_variables: Sequence[str] = (),
 ) -> int:
-    """Check every line, with at most ``timeout_s`` seconds for each; return 1 if a check failed, else 0.
+    """Run every check of the file, at most ``timeout_s`` seconds each; return 1 if a check failed, else 0.
 
     ``passed_variables``: as in RewardTerm. Raises DataError that names the line if the file cannot be used, and
     VerifierError if the reward's worker fails.
@@ -77,16 +77,20 @@ def read_checks(path: Path) -> list[RewardCheck]:
 
 
 def _wrong_answer(answer: str, answers: list[str]) -> str | None:
-    """Return a wrong answer: an integer ``answer`` plus one, or another one of ``answers``; None if all are equal."""
+    """Return a wrong answer: the next integer if ``answer`` is an integer, else the first different one of ``answers``.
+
+    Returns None if ``answer`` is no integer and all ``answers`` are equal.
+    """
     if answer.lstrip("+-").isdecimal():
         return str(int(answer) + 1)
     return next((other for other in answers if other != answer), None)
 
 
 def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
-    """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0.
+    """Print each failed check, then counts for the given answers and for the wrong answers.
 
-    A check that the reward did not finish says nothing about its solution, so it is counted apart.
+    Returns 1 if a check failed, else 0. A check that the reward did not finish has failed too. It has no score, so it
+    is counted apart from the scored checks.
     """
     has_failed = False
     values_by_expected: dict[float, list[float]] = {1.0: [], 0.0: []}

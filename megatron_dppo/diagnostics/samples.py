@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -21,16 +22,24 @@ from megatron_dppo.metrics.samples import Sample, about, printable, read_samples
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
-KINDS: dict[str, tuple[str, Callable[[Sample], bool]]] = {
-    "right": ("that earned something", lambda sample: sample.reward > 0),
-    "wrong": ("that earned nothing, or less", lambda sample: sample.reward <= 0),
-    "truncated": ("that hit the length limit", lambda sample: sample.truncated),
-    "masked": (
+
+class SampleKind(NamedTuple):
+    """A kind of samples: a clause that describes it, and a function that returns whether a sample is of this kind."""
+
+    clause: str
+    includes: Callable[[Sample], bool]
+
+
+KINDS: dict[str, SampleKind] = {
+    "right": SampleKind("that earned something", lambda sample: sample.reward > 0),
+    "wrong": SampleKind("that earned nothing, or less", lambda sample: sample.reward <= 0),
+    "truncated": SampleKind("that hit the length limit", lambda sample: sample.truncated),
+    "masked": SampleKind(
         "with tokens that the mask kept from training",
         lambda sample: bool(sample.masked),
     ),
 }
-"""Option -> the kind of its samples in words, and a function that returns whether a sample is of this kind."""
+"""Option of the command, without its dashes -> the kind of samples that it selects."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,23 +66,25 @@ def matching(options: argparse.Namespace) -> list[Sample]:
 
     Raises RecordsError if no sample matches; the message describes the recorded samples.
     """
-    kinds = [kind for kind in KINDS if getattr(options, kind)]
+    kinds = [kind for option, kind in KINDS.items() if getattr(options, option)]
     recorded = list(read_samples(options.run))
     matches: list[Sample] = []
     for sample in recorded:
-        has_step = options.step in (None, sample.step)
-        has_set = options.set in (None, sample.set)
-        if has_step and has_set and all(KINDS[kind][1](sample) for kind in kinds):
+        has_wanted_step = options.step is None or options.step == sample.step
+        has_wanted_set = options.set is None or options.set == sample.set
+        has_wanted_kind = all(kind.includes(sample) for kind in kinds)
+        if has_wanted_step and has_wanted_set and has_wanted_kind:
             matches.append(sample)
     if not matches:
-        available_sets = "none yet"
+        recorded_text = "none yet"
         if recorded:
             steps = [sample.step for sample in recorded]
             sets = ", ".join(sorted({sample.set for sample in recorded}))
-            available_sets = (
+            recorded_text = (
                 f"{len(recorded)} samples of steps {min(steps)} to {max(steps)}, sets {sets}"
             )
-        raise RecordsError(f"{options.run}: no such sample; recorded are {available_sets}")
+        raise RecordsError(f"{options.run}: no such sample; recorded are {recorded_text}")
+    # A limit of 0 means no limit.
     return list(islice(matches, options.limit or None))
 
 
@@ -82,12 +93,12 @@ def show(samples: Sequence[Sample]) -> None:
     console = Console(highlight=False, markup=False)
     for sample in reversed(samples):
         head, tail = about(sample)
-        earned = "green" if sample.reward > 0 else "red"
+        colour = "green" if sample.reward > 0 else "red"
         for text, style in (
             (head, "bold"),
             (printable(sample.prompt), "dim"),
             (printable(sample.response), ""),
-            (printable(tail) + "\n", earned),
+            (printable(tail) + "\n", colour),
         ):
             console.print(Text(text, style=style), soft_wrap=True)
 
@@ -103,10 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory (run.directory)")
     parser.add_argument("--step", type=int, help="only this step; 0: before training")
     parser.add_argument("--set", help="only 'training', or this held-out set")
-    earned = parser.add_mutually_exclusive_group()
-    for kind, (meaning, _) in KINDS.items():
-        group = earned if kind in ("right", "wrong") else parser
-        group.add_argument(f"--{kind}", action="store_true", help=f"only samples {meaning}")
+    exclusive_options = parser.add_mutually_exclusive_group()
+    for option, kind in KINDS.items():
+        group = exclusive_options if option in ("right", "wrong") else parser
+        group.add_argument(f"--{option}", action="store_true", help=f"only samples {kind.clause}")
     parser.add_argument("--limit", type=int, default=10, help="samples at most (10); 0: all")
     parser.add_argument(
         "--html",

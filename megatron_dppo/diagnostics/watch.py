@@ -57,7 +57,7 @@ _MOST_TOKENS = 20
 _MOST_LINES = 30
 _MOST_FAULTS = 10
 Json = dict[str, Any]
-# Metric by its name in metrics.jsonl.
+# The rows of the table of metrics, by the metric's name in metrics.jsonl.
 _ROWS = {row.recorded_as or name: row for name, row in METRICS.items()}
 _MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
@@ -67,11 +67,14 @@ def thinned(
     values: list[float],
     max_points: int = MOST_POINTS,
 ) -> list[list[float]]:
-    """Thin a curve to ``max_points``: the first, the last, and the smallest and largest value of each stretch."""
+    """Thin a curve to at most ``max_points`` points: the first, the last, and two points of each stretch between them.
+
+    The two points have the smallest and the largest value of the stretch.
+    """
     points = list(zip(steps, values, strict=True))
     if len(points) > max_points:
         inner_points = points[1:-1]
-        # A stretch keeps at most two points.
+        # Each stretch keeps at most two points.
         stretches = (max_points - 2) // 2
         cuts = [len(inner_points) * i // stretches for i in range(stretches + 1)]
         kept_points = [points[0]]
@@ -93,7 +96,8 @@ class RunView:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # Stamp of the metrics file, and its rows.
+        # Each of the two tuples is replaced as a whole, because several threads answer requests.
+        # Stamp of the metrics file when it was read, and its rows.
         self._read: tuple[object, list[Record]] = (None, [])
         # Time and result of the last check of the run's processes.
         self._seen = (-math.inf, "")
@@ -130,7 +134,7 @@ class RunView:
         return self._read[1]
 
     def state(self, _: Json) -> Json:
-        """Return everything except curves and samples."""
+        """Return everything that the page shows except curves and samples."""
         recorded = self.records()
         metrics = _names(recorded)
         faults: list[tuple[str, int, str]] = []
@@ -169,7 +173,7 @@ class RunView:
         selected_samples: list[Json] = []
         for sample in read_samples(self.directory):
             sets.add(sample.set)
-            is_of_kind = kind not in KINDS or KINDS[kind][1](sample)
+            is_of_kind = kind not in KINDS or KINDS[kind].includes(sample)
             if selected_set not in ("", sample.set) or not is_of_kind:
                 continue
             if len(selected_samples) < MOST_SAMPLES:
@@ -217,9 +221,10 @@ class RunView:
             return "waiting: no start of a run is noted in this folder"
 
     def _phases(self, recorded: Sequence[Record]) -> Json:
-        # Leave out the phases before step 1: the start of the servers would dwarf every step.
-        trained = [record for record in recorded if step_of(record)] or recorded
-        last_records = trained[-MOST_SHOWN_STEPS:]
+        # Leave out step 0, the work before training: the start of the servers would dwarf every step. Show step 0
+        # only while there is no other step.
+        training_records = [record for record in recorded if step_of(record) > 0]
+        last_records = (training_records or recorded)[-MOST_SHOWN_STEPS:]
         return {
             "steps": [step_of(record) for record in last_records],
             "seconds": phase_table(last_records),
@@ -345,13 +350,13 @@ class WatchServer(HttpServer):
         )
         if not has_key or route not in ("", *self._routes):
             raise web.HTTPNotFound
-        policy = (
+        content_policy = (
             "default-src 'none'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
             f"script-src 'nonce-{self._nonce}'"
         )
         headers = {
             "Cache-Control": "no-store",
-            "Content-Security-Policy": policy,
+            "Content-Security-Policy": content_policy,
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
@@ -367,7 +372,8 @@ class WatchServer(HttpServer):
             if route == "state" and query.get("version", [""])[0] == self._view.version():
                 return {"unchanged": True}
             return self._routes[route](query)
-        # A file may be damaged, have content that no run wrote, or be moved by a new start at this moment.
+        # A file may be damaged, have content that no run wrote, or be moved by a new start at this moment. The page
+        # shows the error.
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
