@@ -163,7 +163,7 @@ class Slots:
         self._is_held = is_held
         self._note()
         current_time = asyncio.get_running_loop().time()
-        for limit, remaining_s in self._remaining_s.items():
+        for limit in self._remaining_s:
             # A limit that has just expired can't be rescheduled.
             if limit.expired():
                 continue
@@ -171,7 +171,7 @@ class Slots:
             # A paused limit has no deadline.
             if until is not None:
                 self._remaining_s[limit] = until - current_time
-            limit.reschedule(None if is_held else current_time + remaining_s)
+            limit.reschedule(None if is_held else current_time + self._remaining_s[limit])
 
     @asynccontextmanager
     async def limited(self, seconds: float) -> AsyncIterator[None]:

@@ -407,9 +407,10 @@ BATCH_FILES = "step_*.safetensors"
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _BEGINNING = "beginning.json"
-_RECORDS = (
+_RECORD_FOLDERS = (TENSORBOARD_FOLDER, TRACKERS_FOLDER)
+_RECORD_FILES = (
     *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE, ENVIRONMENT_FAULTS_FILE),
-    *(TENSORBOARD_FOLDER, TRACKERS_FOLDER, REPORT_FILE, SUMMARY_FILE, UPLOAD_FILE),
+    *(REPORT_FILE, SUMMARY_FILE, UPLOAD_FILE),
 )
 
 
@@ -500,9 +501,9 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
     folder can't be moved, for instance a mounted folder.
     """
     directory = Path(directory)
-    # Move rollouts and checkpoints first. Such a folder may be a mount, which cannot be moved: the error then comes
-    # before anything was moved.
-    names = [CHECKPOINTS_FOLDER, _LAST_CHECKPOINT, *reversed(_RECORDS)]
+    # Move folders first. A folder may be a mount, which cannot be moved: the error then comes before any file has been
+    # moved.
+    names = [CHECKPOINTS_FOLDER, *_RECORD_FOLDERS, _LAST_CHECKPOINT, *reversed(_RECORD_FILES)]
     if rollouts:
         names.insert(0, ROLLOUTS_FOLDER)
     present_paths = [directory / name for name in names if (directory / name).exists()]

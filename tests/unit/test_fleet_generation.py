@@ -329,6 +329,7 @@ def test_time_limits_stand_still_with_the_servers():
         slots.hold(False)
         await loop.pass_time(3.4)
         assert over == ["late"]
+        slots.hold(False)  # A second call must not give the limits their time again.
         await loop.pass_time(0.2)
         assert over == ["late", "begun"]
         await loop.pass_time(6.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -117,6 +118,23 @@ def test_everything_is_set_aside_and_nothing_written_over(tmp_path):
     assert second not in (None, first)
     assert (tmp_path / "rollouts").is_dir()
     assert (first / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("mounted", ["rollouts", "checkpoints", "tensorboard"])
+def test_no_file_is_set_aside_if_a_folder_cannot_be_moved(tmp_path, monkeypatch, mounted):
+    """The folders are moved before the files, because a mounted folder cannot be moved."""
+    write_run(tmp_path, 2)
+    rename = Path.rename
+
+    def rename_unless_mounted(path: Path, target: Path) -> Path:
+        if path.name == mounted:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_unless_mounted)
+    with pytest.raises(OSError, match="busy"):
+        set_aside(tmp_path, rollouts=True)
+    assert {"masked_tokens.jsonl", "metrics.jsonl"} <= {p.name for p in tmp_path.iterdir()}
 
 
 def test_a_copy_keeps_the_records_that_a_fall_back_drops(tmp_path):

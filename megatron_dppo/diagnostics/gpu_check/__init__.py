@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 import random
 import subprocess
@@ -90,10 +91,9 @@ def discover(package: str = PARTS) -> list[CheckPart]:
 
 def at_most(label: str, measured: float, bound: float, unit: str = "") -> CheckRow:
     """Return a row that holds if ``measured`` is finite and at most ``bound``."""
+    holds = math.isfinite(measured) and measured <= bound
     figures = {"measured": measured}
-    return CheckRow(
-        label, f"{measured:.2g}{unit}", f"at most {bound:.2g}{unit}", measured <= bound, figures
-    )
+    return CheckRow(label, f"{measured:.2g}{unit}", f"at most {bound:.2g}{unit}", holds, figures)
 
 
 def run_command(arguments: Sequence[str]) -> int:

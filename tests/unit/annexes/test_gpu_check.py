@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_dppo.diagnostics.gpu_check import Bench, discover, random_batch
+from megatron_dppo.diagnostics.gpu_check import Bench, at_most, discover, random_batch
 from megatron_dppo.diagnostics.gpu_check.__main__ import chosen_parts, fresh_folder, main, page
 from megatron_dppo.diagnostics.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
 from megatron_dppo.diagnostics.gpu_check.parts.loop import (
@@ -41,6 +41,14 @@ def planted(name, folder, limit_s=60.0):
     result = run_part(part, folder / name, 3, limit_s, rows.append, PLANTED)
     assert rows == result.rows
     return result
+
+
+@pytest.mark.parametrize(
+    ("measured", "holds"),
+    [(0.5, True), (0.51, False), (float("-inf"), False), (float("nan"), False)],
+)
+def test_a_measured_value_must_be_finite_and_within_its_bound(measured, holds):
+    assert at_most("error", measured, 0.5).holds is holds
 
 
 def test_parts_are_found_by_being_there_and_those_with_short_limits_come_first():
