@@ -18,22 +18,21 @@ def group_relative(
     group_size: int,
     advantage: AdvantageName = "group-mean",
 ) -> Tensor:
-    """Compute A_i = R_i - mean of the rewards of its group; no division by the standard deviation (arXiv
-    2602.04879, section 2).
+    """Compute the advantage A_i of each response i: its reward R_i minus the mean reward of its group.
 
     Args:
-        rewards: ``[N]``; each run of ``group_size`` rewards belongs to the responses of one prompt.
+        rewards: ``[N]``, R. The responses to one prompt are a group, and their ``group_size`` rewards are consecutive.
         group_size: Number of responses to a prompt, G.
-        advantage: ``group-mean``: the mean includes the response itself. ``leave-one-out``: the mean excludes it
-            (RLOO, arXiv 2402.14740); the result is G / (G - 1) times ``group-mean``. ``group-standardized``:
-            ``group-mean`` divided by the group's standard deviation (with G - 1 degrees of freedom) plus 1e-6 (GRPO,
-            arXiv 2402.03300). A group of one response gets 0.
+        advantage: ``group-mean``: the mean includes R_i, and nothing is divided by the standard deviation (arXiv
+            2602.04879, section 2). ``leave-one-out``: the mean excludes R_i (RLOO, arXiv 2402.14740); the result is
+            G / (G - 1) times ``group-mean``. ``group-standardized``: ``group-mean`` divided by the group's standard
+            deviation (with G - 1 degrees of freedom) plus 1e-6 (GRPO, arXiv 2402.03300).
 
     Returns:
-        float32 ``[N]``. A group whose rewards are all equal gets exactly 0.
+        float32 ``[N]``. A group whose rewards are all equal gets exactly 0; so does a group of one response.
 
     Raises:
-        ValueError: N is not a multiple of ``group_size``, or a reward is not finite.
+        ValueError: ``group_size`` is below 1, N is not a multiple of it, or a reward is not finite.
     """
     values = torch.as_tensor(rewards, dtype=torch.float64)
     if isinstance(group_size, bool) or group_size < 1:
@@ -64,15 +63,15 @@ def turn_relative(
     group_size: int,
     advantage: AdvantageName = "group-mean",
 ) -> list[list[float]]:
-    """Compute A_ik = G_ik - mean of G_j,min(k, K_j) over the responses j of the group.
+    """Compute the advantage A_ik of turn k of response i: its return G_ik compared with the group's returns of turn k.
 
-    The k-th turn of a response is compared with the k-th turns of the other responses in its group; a response with
-    fewer turns counts with its last turn. A_i1 equals ``group_relative`` of the total rewards. If only last turns have
-    rewards, every A_ik equals A_i1.
+    The return of a turn is the sum of the response's rewards from this turn on. A response with fewer than k turns
+    counts with the return of its last turn. The comparison is ``group_relative``, with returns instead of rewards. So
+    A_i1 equals ``group_relative`` of the total rewards. If only last turns have rewards, every A_ik equals A_i1.
 
     Args:
-        returns: For each response i the list G_i1 .. G_iK. G_ik is the sum of the response's rewards from turn k on.
-            The order of responses is the same as in ``group_relative``.
+        returns: For each response i the list of its returns G_i1, G_i2 and so on, one for each turn. The order of
+            responses is the same as in ``group_relative``.
         group_size: Number of responses to a prompt.
         advantage: As in ``group_relative``.
     """

@@ -1,4 +1,4 @@
-"""The aggregation of token losses: a factor for each token, and one global denominator for their sum."""
+"""The aggregation of token losses: a factor for each token's loss, and one global denominator for the sum of losses."""
 
 from __future__ import annotations
 

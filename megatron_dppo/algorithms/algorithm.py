@@ -22,7 +22,7 @@ class Algorithm(table.AlgorithmFacts):
 
     Attributes:
         mask: True where a token trains (M).
-        weight: w in M min(w, C) A grad log pi.
+        weight: w in M min(w, C) A grad log pi. C is ``ratio_cap``.
         step_bound: Computes a number from all tokens of an optimiser step. The mask reads the number. None for masks
             that read only the token and its response.
         penalties: Additive terms with their coefficients.
@@ -90,11 +90,11 @@ def build_algorithm(
 
 
 def _numbers_of(numbers: Mapping[str, float], *roles: str) -> dict[str, float]:
-    """Return the numbers of options that have one of ``roles``."""
+    """Return the numbers whose options have one of ``roles``."""
     return {n: value for n, value in numbers.items() if table.OPTIONS[n].role in roles}
 
 
 def _function(modules: Sequence[ModuleType], name: str) -> Callable[..., Any]:
-    """Return the function ``name`` of the first of ``modules`` that has one."""
+    """Return the function ``name`` of the first of ``modules`` that has a function of this name."""
     owner = next(module for module in modules if hasattr(module, name))
     return getattr(owner, name)

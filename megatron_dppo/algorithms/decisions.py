@@ -32,9 +32,10 @@ class Decisions:
 def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
     """Decide for each token whether it trains, and compute its weight.
 
-    A token is blocked, for either sign of A, if one of these numbers is not finite: log pi, log mu, a penalty, the
-    capped weight and, if the algorithm reads them, the anchor pi' and the valid Top-K entries. If a ratio overflows to
-    infinity, a finite cap cuts it, and the token may train. Without a finite cap the token is blocked.
+    A token is blocked, for either sign of A, if one of these numbers is not finite: log pi, log mu, a penalty or the
+    capped weight. Algorithms that read the anchor pi', or Top-K entries, also need finite values there (Top-K: in valid
+    columns). If a ratio overflows to infinity, a finite cap cuts it, and the token may train. Without a finite cap the
+    token is blocked.
     """
     weight = algorithm.weight(inputs)
     capped = weight.clamp(max=algorithm.ratio_cap)
@@ -44,7 +45,7 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
 
 
 def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
-    """Return True for tokens whose penalties, and all log-probabilities that the algorithm reads, are finite."""
+    """Return True for tokens whose penalties are finite, and all log-probabilities that the algorithm reads."""
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()
     for _, term in algorithm.penalties:

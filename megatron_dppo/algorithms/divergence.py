@@ -1,9 +1,9 @@
 """The distance between pi and mu at a token: total variation and KL(mu || pi), computed from the known parts of the
 two distributions.
 
-All inputs are natural log-probabilities. All results are float64, never negative, and carry no gradient. A result is
-NaN if one of its log-probabilities is NaN. For both divergences 0 <= Binary <= Top-K <= exact (data-processing
-inequality), and TV^2 <= KL / 2 (Pinsker).
+pi is the policy that trains, mu the policy that sampled. All inputs are natural log-probabilities. All results are
+float64 and carry no gradient. Divergences are never negative. A result is NaN if one of its log-probabilities is NaN.
+For both divergences 0 <= Binary <= Top-K <= exact (data-processing inequality), and TV^2 <= KL / 2 (Pinsker).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """Compute mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    The result D is inf if pi = 0 < mu. Near p = 1, the relative error of 1 - p equals the relative error of log p. The
-    error depends on the library that computed log p:
+    The result D is inf if pi = 0 < mu. Near p = 1, where log p is about -(1 - p), both have the same relative error.
+    This error depends on the library that computed log p:
 
     - ``policy_stats`` computes log pi with a relative error e, also near 0. In float32, e is below 1e-5, and the error
       of D is below e (1 + D).
@@ -37,11 +37,10 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
       The error of D is then u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u = 6e-6 in float32. Every KL
       threshold of ``table.py`` is larger.
 
-    A log pi of exactly 0 means that pi rounds to 1; the exact value of 1 - pi is unknown. 1 - pi is then set to half a
-    unit of the dtype's rounding, the largest value that rounds to 0, and D is a lower bound.
+    If log pi is exactly 0, pi was rounded to 1, and the exact value of 1 - pi is unknown. 1 - pi is then set to half of
+    the dtype's eps, the largest value that rounds to 0. So D is a lower bound.
     """
-    # Put both policies into one tensor. This halves the number of small operations, and their number sets the time of a
-    # mask.
+    # Put both policies into one tensor. This halves the number of small operations, which take most of a mask's time.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     # expm1 keeps the relative precision. 1 - exp(log p) would have the absolute error of numbers near 1, and D could
     # become negative.
@@ -90,10 +89,11 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
 def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor) -> Tensor:
     """Compute sum mu log(mu / pi) over A' and "other" (arXiv 2602.04879, Top-K KL); ``[..., K + 1]`` -> ``[...]``.
 
-    The mass of "other" is 1 - (sum over A'), with a rounding error of about u, four times the input dtype's eps. If mu
-    of "other" is at most u, it is set to 0. If pi of "other" is below u, it is set to u. So rounding never makes the
-    value of a peaked distribution infinite. Both replacements can make the value too small, by up to (mu of "other")
-    log(u / (pi of "other")). The value is never below ``binary_kl`` of the sampled token, whose column is the last.
+    The mass of "other" is 1 - (sum over A'), with a rounding error of about u (``resolution``), four times the input
+    dtype's eps. If mu of "other" is at most u, it is set to 0. If pi of "other" is below u, it is set to u. So rounding
+    never makes the value of a peaked distribution infinite. Both replacements can make the value too small, by up to
+    (mu of "other") log(u / (pi of "other")). The value is never below ``binary_kl`` of the sampled token, whose column
+    is the last.
     """
     assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     resolution = 4 * torch.finfo(topk_log_probs.dtype).eps
@@ -119,12 +119,12 @@ def topk_kl_change(
     tail_ids: Tensor | None = None,
     sum_squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute the derivative of KL(mu || pi) along the gradient of log pi(k): the logits move by e_k - pi.
+    """Compute the derivative of KL(mu || pi) along the gradient of log pi(k), where k is the sampled token.
 
-    k is the sampled token, whose column is the last. The derivative is (pi_k - mu_k) + sum of pi_i (mu_i - pi_i) over
-    the vocabulary; ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A' (``topk_tv``), so the sum
-    over tokens outside A' is estimated. With K = V no token is outside, and the derivative is exact. pi_k and mu_k are
-    read from the last column even if this column is invalid because TopK(mu) also has the token.
+    Along this gradient the logits move by e_k - pi, with the one-hot vector e_k. The derivative is (pi_k - mu_k) + sum
+    of pi_i (mu_i - pi_i) over the vocabulary; ``[..., K + 1]`` -> ``[...]``, of either sign. mu is unknown outside A'
+    (``topk_tv``), so the sum over tokens outside A' is estimated. With K = V no token is outside, and the derivative is
+    exact. k has the last column. pi_k and mu_k are read from it even if it is invalid because TopK(mu) has k too.
 
     Args:
         topk_log_probs: log pi at A'.

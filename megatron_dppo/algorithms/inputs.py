@@ -1,7 +1,7 @@
 """The inputs of an algorithm, token by token, and reductions of them over responses.
 
-Legend: T = tokens, K = ids of TopK(mu). The last axis of the Top-K tensors has K + 1 columns; the last column is the
-sampled token's.
+Legend: pi = the policy that trains, mu = the policy that sampled, T = tokens, K = number of ids of TopK(mu). The last
+axis of the Top-K tensors has K + 1 columns; the last column is the sampled token's.
 
 The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response.
 Functions of prefixes and positions also need a response's tokens in order, without another response's tokens between
@@ -50,7 +50,7 @@ class TokenInputs:
     advantages: Tensor
     """A."""
     loss_mask: Tensor
-    """Bool: the token trains."""
+    """Bool: the token counts in the loss, unless the algorithm's mask blocks it."""
     recomputed_log_probs: Tensor | None = None
     """log pi' of the trainer at the rollout's weights; None if the algorithm does not need it."""
     topk_log_probs: Tensor | None = None
@@ -140,8 +140,8 @@ def _sequence_ids(inputs: TokenInputs) -> Tensor:
 def with_branches_as_sequences(inputs: TokenInputs) -> TokenInputs:
     """Return ``inputs`` with the numbers of branches in the place of sequence ids.
 
-    Functions of prefixes need this: tokens of another branch may precede a token in its response, although they were
-    sampled later.
+    Functions of prefixes need this: if a response has several branches, the tokens before a token may belong to another
+    branch, and may have been sampled later than the token.
     """
     if inputs.branch_ids is None:
         return inputs
@@ -194,6 +194,7 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     flat_values = values.double().flatten()
     # Tokens outside ``loss_mask`` get one more bin, after the bins of all sequences.
     bins = torch.where(counted, ids, ids.numel())
+    # Sort the tokens by value, then by bin. The second sort is stable, so each bin keeps the order of its values.
     order = flat_values.argsort()
     order = order[bins[order].argsort(stable=True)]
     sizes = bins.new_zeros(ids.numel() + 1).index_add_(0, bins, torch.ones_like(bins))

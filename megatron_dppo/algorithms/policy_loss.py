@@ -27,7 +27,7 @@ class LossSums:
     Attributes:
         loss: Scalar, with the gradient.
         metrics: Sums over the same tokens, without gradient.
-        blocked: Bool [T]; the tokens in ``loss_mask`` that a mask keeps from training. None for losses without a mask.
+        blocked: Bool [T]; the tokens in ``loss_mask`` that do not train (``decide``). None for losses without a mask.
     """
 
     loss: Tensor
@@ -84,7 +84,10 @@ def _coefficients(
     inputs: TokenInputs,
     decisions: Decisions,
 ) -> tuple[Tensor, Tensor, MetricSums]:
-    """Return each token's loss, its derivative by log pi, and the sums of surrogate and penalties as metrics."""
+    """Return each token's loss, its derivative by log pi, and the sums of surrogate and penalties as metrics.
+
+    The surrogate's derivative is the surrogate itself: both are -M min(w, C) A.
+    """
     surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)
     # A NaN of pi or A makes the loss NaN. Otherwise the mask would hide the NaN, and training would go on without the
     # token.

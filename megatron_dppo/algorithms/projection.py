@@ -5,9 +5,9 @@ Legend: K = ids of TopK(mu); P = K + 2 points: TopK(mu), the sampled token (prob
 
 The projection p minimises KL(p || pi) among the distributions with KL(p || mu) <= bound. If pi is within the bound,
 p = pi. Else p is proportional to pi^(1 - x) mu^x, and bisection finds x in (0, 1]. x changes with pi, so that the
-constraint holds. With d = m - l, and E, Var and Cov under p, the derivative of log p at y is
+constraint holds. With u = m - l, and E, Var and Cov under p, the differential of log p at y is
 
-    d log p(y) = (1 - x) [ dl(y) - E dl - (d(y) - E d) Cov(d, dl) / Var(d) ].
+    d log p(y) = (1 - x) [ dl(y) - E dl - (u(y) - E u) Cov(u, dl) / Var(u) ].
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Projection:
     Attributes:
         log_ratio: log p(y) - log mu(y).
         distance: KL(pi || p); 0 if pi is within the bound.
-        explicit_slope: The explicit part 1 - x of d log p(y) / d log pi(y).
-        column_slopes: ``[..., K + 1]``, the remaining derivative of log p(y), by log pi at TopK(mu) and at y. The last
-            column is 0 if TopK(mu) has y.
+        explicit_slope: 1 - x, the factor of dl(y) above: the explicit part of the derivative of log p(y) by log pi(y).
+        column_slopes: ``[..., K + 1]``, all other parts of the derivative of log p(y), by log pi at TopK(mu) and at y.
+            The last column is 0 if TopK(mu) has y.
         distance_slopes: ``[..., K + 1]``, the derivative of KL(pi || p), with p fixed, by log pi at TopK(mu) and at y.
     """
 
@@ -60,7 +60,7 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     log_p = _mix(log_pi, log_mu, x)
     p = log_p.exp()
     is_unchanged = x == 0
-    # d at the points, and d - E d at the points and at y.
+    # u at the points, and u - E u at the points and at y.
     difference = torch.where(p > 0, log_mu - log_pi, 0.0)
     mean_difference = (p * difference).sum(-1, keepdim=True)
     centred = difference - mean_difference
@@ -69,8 +69,8 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     sampled_log_mu = columns[1][..., -1:].detach().double()
     sampled_centred = sampled_log_mu - sampled_log_pi - mean_difference
     scale = (1 - x)[..., None]
-    # Differentiate by the points as if their probabilities were independent. The next lines then insert that "other"
-    # has 1 minus the sum of the listed probabilities.
+    # Differentiate by log pi of each point, as if the points' probabilities were independent. The derivatives by column
+    # then account for "other", whose probability is 1 minus the sum of the other points' probabilities.
     point_slopes = -scale * p * (1 + sampled_centred * centred / variance)
     gaps = torch.where(p > 0, log_pi - log_p, 0.0)
     pi = log_pi.exp()

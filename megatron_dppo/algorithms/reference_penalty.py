@@ -29,8 +29,8 @@ Estimator = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def k1_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate KL(pi || reference) by -s, with the gradient of the KL. (The derivative of -s by log pi is 1: its mean
-    gradient would be 0.)
+    """Estimate KL(pi || reference) by -s, with the gradient of the KL. (-s itself has the derivative 1 by log pi. Its
+    gradient would be grad log pi, whose mean under pi is 0.)
     """
     return -s, -s
 
@@ -83,10 +83,10 @@ def reference_penalty(
     """Build the penalty: the sum of ``coefficient`` times an estimate over the tokens in ``loss_mask``.
 
     The sum includes tokens that the algorithm's mask blocks. The gradient flows through ``inputs.log_probs`` only.
-    Like the algorithm's own terms, each term is multiplied by the token's factor, if there is one, and the sum is not
-    divided. s and log(pi / mu) are cut at ``LARGEST_LOG_RATIO``, and a metric counts the tokens with a larger s. The
-    penalty is computed in float64. If log pi or the reference is -inf or NaN, the loss is not finite, and the trainer
-    stops.
+    Each token's term is multiplied by the aggregation's factor, if there is one, and the sum is not divided: both are
+    as for the algorithm's own terms. s and log(pi / mu) are cut at ``LARGEST_LOG_RATIO``, and a metric counts the
+    tokens with a larger s. The penalty is computed in float64. If log pi or the reference is -inf or NaN, the loss is
+    not finite, and the trainer stops.
 
     Args:
         coefficient: Factor of the estimate.

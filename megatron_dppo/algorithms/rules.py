@@ -4,11 +4,12 @@ Eq. 23), and additive penalties.
 A row of ``table.py`` names these functions. None of them carries a gradient. Rules that need a whole response are in
 ``sequence_rules.py``, rules that need a whole optimiser step in ``step_rules.py``.
 
-Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: the policy
-that pi is compared with), then their numbers by keyword. A mask is True for tokens that train. A token exactly at a
-threshold trains, except at ``max_drop``. A test that depends on the sign of A is True for A = 0: such a token has no
-gradient to block. Comparisons with NaN are False, and the tests are written so that a False blocks the token;
-``decide`` blocks tokens with a NaN in any case.
+pi is the policy that trains, mu the engine's policy that sampled, and pi' the trainer's policy at the rollout's
+weights. Masks and weights take ``TokenInputs`` first, then an anchor, then their numbers by keyword. The anchor is the
+policy that pi is compared with: mu (``inputs.rollout``) or pi' (``inputs.recomputed``). A mask is True for tokens that
+train. A token exactly at a threshold trains, except at ``max_drop``. A test that depends on the sign of A is True for
+A = 0: such a token has no gradient to block. Comparisons with NaN are False, and the tests are written so that a False
+blocks the token; ``decide`` blocks tokens with a NaN in any case.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor
     assert inputs.topk_valid is not None
     anchor_topk = inputs.rollout_topk_log_probs
     if anchor is not rollout:
-        # The first K columns already hold the anchor's log-probabilities, but the last column holds log mu.
+        # The anchor is pi', and the trainer has put pi' into the first K columns. The last column still holds log mu.
         sampled = anchor(inputs)[..., None].to(anchor_topk.dtype)
         anchor_topk = torch.cat([anchor_topk[..., :-1], sampled], -1)
     return inputs.topk_log_probs, anchor_topk, inputs.topk_valid
@@ -308,8 +309,8 @@ def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Te
     -A r + |A| mu (r - 1)^2 / (2 delta). The gradient of this loss is -w A grad log pi with the w above. So DRPO
     measures |pi - mu| as DPPO-Binary-TV does, with a smooth penalty instead of the mask. Where the update increases
     |pi - mu|, w is 0 at |pi - mu| = delta and negative beyond it. The authors' number is delta = 12.5 ("the
-    regularization threshold"); w / r then stays within 8% of 1. The authors' code clips log r to [-20, 20]; this
-    function does not.
+    regularization threshold"). |pi - mu| is at most 1, so w / r then stays within 8% of 1. The authors' code clips
+    log r to [-20, 20]; this function does not.
     """
     shift = inputs.log_probs.exp() - inputs.rollout_log_probs.exp()
     ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
@@ -351,13 +352,13 @@ def soft_gate(
 
 @torch.no_grad()
 def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
-    """c of score centering (arXiv 2609.20807, Eq. 12), [..., K]: the loss per token is
+    """c of score centering (arXiv 2609.20807, Eq. 12), [..., K]: the loss per token, with the sampled token y, is
 
         -A [ min(r, C) log pi(y) - sum over TopK(mu) of c_v log pi_v ],    c_v = min(pi_v, C mu_v) - min(1, C rho) pi_v,
 
-    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). The mean under mu of the sampled token's weighted score
-    is then 0 if mu is proportional to pi outside TopK(mu). At pi = mu every c is 0. c is 0 in columns that are not
-    valid. The sums exclude the sampled token's own column, because they must not depend on the sampled token.
+    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). If mu is proportional to pi outside TopK(mu), the mean
+    under mu of the bracket's gradient is then 0. At pi = mu every c is 0. c is 0 in columns that are not valid. The
+    sums exclude the sampled token's own column, because they must not depend on the sampled token.
 
     Sources: the abstract, and the derivation and terms of two public implementations (vime, and one in SkyRL's style),
     which agree. The paper's experiments were not read.

@@ -84,7 +84,7 @@ def geometric_band(
 
     Public code combines this "geometric" mask with truncated importance sampling. SkyRL's documentation ("Off Policy
     Correction") has this form and these numbers. Its band rejects responses on which engine and trainer disagree,
-    before the batch trains. So the band compares pi', not pi: pi moves away from mu by more than 1% within a batch.
+    before the batch trains. So the band compares pi' with mu. pi would leave a band of 1% while the batch trains.
     """
     log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
     ratio = sequence_means(inputs, log_ratio).exp()
@@ -149,8 +149,8 @@ def mean_token(inputs: TokenInputs, anchor: Anchor, *, mean_k3: float) -> Tensor
     """TRM with its "average" criterion: block a whole response if its mean of r - 1 - log r exceeds ``mean_k3``.
 
     Implementations that compare pi' with mu have thresholds of 0.001 to 0.01 (verl-project/verl, pull request 4544).
-    pi / mu exceeds these thresholds after a few optimiser steps on a batch. The default number is DPPO's KL threshold,
-    applied to the mean of a response; it corresponds to a standard deviation of log r of about 0.3.
+    The mean for r = pi / mu exceeds these thresholds after a few optimiser steps on a batch. So the default number is
+    DPPO's KL threshold, applied to the mean of a response: log r has then a standard deviation of about 0.3.
     """
     log_ratio = log_ratio_to(inputs, anchor).double()
     return sequence_means(inputs, torch.expm1(log_ratio) - log_ratio) <= mean_k3
@@ -219,9 +219,9 @@ def prefix_budget(
 
         Z_t <= min(d, d + b W_(t-1) - S_(t-1)),    Z_t = w_t D_t,
 
-    S and W are the sums of Z and w over the response's tokens before t, including tokens that are blocked or that move
-    pi back. b is the 90th percentile of the response's D, cut to [``budget_low``, ``budget_high``]. w_t comes from
-    ``position_weights``.
+    D_t is the divergence at token t, and d is its threshold. ``position_weights`` computes w_t. S and W are the sums of
+    Z and w over the response's tokens before t. The sums include tokens that are blocked, and tokens whose update moves
+    pi back to the anchor. b is the 90th percentile of the response's D, cut to [``budget_low``, ``budget_high``].
 
     Sources: the paper's equations, and the authors' code of the Binary form (Tencent-Hunyuan/UniRL, ``_cppo_mask``),
     whose ratio is pi / mu as here. The proofs were not read. Other projects report the use of a KL as D; the numbers
@@ -233,7 +233,7 @@ def prefix_budget(
         weight_min: The weight of a response's last token.
         budget_low: Lower bound of b.
         budget_high: Upper bound of b.
-        measure: D, the name of a function in ``divergence.py``.
+        measure: The name of the function in ``divergence.py`` that computes D.
         threshold: d, exactly one of ``tv_threshold`` and ``kl_threshold``.
     """
     (largest_distance,) = threshold.values()

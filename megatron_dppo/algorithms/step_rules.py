@@ -1,5 +1,5 @@
-"""Masks that depend on all tokens of an optimiser step. A pass without gradient computes the step's bound, and the mask
-reads the bound.
+"""Masks that depend on all tokens of an optimiser step. A pass without gradient first computes the step's bound from
+all tokens. The mask then compares each token with the bound.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from megatron_dppo.algorithms.inputs import Anchor, TokenInputs
 from megatron_dppo.algorithms.rules import inward, log_ratio_to
 
 StepTotal = Callable[[Tensor], Tensor]
-"""Sums a tensor over the replicas, in place."""
+"""Sums a tensor over the replicas, in place, and returns it."""
 
 StepBound = Callable[[Tensor, Tensor, StepTotal], float]
-"""(log r and A of this replica's trained tokens, the sum over replicas) -> one number, the same on every rank.
+"""(log r of this replica's trained tokens, their A, the sum over replicas) -> one number, the same on every rank.
 
-Masks with a step bound depend on all tokens of an optimiser step, in all replicas, micro-batches and packs. A pass
-without gradient before the step computes the number from these tokens; the mask reads it.
+The trained tokens are those of the whole optimiser step: of all micro-batches and packs.
 """
 
 
@@ -40,10 +39,10 @@ def outward_moment_cut(
     *,
     second_moment: float,
 ) -> float:
-    """Find the level c for which the mean of min((log r)^2, c) is ``second_moment``.
+    """Find the level c for which the mean of min((log r)^2, c) is the number ``second_moment``.
 
     The mean is over the tokens where the update moves pi further from the anchor. c is inf if the mean of (log r)^2
-    over these tokens is not above ``second_moment``. Bisection finds c with at most 31 sums over the replicas.
+    over these tokens is at most ``second_moment``. Bisection finds c with at most 31 sums over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
     squares = squares[advantages.sign() * log_ratio > 0]
@@ -67,15 +66,15 @@ def second_moment_cut(
     *,
     second_moment: float,
 ) -> float:
-    """Find the largest cut for which the mean of (log r)^2 over the tokens below the cut is at most ``second_moment``.
+    """Find a cut for (log r)^2: tokens below the cut train, and their mean (log r)^2 is at most ``second_moment``.
 
-    The tokens below the cut train. The cut is inf if all tokens train. Tokens with equal (log r)^2 all train, or all
-    are blocked. Two bisections find the cut with at most 62 sums of two numbers over the replicas.
+    It is the cut at which the most tokens train, and inf if all tokens train. Tokens with equal (log r)^2 all train, or
+    all are blocked. Two bisections find the cut with at most 62 sums of two numbers over the replicas.
     """
     squares = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
     def sum_and_count(cut: float) -> tuple[float, float]:
-        """Return (sum, number) of all tokens' values up to ``cut``."""
+        """Return the sum and the number of the values up to ``cut``, over the tokens of all replicas."""
         is_below = squares <= cut
         own_sum = torch.where(is_below, squares, 0.0).sum(dtype=torch.float64)
         totals = total(torch.stack([own_sum, is_below.sum().double()])).tolist()
@@ -95,7 +94,8 @@ def second_moment_cut(
         _, count = sum_and_count(cut)
         return count < trained_count
 
-    # The cut lies halfway between two tokens' values, because the pass with gradient may round a value differently.
+    # The cut lies halfway between the largest value that trains and the smallest value that is blocked. So it separates
+    # them also if the pass with gradient rounds a value differently.
     return 0.5 * (highest + _largest_float32(blocks_more))
 
 
@@ -128,9 +128,9 @@ def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     The mask is PPO's clip with the bounds e^-sqrt(cut) and e^sqrt(cut).
 
     Source: the authors' code (Infini-AI-Lab/M2PO, ``compute_m2po_policy_loss`` and its scripts), whose r is pi / mu as
-    here. Two differences: their moment is over a micro-batch, so that their cut depends on packing; ours is over the
-    optimiser step and all replicas. Their cut is the largest value of a token below the level, ours is the level
-    itself; both block the same tokens unless a value equals the level. The paper's text was not read.
+    here. There are two differences. Their moment is over a micro-batch, so that their cut depends on packing; ours is
+    over the optimiser step and all replicas. Their cut is the largest value of a token below the level c, ours is c
+    itself; both block the same tokens unless a value equals c. The paper's text was not read.
     """
     squares = log_ratio_to(inputs, anchor).double().square()
     return inward(inputs, anchor) | (squares <= step_bound_of(inputs))

@@ -163,13 +163,13 @@ class Preset:
     Attributes:
         mask: Name of the mask, a function in ``rules.py`` or ``step_rules.py``. If ``sequences``, ``build_algorithm``
             looks first in ``sequence_rules.py`` and ``triage.py``.
-        stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
-        scaling: The numbers of the scaling runs that differ from ``stability``.
+        stability: The numbers of the stability study: for mask and weight, the cap (infinite if it is missing) and K.
+        scaling: Those numbers of the scaling runs that differ from ``stability``.
         anchor: The policy that the mask compares pi with.
         weight: Name of the weight, a function in one of these modules or in ``projection.py``.
         fixed: Arguments of the mask that users cannot set.
-        divergence: The divergence that the mask compares with its threshold, for records of a step. None if the mask
-            measures no divergence.
+        divergence: The divergence that the mask compares with its threshold. The records of a step contain it. None if
+            the mask measures no divergence.
         whole_vocabulary: Whether the divergence is over the anchor's whole distribution instead of TopK(mu).
         sequences: Whether mask or weight read whole responses.
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).

@@ -77,10 +77,11 @@ def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
 
 
 LONGEST_SURPRISE = 20.0
-"""Nats. ``_surprise`` cuts values below -LONGEST_SURPRISE to -LONGEST_SURPRISE."""
+"""Nats. ``_surprise`` raises values below -LONGEST_SURPRISE to -LONGEST_SURPRISE."""
 CUT_MEAN = 2e-4
-"""Nats. The cut adds at most this much to a mean: the sum of p (-log p - 20) over p < e^-20 is below V e^-21, with a
-vocabulary of V = 260,000."""
+"""Nats. The most by which the cut raises the mean of xi (``_surprise``) if pi = mu. Only ids with a probability p below
+e^-20 are cut. Each of them raises the mean by at most p (-log p - 20), which is at most e^-21 for any p. So V ids raise
+it by at most V e^-21, which is 2e-4 for V = 260,000."""
 
 
 def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
@@ -88,13 +89,16 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
 
         xi = +-(-log mu(y) - H(pi)) - g,    g = |1 - r| |log pi(y)| + |log r| + CUT_MEAN,    r = pi(y) / mu(y),
 
-    cut from below at -LONGEST_SURPRISE. If y is drawn from mu, the mean of xi is at most 0 for both signs, because
+    cut from below at -LONGEST_SURPRISE. If y is drawn from mu, the mean of -log mu(y) is mu's entropy H(mu). With E for
+    the mean over y,
 
-        H(mu) - H(pi) = sum (pi - mu) log pi - KL(mu || pi),
-        |E(-log mu) - H(pi)| <= E |1 - r| |log pi| + E |log r|.
+        H(mu) - H(pi) = sum (pi - mu) log pi - KL(mu || pi) = E (r - 1) log pi + E log r.
 
-    If trainer and engine report the same wrong distribution, g is about 0, and the mean of xi is positive for one sign.
-    This mean is the difference between two means of log mu: under the true and under the reported distribution.
+    So |H(mu) - H(pi)| is at most E g, and E xi is at most 0 for both signs before the cut. If pi = mu, this also holds
+    after the cut, because g has CUT_MEAN. If pi is many times mu at some ids, E xi may be positive after the cut.
+
+    If trainer and engine report the same wrong distribution, g is about 0, and the mean of xi is positive for one sign:
+    the mean of log mu under the distribution that the engine samples differs from the mean under the reported one.
     """
     if inputs.entropy is None:
         return {}

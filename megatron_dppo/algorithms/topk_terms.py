@@ -20,7 +20,8 @@ def score_centering(
     token_scale: Tensor | None,
 ) -> Tensor:
     """Return the term of score centering. Its value is 0. Its gradient is the sum of A c_v grad log pi_v over trained
-    tokens and TopK(mu), with c_v of ``rules.centering``.
+    tokens, and over the ids v of each token's TopK(mu). A is the token's advantage times its ``token_scale``, pi_v is
+    the probability of v, and ``rules.centering`` computes c_v.
     """
     assert inputs.topk_log_probs is not None
     with torch.no_grad():
@@ -39,7 +40,7 @@ def projection_terms(
     """Return TROLL's terms of the loss, and their metrics.
 
     The first term is the regression KL(pi || p) of trained tokens. The second term has the value 0. Its gradient
-    corrects the surrogate's gradient for the projection.
+    corrects the surrogate's gradient, which ``policy_loss`` computes as if p were pi.
     """
     assert inputs.topk_log_probs is not None
     numbers = algorithm.numbers
@@ -51,8 +52,10 @@ def projection_terms(
         slopes = numbers["regression"] * projected.distance_slopes
         slopes = slopes + surrogate[..., None] * projected.column_slopes
         slopes = torch.where(trains[..., None], slopes, 0.0)
-        # The surrogate's own gradient by log pi(y) is in ``policy_loss``: subtract it.
-        sampled_slope = surrogate * (projected.explicit_slope - 1) + slopes[..., -1]
+        # ``policy_loss`` uses 1 as the derivative of log p(y) by log pi(y). Its explicit part is ``explicit_slope``, so
+        # add the difference. The last column of ``slopes``, the sampled token's, is a derivative by log pi(y) too.
+        explicit_correction = surrogate * (projected.explicit_slope - 1)
+        sampled_slope = explicit_correction + slopes[..., -1]
         metrics = MetricSums(sums={metric_names.PENALTY: distance.sum()})
         if token_scale is not None:
             scale = token_scale.double()

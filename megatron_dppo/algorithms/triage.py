@@ -23,7 +23,8 @@ from megatron_dppo.algorithms.inputs import (
 from megatron_dppo.algorithms.rules import importance_ratio
 
 GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
-"""(bound, weight). If a segment's mean of log pi' - log mu is below the bound, the segment has this weight."""
+"""(bound, weight). If a segment's mean of log pi' - log mu is below a bound, the segment has the bound's weight. If the
+mean is below both bounds, the segment has the smaller weight."""
 TAIL_GAP = -6.0
 """Tokens with log pi' - log mu below this are in the tail. Two tail tokens give their segment the smallest weight."""
 REPAIR_TARGET = -0.03
@@ -56,9 +57,9 @@ def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> 
     in the tail (``TAIL_GAP``).
 
     Source: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING), with
-    the scopes that they reported (``q3`` and ``adv_positive``). Two differences: their ratio is pi / pi' times
-    min(pi' / mu, 2), ours is r = pi / mu with the cap; they divide the loss by the sum of the weights, we by the
-    aggregation's count. The paper's text was not read.
+    the scopes that they reported (``q3`` and ``adv_positive``). There are two differences. Their ratio is pi / pi'
+    times min(pi' / mu, 2), ours is r = pi / mu with the cap. They divide the loss by the sum of the weights, we divide
+    it by the aggregation's count. The paper's text was not read.
     """
     segments = _segments(inputs, int(gate_segment))
     gap = (anchor(inputs) - inputs.rollout_log_probs).double()
@@ -83,9 +84,10 @@ def repair(
 ) -> tuple[Tensor, Tensor]:
     """Compute TRIAGE's repair term at each token, and the derivative of its sum over tokens by each log pi.
 
-    The term is ``repair`` times beta^2 (sqrt(1 + (q / beta)^2) - 1), q = max(target - d, 0), where d is the mean of
-    log pi - log mu over the token's segment of ``repair_segment`` tokens. The term is 0 in segments whose mean
-    advantage is not positive. The derivative is at most ``repair`` times beta in size.
+    The term is ``repair`` times beta^2 (sqrt(1 + (q / beta)^2) - 1), with q = max(target - d, 0). d is the mean of
+    log pi - log mu over the token's segment of ``repair_segment`` tokens, target is REPAIR_TARGET, and beta is
+    REPAIR_SCALE. The term is 0 in segments whose mean advantage is not positive. The derivative is at most ``repair``
+    times beta in size.
 
     The authors' term is a mean over the segments of the whole update; here each token has its segment's value. With
     ``token-mean`` both forms are equal, except that a shorter last segment counts less here. Sources: as for
