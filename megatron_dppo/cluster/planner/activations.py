@@ -450,8 +450,9 @@ def activation_bytes(
     layer_tensors = whole_layer = working = 0.0
     for (is_moe, _), numbers in layers_by_kind.items():
         layer = layer_bytes(trainer, busiest, numbers[0])
-        layers = len(numbers) / trainer.layout.chunks
-        layer_tensors += in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
+        chunk_layers = len(numbers) / trainer.layout.chunks
+        kept_bytes = layer.kept(trainer.recompute)
+        layer_tensors += in_flight * chunk_layers * trainer.rank_tokens * kept_bytes
         whole_layer = max(whole_layer, layer.whole)
         working = max(working, _working(trainer, busiest, is_moe=is_moe))
     recomputed = 0

@@ -13,6 +13,7 @@ from megatron_dppo.model.mapping import ATTENTION_MODULES, hf_tensors
 from megatron_dppo.model.quantization import is_quantized
 from megatron_dppo.model.shape import ModelShape, active_parameters
 from megatron_dppo.model.shape import forward_flops as model_flops
+from megatron_dppo.model.splits import Dims
 
 
 def linear_flops(shape: ModelShape) -> float:
@@ -150,6 +151,7 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
     seconds = stages * (max(read_seconds, math_seconds) + overhead)
+    # The collectives of all layers are p times the collectives of one stage.
     seconds += reduce_seconds(shape, engine, device, part)
     seconds += network_seconds(shape, engine, cluster, part, part)
     return seconds + running * SEQUENCE_OVERHEAD
@@ -181,7 +183,7 @@ class TouchedParameters:
 def quantized_parameters(shape: ModelShape) -> int:
     """Return the number of weights outside of experts that an engine with block-FP8 weights holds in FP8."""
     total = 0
-    for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
+    for name, dims in _tensors_with_one_expert(shape).items():
         if is_quantized(name) and ".experts." not in name:
             total += prod(dims)
     return total
@@ -194,10 +196,15 @@ def attention_parameters(shape: ModelShape) -> int:
     The embedding does not count, because a step reads only a few of its rows.
     """
     total = 0
-    for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
+    for name, dims in _tensors_with_one_expert(shape).items():
         if any(module in name for module in ATTENTION_MODULES):
             total += prod(dims)
     return total
+
+
+def _tensors_with_one_expert(shape: ModelShape) -> dict[str, Dims]:
+    """Return the sizes of the model's tensors by name, with at most one expert in a layer: the callers skip experts."""
+    return hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1)))
 
 
 def touched_parameters(shape: ModelShape, running: float) -> TouchedParameters:

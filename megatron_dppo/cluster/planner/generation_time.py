@@ -48,8 +48,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     - steady = (sampled tokens of a server / sequences at once) x seconds of a decode step + seconds of the prefill. In
       the decode step, each sequence has its prompt and half of a mean response. The prefill computes the prompt of each
       group once: the prefix cache serves the group's other responses.
-    - tail = (tokens of the longest response - tokens of the mean response) x seconds of a decode step of a tenth of the
-      sequences.
+    - tail = (tokens of the longest response - tokens of the mean response) x seconds of a decode step with a tenth of
+      the sequences.
 
     If responses continue after a weight update, there is no tail, but each update prefills the running sequences again.
     The cost of the longest response then also depends on the trainer: see ``StepSeconds.decoding``.
@@ -78,10 +78,11 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
     """Return the sequences that a server runs at once: the smaller of its share of the queue and its slots."""
     rollout = facts.rollout
-    batches_ahead = 1
+    queued_batches = 1
     if not facts.schedule.drains:
-        batches_ahead = max(1, facts.schedule.staleness)
-    queue_share = batches_ahead * rollout.responses / facts.engine.servers
+        # Responses continue after a weight update, so the queue also has the prompts of later batches.
+        queued_batches = max(1, facts.schedule.staleness)
+    queue_share = queued_batches * rollout.responses / facts.engine.servers
     return max(1.0, min(queue_share, server_slots(facts, cluster)))
 
 
@@ -148,7 +149,8 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     passes = ceil(server_tokens / chunk_tokens(engine, cluster.device))
     chunk = server_tokens / passes
     stages = engine.pipeline
-    # A prefill computes logits only for the last token of each prompt.
+    # A prefill computes logits only for the last token of each prompt. ``network_seconds`` counts the collectives of
+    # all layers, and a stage has 1 / p of the layers.
     network = network_seconds(shape, engine, cluster, chunk, server_prompts / passes) / stages
     network += hand_over_seconds(shape, engine, cluster, chunk)
     return (math_seconds / passes + network) * (passes + stages - 1)

@@ -48,6 +48,7 @@ def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles,
 
 
 def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles, ...]:
+    """Return the roles of each node. The name of a host is the number of its node."""
     ranks: dict[int, list[int]] = {}
     servers: dict[int, list[int]] = {}
     engine: Counter[int] = Counter()
@@ -150,7 +151,7 @@ def host_bytes(
     columns_per_rank = columns.replicas / facts.trainer.layout.data
     checkpoint = sent = 0
     if facts.checkpoint_background:
-        checkpoint = node.trainer * devices.power_of_two(_copied(facts))
+        checkpoint = node.trainer * devices.power_of_two(written_bytes(facts))
     if facts.changes_only:
         senders = min(facts.senders, node.trainer)
         sent = update * senders // facts.senders
@@ -160,20 +161,20 @@ def host_bytes(
         checkpoint=checkpoint,
         capture=node.engine * capture,
         parked=node.trainer * parked,
-        offloaded=node.trainer * _offloaded(facts),
+        offloaded=node.trainer * _offloaded_bytes(facts),
         sent=sent,
         kept=node.engine * engine_weights if facts.atomic_updates else 0,
     )
 
 
-def _offloaded(facts: RunFacts) -> int:
+def _offloaded_bytes(facts: RunFacts) -> int:
     """Return the bytes of Adam's state that a rank of the largest stage keeps in host memory."""
     stages = range(facts.trainer.layout.pipeline)
     return max(state_bytes(facts.trainer, stage).offloaded for stage in stages)
 
 
-def _copied(facts: RunFacts) -> int:
-    """Return the bytes that a rank writes to a checkpoint: replicas of a tensor divide it among themselves."""
+def written_bytes(facts: RunFacts) -> int:
+    """Return the bytes that a rank writes to a checkpoint. The replicas of a tensor divide the tensor's bytes."""
     layout = facts.trainer.layout
     trained = facts.trainer.trained
     if trained is None:

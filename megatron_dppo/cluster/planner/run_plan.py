@@ -114,7 +114,10 @@ class RunPlan:
 
     @property
     def time_limit(self) -> str:
-        """The longest phase of a step, and the reason why a server's sequences wait, as a text of one line."""
+        """The longest phase of a step, as a text of one line.
+
+        If the phase is generation and a server cannot run all of its requests at once, the text has both numbers.
+        """
         if self.seconds is None:
             return "time unknown"
         name, seconds = max(self.seconds.phases.items(), key=lambda phase: phase[1])
@@ -133,13 +136,14 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
     columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster.device, storage)
-    engine, too_large = _engine(facts, cluster)
+    engine, too_large = _engine_memory(facts, cluster)
     capture_bytes = 0
     engine_weights = 0 if engine is None else engine.weights
     if engine is not None and facts.rollout.routing:
         capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+    is_colocated = facts.schedule.is_colocated
     shared_bytes: tuple[SharedBytes, ...] = ()
-    if engine is not None:
+    if engine is not None and is_colocated:
         shared_bytes = shared_ranks(facts, cluster.device)
     parked_bytes = max((stage.host for stage in shared_bytes), default=0)
     hosts = []
@@ -155,10 +159,10 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         )
         hosts.append(host)
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
-    if facts.schedule.is_colocated:
+    if is_colocated:
         too_large += sharing_faults(shared_bytes, cluster.device)
     else:
-        too_large += _sharing_faults(facts, ranks, engine, cluster)
+        too_large += _base_gpu_faults(facts, ranks, engine, cluster)
     seconds = None
     if engine is not None or not facts.engine.servers:
         seconds = step_seconds(facts, cluster, transfers)
@@ -178,7 +182,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     )
 
 
-def _engine(
+def _engine_memory(
     facts: RunFacts, cluster: Cluster
 ) -> tuple[server_memory.EngineBytes | None, list[str]]:
     """Return the memory of a server's GPU, and its faults.
@@ -225,7 +229,7 @@ def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Itera
             )
 
 
-def _sharing_faults(
+def _base_gpu_faults(
     facts: RunFacts,
     ranks: tuple[memory.RankBytes, ...],
     engine: server_memory.EngineBytes | None,
@@ -233,6 +237,7 @@ def _sharing_faults(
 ) -> Iterator[str]:
     """Report a server that starts on a rank's GPU (``sglang.base_gpu_id``) if the GPU's memory cannot hold both."""
     first_device = facts.roles.first_device
+    # The ranks have the first devices, one device each.
     if engine is None or first_device is None or first_device >= facts.roles.ranks:
         return
     rank = max(rank.total for rank in ranks)
@@ -275,13 +280,14 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     rank_count = trainer.layout.world_size
     states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
     try:
-        bytes_per_gpu = server_memory.weight_bytes(
+        # One tensor-parallel rank, all pipeline stages.
+        bytes_per_rank = server_memory.weight_bytes(
             trainer.shape, engine.layout, quantized=engine.quantized
         )
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
-        bytes_per_gpu = 0
-    server_weights = engine.layout.tensor * bytes_per_gpu if engine.servers else 0
+        bytes_per_rank = 0
+    server_weights = engine.layout.tensor * bytes_per_rank if engine.servers else 0
     activations = activation_bytes(trainer, 0).saved
     summary = (
         f"memory: {rank_count} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "

@@ -50,7 +50,7 @@ class Question:
         cluster: the cluster.
         mean_response, mean_prompt: assumed or measured tokens; None for the assumptions of ``facts_of``.
         storage: bytes/s of the shared file system.
-        other: a schedule that replaces the recipe's schedule; None keeps the recipe's schedule.
+        other_schedule: a schedule that replaces the recipe's schedule; None keeps the recipe's schedule.
     """
 
     config: TrainConfig
@@ -59,12 +59,12 @@ class Question:
     mean_response: float | None = None
     mean_prompt: float | None = None
     storage: float = STORAGE
-    other: Schedule | None = None
+    other_schedule: Schedule | None = None
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the plan."""
-        return self.other or schedule_of(self.config.rollout, self.config.engine)
+        return self.other_schedule or schedule_of(self.config.rollout, self.config.engine)
 
     def layout_faults(self) -> list[str]:
         """List the faults of the layout.
@@ -133,7 +133,7 @@ def search_schedules(question: Question) -> list[Proposal]:
     """Return each layout that fits under any of ``schedules``, sorted by the expected seconds of a step."""
     proposals: list[Proposal] = []
     for schedule in schedules(question):
-        proposals += _fitting(replace(question, other=schedule), question)
+        proposals += _fitting(replace(question, other_schedule=schedule), question)
     return sorted(proposals, key=lambda proposal: proposal.seconds)
 
 
@@ -303,7 +303,7 @@ def _engine_tensor(question: Question) -> int:
 
 
 def _effective(config: TrainConfig, section: str, key: str) -> Any:
-    """Return a key's value, or for an empty key the default that follows from other keys."""
+    """Return a key's value. If the key is empty, return its default, which follows from other keys."""
     match section, key:
         case "parallel", "expert_tensor":
             return config.parallel.sizes.expert_tensor_size

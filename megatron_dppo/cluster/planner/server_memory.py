@@ -55,7 +55,7 @@ def weight_bytes(
     *,
     quantized: bool = False,
 ) -> int:
-    """Return the bytes of an engine rank's weights: the sum over SGLang's tensors.
+    """Return the bytes of a tensor-parallel rank's weights in all pipeline stages: the sum over SGLang's tensors.
 
     The weights are bf16, except tensors that the family always keeps in another dtype. With ``quantized``, linear
     layers and experts are block FP8 with their scales.
@@ -169,7 +169,7 @@ def engine_bytes(
         kv_share = int(kv_share / (1 + _STATE_SHARE))
     tokens = kv_share // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
-    # ``limit`` is the number of running requests of one replica.
+    # ``limit`` is the largest number of running requests of one replica.
     if engine.max_running:
         limit = max(1, engine.max_running // replicas)
     else:
@@ -189,7 +189,7 @@ def engine_bytes(
 
 
 def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
-    """Return the bytes of pinned host memory for the routing capture of a server with R3.
+    """Return the bytes of pinned host memory in which one rank of a server captures the routing (R3).
 
     The buffer holds the experts of each token in the KV pool: int32 [tokens, layers, experts of a token]
     (``state_capturer/base.py``, ``BaseHostCache``).

@@ -139,16 +139,16 @@ class StepSeconds:
     def decoding(self) -> float:
         """Seconds of a step in which servers generate, or wait for the next batch while the last responses end.
 
-        If a weight update interrupts responses, a batch begins with an update. The batch must end before its training
-        begins, e steps later (e: staleness). Let d be the seconds that this property returns, l the seconds of the
-        last response, R the trainer's seconds that overlap with generation, and m the seconds of a mean response.
+        If weight updates do not wait for running responses, the servers may have to wait for the next batch. Let d be
+        the seconds that this property returns, e the staleness, R the trainer's seconds that overlap with generation,
+        l the seconds of the last response, and m the seconds of a mean response.
 
-        The batch begins at 0, and its training takes the last R seconds before (e + 1) d. The last prompts of the batch
-        must leave the queue l seconds before its training, at (e + 1) d - R - l. From then until the next batch begins
-        at d, for x = l + R - e d seconds, the servers drain: the running responses end at a constant rate, all of them
-        within m seconds. So the servers lose lost(x) = x^2 / 2m seconds if x <= m, and x - m / 2 seconds otherwise. The
-        result is d = servers + lost(x), but at least (l + R) / (e + 1): d reaches this bound if all responses of a
-        batch run at once.
+        A batch begins with an update, at time 0. The batch is trained in the step that is e steps later, in the last R
+        seconds before (e + 1) d. So its last response must start l seconds before the training, at (e + 1) d - R - l.
+        The next batch begins at d. In the x = l + R - e d seconds between these two times, no response starts, and the
+        running responses end: at a constant rate, all of them within m seconds. So the servers lose lost(x) = x^2 / 2m
+        seconds if x <= m, and x - m / 2 seconds otherwise. The result is d = servers + lost(x), but at least (l + R) /
+        (e + 1). d reaches this bound if all responses of a batch run at once.
         """
         servers = self.servers + self.evaluation
         if self.schedule.drains:

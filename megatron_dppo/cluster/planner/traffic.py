@@ -13,9 +13,10 @@ from megatron_dppo.model.quantization import stored_bytes
 BROADCAST_EFFICIENCY = 0.6
 """Share of a network port's rate that a broadcast of large buckets reaches. Assumption."""
 BUCKET_LATENCY = 0.02
-"""Seconds of HTTP, hashing and loading for each bucket that do not overlap with the broadcast. Assumption."""
+"""Seconds that each bucket adds to the seconds of its broadcast: HTTP, hashing and loading. Assumption."""
 FIXED_UPDATE = 1.0
-"""Seconds to drain, to compare canaries and to commit. Assumption."""
+"""Seconds that an update adds to the seconds of its buckets. In this time, running requests end, log-probabilities of
+fixed prompts are compared (the canary), and the new version is committed. Assumption."""
 STORAGE = 5 * GB
 """Bytes/s that all writers of a shared file system reach together. Assumption; ``--storage-gbps`` replaces it."""
 
@@ -26,7 +27,7 @@ class Traffic:
 
     Attributes:
         update: bytes of a weight update. Each engine GPU receives all of these bytes.
-        gathered: upper bound of the bytes that trainer ranks gather before they send.
+        gathered: estimated bytes that trainer ranks gather before they send.
         buckets: number of buckets of a weight update.
         update_seconds: seconds of a weight update.
         checkpoint: bytes of weights and optimizer state.
@@ -46,8 +47,8 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
 
     Weight update: each engine GPU receives all weights. Only one sender broadcasts at a time, so seconds = bytes / (a
     network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers on the
-    ranks' GPUs, although these servers need no network. Before a sender broadcasts, it gathers the shards that it does
-    not hold. If one rank of each node sends, this rank gathers the shards of its node.
+    ranks' GPUs, although these servers need no network. Before a sender broadcasts a bucket, it gathers the shards of
+    the bucket that it does not hold.
 
     Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
     storage's rate + the fixed part.
@@ -93,15 +94,23 @@ def _sent_bytes(facts: RunFacts) -> int:
 
 
 def _gathered(facts: RunFacts) -> int:
-    """Return the bytes of weights that trainer ranks send to each other before a weight update."""
+    """Return the bytes of weights that trainer ranks send to each other before a weight update.
+
+    The estimate assumes that each pipeline stage has a sender. It is too low if a node has several stages but only one
+    sender: this sender then also gathers the dense weights of the other stages.
+    """
     shape = facts.trainer.shape
     layout = facts.trainer.layout
     # An expert has three matrices.
     expert_size = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     expert_elements = len(shape.moe_layers) * shape.num_experts * expert_size
     dense_elements = parameters(shape) - expert_elements
-    # Shares of the elements that the senders hold before they gather.
+    # The share of the dense weights that the senders hold before they gather. A stage's sender holds 1 / TP of each of
+    # the stage's weights.
     dense_share = 1 / layout.tensor
-    expert_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
+    # The same share of the experts' weights. The experts of a stage are in EP groups, so the model has EP x PP groups.
+    # A sender holds 1 / ETP of the weights of its own group, and nothing of the other groups.
+    expert_groups = layout.expert * layout.pipeline
+    expert_share = facts.senders / expert_groups / layout.expert_tensor
     gathered_elements = dense_elements * (1 - dense_share) + expert_elements * (1 - expert_share)
     return round(gathered_elements * facts.trainer.item_bytes)

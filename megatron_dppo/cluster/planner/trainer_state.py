@@ -26,9 +26,8 @@ _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 class StateBytes:
     """Bytes of one rank's state that stay allocated during the whole run.
 
-    The fields that are named by a ``TrainerPart`` count bytes on the device. ``offloaded``: bytes of Adam's state in
-    host memory. ``offloaded_elements``: number of elements whose Adam state is
-    in host memory.
+    The fields with the name of a ``TrainerPart`` count bytes on the device. ``offloaded``: bytes of Adam's state in
+    host memory. ``offloaded_elements``: number of elements whose Adam state is in host memory.
     """
 
     weights: int

@@ -40,7 +40,7 @@ from megatron_dppo.cluster.planner.facts import (
 )
 from megatron_dppo.cluster.planner.generation_time import prefill_seconds
 from megatron_dppo.cluster.planner.head_memory import logits_bytes, statistics_bytes
-from megatron_dppo.cluster.planner.host_memory import _copied, node_roles
+from megatron_dppo.cluster.planner.host_memory import node_roles, written_bytes
 from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
 from megatron_dppo.cluster.planner.schedules import bubble, chunks_in_flight
 from megatron_dppo.cluster.planner.search import Question, nearest, search
@@ -581,10 +581,10 @@ def test_every_rank_copies_its_share_of_a_checkpoint():
     assert len(set(trainers)) == 1
     # 14 bytes x 30.53 B / 16 ranks are 24.9 GiB (and replicated norms); a pinned buffer of 32 GiB holds them.
     assert trainers == [8 * 32 * 2**30] * 2
-    assert _copied(facts()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
+    assert written_bytes(facts()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
     lora = facts("qwen3_30b_a3b_base_lora")
     share = 14 * lora.trainer.trained.elements(MOE) / 16
-    assert _copied(lora) == pytest.approx(share, rel=1e-6)
+    assert written_bytes(lora) == pytest.approx(share, rel=1e-6)
     copied = plan_run(lora, H100).hosts[0].checkpoint / 8
     assert share <= copied < 2 * share
     assert math.log2(copied).is_integer()
