@@ -39,7 +39,7 @@ _PROBE_SECONDS = 5.0
 _REPLACED_SECONDS = 10.0
 """The supervisor kills a hung server that it started within this time."""
 _ROUTER_REMOVES_SECONDS = 0.1
-"""The router stops using a server that is gone within this time."""
+"""The router stops using a dead server within this time."""
 _ABORT_AGAIN_SECONDS = 0.2
 _QUESTION_SECONDS = 300.0
 """Longest time to request all suspects. Meanwhile other ranks wait in a collective that times out after 600 s."""
@@ -101,7 +101,7 @@ class FleetClient:
         *,
         adapters: bool = False,
     ) -> None:
-        self._adapters = adapters
+        self._names_adapters = adapters
         self._on_lost = on_lost
         self._parser = parser
         self._router = router
@@ -113,7 +113,7 @@ class FleetClient:
         # The committed version at the time of each failed update.
         self._failed_updates: list[int | None] = []
         self._losses: dict[str, str] = {}
-        # Request id of each open call -> the call's server (None: only the router knows the server), its requests.
+        # Request id of each open call -> (its server, its requests). The server is None for a call through the router.
         self._open_calls: dict[str, tuple[ActiveServer | None, Sequence[GenerationRequest]]] = {}
         self._suspects = Suspects()
         # Set while calls may be sent: from ``serve`` to the next ``hold``.
@@ -140,8 +140,8 @@ class FleetClient:
     async def break_off(self) -> None:
         """Cancel the calls in flight after a failed update, so that they are sent again.
 
-        The weights of the servers are unknown. An answer may have arrived that is not read yet. If this answer has
-        tokens of the failed update, its call is sent again too.
+        The weights of the servers are unknown. An answer that has arrived may be not read yet. It is read after the
+        next ``serve``. If it then has tokens of the failed update, its call is sent again too.
         """
         self._failed_updates.append(self._version)
         for active in self._servers:
@@ -204,7 +204,7 @@ class FleetClient:
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         await self._wait_until_served()
         try:
-            if self._router is not None and self._router.usable and self._live():
+            if self._router is not None and self._router.is_usable and self._live():
                 self._open_calls[rid] = (None, requests)
                 results = await self._call_through_router(self._router, requests, rid)
             else:
@@ -234,7 +234,7 @@ class FleetClient:
                 await self._end_watches()
 
     @property
-    def suspects(self) -> int:
+    def suspect_count(self) -> int:
         """Number of prompts that were in flight at two losses of servers, and that no server has answered since."""
         return len(self._suspects.questionable())
 
@@ -308,7 +308,7 @@ class FleetClient:
         failures = len(self._failed_updates)
         try:
             answer = await breakable(
-                active.client.answer(requests, rid, self._adapter), active.calls
+                active.client.answer(requests, rid, self._adapter_name), active.calls
             )
             versions = await self._versions(start_version, failures)
             return await breakable(active.client.parse(answer, requests, versions), active.calls)
@@ -317,6 +317,7 @@ class FleetClient:
         except errors.EngineLostError as error:
             await self._probe()
             if not active.suspended:
+                # The server answers the probe, so only this call has failed.
                 raise errors.AbortedError(str(error)) from error
             raise self._loss_error(str(error)) from error
         finally:
@@ -329,7 +330,7 @@ class FleetClient:
         requests: Sequence[GenerationRequest],
         rid: str,
     ) -> list[Trajectory]:
-        body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
+        body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter_name)
         start_version = self._version
         failures = len(self._failed_updates)
         try:
@@ -366,7 +367,7 @@ class FleetClient:
         await self._probe()
         for active in self._servers:
             if active.suspended and active.member.server.url in reason:
-                # The router may not have removed the lost server yet.
+                # The error is about this lost server. The router may not have removed it yet, so wait before a retry.
                 await asyncio.sleep(_ROUTER_REMOVES_SECONDS)
                 return self._loss_error(reason)
         return errors.AbortedError(reason)
@@ -430,8 +431,8 @@ class FleetClient:
                 raise outcome
 
     @property
-    def _adapter(self) -> str | None:
-        if self._adapters and self._version is not None:
+    def _adapter_name(self) -> str | None:
+        if self._names_adapters and self._version is not None:
             return adapter_name(self._version)
         return None
 
@@ -490,7 +491,7 @@ class FleetClient:
         active: ActiveServer,
         reason: str,
     ) -> errors.ServerLostError | errors.EngineLostError:
-        """Send a server no more calls and cancel its calls; return the error for their callers."""
+        """Send a server no more calls, and cancel its calls. Return the error for the callers of these calls."""
         if active.suspended:
             return self._loss_error(active.suspended)
         server = active.member.server
@@ -557,7 +558,7 @@ class FleetClient:
         return errors.EngineLostError("; ".join(reasons) or "no server has the weights")
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        # The loop keeps only a weak reference to a task.
+        # Keep the task here, because the loop has only a weak reference to it.
         task = asyncio.create_task(work)
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)

@@ -3,7 +3,7 @@
 A question is a call of a method of the registry: one POST to ``/fleet/<name>`` with the arguments as a JSON object. So
 ranks on other hosts and the user's command need no consistent view of the run's folder. The admin key opens all
 questions. A command on the run's own host has the key of commands instead. The key of commands opens only the questions
-of commands, and it opens no server.
+of commands, and no SGLang server accepts it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ def control_host(interface: str | None, address: str) -> str:
 
 
 def admin_key() -> str:
-    """Return the environment's admin key, which other hosts can know. If the environment has no key, return a new
-    key."""
+    """Return the admin key in the environment, or else a new key. A command on another host can't read a new key."""
     return os.environ.get(ADMIN_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
@@ -152,9 +151,10 @@ class RecordClient:
         self._start = start
 
     def check_start(self) -> None:
-        """Raise FencedError once newer ranks run. A registry that does not answer raises nothing."""
+        """Raise FencedError once newer ranks run. If the registry does not answer, raise nothing."""
         if self._start is not None:
             with suppress(RecordLostError):
+                # The registry checks the start in every question. The answer to this question is short.
                 self._ask("starting", attempts=1)
 
     def keys(self, server: Server) -> Keys:

@@ -3,7 +3,7 @@
 A response is counted once: each key holds the result of one attempt, and every attempt has a new request id. An attempt
 that timed out is aborted, and its answer is never read. When the last server is lost, finished responses are kept, and
 ``resume`` requests only the missing responses. If an update ends a response early, the response's tokens so far are
-kept too (``engine.continuation``).
+kept too (``engine/continuation.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -145,7 +146,7 @@ class Slots:
         # A heap of (order, number of arrival, future that gives the slot).
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._is_held = False
-        # Time that each limit had left when it last started or stopped.
+        # Seconds that each time limit had left when it was last started or paused.
         self._remaining_s: dict[asyncio.Timeout, float] = {}
         # The rank's thread reads ``busy_s`` while calls take slots in the event loop's thread.
         self._note_lock = threading.Lock()
@@ -159,7 +160,7 @@ class Slots:
         return self._busy_s
 
     def hold(self, is_held: bool) -> None:
-        """Pause or resume the slots: while servers are paused for a weight update or a trainer, no slot is busy."""
+        """Pause or resume the slots. While servers are paused for a weight update or a trainer, no slot is busy."""
         self._is_held = is_held
         self._note()
         current_time = asyncio.get_running_loop().time()
@@ -211,7 +212,7 @@ class Slots:
     def _release(self) -> None:
         while self._waiting:
             _, _, slot = heapq.heappop(self._waiting)
-            # The future of a call that was cancelled is done.
+            # Skip cancelled calls: their futures are done.
             if not slot.done():
                 slot.set_result(None)
                 return
@@ -375,6 +376,7 @@ class Generation:
         stop: Callable[[], bool],
         slots: Slots,
     ) -> None:
+        """Start an attempt at the responses that are not in ``done``, and return at once."""
         requests = self.job.requests(self.done)
         self.responses = self.tokens = 0
         self.running = None
@@ -409,7 +411,7 @@ class Generation:
         earlier_responses = len(self.done)
         start = time.monotonic()
         with progress(self.description, self.total) as bar:
-            while not wait([self.running], _REDRAW_SECONDS).done:
+            while not wait_for_futures([self.running], _REDRAW_SECONDS).done:
                 speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
                 bar.update(completed=earlier_responses + self.responses, note=speed)
             # Count the last responses too: a short generation may end before the bar was updated once.
@@ -506,6 +508,16 @@ async def generate_many(
 
 @dataclass(eq=False)
 class _GenerationAttempt:
+    """One run of ``generate_many``. An index is a position in ``requests``.
+
+    Attributes:
+        _pending: the indices of each call that is not sent yet.
+        _turns, _turn_answers: request and answer of an episode's present turn, by index.
+        _in_flight: number of requests of each open call, by the call's id.
+        _attempts: number of calls that were sent, by the first index of the call.
+        _continuing_calls: the calls that continue responses.
+    """
+
     client: GenerationClient
     requests: Sequence[GenerationRequest]
     limits: GenerationLimits
@@ -527,7 +539,6 @@ class _GenerationAttempt:
         partials = {}
         if self.continuation is not None:
             partials = self.continuation.partials
-        # The indices of the requests of each call.
         self._pending: deque[list[int]] = deque()
         new_indices: list[int] = []
         for index, request in enumerate(self.requests):
@@ -562,6 +573,7 @@ class _GenerationAttempt:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if watch.done() and not work.done():
+                    # The watch ends only by an error. Raise it.
                     watch.result()
                 if stop is not None and stop():
                     raise errors.StopRequestedError(
@@ -623,7 +635,7 @@ class _GenerationAttempt:
             except TimeoutError:
                 reason = f"no response within {self.limits.request_timeout_s} s"
                 failures += 1
-                # Log and count timeouts, because they favour short responses.
+                # Log and count timeouts: they bias the batch, because long responses time out more often.
                 log.warning("request %s: %s; it is drawn again", requests[0].key, reason)
                 if self.on_timeout is not None:
                     self.on_timeout(len(indices))

@@ -29,7 +29,7 @@ OPEN_PATHS = (
     "/get_server_info",
     "/engine_metrics",
 )
-"""Paths that smg answers without a key, with any options: its health, and facts about the servers."""
+"""Paths that smg answers without a key, whatever options smg has: its health, and facts about the servers."""
 
 _LONGEST_CALL_S = 7 * 24 * 3600
 """smg requires a time limit of a call. The clients limit their calls themselves."""
@@ -83,8 +83,9 @@ class HttpRouterProcess(ChildServer):
 
 def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
     """Return the options of smg (fields of its RouterArgs)."""
-    # The client does retries, deadlines and health checks, because it knows the weights of each server, and counts each
-    # response once. So the router tries each call once, without a deadline, and removes no server.
+    # FleetClient repeats calls, limits their time and checks the servers' health. It knows which servers have the
+    # committed weights, and the router does not. So these functions of the router are turned off: it tries each call
+    # once, without a deadline, and removes no server by itself.
     return {
         "host": host,
         "port": port,
@@ -109,7 +110,7 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
 
 
 def main() -> None:
-    """Run the router in this process. The process dies with the parent's thread that started it."""
+    """Run the router in this process, which HttpRouterProcess has started."""
     from smg.launch_router import launch_router
     from smg.router_args import RouterArgs
 

@@ -87,7 +87,7 @@ class FatalPromptError(EngineUnavailableError):
 class Member:
     """A server with the keys and certificate authority that its clients need.
 
-    ``ca_file`` is None if the system's authorities count. ``first_answer_s``: as in EngineClient.
+    ``ca_file`` None: the system's authorities. ``first_answer_s``: as in EngineClient.
     """
 
     server: Server
@@ -393,8 +393,9 @@ class FleetMembership:
             reason: the error of the update.
             attempts: failures in a row after which a retry is pointless (``EngineError.attempts``).
         """
-        suspects = [m for m in current if m.server.url in urls] or list(current)
-        for member in suspects:
+        suspected_members = [m for m in current if m.server.url in urls] or list(current)
+        has_other_members = len(current) > len(suspected_members)
+        for member in suspected_members:
             server = member.server
             # Only errors of a connection that broke or timed out have no bound of attempts.
             is_silent = server.url in urls and attempts == errors.UNBOUNDED
@@ -405,7 +406,7 @@ class FleetMembership:
                 if attempts == 1:
                     # A retry is pointless, so this strike is the last one.
                     self._states[server].strikes = _STRIKES - 1
-                self._strike(server, reason, has_other_members=len(current) > len(suspects))
+                self._strike(server, reason, has_other_members=has_other_members)
 
     def commit(self, members: Sequence[Member], version: int) -> None:
         """Record that ``members`` hold ``version``. Servers that this update left out may join the next update."""
@@ -470,6 +471,7 @@ class FleetMembership:
         return occupants
 
     def _note_suspended(self, current: Sequence[Member], suspended: Mapping[str, str]) -> None:
+        """Mark the ``suspended`` servers as lost, except attached servers that generate again."""
         for member in current:
             server = member.server
             if server.name not in suspended or self._states[server].lost:

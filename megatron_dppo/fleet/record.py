@@ -4,13 +4,13 @@ The supervisor keeps the registry in its memory. If a launcher like torchrun sta
 The files are for later starts and for readers:
 
     <run.directory>/engine/
-      fleet.json      servers, router, weight version and states as of the last write; the next start's registry
-                      begins with the servers that were attached by command
+      fleet.json      servers, router, weight version and states as of the last write; the next start keeps only the
+                      attached servers
       endpoint.json   address of the registry while the run runs
 
 Only the owner of the folder can read the folder. A file appears by a rename, so a reader sees a whole file or no file.
 If a file is damaged in spite of this, or if another user owns or could write the file, it is renamed to
-``*.json.damaged`` with a warning, and counts as missing. No file has a key: the ranks receive the keys of servers
+``*.json.damaged`` with a warning, and counts as missing. Neither file has a key: the ranks receive the keys of servers
 started here in environment variables. The module loads no torch.
 """
 
@@ -226,8 +226,8 @@ class FleetRecord:
             self._write()
 
     def begin_start(self, name: str) -> bool:
-        """Whether the server ``name`` may start now, or continue its start. If it may, the server counts as starting
-        until ``end_start``."""
+        """Return whether the server ``name`` may start now, or continue its start. If it may, the server counts as
+        starting until ``end_start``."""
         with self._lock:
             if self._starts_allowed:
                 self._starting.add(name)

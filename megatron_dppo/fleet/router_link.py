@@ -93,7 +93,7 @@ async def _control_once(
 class HttpRouterLink:
     """A connection that finds the HTTP router, keeps the router's list of servers current, and notices a lost router.
 
-    ``usable`` tells whether calls may go through the router.
+    ``is_usable`` tells whether calls may go through the router.
 
     Args:
         find: returns the published router and its keys; None while no router is published.
@@ -105,10 +105,12 @@ class HttpRouterLink:
         self._find = find
         self._registers = registers
         self._client: HttpClient | None = None
+        # URL -> API key of the servers that the router is to have.
         self._routed: dict[str, str | None] = {}
+        # The router that the log has reported as in use.
         self._announced: Server | None = None
         self.server: Server | None = None
-        self.usable = False
+        self.is_usable = False
 
     @property
     def url(self) -> str:
@@ -119,10 +121,10 @@ class HttpRouterLink:
     async def serve(self, servers: Mapping[str, str | None]) -> None:
         """Make the router send calls to ``servers``: a mapping of URLs to API keys.
 
-        Afterwards ``usable`` tells whether the router sends calls to them.
+        Afterwards ``is_usable`` tells whether the router sends calls to them.
         """
         self._routed = dict(servers)
-        self.usable = False
+        self.is_usable = False
         await self._connect()
 
     async def remove(self, url: str) -> None:
@@ -142,8 +144,8 @@ class HttpRouterLink:
 
     def mark_down(self, reason: str) -> bool:
         """Stop using the router until ``watch`` or ``serve`` finds it healthy; return whether it was usable."""
-        was_usable = self.usable
-        self.usable = False
+        was_usable = self.is_usable
+        self.is_usable = False
         self._announced = None
         if was_usable:
             log.warning("the router is lost, generating directly: %s", reason)
@@ -161,7 +163,7 @@ class HttpRouterLink:
         last_answer_s = last_check_s
         while True:
             await asyncio.sleep(min(_RETRY_SECONDS, pause))
-            if not self.usable:
+            if not self.is_usable:
                 await self._connect()
                 last_check_s = clock()
                 last_answer_s = last_check_s
@@ -176,10 +178,10 @@ class HttpRouterLink:
         if self._client is not None:
             await self._client.close()
             self._client = None
-        self.usable = False
+        self.is_usable = False
 
     async def _connect(self) -> None:
-        """Find the router and register the servers; ``usable`` tells whether both succeeded."""
+        """Find the router and register the servers; ``is_usable`` tells whether both succeeded."""
         router = self._find()
         if router is None:
             return
@@ -191,9 +193,9 @@ class HttpRouterLink:
         try:
             if self._registers:
                 await set_servers(self._client, self._routed)
-            self.usable = self._routed.keys() == (await routed_servers(self._client)).keys()
+            self.is_usable = self._routed.keys() == (await routed_servers(self._client)).keys()
         except (EngineLostError, EngineRequestError) as error:
             log.info("the router at %s is not in order yet: %s", server.url, error)
-        if self.usable and server != self._announced:
+        if self.is_usable and server != self._announced:
             self._announced = server
             log.info("generating through the router at %s", server.url)

@@ -130,8 +130,8 @@ class SupervisedServer:
         name: name under which the server is published in ``record``.
         title: name in messages.
         make_process: makes the process of an incarnation, without starting it.
-        budget: limits number and pace of restarts. A start that failed because another process has its port uses no
-            restart: the server waits for the port.
+        budget: limits number and pace of restarts. If a start fails because another process has the server's port, the
+            server waits for the port, and no restart is used up.
         may_start: returns whether the server with this name may use its devices, to start or to continue its start.
     """
 
@@ -250,8 +250,8 @@ class SupervisedServer:
 
     def _check_published(self) -> None:
         assert self._process is not None
-        # A hung process keeps running, so only its clients notice the hang. A report on an earlier incarnation comes
-        # too late.
+        # A hung process keeps running, so only its clients notice the hang. A report on an earlier incarnation is
+        # ignored: that incarnation was replaced already.
         is_reported = self.record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
             # If the process ends within this time, its exit code says more than the report.
@@ -411,6 +411,7 @@ class SupervisedFleet:
             if server.first_failure is not None:
                 failures.append((server, server.first_failure))
         if not self._has_published_one and len(failures) < len(self._servers):
+            # Other servers are still starting.
             return
         for server, error in failures:
             if self._has_published_one:

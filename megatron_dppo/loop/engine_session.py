@@ -278,7 +278,9 @@ class EngineSession:
         running, because a request of that generation could also end a server. Raises FatalPromptError.
         """
         connections = self._connections
-        states = collectives.all_gather_json([connections.client.suspects, connections.is_quiet])
+        states = collectives.all_gather_json(
+            [connections.client.suspect_count, connections.is_quiet]
+        )
         if not all(is_quiet for _, is_quiet in states):
             return
         for rank, (suspect_count, _) in enumerate(states):

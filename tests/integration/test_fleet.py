@@ -117,7 +117,7 @@ def ask(
 
     async def work() -> Results:
         await client.serve(members, version)
-        assert client.link is None or client.link.usable
+        assert client.link is None or client.link.is_usable
         try:
             limits = GenerationLimits(**given)
             return await generate_many(client, requests, limits, on_response=on_response)
@@ -173,7 +173,7 @@ def test_a_router_that_is_killed_loses_nothing_and_its_successor_is_used(fleet, 
     fleet.wait_until_replaced(router)
     successor = CountingClient(fleet, routed=True)
     used = []
-    ask(runner, successor, members, 200, disturb=lambda done: used.append(successor.link.usable))
+    ask(runner, successor, members, 200, disturb=lambda done: used.append(successor.link.is_usable))
     assert all(used)
 
 

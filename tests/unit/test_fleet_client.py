@@ -308,7 +308,7 @@ def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
         if not registers:
             assert second.workers == {}
             second.workers = {s.name: s.url for s in fleet.servers}
-        while not client._router.usable:
+        while not client._router.is_usable:
             await asyncio.sleep(0.01)
         used.append(client._router.url)
 
@@ -495,7 +495,7 @@ def test_a_hold_that_aborts_returns_when_every_call_is_answered(runner, routed):
 
     async def work() -> Results:
         client = await fleet.open(1)
-        client._adapters = True
+        client._names_adapters = True
         for server in fleet.servers:
             server.silent = True
         limits = GenerationLimits(concurrency=6)

@@ -149,7 +149,7 @@ def test_servers_that_are_killed_end_no_run(open_fleet, count, kills, caplog):
     fleet = open_fleet(count, lambda name, incarnation, token: incarnation <= kills)
     assert fleet.draw([11, 12]) == [[11], [11], [12], [12]]
     assert set(fleet.incarnations.values()) == {kills + 1}
-    assert fleet.session._connections.client.suspects == 0
+    assert fleet.session._connections.client.suspect_count == 0
     assert "asked alone" in caplog.text
 
 
