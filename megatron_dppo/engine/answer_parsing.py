@@ -20,7 +20,7 @@ import numpy as np
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.protocol import GenerationRequest, parse_answer, read_answers
-from megatron_dppo.engine.recordings import Notice, Way, place, take
+from megatron_dppo.engine.recordings import Notice, Way, insert, insert_from_memory
 from megatron_dppo.system.scratch import SharedBuffer, aligned_offsets, map_buffer
 from megatron_dppo.system.secret_variables import without_secrets
 from megatron_dppo.system.workers import WorkerLostError, WorkerProcess, connect
@@ -72,14 +72,16 @@ def parse(received: ReceivedAnswer) -> Parsed:
     missing_notices: list[Notice] = []
     ways: set[Way] = set()
     for answer, request in zip(answers, requests, strict=True):
-        recording = take(answer, request)
-        if isinstance(recording, Notice) and recording.id not in downloaded:
-            missing_notices.append(recording)
-        elif isinstance(recording, Notice):
-            place(answer, request, recording, downloaded[recording.id])
-            ways.add("binary HTTP answers")
-        elif recording is not None:
-            ways.add(recording)
+        way_or_notice = insert_from_memory(answer, request)
+        if isinstance(way_or_notice, Notice):
+            notice = way_or_notice
+            if notice.id in downloaded:
+                insert(answer, request, notice, downloaded[notice.id])
+                ways.add("binary HTTP answers")
+            else:
+                missing_notices.append(notice)
+        elif way_or_notice is not None:
+            ways.add(way_or_notice)
     if missing_notices:
         return Parsed([], missing_notices, frozenset())
     pairs = zip(answers, requests, strict=True)
@@ -121,6 +123,7 @@ class AnswerParser:
             try:
                 reply = self._started_worker().ask(pickle.dumps(tuple(received)))
             except WorkerLostError as lost:
+                # The message of WorkerLostError may begin with "its process". This error names the process itself.
                 ending = str(lost).removeprefix("its process ")
                 raise ParserLostError(f"the process that parses answers {ending}") from None
         return parsed_of(reply)
@@ -139,8 +142,8 @@ def parsed_of(reply: bytes) -> Parsed:
     content = pickle.loads(reply)
     if isinstance(content, EngineError):
         raise content
-    # The pickled trajectories without their arrays; the size in bytes of each array; the path of the file with the
-    # arrays, or None; the arrays themselves if the path is None.
+    # The pickled fields of ``Parsed`` without the trajectories' arrays; the size in bytes of each array; the path of
+    # the file with the arrays, or None; the arrays themselves if the path is None.
     head, sizes, path, arrays = content
     starts, size = aligned_offsets(sizes)
     if path is None:
@@ -186,7 +189,7 @@ def answer_to(content: bytes) -> bytes:
 def main() -> None:
     """Answer the calls of the process that started this worker, until that process ends."""
     connection = connect(sys.argv[1])
-    # Call 0 has no content here; the answer says that the worker is ready.
+    # Call 0 sets a worker up. This worker needs no content for it; the answer says that the worker is ready.
     connection.answer(connection.receive(), b"")
     try:
         while True:

@@ -1,17 +1,19 @@
 """The broadcast group of a weight update: what trainer and server agree on, and hooks for the server's side.
 
-A group has one trainer rank, as rank 0, and all ranks of the servers. torch's defaults for NCCL do not suit a group: an
-error or a timeout ends the whole process, a server's limit is 30 minutes, and SGLang answers before the bytes of a
-bucket have arrived, so that a limit of the call bounds nothing. Therefore:
+A group has one trainer rank, as rank 0, and all ranks of the servers. This module changes three defaults of torch and
+SGLang:
 
-- While a group is made, NCCL's error mode is to abort only the group.
-- The group's name carries its time limit. A hook sets this limit on the server's side, for the rendezvous too. If
-  nothing listens at the rendezvous, the server refuses to join.
-- A thread of each server rank watches the rendezvous of an NCCL group, on the trainer's host. Once the trainer has
-  called the transfer off, or is gone, the thread aborts the rank's own part of the group: over NVLink, the abort of
-  another rank does not free this rank. Gloo's groups are not watched: the trainer's abort frees all ranks, and a rank's
-  own abort would not free the rank.
-- A bucket is answered once its bytes are in the server's tensors.
+- Errors. By default an error or a timeout of NCCL ends the whole process. While a group is made, NCCL's error mode is
+  to abort only the group.
+- Time limits. By default a server waits for 30 minutes. Here the group's name carries a time limit, and a hook sets
+  this limit in the server, for the rendezvous too. If nothing listens at the rendezvous, the server refuses to join.
+- Answers. By default SGLang answers a request to receive a bucket before the bytes have arrived, so that the request's
+  time limit does not limit the transfer. Here a server answers once the bytes are in its tensors.
+
+The trainer must also be able to free the servers' ranks from a transfer that has failed. In a gloo group the trainer's
+abort frees all ranks. In an NCCL group over NVLink it does not: each rank must abort its own part of the group. So a
+thread of each server rank watches the rendezvous of an NCCL group, which is on the trainer's host, and aborts once the
+trainer has called the transfer off or is gone.
 
 The functions are plugin hooks of SGLang. The part for gloo is tested; the part for NCCL is not yet run on a GPU.
 """
@@ -66,7 +68,10 @@ def limit_of(name: str) -> timedelta | None:
 
 @contextmanager
 def errors_abort_the_group(backend: str) -> Iterator[None]:
-    """Make errors of a group end the group and not the process. The group has ``backend``, and is made in the block."""
+    """Make an error of a group that is made in the block end the group and not the process.
+
+    ``backend``: the group's backend. Only NCCL needs this.
+    """
     if backend != "nccl":
         yield
         return
@@ -129,11 +134,11 @@ def join(
     group_name: str,
     backend: str = "nccl",
 ) -> tuple[bool, str]:
-    """Join a group by SGLang's ``original`` method, then set the group's time limit, and watch for its cancellation."""
+    """Join a group by SGLang's ``original`` method, set its time limit, and watch whether the trainer calls it off."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     limit = limit_of(group_name)
-    # Rank 0 of a group makes the rendezvous itself.
+    # Rank 0 of a group makes the rendezvous itself. For every other rank the rendezvous must exist already.
     if limit is not None and rank_offset > 0:
         fault = _rendezvous_fault(master_address, master_port)
         if fault is not None:
@@ -211,8 +216,8 @@ class GroupWatch:
             time.sleep(_POLL_S)
 
     def _abort(self, reason: str) -> None:
-        # Remove the group first, so that no broadcast begins: in an aborted group it would fail, or wait for the
-        # group's limit.
+        # Remove the group first, so that no broadcast begins in it. In an aborted group a broadcast would fail, or wait
+        # for the group's time limit.
         group = self._groups.pop(self._name, None)
         if group is not None:
             log.warning("weight update: the broadcast group is aborted: %s", reason)

@@ -90,7 +90,7 @@ def _true_positions(mask: Tensor) -> Tensor:
     """Return the positions of the true elements of a vector."""
     if mask.is_cuda:
         return mask.nonzero().view(-1)
-    # On a CPU torch's function visits element by element, numpy's skips whole words of false elements.
+    # On a CPU torch's function visits every element. numpy's function skips whole words of false elements.
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
@@ -102,9 +102,10 @@ def apply_changes(data: Tensor, changes: Changes) -> None:
 
 
 def own_changes(changes: Changes, is_own: Tensor) -> Changes:
-    """Return copies, in host memory, of the changes whose items are not zero in the flat bytes ``is_own``.
+    """Return copies, in host memory, of the changes to a rank's own blocks of a bucket.
 
-    Raises PositionError for a position outside of ``is_own``, which is as long as the bucket.
+    ``is_own`` is as long as the bucket's flat bytes. Its bytes are 0 outside of the rank's blocks. Raises PositionError
+    for a position outside of ``is_own``.
     """
     items = is_own.view(changes.values.dtype)
     lowest_position, highest_position = map(int, torch.aminmax(changes.positions))

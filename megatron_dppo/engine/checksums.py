@@ -73,7 +73,8 @@ ONE_RANK = mapping.EngineLayout()
 class EngineTensors:
     """The tensors of a served model on the ranks of a "cpu" or "cuda" engine.
 
-    The engine's checksums cover exactly these bytes. Raises LayoutError if the model cannot be divided among the ranks.
+    The engine computes one checksum for each of these tensors. Raises LayoutError if the model cannot be divided among
+    the ranks.
 
     With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
     holds their scales as separate tensors.
@@ -108,10 +109,10 @@ class EngineTensors:
             self.shapes = quantization.stored_tensors(self.shapes)
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
         self.sizes: list[dict[str, int]] = [{} for _ in range(self.ranks)]
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._own_dtypes: dict[str, torch.dtype] = {}
+        self._engine_dtypes: dict[str, torch.dtype] = {}
+        self._fixed_dtypes: dict[str, torch.dtype] = {}
         for name, own_dtype in mapping.own_dtypes(shape).items():
-            self._own_dtypes[name] = getattr(torch, own_dtype)
+            self._fixed_dtypes[name] = getattr(torch, own_dtype)
         listed_ranks: Iterable[int] = range(self.ranks)
         if only_rank is not None:
             listed_ranks = (only_rank,)
@@ -121,8 +122,8 @@ class EngineTensors:
                 if quantized and quantization.holds_quantized(parameter):
                     scales = quantization.scale_parameter(parameter)
                     self._add(rank, scales)
-                    self._dtypes[_tensor_of(parameter)] = block_fp8.DTYPE
-                    self._dtypes[_tensor_of(scales)] = torch.float32
+                    self._engine_dtypes[_tensor_of(parameter)] = block_fp8.DTYPE
+                    self._engine_dtypes[_tensor_of(scales)] = torch.float32
 
     @classmethod
     def of_server(
@@ -154,12 +155,12 @@ class EngineTensors:
 
     def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an engine tensor: ``weights_dtype`` unless it is quantised or has a fixed dtype."""
-        return self._dtypes.get(tensor, weights_dtype)
+        return self._engine_dtypes.get(tensor, weights_dtype)
 
     def sent_dtype(self, name: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that the tensor ``name`` of a checkpoint must have when the engine receives it."""
-        if name in self._own_dtypes:
-            return self._own_dtypes[name]
+        if name in self._fixed_dtypes:
+            return self._fixed_dtypes[name]
         if not self.quantized:
             return weights_dtype
         if name.endswith(quantization.SCALE_SUFFIX):
@@ -168,14 +169,14 @@ class EngineTensors:
 
     def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
         """Append the blocks of ``parameter`` to the engine tensor that holds it on ``rank``."""
-        # Blocks are consecutive in the engine's memory, also the blocks of experts. The engine's padding follows each
-        # block.
+        # Blocks, also those of different experts, are consecutive in the engine's memory. The engine's padding follows
+        # each block.
         # The name of an expert's parameter is the engine tensor's name, followed by the expert's number in brackets.
         tensor, bracket, _ = parameter.name.partition("[")
         is_expert = bracket != ""
         sizes = self.sizes[rank]
         if parameter.dtype is not None:
-            self._dtypes[tensor] = getattr(torch, parameter.dtype)
+            self._engine_dtypes[tensor] = getattr(torch, parameter.dtype)
         if not parameter.segments:
             # The rank's whole share is padding.
             sizes[tensor] = sizes.get(tensor, 0) + math.prod(parameter.shape)
@@ -334,7 +335,7 @@ class ExpectedChecksums:
             )
 
     def _hash(self, rank: int, tensor: str) -> TiledHash:
-        """Return the unfinished hash of an engine tensor."""
+        """Return the unfinished hash of an engine tensor; start it if there is none."""
         key = (rank, tensor)
         if key not in self._hashes:
             size = self._tensors.sizes[rank][tensor] * self._engine_dtype(tensor).itemsize

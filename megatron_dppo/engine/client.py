@@ -80,7 +80,7 @@ class Answer:
         return ""
 
     def _error(self) -> Any:
-        """Return the body's JSON, or the entry ``error`` of a JSON object; None if the body is no JSON."""
+        """Return the entry ``error`` of the body's JSON object, or else the body's JSON; None for other bodies."""
         try:
             answer = orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -329,7 +329,7 @@ class EngineClient(HttpClient):
     is_paused = False
     """Set by the code that pauses the server. ``watch`` does not test a paused server: it generates nothing."""
     _ways: frozenset[Way] = frozenset()
-    """The ways in which recordings arrived, as in the last log message about them."""
+    """The ways in which recordings arrive, as the last log message about them named them."""
     parser = AnswerParser(smallest=None)
 
     async def generate(
@@ -463,15 +463,13 @@ class EngineClient(HttpClient):
             if self.is_paused or is_late(sleep_start, sleep_s):
                 self.note_life()
                 continue
-            remaining_s = self._last_life + limit - clock()
-            if remaining_s <= 0:
-                raise EngineLostError(
-                    f"{self.url}: nothing generated for {limit - remaining_s:.0f} s"
-                )
-            # The server has been silent for longer than ``pause``: request a token.
-            if remaining_s < limit - pause:
+            silent_s = clock() - self._last_life
+            if silent_s >= limit:
+                raise EngineLostError(f"{self.url}: nothing generated for {silent_s:.0f} s")
+            if silent_s > pause:
+                # Request a token, to find out whether the server hangs or only has nothing to generate.
                 probe_start = clock()
-                probe_s = min(remaining_s, hang_timeout_s)
+                probe_s = min(limit - silent_s, hang_timeout_s)
                 is_generating = await self.generates(probe_s)
                 # The server may have been paused while the probe waited.
                 if is_generating or self.is_paused or is_late(probe_start, probe_s):

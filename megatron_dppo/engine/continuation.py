@@ -58,8 +58,9 @@ class Continuation:
         """Add ``answer`` to the kept part. Return the whole response, or None if it is still unfinished."""
         if answer.finish_reason == "aborted":
             # The server has not checked whether the last token of an aborted response ends the response (an
-            # end-of-sequence token, or the end of a stop text). Always discard it, so that no token is favoured.
-            answer = self._without(answer, max(answer.sampled - 1, 0))
+            # end-of-sequence token, or the end of a stop text). Discard this token, whatever it is: discarding only
+            # tokens that end a response would make these tokens rarer.
+            answer = self._shortened(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
         response = answer
         stop = request.sampling.stop
@@ -67,7 +68,7 @@ class Continuation:
             response = join(partial, answer)
             end = seam_end(response.response_ids, partial.sampled, stop, self.decode)
             if end is not None:
-                response = replace(self._without(response, end), finish_reason="stop")
+                response = replace(self._shortened(response, end), finish_reason="stop")
         if response.finish_reason == "aborted":
             if response.sampled:
                 self.partials[request.key] = response
@@ -83,7 +84,7 @@ class Continuation:
         if partial is not None:
             self.redrawn += partial.sampled
 
-    def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
+    def _shortened(self, trajectory: Trajectory, sampled: int) -> Trajectory:
         """Return ``trajectory`` with its first ``sampled`` response tokens; count its other tokens as discarded."""
         self.redrawn += trajectory.sampled - sampled
         return first_tokens(trajectory, sampled)
@@ -218,9 +219,10 @@ def seam_end(
     """
     if not stop:
         return None
-    # A token has at least one byte, so a text of n bytes is within n tokens; it may begin inside one more token.
+    # A token has at least one byte, so a text of n bytes spans at most n tokens. One more token is a margin.
     window = max(len(text.encode()) for text in stop) + 1
     text_before = decode(response_ids[max(seam - window, 0) : seam])
+    # A stop text before the seam did not end the response there, so it does not count.
     new_stop_texts = [text for text in stop if text not in text_before]
     for end in range(seam + 1, min(seam + window, len(response_ids) + 1)):
         text = decode(response_ids[max(end - window, 0) : end])
@@ -246,10 +248,10 @@ def register() -> None:
 
 
 def answer_waiting(scheduler: Any, aborted: Any) -> None:
-    """Hook before an abort: answer requests that already have tokens but wait in the queue, because the cache is full.
+    """Hook before an abort: answer the aborted requests that already have tokens, but wait in the queue again.
 
-    The server sends their tokens, like the tokens of running requests. SGLang itself would discard the tokens that it
-    has not sent yet: up to 49 tokens of each request.
+    A full cache sends running requests back to the queue. This hook sends their tokens to the client, as SGLang does
+    for running requests. SGLang itself would discard the tokens that it has not sent yet: up to 49 of each request.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -2,19 +2,19 @@
 
 SGLang's own loader looks every tensor up in tables of names and calls a Python function for each expert. Servers load
 their checkpoint in this way when they start. In servers that ``engine.launch_server`` starts, this module loads the
-updates. It uses the table ``EngineTensors.parts``. The expected checksums come from this table too, so that
-verification finds a block that was copied to another place.
+updates. It uses the table ``EngineTensors.parts``. The expected checksums are computed from the same table. So if this
+module copies a block to a place other than the table's, verification finds it.
 
-If the table does not describe the server's tensors, SGLang's loader loads the updates too. Reasons are another model,
-an adapter's layers, and a tensor that is not contiguous. The choice is made once for a server, and logged.
+If the table does not describe the server's tensors, SGLang's loader loads the updates too. Possible reasons are another
+model, an adapter's layers, and a tensor that is not contiguous. The choice is made once for a server, and logged.
 
 All strategies call the ``load_weights`` of SGLang's model. Tensors that the model derives from loaded tensors (``w_kc``
 and ``w_vc`` of latent attention) are derived once, at the end of an update. The functions at the end are plugin hooks
 of SGLang.
 
 Changes to present weights (``engine/changes.py``) are kept in host memory until the end of the update. If the update
-is interrupted, they are dropped, and the weights are still those of the update before. With ``engine.atomic_updates``,
-whole buckets are kept in the same way.
+is interrupted, these changes are dropped, and the weights are still the weights of the previous update. With
+``engine.atomic_updates``, whole buckets are kept in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOADED = f"{_RUNNER}.maybe_precompile_model_kernels_after_loading"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 REQUESTED = f"{_MANAGER}.begin_weight_update"
-"""The scheduler's answer to the request for an update. It refuses the request while another update is open."""
+"""The scheduler's method that accepts a request for an update, or refuses it while another update is open."""
 BEGUN = f"{_UPDATER}.begin_weight_update"
 ENDED = f"{_UPDATER}.end_weight_update"
 FOLDER = f"{_UPDATER}.update_weights_from_disk"
@@ -309,7 +309,7 @@ class TensorPlaces:
         return ReceivedBucket(names, dtypes, shapes, data)
 
     def _held_blocks(self, bucket: ReceivedBucket) -> Iterator[tuple[Tensor, _Place]]:
-        """Yield each block of a whole bucket that this rank holds as it is sent, as a view, with its place."""
+        """Yield each block of a whole bucket that this rank holds unchanged, as a view of the bucket, and its place."""
         for name, dims, flat in zip(
             bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True
         ):
@@ -344,7 +344,11 @@ class TensorPlaces:
         return copies
 
     def _check_ignored(self, name: str) -> None:
-        """Raise unless ``name`` is the bucket that changes nothing, or repeats a tensor for SGLang's loader."""
+        """Raise unless the update works without the tensor ``name``.
+
+        This holds for the tensor of the probe, which changes nothing, and for a tensor that is sent under a second name
+        because another server uses SGLang's loader.
+        """
         if name in self._repeated or "rotary_emb.inv_freq" in name:
             return
         raise UnplaceableError(
@@ -424,7 +428,7 @@ class DirectLoader:
         self._own_loader = model.load_weights
         self._table: EngineTensors | None = None
         self._tensor_places: TensorPlaces | None = None
-        self._has_session = False
+        self._is_updating = False
         self._uses_own_loader = False
         self._folder: Path | None = None
         self._keeps_buckets = ATOMIC_VARIABLE in os.environ
@@ -438,7 +442,7 @@ class DirectLoader:
 
     def begin(self) -> None:
         """Open an update. The places are made again if SGLang has replaced tensors since the last update."""
-        self._has_session = True
+        self._is_updating = True
         self._folder = None
         self._prepare()
 
@@ -451,7 +455,7 @@ class DirectLoader:
 
         Returns whether the caller must derive tensors from the loaded tensors.
         """
-        self._has_session = False
+        self._is_updating = False
         for load in self._kept:
             load()
         self._kept.clear()
@@ -467,15 +471,16 @@ class DirectLoader:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Load ``weights``. Outside of a session they are all tensors of the model, for example from a folder."""
-        if not self._has_session:
+        """Load ``weights``. Outside of an update they are all tensors of the model, for example from a folder."""
+        if not self._is_updating:
             self._prepare()
         folder = self._folder
         self._folder = None
         if self._tensor_places is None:
             return self._own_loader(weights, *args, **options)
         mapped_files = None
-        # If SGLang refused the update of a folder, ``folder`` is still set. A bucket never comes from a folder.
+        # A bucket never comes from a folder. But ``folder`` may be set when a bucket arrives, because SGLang refused an
+        # earlier update from this folder.
         if folder is not None and not isinstance(weights, ReceivedBucket):
             mapped_files = map_folder(folder)
         if mapped_files is not None:
@@ -487,11 +492,11 @@ class DirectLoader:
         elif weights.names[0] == POSITIONS:
             kept_changes = self._tensor_places.kept_changes(weights)
             self._kept.append(partial(self._tensor_places.apply, kept_changes))
-        elif self._keeps_buckets and self._has_session:
+        elif self._keeps_buckets and self._is_updating:
             self._kept.append(self._tensor_places.kept_copies(weights).carry_out)
         else:
             self._tensor_places.load_received(weights)
-        if not self._has_session and hasattr(self._model, "post_load_weights"):
+        if not self._is_updating and hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
         return None
 
@@ -533,9 +538,9 @@ def register() -> None:
 
 
 def load_updates_directly(result: Any, runner: Any, *_: Any) -> None:
-    """Give the model that ``runner`` has loaded a DirectLoader."""
+    """Make a DirectLoader the ``load_weights`` of the model that ``runner`` has loaded."""
     if runner.is_draft_worker:
-        # Updates are for the served model alone.
+        # Updates are only for the served model.
         return
     from sglang.srt.runtime_context import get_parallel
 
@@ -575,7 +580,7 @@ def end_update(original: Callable[..., None], updater: Any, *, run_post_load: bo
 
 
 def read_folder_directly(updater: Any, model_path: str, *_: Any, **options: Any) -> None:
-    """Have the DirectLoader of the ``updater``'s model read the folder of an update, if it updates all tensors."""
+    """Have the DirectLoader of the ``updater``'s model read an update's folder, if the update is of all tensors."""
     loader = updater.get_model().load_weights
     if isinstance(loader, DirectLoader) and options.get("weight_name_filter") is None:
         loader.read_next_from(Path(model_path))
@@ -612,9 +617,9 @@ def load_shared_bucket(
     updater: Any,
     flattened_tensor_bucket_dict: Mapping[str, Any],
 ) -> tuple[bool, str]:
-    """Load a bucket from shared memory. The sender uses the memory again after the answer.
+    """Load a bucket from shared memory. Return after all copies, because the sender then uses the memory again.
 
-    The failure to place a bucket is answered as an error, because an exception would end the server.
+    If the bucket cannot be placed, return an error: an exception would end the server.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """The answer to a flush of a server's cache, for all of its attention replicas.
 
-SGLang 0.5.23 returns the answer of the first replica. A server would then count as idle, its memory could be released
-and its weights changed, although another replica still has running requests.
+SGLang 0.5.23 returns the answer of the first replica. So the server would count as idle although another replica may
+still have running requests. The run would then release the server's memory, or change its weights, during requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a server holds, tensor by tensor, as ``megatron-dppo doctor`` compares it with the weights of a version.
+"""Checksums of the tensors that a server holds. ``megatron-dppo doctor`` compares them with the weights of a version.
 
-Servers that ``engine.launch_server`` starts answer a further action of ``/weights_checker``. The answer has the
-checksum of every tensor. For block-FP8 weights it also has the checksum of each block, and the scales themselves. If
-the probabilities of trainer and servers differ in a batch, the run writes the answers beside the batch (``write``): the
-servers end with the run, and cannot answer later.
+``/weights_checker`` of servers that ``engine.launch_server`` starts has one more action. Its answer has the checksum of
+every tensor. For block-FP8 weights it also has the checksum of each block, and the scales themselves. If the
+probabilities of trainer and servers differ in a batch, the run writes the answers to a file beside the batch
+(``write``), because the servers end with the run, before doctor can query them.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class HeldTensors:
         return {name: value for name, value in answer if not name.endswith(_BLOCKS)}
 
     def blocks(self, rank: int, name: str) -> Tensor | None:
-        """Return a vector: the scales of a tensor of scales (fp32), or the checksums of an FP8 tensor's blocks (int64).
+        """Return the part of the answer that goes beyond a tensor's checksum, as a vector; None if there is none.
 
-        Returns None for any other tensor. Raises ValueError if the answer is not in base64.
+        For an FP8 tensor it is the checksums of its blocks (int64), for a tensor of scales the scales (fp32). Raises
+        ValueError if the answer is not in base64.
         """
         import torch
 
@@ -79,7 +80,7 @@ def file_of(folder: Path, step: int) -> Path:
 
 
 def write(path: Path, servers: Sequence[HeldTensors]) -> None:
-    """Write what ``servers`` hold. Raises OSError."""
+    """Write the checksums of ``servers`` to a file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps([asdict(server) for server in servers]) + "\n")
 

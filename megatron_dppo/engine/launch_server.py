@@ -1,11 +1,11 @@
 """Entry point of the engine's process: SGLang's own server, with the keys kept out of sight.
 
-``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on standard input:
+``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` reads one JSON object from standard input:
 ``{"api_key": str | null, "admin_api_key": str}``. SGLang accepts keys only as command-line flags, and ``ps`` shows
 flags. SGLang also prints the keys in its log, and returns them at ``/server_info`` to every holder of the API key. This
 module reads the keys from a pipe, and the printed configuration has ``<redacted>`` in their place. A server over
-several hosts has one of these processes on each host, all with the same flags. The environment has the names of all
-hosts and of this process's host.
+several hosts has one of these processes on each host, all with the same flags. Environment variables then have the
+names of all hosts and of this process's host.
 
 The kernel ends this process when the thread that started it ends (``system.processes``). When this process ends, the
 kernel ends the processes that SGLang has started. On a CPU this process may be a fork (``system.fork_server``), and
@@ -153,8 +153,8 @@ _OTHER_LAYOUTS = {
     "SGLANG_ENABLE_EMBED_REPLICATION": "weight updates are verified only for an embedding that ranks divide",
     "SGLANG_SHARED_EXPERT_TP1": "weight updates are verified only for shared experts that ranks divide",
 }
-"""Variable of SGLang that changes how weights lie in a server -> the reason why a server with this variable is refused.
-"""
+"""SGLang's variables that change the layout of weights in a server -> the reason why a server with the variable is
+refused."""
 
 
 def refuse_other_layouts() -> None:
@@ -264,8 +264,8 @@ def _run(keys: dict[str, Any], folders: list[Path]) -> None:
     finally:
         port.close()
         kill_process_tree(os.getpid(), include_parent=False)
-    # Exit with an error, so that the whole server is ended. Otherwise the ranks on other hosts would wait for ever for
-    # this host's ranks.
+    # On a host other than the first, exit with an error, so that the launcher ends the whole server. Otherwise the
+    # ranks on other hosts would wait for ever for this host's ranks.
     if server_args.node_rank:
         sys.exit("this host's part of the server has ended")
 

@@ -1,8 +1,8 @@
 """N-gram speculation in servers that ``engine.launch_server`` starts: distinct drafts, and routing of accepted tokens.
 
-To draw the next token from the drafted tokens, SGLang adds up the probabilities of a node's children. SGLang also fills
-trees with children of the root that have the token 0. Each of these children adds the probability of the token 0 once
-more, so that the server would draw the token 0 more often than its reported probability.
+To draw the next token from the drafted tokens, SGLang adds up the probabilities of a node's children. This is right
+only if the children have distinct tokens. But SGLang fills trees with children of the root that all have the token 0.
+Each of them adds the probability of the token 0 once more, so that the server would draw this token too often.
 
 SGLang moves the keys and values of a tree's accepted nodes to the first places of the tree, but does not move their
 recorded routing. With an overlapped schedule SGLang drops the recording. On a GPU the module has not yet run.
@@ -26,19 +26,19 @@ MOVED = "sglang.srt.speculative.ngram_worker.move_accept_tokens_to_target_kvcach
 
 def register() -> None:
     """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
-    hooks.register(CREATED, with_right_drafts, "after")
+    hooks.register(CREATED, with_distinct_drafts, "after")
 
 
-def with_right_drafts(worker: type, algorithm: Any, *_: Any) -> type:
+def with_distinct_drafts(worker: type, algorithm: Any, *_: Any) -> type:
     """Hook after SGLang has chosen its class of speculation: return a subclass of this module for n-grams."""
     if not algorithm.is_ngram():
         return worker
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks.register(MOVED, note_accepted, "before")
-    # SGLang has applied the hooks that were registered before.
+    # SGLang has already applied its hooks, so apply the hook of the line above here.
     HookRegistry.apply_hooks()
-    return _right_worker(worker)
+    return _distinct_worker(worker)
 
 
 def note_accepted(batch: Any, accept_index: Tensor, *_: Any) -> None:
@@ -47,10 +47,10 @@ def note_accepted(batch: Any, accept_index: Tensor, *_: Any) -> None:
 
 
 @functools.cache
-def _right_worker(worker: Any) -> type:
+def _distinct_worker(worker: Any) -> type:
     """Return a subclass of SGLang's n-gram ``worker`` with distinct drafts and the routing of accepted tokens."""
 
-    class RightDrafts(worker):
+    class DistinctDrafts(worker):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self._observed_target = ObservedTarget(self._target_worker)
@@ -71,7 +71,7 @@ def _right_worker(worker: Any) -> type:
                 _move_recording(result.routed_experts_output, batch)
             return result
 
-    return RightDrafts
+    return DistinctDrafts
 
 
 class ObservedTarget:
@@ -125,8 +125,8 @@ def accepted_first(accepted_nodes: Tensor) -> Tensor:
 def detach_repetitions(tokens: np.ndarray, mask: np.ndarray, nodes: int) -> np.ndarray:
     """Return ``mask`` without the ancestors of nodes that repeat the token of an earlier sibling.
 
-    A node without ancestors is no child of another node, and is never accepted. So its attention needs no ancestors.
-    The nodes below it lose their ancestors too.
+    A node without ancestors is no child of another node, and is never accepted. So its attention, which is computed
+    without the ancestors, is not used. The nodes below it lose their ancestors too.
 
     Args:
         tokens: integers ``[requests * nodes]``; the first token of each tree is its root.
@@ -138,6 +138,7 @@ def detach_repetitions(tokens: np.ndarray, mask: np.ndarray, nodes: int) -> np.n
     rows = tokens.reshape(-1, nodes)
     order = np.arange(nodes)
     ancestors = np.tril(trees, -1).astype(bool)
+    # Ancestors are in the order of their depth, so the last ancestor is the parent. A root has the parent -1.
     parents = np.where(ancestors, order, -1).max(-1)
     is_same = (rows[:, :, None] == rows[:, None, :]) & (parents[:, :, None] == parents[:, None, :])
     is_earlier = order < order[:, None]

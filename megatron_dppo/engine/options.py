@@ -51,6 +51,7 @@ _RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+"""torch.distributed's variables of a trainer rank, which a server must not have."""
 
 
 HOSTS_VARIABLE = "MEGATRON_DPPO_SERVER_HOSTS"
@@ -244,7 +245,7 @@ def free_server_port(config: ServerSections) -> int:
 def cpu_kv_tokens(config: ServerSections) -> int:
     """Return the size of the key-value cache of a CPU server, in tokens.
 
-    The cache holds every concurrent request at full length, limited to CPU_KV_CACHE_BYTES, and at least two sequences.
+    All concurrent requests fit at full length, unless they take more than CPU_KV_CACHE_BYTES. Two sequences always fit.
     Each attention replica has a cache of this size for its share of the requests.
     """
     sequence_tokens = config.sequence_tokens

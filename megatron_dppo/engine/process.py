@@ -41,7 +41,7 @@ _PROGRESS_SECONDS = 1.0
 _PROBE_SECONDS = 5.0
 """Longest time of the answer to a probe."""
 _FOREIGN_SECONDS = 5.0
-"""If a port has rejected probes for this long while the server starts, another process holds the port."""
+"""If probes have been rejected for this long while the server starts, another process holds the server's port."""
 _TAIL_LINES = 40
 """Lines of the log in an error."""
 _EXCEPTION_LINES = 400
@@ -180,7 +180,7 @@ class ChildServer:
             while True:
                 waited_s = time.monotonic() - self._started_at
                 code = self.poll()
-                if code is not None and not stranger.answered:
+                if code is not None and not stranger.fault:
                     ending = processes.describe_exit(code, self.last_exception())
                     self._give_up(f"{self.title} {ending} (after {waited_s:.0f} s)")
                 if warm_up is None:
@@ -196,9 +196,9 @@ class ChildServer:
                         return waited_s
                     self._give_up(f"{self.title} does not answer its first request: {error}")
                 # Another program answers on the port. If this server has ended, the taken port is the reason.
-                if stranger.answered and (code is not None or stranger.stays(waited_s)):
+                if stranger.fault and (code is not None or stranger.holds_port(waited_s)):
                     self.kill()
-                    raise PortHeldError(stranger.answered)
+                    raise PortHeldError(stranger.fault)
                 if waited_s > self._start_timeout:
                     self._give_up(f"{self.title} was not healthy after {self._start_timeout:.0f} s")
                 if on_progress is not None and waited_s >= next_progress:
@@ -256,31 +256,34 @@ def last_exception_of(log_path: Path) -> str | None:
 
 
 class _Stranger:
-    """Another server that may hold this server's port. ``answered`` describes its answer; empty: no answer yet."""
+    """Another server that may hold this server's port.
+
+    ``fault`` is the message about its answers to the probe; empty: no answer yet.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._first_answer_s = 0.0
-        self.answered = ""
+        self.fault = ""
 
     def note(self, answer: Answer, time_s: float) -> None:
         """Note an answer that rejected the probe. A 5xx may come from this server while it starts."""
         if answer.status >= 500:
             return
-        if not self.answered:
+        if not self.fault:
             self._first_answer_s = time_s
         program = answer.headers.get("Server", "unnamed")
-        self.answered = (
+        self.fault = (
             f"{self._address} is answered by another server ({program}, status {answer.status}); "
             "end that server, or use another port"
         )
 
-    def stays(self, time_s: float) -> bool:
+    def holds_port(self, time_s: float) -> bool:
         """Whether the other server has answered for so long that it holds the port.
 
         ``time_s``: seconds since the start.
         """
-        return bool(self.answered) and time_s > self._first_answer_s + _FOREIGN_SECONDS
+        return bool(self.fault) and time_s > self._first_answer_s + _FOREIGN_SECONDS
 
 
 _STAGE_LINES = 400

@@ -215,8 +215,9 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
             f"got {len(entries)} log-probabilities, expected one for each of the {len(expected_ids)} output tokens, in "
             "their order"
         )
-    # The values are log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples
-    # with top_p = 1 and top_k = -1. An entry None becomes NaN, and the check rejects NaN.
+    # SGLang computes log_softmax(logits / temperature) before top-p and top-k cut the distribution. So only with
+    # top_p = 1 and top_k = -1, as in training, these are the log-probabilities of the sampling. An entry None becomes
+    # NaN, and the check rejects NaN.
     values = np.array([entry[0] for entry in entries], np.float64)
     are_valid = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
     if not are_valid.all():
@@ -398,10 +399,11 @@ def read_answers(
 
 
 def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: range) -> None:
-    """Give every span the name of a committed version. Raises StaleWeightsError for a span of another version."""
+    """Write the committed version into every span. Raises StaleWeightsError for a span of another version."""
     committed_name = {str(version): str(version) for version in versions}
-    # An interrupted response continues before the commit, while the canary scores the engines. The tokens of this time
-    # have the version ``unverified-N``. The version N is committed right after. No call begins in this time.
+    # A response that an update to version N interrupted continues before the commit, while the canary scores the
+    # engines. Its tokens of this time have the version ``unverified-N``, and the version N is committed right after. No
+    # call begins in this time, so only versions after a call's first version can be unverified.
     for version in versions[1:]:
         committed_name[f"{UNVERIFIED_VERSION}{version}"] = str(version)
     try:

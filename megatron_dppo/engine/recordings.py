@@ -39,14 +39,15 @@ FOLDERS_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
 STORED_S = 900.0
 """Seconds after which the server deletes a recording that no client has fetched."""
 _LONGEST_GAP_S = 60.0
-"""A longer gap between two recordings adds only this many seconds to the age of a recording, because clients read the
-answers of a paused server only after the pause."""
+"""A longer gap between two recordings adds only this many seconds to the age of the stored recordings. A paused server
+records nothing, and its clients may read its answers only after the pause. Until then it must keep the recordings."""
 Way = Literal["shared memory", "binary HTTP answers"]
 """How a client receives recordings."""
 
 ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
 _MOST_GIVEN_UP = 4096
-"""Number of aborted requests that the server remembers. A client has fewer requests in flight."""
+"""Number of aborted requests that the server remembers. It is larger than the number of a client's requests in flight.
+"""
 _MAGIC = b"megatron_dppo recording 1 "
 Hexadecimal = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """128 bits."""
@@ -153,15 +154,16 @@ class RecordingStore:
     """Writes recordings to files, and deletes old recordings.
 
     A recording goes to the first of ``folders`` with enough ``free_bytes``, or else to the last folder. Recordings
-    older than ``stored_s`` are deleted. A gap between two recordings adds at most ``_LONGEST_GAP_S`` to the age.
+    older than ``stored_s`` are deleted. ``_LONGEST_GAP_S`` limits how much a pause adds to their age.
     """
 
     folders: Sequence[Path]
     stored_s: float = STORED_S
     clock: Callable[[], float] = time.monotonic
     _written_s: dict[Path, float] = field(default_factory=dict, init=False)
-    """When each file was written, in counted seconds."""
+    """When each file was written, in the seconds of ``_counted_s``."""
     _counted_s: float = field(default=0.0, init=False)
+    """The sum of all gaps between recordings, each limited to _LONGEST_GAP_S."""
     _last_s: float = field(default=-math.inf, init=False)
 
     def put(self, routed: np.ndarray) -> Notice:
@@ -198,8 +200,8 @@ class RecordingStore:
             path.unlink(missing_ok=True)
 
 
-def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
-    """Put the recording into the answer's ``meta_info`` as an array, if it is in this host's memory.
+def insert_from_memory(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
+    """Read the recording, if it is in this host's memory, and put it into the answer's ``meta_info`` as an array.
 
     Returns "shared memory" if the recording was read from shared memory, the notice if the recording must be
     downloaded, and None if the request asked for no recording. Raises AbortedError if the file no longer exists, and
@@ -220,12 +222,12 @@ def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | N
     content = _from_memory(notice, request)
     if content is None:
         return notice
-    place(answer, request, notice, content)
+    insert(answer, request, notice, content)
     (Path(notice.folder) / notice.id).unlink(missing_ok=True)
     return "shared memory"
 
 
-def place(
+def insert(
     answer: dict[str, Any],
     request: GenerationRequest,
     notice: Notice,
@@ -248,7 +250,7 @@ def _expected_shape(answer: dict[str, Any], request: GenerationRequest) -> tuple
 
 
 def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | None:
-    """Return the file's bytes; None if the server's folder is not in this host's memory."""
+    """Return the bytes of the recording's file; None if the server's folder is not in this host's memory."""
     folder = Path(notice.folder)
     if not is_private(folder):
         return None
@@ -295,7 +297,8 @@ class Outlet:
 
     def __init__(self, store: RecordingStore) -> None:
         self._store = store
-        # If an aborted request has left this list, its recording is stored, and deleted later.
+        # The list drops its oldest request if it is full. If a dropped request finishes later, its recording is stored
+        # although no client reads it, and deleted after ``stored_s``.
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
     def give_up(self, scheduler: Any, aborted: Any) -> None:
@@ -315,13 +318,14 @@ class Outlet:
         recorded = request.routed_experts
         reason = request.finished_reason
         is_aborted = isinstance(reason, FINISH_ABORT)
-        # A client continues a response that a weight update aborted, but continues no response after a server error.
+        # The recording of a response that a weight update aborted is needed: the client continues the response. After a
+        # server error the client samples the response again.
         is_server_error = is_aborted and reason.status_code is not None
-        # SGLang aborts every request whose id begins with the given id.
+        # Compare prefixes: SGLang aborts every request whose id begins with the given id.
         if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):
             request.routed_experts = None
             return
-        # Only the first rank answers the client.
+        # Store a recording once: only the first rank answers the client.
         if recorded is None or is_server_error or get_parallel().attn_tp_rank != 0:
             return
         try:

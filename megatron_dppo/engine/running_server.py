@@ -59,7 +59,7 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     differences = compare_server(config, info, model_info)
     size = load_model_shape(config.model.hf_checkpoint).vocab_size
     # A failed weight update leaves a server paused. A paused server would hold back the request that tests the
-    # vocabulary. If the vocabulary is wrong, the next weight update of this server will fail.
+    # vocabulary, so its vocabulary is not tested. If it is wrong, the next weight update of this server will fail.
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):

@@ -89,7 +89,7 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
         # The model's path is the only flag that the parser requires.
         parser.parse_args(["--model-path=any", *flags])
     except ValueError as error:
-        # The parser raises ValueError for a rejected value, the merger for a kind of flag that it does not know.
+        # The parser raises ValueError for a rejected value, and the merger raises it for an unknown kind of flag.
         choices: list[str] = []
         for action in parser._actions:
             if action.dest == key and action.choices:

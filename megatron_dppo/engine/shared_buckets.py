@@ -1,7 +1,7 @@
 """Buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes.
 
 SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is a
-handle of CUDA IPC. On an H100 another process has opened a handle; SGLang itself has not yet opened a handle on a GPU.
+handle of CUDA IPC. It was tested on an H100 with another process of ours, but not yet with SGLang.
 """
 
 from __future__ import annotations

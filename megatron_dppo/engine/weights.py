@@ -46,7 +46,7 @@ class MemoryOrderError(RuntimeError):
 
 
 class Occupation:
-    """Which memory of the server at ``url`` is released, as this client knows it: one state for each of SGLang's tags.
+    """The state of a server's memory, as this client knows it. Each of SGLang's tags names a memory with its own state.
 
         resident --release--> released --restore--> resident
             \\                    \\
@@ -57,7 +57,8 @@ class Occupation:
     sent into released memory, would end the scheduler too. Therefore this class rejects a call in a wrong order before
     it is sent. A restarted server has a new client, and all its memory is resident.
 
-    ``released``: the tags whose memory is released. The constructor gets the tags that the server reports as released.
+    ``url``: the server's address. ``released``: the tags whose memory is released; the constructor gets the tags that
+    the server reports.
     """
 
     def __init__(self, url: str, released: Collection[MemoryTag] = ()) -> None:

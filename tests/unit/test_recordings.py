@@ -23,11 +23,11 @@ from megatron_dppo.engine.recordings import (
     FOLDERS_VARIABLE,
     Notice,
     RecordingStore,
+    insert,
+    insert_from_memory,
     is_private,
     narrowed,
-    place,
     recordings_folders,
-    take,
 )
 from megatron_dppo.system.scratch import SHARED_MEMORY
 from tests.messages import mentioning
@@ -64,7 +64,7 @@ def answer_with(content: bytes, tokens: int = 2) -> dict:
 
 
 def fetched(answer: dict):
-    assert take(answer, REQUEST) == "shared memory"
+    assert insert_from_memory(answer, REQUEST) == "shared memory"
     return answer["meta_info"]["routed_experts"]
 
 
@@ -140,7 +140,7 @@ def test_what_has_no_room_in_shared_memory_goes_among_the_temporary_files(folder
     assert RecordingStore(folders).put(ROUTED).folder == str(memory)
     monkeypatch.undo()
     # A client on the same host gets that of the disk by HTTP: it trusts folders in shared memory alone.
-    assert take(answer_with(notice.encode()), REQUEST) == notice
+    assert insert_from_memory(answer_with(notice.encode()), REQUEST) == notice
     with pytest.raises(FileNotFoundError):
         RecordingStore([disk / "none"]).put(ROUTED)
 
@@ -180,7 +180,7 @@ def test_a_recording_in_the_json_itself_is_refused():
     for text in (base64.b64encode(ROUTED.tobytes()).decode(), "no base64"):
         answer = {"output_ids": [5, 5], "meta_info": {"routed_experts": text}}
         with pytest.raises(EngineAnswerError, match=r"^request r: "):
-            take(answer, REQUEST)
+            insert_from_memory(answer, REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ def by_http(server: BinaryServer, notice: Notice) -> np.ndarray:
     async def fetch() -> np.ndarray:
         async with server as url, EngineClient(url, "key") as client:
             told = answer_with(notice.encode())
-            missing = take(told, REQUEST)
+            missing = insert_from_memory(told, REQUEST)
             assert missing == notice
-            place(told, REQUEST, notice, await client.fetch_recording(notice))
+            insert(told, REQUEST, notice, await client.fetch_recording(notice))
             return told["meta_info"]["routed_experts"]
 
     return asyncio.run(fetch())

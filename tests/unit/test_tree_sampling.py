@@ -12,7 +12,7 @@ from megatron_dppo.engine.ngram_drafts import (
     ObservedTarget,
     accepted_first,
     detach_repetitions,
-    with_right_drafts,
+    with_distinct_drafts,
 )
 from megatron_dppo.engine.sglang_cpu.speculation import (
     fill_accepted_locations,
@@ -210,7 +210,7 @@ def test_the_recording_of_the_served_models_last_pass_is_kept():
 
 def test_other_speculation_keeps_its_class():
     algorithm = SimpleNamespace(is_ngram=bool)
-    assert with_right_drafts(dict, algorithm) is dict
+    assert with_distinct_drafts(dict, algorithm) is dict
 
 
 def test_places_of_accepted_tokens_are_packed():

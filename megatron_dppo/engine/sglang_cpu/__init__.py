@@ -61,7 +61,8 @@ def _make_torchvision_importable() -> None:
         return
     from transformers.utils import import_utils
 
-    # transformers caches the result of this call, so that it will not take the inert modules for torchvision.
+    # Call this function while torchvision is missing: transformers caches the result, and later will not take the inert
+    # modules for torchvision.
     import_utils.is_torchvision_available()
     for name in _TORCHVISION_MODULES:
         sys.modules[name] = _InertModule(name)

@@ -1,6 +1,6 @@
 """Attention in data parallel on a CPU: SGLang pads the replicas' batches and gathers their tokens.
 
-SGLang has plain code for CPUs, but selects it only on its own CPU platform. That platform needs sgl_kernel.
+SGLang has plain code for CPUs, but selects this code only on its own CPU platform, which needs sgl_kernel.
 """
 
 from __future__ import annotations

@@ -19,13 +19,14 @@ ATTENTION = "torch_native"
 _LISTED = "intel_amx"
 
 _sinks: list[Tensor] = []
-"""The sinks of the layer that is computed, if it has any."""
+"""The sinks of the layer that is being computed, if it has any: at most one tensor."""
 
 
 def admit() -> None:
-    """Make SGLang accept PyTorch's attention for gpt-oss, by the name of another backend.
+    """Make SGLang accept PyTorch's attention for gpt-oss.
 
-    SGLang's list for gpt-oss has only backends with sinks.
+    SGLang's check of a gpt-oss server has a list of backends with sinks. PyTorch's attention is not in the list, so the
+    check gets the name of a listed backend instead.
     """
     from sglang.srt.arg_groups import model_hook, overrides
 

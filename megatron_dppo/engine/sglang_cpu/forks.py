@@ -29,7 +29,7 @@ def fork_processes() -> None:
     """Make SGLang fork its processes. Call this function in the server's process before SGLang starts a process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    # The state of a GPU's driver does not survive a fork.
+    # Fork only on a machine without a GPU: the state of a GPU's driver does not survive a fork.
     if not has_visible_gpu():
         hooks.register(CONFIGURED, _select_forks, "after")
         HookRegistry.apply_hooks()

@@ -22,7 +22,7 @@ def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
     padding = -rows % ROWS
     if padding:
         a = torch.cat([a, a.new_zeros(padding, width)])
-    # Call aten::mm.out: ``enable`` does not replace this operator.
+    # Call aten::mm.out: ``enable`` replaces aten::mm, but not this operator.
     out = a.new_empty(rows + padding, b.shape[1])
     for start in range(0, rows, ROWS):
         torch.mm(a[start : start + ROWS], b, out=out[start : start + ROWS])

@@ -83,7 +83,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return speculation.cache_locations
 
     def empty_cache(self) -> None:
-        """Do nothing: the base class would collect garbage. This takes 0.4 s at every flush and resume."""
+        """Do nothing: the base class would collect garbage, which takes 0.4 s at every flush and resume."""
 
     def init_backend(self) -> None:
         """Replace functions of SGLang that need a device or sgl_kernel, or are slow on a CPU."""
@@ -122,7 +122,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         hooks.register(attention_replicas.SLEEPING, attention_replicas.sleep_briefly, "around")
         hooks.register(LOADING, prepare_models, "before")
         hooks.register(TERMINATED, end_when_drained, "after")
-        # SGLang applied the hooks of the scheduler's process before this platform was initialised.
+        # In the scheduler's process SGLang applied hooks before it initialised this platform. Apply the new hooks too.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()
 

@@ -18,8 +18,8 @@ class ReceivedBuckets:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, names: Any, dtypes: Any, shapes: Any, device: Any) -> Any:
-        # SGLang has copied a bucket's tensors before it requests the next bucket, so the memory is free. The kernel
-        # provides new memory page by page: this takes longer than the copies.
+        # SGLang has copied a bucket's tensors before it requests the next bucket, so the memory is free. Do not use new
+        # memory: the operating system provides it page by page, which takes longer than the copies.
         bucket = self._empty(names, dtypes, shapes, device)
         size = bucket.flattened_tensor.numel()
         if size > self.LARGEST:

@@ -54,12 +54,20 @@ class FilteredSampling:
         **options: Any,
     ) -> Any:
         if sampling_seed is None or need_min_p_sampling or options.get("return_filtered_probs"):
-            fixed = (probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
-            return self._unseeded(*fixed, **options)
-        # SGLang sorts the rows of a batch if one request in it has a filter (a greedy request has top-k 1), and samples
-        # a place in the sorted order of every row. The noise then belongs to places instead of tokens, so that the
-        # other requests get different tokens. So this method filters in sorted order, but samples in the order of the
-        # vocabulary.
+            arguments = (
+                probs,
+                top_ks,
+                top_ps,
+                min_ps,
+                need_min_p_sampling,
+                sampling_seed,
+                positions,
+            )
+            return self._unseeded(*arguments, **options)
+        # If one request of a batch has a filter (a greedy request has top-k 1), SGLang sorts all rows of the batch, and
+        # samples a place in the sorted order of every row. The noise then belongs to places instead of tokens, so that
+        # the tokens of a request depend on the other requests. So this method filters in sorted order, but samples in
+        # the order of the vocabulary.
         log_probs = filtered(probs, top_ks, top_ps).log()
         return multinomial_with_seed(log_probs, sampling_seed, positions).view(-1).to(torch.int32)
 

@@ -1,4 +1,5 @@
 """Speculative decoding with n-grams: SGLang builds, scores and samples the trees of drafted tokens in CUDA kernels.
+This module has the same functions in PyTorch.
 
 Legend: B requests, N nodes of a request's tree, V tokens of the vocabulary, H heads. The first node of a tree is the
 request's last token. A node's links are the indices of its first child and of its next sibling, -1 for none.
@@ -60,12 +61,13 @@ def use_pytorch(replace: Callable[[types.ModuleType, str, Any], None]) -> None:
     pool._init_kv_copy_and_warmup = _copy_plainly
     pool._move_kv_cache_impl = _move_rows
     hooks.register(ATTENTION, attend_in_trees, "around")
-    # SGLang has applied the hooks that were registered before.
+    # SGLang has already applied its hooks, so apply the hook of the line above here.
     HookRegistry.apply_hooks()
 
 
 def _import_tree_links() -> None:
-    """Import SGLang's module of the trees' links. The kernel that it imports from sgl_kernel is ``link_trees`` here."""
+    """Import SGLang's module of the trees' links. It imports a kernel from sgl_kernel, which may be missing: stand-in
+    modules then have ``link_trees`` in the kernel's place."""
     stand_ins = (types.ModuleType(_KERNELS), types.ModuleType(f"{_KERNELS}.speculative"))
     vars(stand_ins[1])["reconstruct_indices_from_tree_mask"] = link_trees
     missing = [module for module in stand_ins if module.__name__ not in sys.modules]
@@ -255,14 +257,14 @@ def _drawn(probs: Tensor, excluded: list[int], coin: float) -> int:
 
 def renormalized_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:
     """Return ``probs`` ``[n, V]`` of each row's ``top_ks`` most probable tokens, normalised."""
-    every = torch.ones(len(probs))
-    return _normalized(filtered(probs, top_ks, every))
+    no_top_p = torch.ones(len(probs))
+    return _normalized(filtered(probs, top_ks, no_top_p))
 
 
 def renormalized_top_p(probs: Tensor, top_ps: Tensor) -> Tensor:
     """Return ``probs`` ``[n, V]`` of each row's most probable tokens with the mass ``top_ps``, normalised."""
-    every = torch.full((len(probs),), probs.shape[-1])
-    return _normalized(filtered(probs, every, top_ps))
+    no_top_k = torch.full((len(probs),), probs.shape[-1])
+    return _normalized(filtered(probs, no_top_k, top_ps))
 
 
 def _normalized(probs: Tensor) -> Tensor:
