@@ -98,7 +98,7 @@ def _generate(config: TrainConfig, out: Path) -> int:
     (out / "logs").mkdir(parents=True, exist_ok=True)
     configure_logging(out, None)
     data = RunData(config)
-    data.settle(data.bad_answers())
+    data.refuse_or_drop(data.bad_answers())
     write_atomically(out / CONFIG_FILE, _config_text(config))
     shape = load_model_shape(config.model.hf_checkpoint)
     settings = config.algorithm
@@ -179,7 +179,7 @@ class _Batches:
         rows: list[GroupRow] = []
         rounds = 0
         # ``flat``: the group's responses have equal rewards.
-        while count := quota.ask([row.flat for row in rows], rounds):
+        while count := quota.next_count([row.flat for row in rows], rounds):
             positions = range(len(groups), len(groups) + count)
             problems = [self._data.train.problems[i] for i in self._sampler.next(count)]
             seeds = self._job.seeds

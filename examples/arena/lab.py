@@ -29,7 +29,7 @@ from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Outline, Trajectory, forms_of
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.learning import Learner, pack_mini_batch, plan_mini_batches
-from megatron_dppo.loop.rollout_figures import generated_figures, rows_of, with_gap_named
+from megatron_dppo.loop.rollout_figures import generated_figures, rows_of, with_stale_gap_renamed
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.model.gather_plan import buckets_in_turn, gather_plan
@@ -79,7 +79,7 @@ class Lab:
         columns = self.learner.loss_columns
         self.batch = [t.with_columns(**columns.get(i, {})) for i, t in enumerate(trajectories)]
         self.version += 1
-        return {**figures, **with_gap_named(learned, figures)}
+        return {**figures, **with_stale_gap_renamed(learned, figures)}
 
     def mismatch(self) -> dict[str, list[float]]:
         """Return ``RATIO_ERROR`` and ``PROB_ERROR`` of a new batch, at the trainer's present weights."""

@@ -40,7 +40,7 @@ def with_rewards(
         reward = math.fsum([*t.turn_rewards, score.value])
         rewards_before_penalties.append(reward)
         if zeroes_truncated and t.truncated:
-            # A truncated response earns at most 0. Exactly 0 would improve a negative reward.
+            # Do not set the reward to 0: this would raise a negative reward.
             reward = min(0.0, reward)
         rewards.append(reward - length_penalties(t.sampled, most_tokens, algorithm))
     advantages = group_relative(rewards, group_size, algorithm.advantage).tolist()
@@ -51,11 +51,14 @@ def with_rewards(
     if credit == "trajectory":
         return scored
     returns: list[list[float]] = []
-    for t, score, reward in zip(scored, scores, rewards_before_penalties, strict=True):
-        penalty = t.reward - reward
+    for t, score, reward_before in zip(scored, scores, rewards_before_penalties, strict=True):
+        penalty = t.reward - reward_before
         returns.append(returns_by_turn(t, score.value, penalty))
     turn_advantages = turn_relative(returns, group_size, algorithm.advantage)
-    return [t.credited(g, a) for t, g, a in zip(scored, returns, turn_advantages, strict=True)]
+    credited: list[Trajectory] = []
+    for t, own_returns, own_advantages in zip(scored, returns, turn_advantages, strict=True):
+        credited.append(t.credited(own_returns, own_advantages))
+    return credited
 
 
 def length_penalties(tokens: int, most_tokens: int, algorithm: AlgorithmConfig) -> float:
@@ -85,7 +88,7 @@ def returns_by_turn(t: Trajectory, score: float, penalty: float) -> list[float]:
         penalty: at most 0: the reward after penalties (length, truncation) minus the reward before them.
     """
     rewards = t.turn_rewards
-    # The place of each turn in the order of sampling.
+    # The place of each turn in the order of sampling. The first turn has place 0 in both orders.
     places = t.turn_times or range(len(rewards))
     returns = [t.reward]
     for turn_place in places[1:]:

@@ -51,7 +51,7 @@ class EngineConnections:
         self._stop = stop
         self._generations: list[Generation] = []
         self._limits = GenerationLimits.of(sections.rollout, sections.engine, sections.environment)
-        self._aborts = sections.rollout.interrupt == "abort"
+        self._aborts_calls = sections.rollout.interrupt == "abort"
         self.slots = Slots(self._limits.calls, self._limits.episodes)
         router = None
         if sections.engine.uses_router:
@@ -87,14 +87,14 @@ class EngineConnections:
         generation.resume(self.runner, self.client, self._limits, self._stop, self.slots)
 
     def break_off(self) -> None:
-        """End this rank's calls. The generations request their responses again."""
+        """Cancel this rank's calls in flight. The running generations then send these calls again by themselves."""
         self.runner.run(self.client.break_off())
 
     def hold(self) -> None:
         """Send no calls until ``serve`` is called, because the servers are about to be paused. Collective."""
         self.runner.run(self._hold())
-        if self._aborts:
-            # No rank may have a call in flight when the servers are paused.
+        if self._aborts_calls:
+            # This rank has ended its calls. Wait for the other ranks: no call may be in flight when servers are paused.
             collectives.barrier()
 
     def serve(self, members: Sequence[membership.Member], version: int) -> None:
@@ -102,7 +102,7 @@ class EngineConnections:
         self.runner.run(self._serve(members, version))
 
     async def _hold(self) -> None:
-        await self.client.hold(abort=self._aborts)
+        await self.client.hold(abort=self._aborts_calls)
         self.slots.hold(True)
 
     async def _serve(self, members: Sequence[membership.Member], version: int) -> None:
@@ -120,7 +120,8 @@ class EngineConnections:
 
     def close(self) -> None:
         """Abort the running requests on the servers, and close the connections."""
-        # Cancel first: the clients that abort requests on the servers are still open here.
+        # Cancel the generations before the client is closed: a cancelled generation uses the client to abort its
+        # requests on the servers.
         self.runner.cancel_all()
         self.runner.run(self.client.close())
         self.parser.close()
@@ -149,7 +150,7 @@ def open_record(
     if rank == 0:
         record = FleetRecord(run_directory)
         key = admin_key()
-        # Servers that an earlier supervisor started ended with that supervisor.
+        # The registry's file may list servers of an earlier supervisor. They ended with that supervisor: remove them.
         record.withdraw_started()
         endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
         endpoint.start()

@@ -236,8 +236,9 @@ class EngineSession:
                 connections.break_off()
             try:
                 if self._devices.is_shared:
-                    # Most servers released this memory in the trainer's turn already. New servers still hold it, and
-                    # so do all servers before the first update and after a failed update.
+                    # Make room for the trainer's weights, which the update reads. Don't release the servers' weights,
+                    # which the update writes. Most servers released the other memory in the trainer's turn already. New
+                    # servers still hold it, and so do all servers before the first update and after a failed update.
                     tags = [tag for tag in self._devices.released if tag != "weights"]
                     self._updater.release_memory(tags)
                     self._clear_devices(tags)
@@ -245,6 +246,7 @@ class EngineSession:
                         self._devices.trainer.unpark(["weights"])
                 report = self._updater.update(version)
             except WeightUpdateError as error:
+                # After a refused update, the engines continue with their previous weights, so the calls stay valid.
                 if not isinstance(error, WeightUpdateRefusedError):
                     connections.break_off()
                 self._blame(error)
@@ -464,7 +466,7 @@ class EngineSession:
             log.info("engine restored at weight version %d", version)
 
     def _admit(self) -> None:
-        """Agree on the members, and attach the updater to them if they changed or were lost.
+        """Agree on the members. Attach the updater to them if they changed, or if the updater is not attached.
 
         After an attachment, the weights of the members count as unknown.
         """

@@ -105,8 +105,8 @@ class Evaluator:
     def begin(self, step: int) -> Evaluation:
         """Start to generate the responses in the background. Not collective.
 
-        The servers generate these responses before the responses of every batch, because their order is 0. ``step``:
-        the number of trained steps; the engine has the weights of this step.
+        A generation has order 0 by default, and a batch has its step's number. So these responses are generated before
+        the responses of every batch. ``step``: the number of trained steps; the engine has the weights of this step.
         """
         generations = {}
         for name in self.sets:
@@ -151,22 +151,22 @@ class Evaluator:
         """Return the result of ``finish``."""
         for generation in evaluation.generations.values():
             generation.wait(trainer_version, mixes=False)
-        accuracies: dict[str, float] = {}
+        figures: dict[str, float] = {}
         samples: list[Sample] = []
         versions: set[int] = set()
         for name, generation in evaluation.generations.items():
             accuracy, set_samples, set_versions = self._score(
                 evaluation.step, name, generation, trainer_version
             )
-            accuracies[metric_names.accuracy(name)] = accuracy
-            accuracies |= generation.components.means(name)
+            figures[metric_names.accuracy(name)] = accuracy
+            figures |= generation.components.means(name)
             samples += [set_samples[i] for i in sample_positions(set_samples, evaluation.step)]
             versions |= set_versions
         if versions - {evaluation.step}:
             raise MixedVersionsError(
                 f"the evaluation of step {evaluation.step} has tokens of weight versions {sorted(versions)}"
             )
-        return accuracies, samples
+        return figures, samples
 
     def _job(self, step: int, name: str) -> GenerationJob:
         """Return the job for this rank's share of a set."""
@@ -240,7 +240,7 @@ class Evaluations:
         return last_due(step, self.evaluator.settings.every, self.steps)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Evaluate the policy after ``step`` steps, and return metric name -> avg@k."""
+        """Evaluate the policy after ``step`` steps, and return the figures as ``Evaluator.finish`` does."""
         return self._wait(self.evaluator.begin(step), step)
 
     def after_update(self, step: int) -> dict[str, float]:
@@ -279,6 +279,6 @@ class Evaluations:
 
     def _wait(self, evaluation: Evaluation, trainer_version: int) -> dict[str, float]:
         with self.timer("evaluate"), patience("others generate"):
-            accuracies, samples = self.evaluator.finish(evaluation, trainer_version)
+            figures, samples = self.evaluator.finish(evaluation, trainer_version)
         self.recorder.write_samples(samples)
-        return accuracies
+        return figures

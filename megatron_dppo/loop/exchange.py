@@ -2,8 +2,8 @@
 
 Until the plan of the step assigns trajectories to replicas, tokens and columns stay with the leader that generated them
 (recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Then ``ColumnExchange`` sends each array once to
-every host of its replica, into memory that the replica's ranks on that host share. The receiving rank compares the
-array's hash with the owner's hash.
+every host of the replica that trains on it, into memory that the replica's ranks on that host share. The receiving rank
+compares the array's hash with the owner's hash.
 
 The unit of transfer is a ``ColumnPart``: one array of one trajectory. Recorded routing has one part for each pipeline
 stage, because a stage needs only its own layers. Other columns go to the stages that read them (``data/columns.py``).
@@ -39,7 +39,7 @@ from megatron_dppo.trainer.topology import Topology
 TOKENS = {"token_ids": Form("int32", ()), "loss_mask": Form("bool", ())}
 """The arrays of a trajectory that are not columns, with one row for each token."""
 LAYERS = "moe_layers"
-"""The trailing dimension of the columns that are split by pipeline stage."""
+"""Name of a trailing dimension. The columns with this dimension are split by pipeline stage."""
 # Arrays are sent in pieces, because the arrays of a whole step do not fit on a device. A piece has at most this many
 # bytes, unless it is a single larger array.
 PIECE_BYTES = 64 * 2**20
@@ -71,7 +71,7 @@ class Stages:
     count: int = 1
     layers: Sequence[Sequence[int]] = ()
 
-    def cuts(self, name: str) -> bool:
+    def is_split(self, name: str) -> bool:
         """Return whether the column has one part for each stage."""
         if name in TOKENS or not self.layers:
             return False
@@ -80,21 +80,21 @@ class Stages:
 
     def parts(self, position: int, name: str) -> list[ColumnPart]:
         """Return the parts of the column ``name`` of the trajectory at ``position``."""
-        part_count = self.count if self.cuts(name) else 1
+        part_count = self.count if self.is_split(name) else 1
         return [ColumnPart(position, name, stage) for stage in range(part_count)]
 
     def needs(self, part: ColumnPart, stage: int) -> bool:
         """Return whether the ranks of the pipeline stage ``stage`` read the part."""
         if part.name in TOKENS:
             return True
-        if self.cuts(part.name) and part.stage != stage:
+        if self.is_split(part.name) and part.stage != stage:
             return False
         return declared_column(part.name).read_by.includes(stage, self.count)
 
     def form(self, part: ColumnPart, forms: Mapping[str, Form]) -> Form:
         """Return the dtype and the trailing shape of the part's array. ``forms``: forms of unsplit columns, by name."""
         form = TOKENS.get(part.name) or forms[part.name]
-        if not self.cuts(part.name):
+        if not self.is_split(part.name):
             return form
         return form._replace(trailing=(len(self.layers[part.stage]), *form.trailing[1:]))
 
@@ -107,7 +107,7 @@ class Stages:
         for name, array in trajectory.columns.items():
             for part in self.parts(position, name):
                 part_array = array
-                if self.cuts(name):
+                if self.is_split(name):
                     part_array = array[:, list(self.layers[part.stage])]
                 arrays[part] = np.ascontiguousarray(part_array)
         return arrays
@@ -215,8 +215,8 @@ class PartDirectory:
             ExchangeError: on all ranks, if an array does not match ``sizes``, if the forms of a column differ between
                 trajectories, or if some trajectories lack a column.
         """
-        # Group positions by column and form, and hashes by column and stage: the text that every rank receives is then
-        # short.
+        # Group positions by column and form, and hashes by column and stage. This shortens the text that every rank
+        # receives.
         own_positions: dict[tuple[str, Form], list[int]] = {}
         for position, t in trajectories.items():
             for name, array in t.columns.items():

@@ -8,7 +8,7 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 5
+MAX_LOSSES = 5
 """Largest number of consecutive losses of the whole fleet, without a response or an update in between. One more loss
 ends the run.
 
@@ -26,10 +26,10 @@ class FailureLimits:
         self._refusals = 0
 
     def count_loss(self, reason: str) -> None:
-        """Count a loss of the whole fleet. Raises EngineUnavailableError past ``MAX_FAILURES``."""
+        """Count a loss of the whole fleet. Raises EngineUnavailableError past ``MAX_LOSSES``."""
         self._losses += 1
         log.warning("engine lost: %s", reason)
-        if self._losses > MAX_FAILURES:
+        if self._losses > MAX_LOSSES:
             raise EngineUnavailableError(
                 f"the engine was lost {self._losses} times in a row; the last time: {reason}"
             )

@@ -30,16 +30,17 @@ _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
 class FrequencyCanary:
     """Tests whether sampled tokens are as frequent as mu predicts.
 
-    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes two numbers for each
-    token, one for each sign: xi >= -c with c = LONGEST_SURPRISE. The mean of xi is at most 0 if the token is drawn from
-    mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
+    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes two numbers xi for
+    each token, one for each side in ``_SIDES``. Each xi is at least -c, with c = LONGEST_SURPRISE. If a token is drawn
+    from mu, the mean of xi is at most 0. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
 
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
 
-    So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
-    at 1. The evidence is the mean of these products over both signs and the values of a in ``_FRACTIONS``. This mean is
-    a supermartingale too. The probability that the evidence ever reaches 10^6 is at most 10^-6 (Ville), without an
-    assumption on lengths, on the spread of surprises or on the number of checks.
+    The right-hand side has a mean of at most 1. So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2),
+    is a nonnegative supermartingale that begins at 1. The evidence is the mean of these products over both sides and
+    the values of a in ``_FRACTIONS``. So the evidence is a supermartingale too. The probability that it ever reaches
+    10^6 is at most 10^-6 (Ville), without an assumption on lengths, on the spread of surprises or on the number of
+    checks.
 
     The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
     ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
@@ -72,7 +73,7 @@ class FrequencyCanary:
         self._tokens += float(sums[metric_names.TRAINED_TOKENS])
         if self.evidence < LARGEST_EVIDENCE:
             return
-        # Name the sign with the larger sum.
+        # The message names the side with the larger sum.
         surprise_of_side = {side: self._sums[name] for side, (name, _) in _SIDES.items()}
         side = max(surprise_of_side, key=surprise_of_side.__getitem__)
         mean_surprise = surprise_of_side[side] / self._tokens
@@ -92,7 +93,7 @@ class FrequencyCanary:
 
     @property
     def evidence(self) -> float:
-        """The log10 of the evidence. The evidence is the mean over signs and values of a."""
+        """The log10 of the evidence. The evidence is the mean over sides and values of a."""
         c = LONGEST_SURPRISE
         exponents: list[float] = []
         for surprise_name, square_name in _SIDES.values():

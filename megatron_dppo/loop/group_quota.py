@@ -58,7 +58,7 @@ class GroupQuota:
             rollout.max_generation_rounds,
         )
 
-    def ask(self, flat: Sequence[bool], rounds: int) -> int:
+    def next_count(self, flat: Sequence[bool], rounds: int) -> int:
         """Return how many groups to generate next; 0 if the batch is complete or no round is left.
 
         ``flat``: for each group that was generated so far, whether it has zero variance. ``rounds``: the number of
@@ -74,7 +74,7 @@ class GroupQuota:
         return math.ceil(round(missing_groups * self.oversampling, 6))
 
     def choose(self, flat: Sequence[bool]) -> Selection:
-        """Select the batch, once ``ask`` returns 0. ``flat`` as in ``ask``, with at least ``wanted`` groups.
+        """Select the batch, once ``next_count`` returns 0. ``flat`` as there, with at least ``wanted`` groups.
 
         The batch has the first groups with different rewards. Only if these are too few, zero-variance groups fill it.
         """

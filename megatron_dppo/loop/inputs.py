@@ -166,7 +166,7 @@ class RunData:
         )
 
     @property
-    def scored(self) -> dict[str, str]:
+    def answer_check_inputs(self) -> dict[str, str]:
         """The inputs of ``bad_answers``: hashes of the files, the reward, the prompt limit and the model's folder."""
         files = {name: problem_set.sha256 for name, problem_set in self._sets.items()}
         model = self._config.model.hf_checkpoint
@@ -184,7 +184,7 @@ class RunData:
         drops = self._config.data.on_bad_answer == "drop"
         if self._config.rollout.replay_from is not None and not drops:
             return bad_answers(self._sets, self._config.reward, scores=False)
-        known_faults = handed_over(self.scored)
+        known_faults = handed_over(self.answer_check_inputs)
         if known_faults is None:
             return bad_answers(self._sets, self._config.reward)
         return known_faults
@@ -201,10 +201,10 @@ class RunData:
         problem_set = self._sets[_name(file)]
         return list(reward_faults(file.path, problem_set, self._config.reward, max_tokens))
 
-    def settle(self, bad: BadAnswers) -> None:
-        """Refuse bad answers, or leave their problems out (``data.on_bad_answer``).
+    def refuse_or_drop(self, bad: BadAnswers) -> None:
+        """Raise DataError for bad answers, or leave their problems out (``data.on_bad_answer``).
 
-        Raises DataError, also if the training set has fewer problems than a step draws.
+        Also raises DataError if the training set has fewer problems than a step draws.
         """
         if self._config.data.on_bad_answer == "refuse":
             refuse_bad_answers(bad, self._sets)
@@ -221,9 +221,9 @@ class RunData:
                     problem_set.place(row),
                     fault,
                 )
-        self._refuse_small_set()
+        self._check_set_size()
 
-    def _refuse_small_set(self) -> None:
+    def _check_set_size(self) -> None:
         """Raise DataError if a step would train on a problem twice. A run that replays draws no problems."""
         prompts_per_step = self._config.rollout.prompts_per_step
         if len(self.train) >= prompts_per_step or self._config.rollout.replay_from is not None:
@@ -275,8 +275,8 @@ def _name(file: ProblemFile) -> str:
     return file.path
 
 
-WEIGHTS = ".safetensors"
-_READ_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model", ".tiktoken")
+WEIGHTS_SUFFIX = ".safetensors"
+_READ_SUFFIXES = (WEIGHTS_SUFFIX, ".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Suffixes of the files that programs read in a Hugging Face folder: no other formats of weights, no README."""
 
 

@@ -450,9 +450,9 @@ class Learner:
     def learn(self, batch: PlannedBatch) -> dict[str, float]:
         """Train on a batch and return its metrics as means over all its tokens. Collective.
 
-        If the algorithm needs log-probabilities at the rollout's weights, they are recomputed before the first update:
-        of the sampled tokens, or of the whole vocabulary (fp32 [tokens, V] in memory). If the run has a reference
-        policy, its log-probabilities are computed then too.
+        Some algorithms need log-probabilities at the rollout's weights. These are recomputed before the first update,
+        for the sampled tokens or for the whole vocabulary (fp32 [tokens, V] in memory). The log-probabilities of a
+        reference policy are computed at the same time.
 
         Raises:
             NonFiniteLossError, GapError, FrequencyError: before the optimiser step on the mini-batch at fault.
@@ -507,6 +507,7 @@ class Learner:
 
         Raises GapError or FrequencyError, on every rank; ``loss_columns`` then hold the tokens up to this mini-batch.
         """
+        # After the first mini-batch, the trainer's weights are newer than the weights that sampled the batch.
         at_equal_weights = is_first and not batch.is_stale
         canary = self._canary if at_equal_weights else self._canary_of_other_weights
         try:

@@ -43,8 +43,8 @@ class RecordingError(RunError):
 class Recorder(Closing):
     """Writes the metrics row and the other records of each step on rank 0; does nothing on other ranks.
 
-    If a write within a step fails, ``failure`` holds the error and nothing more is written: all ranks end the run
-    together, after a checkpoint of the step is saved. The checkpoint has the lines that were not written (``mark``),
+    If a write within a step fails, ``failure`` holds the error, and nothing more is written. A checkpoint of the step
+    is saved, and then all ranks end the run together. The checkpoint has the lines that were not written (``mark``),
     and the start that resumes from it writes them. An incomplete line stays the last line of its file, and a resumed
     run drops it.
 
@@ -93,6 +93,7 @@ class Recorder(Closing):
         self._trackers: Trackers | None = None
         self._text_of = text_of
         if rank == 0:
+            # A new run also writes the record of step 0.
             resume_step = first_step + 1 if first_step else 0
             self._open(resume_step, mark or {})
             self._trackers = self._stack.enter_context(
@@ -237,7 +238,8 @@ class Recorder(Closing):
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record.
 
-        A resumed run writes no record of its start, and keeps the earlier records of the steps that it repeats.
+        A resumed run writes no record of its start, and keeps the earlier records of the steps that it repeats. Without
+        this method the counts of these steps would be lost.
         """
         self._carried_counts = {name: values[name] for name in COUNTS if name in values}
 

@@ -34,10 +34,10 @@ def newer_unusable(survey: CheckpointSurvey) -> list[UnusableCheckpoint]:
     return [unusable for unusable in survey.unusable if unusable.step > last_step]
 
 
-def refuse_damage(on_damage: str, survey: CheckpointSurvey) -> None:
+def check_damage(on_damage: str, survey: CheckpointSurvey) -> None:
     """Raise DamagedCheckpointError if the newest checkpoint is unusable and ``on_damage`` is "refuse".
 
-    ``on_damage``: ``checkpoint.on_damage``. If no checkpoint is usable, :func:`refuse_fresh_start` decides.
+    ``on_damage``: ``checkpoint.on_damage``. If no checkpoint is usable, ``check_fresh_start`` decides.
     """
     newer = newer_unusable(survey)
     if survey.complete and newer and on_damage == "refuse":
@@ -55,7 +55,7 @@ def damage_error(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedCheck
     return DamagedCheckpointError(f"{reason}; {alternative}run.resume=never begins anew")
 
 
-def refuse_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.History) -> None:
+def check_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.History) -> None:
     """Raise ResumeError if a start at step 0 would begin a trained run anew.
 
     A run that ended before its first checkpoint may begin anew. ``unusable``: the fault of each unusable checkpoint.
@@ -100,8 +100,8 @@ def resume(
     """Load the newest usable checkpoint into ``trainer`` and return its state. Collective.
 
     Returns None if the run begins at step 0. The records of earlier starts are then moved to another folder, except the
-    rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already,
-    restarted ranks move nothing, even with ``run.resume: never``: the files belong to this start of the run.
+    rollouts of a run that ``replays`` them. If the run began at step 0 under the lease ``nonce`` already, the files
+    belong to this start of the run. Its restarted ranks then move nothing, even with ``run.resume: never``.
 
     Raises:
         ResumeError: the checkpoint belongs to another run, or a start at step 0 would lose training.
@@ -113,7 +113,7 @@ def resume(
         _begin(run.directory, nonce, rollouts=not replays)
         return None
     survey = store.survey()
-    refuse_damage(checkpoints.on_damage, survey)
+    check_damage(checkpoints.on_damage, survey)
     passed_over = {unusable.path: unusable.reason for unusable in newer_unusable(survey)}
     # Load the newest checkpoint. Try an older one only if the newest is damaged and checkpoint.on_damage allows it.
     for checkpoint in reversed(survey.complete):
@@ -133,7 +133,7 @@ def resume(
     # All ranks use rank 0's view: on NFS another rank may see another folder, and all ranks must decide alike.
     history = records.History(**on_rank_0(partial(_history_values, run.directory)))
     damage = passed_over | {unusable.path: unusable.reason for unusable in survey.unusable}
-    refuse_fresh_start(run, list(damage.values()), history)
+    check_fresh_start(run, list(damage.values()), history)
     if not has_begun:
         _begin(run.directory, nonce, rollouts=not replays)
     return None

@@ -26,7 +26,8 @@ STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
     "rollout.max_staleness above 0 are no longer those of the weights that sampled; see docs/staleness.md"
 )
-"""A warning: the mask of an algorithm with this anchor ignores the distance between mu and the recomputed policy."""
+"""The warning for algorithms whose mask compares pi with the recomputed policy, and so ignores the distance between the
+recomputed policy and mu."""
 
 
 class GroupRow(NamedTuple):
@@ -128,7 +129,7 @@ def _direction(t: Trajectory, size: int) -> np.ndarray:
     return np.bincount(sampled_ids, minlength=size) - sum_of_mu
 
 
-RARE = 0.01
+RARE_PROB = 0.01
 """A response with a lower probability counts as rare. Likelier responses, e.g. short answers, repeat by chance."""
 
 
@@ -137,11 +138,11 @@ def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
 
         value = #{(i, j): i != j, y_i = y_j, y_i is rare} - (n - 1) sum_{rare y_i} mu(y_i)
 
-    A response y is rare if mu(y) < RARE. The mean of the value is 0 for independent draws from any policy: both terms
-    have the mean n (n - 1) sum_{rare y} mu(y)^2. Each rare response that was drawn with the seed of another response
-    adds 1 for each response that shares its seed.
+    A response y is rare if mu(y) < RARE_PROB. The mean of the value is 0 for independent draws from any policy: both
+    terms have the mean n (n - 1) sum_{rare y} mu(y)^2. Each rare response that was drawn with the seed of another
+    response adds 1 for each response that shares its seed.
     """
-    rare_responses = [t for t in group if t.log_prob < math.log(RARE)]
+    rare_responses = [t for t in group if t.log_prob < math.log(RARE_PROB)]
     counts = Counter(t.response_digest for t in rare_responses)
     equal_pairs = sum(count * (count - 1) for count in counts.values())
     sum_of_probs = sum(math.exp(t.log_prob) for t in rare_responses)
@@ -312,7 +313,7 @@ def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: 
                 )
 
 
-def with_gap_named(
+def with_stale_gap_renamed(
     learned: Mapping[str, float], batch_figures: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the ``learned`` metrics with the first mini-batch's gap renamed to ``GAP_STALE`` if the batch is stale.

@@ -6,9 +6,10 @@ training.
 
 The bound on staleness decides when a batch may begin. The batch of step n trains weight version n - 1, so its
 generation may begin once the trainer holds version n - 1 - ``max_staleness``. No older version can then sample a token
-of the batch. Batches are trained on in the order of their prompts' draws: no batch is ever dropped for its age, and
+of the batch. Batches are trained on in the order of their prompts' draws. So no batch is ever dropped for its age, and
 long responses are trained on as often as short responses. If the servers keep up, no other order keeps the bound: every
-batch begins as soon as the bound allows it, and has the largest allowed staleness when it is trained on.
+batch begins as soon as the bound allows it, so it has the largest allowed staleness at its turn, and could not wait
+longer.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class _Draft:
     """A batch that is being generated. The position of a group is the position of its problem in ``problems``.
 
     ``problems``: problems of all leaders in the order of drawing, the same on every rank.
-    ``rows``: rows of the first groups, the same on every rank; a group gets its row when its rewards are known.
+    ``rows``: one row for each judged group, the same on every rank. Groups are judged in the order of their positions.
     ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
     ``generation``: this rank's part of the latest round. ``is_received``: whether all its responses have arrived.
     ``drawn_indices``: indices of ``problems`` in the data. ``seconds``: duration of all rounds.
@@ -204,7 +205,8 @@ class GeneratedRollouts:
         last_step = min(version + 1 + self.rollout.max_staleness, self.steps)
         if self.spool is not None and version < self.spool.last_trained:
             # Restarted ranks repeat the steps that were trained on before the restart. Stored responses of later
-            # batches may be used only if the repeated steps make equal weights, so begin later batches after them.
+            # batches may be used only if the repeated steps make equal weights. So begin later batches only after the
+            # repeated steps.
             last_step = min(last_step, self.spool.last_trained)
         for step in range(newest_step + 1, last_step + 1):
             self._begin(step)
@@ -219,7 +221,7 @@ class GeneratedRollouts:
         draft = _Draft(step)
         self._newest_step = step
         self._drafts.append(draft)
-        self._start_round(draft, self._quota.ask((), 0))
+        self._start_round(draft, self._quota.next_count((), 0))
 
     def _complete(self, draft: _Draft, version: int) -> None:
         """Wait for the draft's responses. A filter may need further rounds, depending on the rewards: run them here."""
@@ -228,7 +230,7 @@ class GeneratedRollouts:
         self._receive(draft, version)
         if self._quota.filtering:
             self._judge(draft, version)
-            while count := self._quota.ask(draft.flat, draft.rounds):
+            while count := self._quota.next_count(draft.flat, draft.rounds):
                 self._start_round(draft, count)
                 self._receive(draft, version)
                 self._judge(draft, version)
@@ -354,8 +356,8 @@ class GeneratedRollouts:
     def _idle_shares(self) -> dict[str, float]:
         """Return two shares of the time since the previous batch: the trainers' waits, and the servers' idle time.
 
-        Trainers wait for responses. Servers idle while a leader has nothing to generate. Both shares are means over the
-        leaders.
+        Trainers wait for responses. The servers count as idle while a leader has nothing to generate. Both shares are
+        means over the leaders.
         """
         clocks = self._clocks()
         elapsed_s, waited_s, busy_s = np.subtract(clocks, self._previous_clocks).tolist()

@@ -37,7 +37,7 @@ from megatron_dppo.loop.learning import Learner, PlannedBatch
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
-from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_gap_named
+from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_stale_gap_renamed
 from megatron_dppo.loop.rollout_sources import (
     BatchSeals,
     GeneratedRollouts,
@@ -136,7 +136,7 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         # With ``resume: never``, the next Run would set aside the records and checkpoints of this start.
         run = config.run.model_copy(update={"resume": "auto"})
         config = config.model_copy(update={"run": run})
-        # Read the problems again: ``RunData.settle`` has removed the problems with bad answers from the old object.
+        # Read the problems again: ``refuse_or_drop`` has removed the problems with bad answers from the old object.
         data = RunData(config)
 
 
@@ -223,7 +223,7 @@ class Run:
             self.hashes = self._start_hashing()
             fence.join()
             on_rank_0(partial(_require_services, config))
-            data.settle(on_rank_0(data.bad_answers))
+            data.refuse_or_drop(on_rank_0(data.bad_answers))
             self.store = self._checkpoint_store()
             stack.callback(self.store.close)
             self.sampler = data.sampler()
@@ -368,7 +368,7 @@ class Run:
             self.stop("a reward is unavailable")
             raise
         except (FrequencyError, GapError):
-            # Every rank raised before the optimiser step. The checkpoint shows the weights that failed the check.
+            # Every rank raised before the optimiser step, so the checkpoint has the weights that failed the check.
             self.stop("the batch was not trained on", suspect=True)
             raise
         except BaseException:
@@ -391,7 +391,7 @@ class Run:
         step = self.state.step
         if self._repeats(step + 1) and (step == 0 or not self._lacks_evaluation(step)):
             # The next step needs no server: its responses are stored. So the servers receive weights for the first time
-            # after the last repeated step.
+            # after the last repeated step. Earlier ranks have evaluated the start policy already.
             if step == 0:
                 self._write_row(0, {})
             self._check_records()
@@ -448,7 +448,7 @@ class Run:
         del planned
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         self._record_faults(batch.environment_faults)
-        measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
+        measured = {**batch.figures, **with_stale_gap_renamed(learned, batch.figures)}
         if batch.seal is not None and step in batch.seal.weights:
             # A replayed batch: compare the weights with the weights that the replayed run made of this batch.
             measured[metric_names.REDERIVED] = float(batch.seal.weights[step] == weights_hash)
@@ -460,6 +460,7 @@ class Run:
             self.evaluations.before_update(step)
             with patience("others generate"):
                 self.source.settle(step)
+            # Before a repeated step, whose responses are stored, only an evaluation needs servers with these weights.
             if not self._repeats(step + 1) or self._has_lost_evaluation(step):
                 measured |= self._update_weights()
                 measured |= self._evaluate(step)

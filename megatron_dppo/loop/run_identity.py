@@ -49,7 +49,8 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat template's arguments.
 
-    Without arguments there is no key, because checkpoints of earlier versions lack the key.
+    Without arguments the key is left out, because it must not differ from checkpoints of earlier versions, which lack
+    the key.
     """
     if arguments:
         return {"data.chat_template_arguments": dict(arguments)}

@@ -68,7 +68,11 @@ def generation_job(
     topk: int,
     episodes: Episodes | None,
 ) -> GenerationJob:
-    """Return the template job of the run. Every generation copies it, and adds problems and the purpose of seeds."""
+    """Return the job without problems that is the template of the run's generations.
+
+    Each generation adds its problems. If the job has seeds, the generation also sets the purpose of these seeds and the
+    positions of its problems.
+    """
     rollout = config.rollout
     columns: dict[str, Any] = {"topk": topk} if topk else {}
     if rollout.router_replay:
@@ -84,6 +88,7 @@ def generation_job(
         seeds = SamplingSeeds(config.run.seed, "", ())
     decode = None
     if rollout.interrupt == "abort":
+        # Weight updates then abort responses. To continue a response, its kept tokens must be decoded to text.
         decode = data.text_of
     play = None if episodes is None else episodes.play
     return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode, play)
@@ -106,11 +111,13 @@ def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
     max_response_tokens = max(
         config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0
     )
+    # With "answer", an episode continues after a turn that was cut off: the environment answers the turn.
+    answers_cut_turns = environment.cut_turns == "answer"
     limits = EpisodeLimits(
         environment.max_turns,
         environment.longest(config.data.max_prompt_tokens, max_response_tokens),
         environment.max_observation_tokens,
         environment.retries,
-        answers_cut_turns=environment.cut_turns == "answer",
+        answers_cut_turns=answers_cut_turns,
     )
     return Episodes(EnvironmentPool(spec, environment.workers), turns, limits)

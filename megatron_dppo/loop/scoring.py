@@ -51,8 +51,8 @@ class ComponentSums:
 class ScoredGeneration:
     """This rank's part of a generation. It begins on construction and runs in the background.
 
-    A response whose reward is unavailable is replaced by another response to its problem: a reward of 0 would train the
-    policy on a failure of the reward's service.
+    A response whose reward is unavailable is replaced by another response to its problem. A reward of 0 instead would
+    punish the policy for a failure of the reward's service.
 
     Args:
         engine: servers that generate.

@@ -131,5 +131,7 @@ def free_shared_devices(config: TrainConfig) -> None:
 
 def released_tags(lora: LoraConfig) -> list[MemoryTag]:
     """Return the memory tags that colocated servers release in the trainer's turn."""
-    # Updates of adapters don't send the frozen model again, so the servers keep it.
-    return [tag for tag in TAGS if tag != "weights" or not updates_adapters(lora)]
+    if updates_adapters(lora):
+        # Updates of adapters don't send the frozen model again, so the servers keep its weights.
+        return [tag for tag in TAGS if tag != "weights"]
+    return list(TAGS)

@@ -122,7 +122,7 @@ class ResponseSpool:
     def found(self, step: int) -> dict[Key, ScoredResponse]:
         """Return this rank's stored responses of a step by key.
 
-        Damaged responses are left out, and responses with tokens of weights that are too old for the step.
+        Two kinds are left out: damaged responses, and responses with tokens of weights that are too old for the step.
         """
         if self.folder is None or not (self.uses_untrained or step in self.trained_digests):
             return {}

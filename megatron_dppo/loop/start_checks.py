@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop import input_hashes, inputs
-from megatron_dppo.loop.resuming import refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.resuming import check_damage, check_fresh_start
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_state import RunState, changes_of, settings_of
 from megatron_dppo.metrics import records
@@ -25,7 +25,7 @@ _NEEDED_FOR_SCORES = ("reward",)
 
 def data_and_resume_faults(
     config: TrainConfig,
-    refused: Sequence[str] = (),
+    known_faults: Sequence[str] = (),
     answers: str | None = None,
 ) -> list[str]:
     """Check the inputs' hashes, the data, the rewards, the gold answers and the checkpoint; return every fault.
@@ -34,7 +34,8 @@ def data_and_resume_faults(
 
     Args:
         config: configuration of the run.
-        refused: faults that other checks found, each beginning with its key; checks that need these keys are skipped.
+        known_faults: faults of other checks, and keys with a fault. Each text begins with the key. Checks that need one
+            of these keys are skipped.
         answers: file for the faults of the gold answers. The run that follows reads the file, and need not score the
             answers again.
     """
@@ -42,21 +43,21 @@ def data_and_resume_faults(
     if config.run.sha256_list is not None:
         with _noting(faults, "run.sha256_list"):
             input_hashes.check_input_hashes(config.run.sha256_list)
-    if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in refused):
+    if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in known_faults):
         with _noting(faults, "data"):
             data = inputs.RunData(config)
-            # Each stage has its own block, so that a fault in one stage hides no fault of the next.
+            # Each check has its own block, so that the next check runs even if this check finds a fault.
             with _noting(faults, "run.resume"):
                 check_resume(config, data.train.sha256)
-            if any(fault.startswith(_NEEDED_FOR_SCORES) for fault in refused):
+            if any(fault.startswith(_NEEDED_FOR_SCORES) for fault in known_faults):
                 return faults
             with _noting(faults, "reward"):
                 faults += data.reward_faults()
             with _noting(faults, "data"):
                 bad_answers = data.bad_answers()
                 if answers is not None:
-                    hand_over(Path(answers), data.scored, bad_answers)
-                data.settle(bad_answers)
+                    hand_over(Path(answers), data.answer_check_inputs, bad_answers)
+                data.refuse_or_drop(bad_answers)
     return faults
 
 
@@ -69,10 +70,10 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         directory / records.CHECKPOINTS_FOLDER, config.checkpoint.keep
     )
     survey = checkpoint_directory.survey()
-    refuse_damage(config.checkpoint.on_damage, survey)
+    check_damage(config.checkpoint.on_damage, survey)
     if not survey.complete:
         reasons = [unusable.reason for unusable in survey.unusable]
-        refuse_fresh_start(config.run, reasons, records.read_history(directory))
+        check_fresh_start(config.run, reasons, records.read_history(directory))
         return
     newest = survey.complete[-1].path
     state = RunState.from_json(read_manifest(newest)["state"])
@@ -82,7 +83,7 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
     # Hash only the small files here, in milliseconds. The ranks hash the weights later.
     small_hashes: dict[str, str] = {}
     for name, path in files.items():
-        if path.suffix != inputs.WEIGHTS:
+        if path.suffix != inputs.WEIGHTS_SUFFIX:
             small_hashes[name] = sha256_of(path)
     state.check_files(small_hashes, str(newest))
 
@@ -97,7 +98,10 @@ def _noting(faults: list[str], key: str) -> Iterator[None]:
 
 
 def changes_since_checkpoint(config: TrainConfig) -> str | None:
-    """Return the sentence of ``changes_of`` for the checkpoint that a start would load; None without a checkpoint."""
+    """Return a sentence with each key of the configuration that changed since the checkpoint that a start would load.
+
+    Returns None without a checkpoint, or if no key changed.
+    """
     if config.run.resume == "never":
         return None
     directory = Path(config.run.directory) / records.CHECKPOINTS_FOLDER

@@ -66,7 +66,7 @@ def test_a_run_reads_the_files_of_folders(run_data, tmp_path, caplog):
     assert data.train.place(3) == f"{tmp_path}/more/b.jsonl, line 1"
     assert "README.md" in caplog.text
     with pytest.raises(DataError, match=f"{tmp_path}/sums/b.jsonl, line 1: "):
-        data.settle(data.bad_answers())
+        data.refuse_or_drop(data.bad_answers())
     before = data.train.sha256
     (tmp_path / "more" / "c.jsonl").write_text('{"prompt": "4", "answer": "4"}')
     assert run_data([], train=train).train.sha256 != before
@@ -126,7 +126,7 @@ def test_answers_that_can_be_matched_are_let_pass(run_data):
     final = find_reward("math_verify").final
     answers = [final(p.answer) for p in data.train.problems]
     assert answers == ["34", r"\frac{1}{2}", "1080", r"\sqrt{2}"]
-    data.settle(data.bad_answers())
+    data.refuse_or_drop(data.bad_answers())
     assert data.train.bad_answers == 0
     assert len(data.train) == 4
 
@@ -149,7 +149,7 @@ def test_answers_that_nothing_can_match_are_refused_with_file_and_line(run_data,
     bad = data.bad_answers()
     assert [where for where, _ in bad[str(tmp_path / "train.jsonl")]] == [4, 5, 6]
     with pytest.raises(DataError) as caught:
-        data.settle(bad)
+        data.refuse_or_drop(bad)
     message = str(caught.value)
     assert message.startswith(f"3 answers can't be used: {tmp_path}/train.jsonl, line 5: ")
     assert mentions(message, f"{tmp_path}/train.jsonl, line 7", 600)
@@ -159,13 +159,13 @@ def test_answers_that_nothing_can_match_are_refused_with_file_and_line(run_data,
 def test_they_are_dropped_and_counted_where_the_recipe_says_so(run_data, caplog):
     data = run_data([*GOOD, *BAD, row("5")], on_bad_answer="drop")
     with caplog.at_level(logging.WARNING):
-        data.settle(data.bad_answers())
+        data.refuse_or_drop(data.bad_answers())
     assert [p.problem_id for p in data.train.problems] == [0, 1, 2, 3, 7]
     assert data.train.bad_answers == 3
     assert mentions(caplog.text, 3, "line 5")
     none_left = run_data(BAD, on_bad_answer="drop")
     with pytest.raises(DataError, match=r"train\.jsonl"):
-        none_left.settle(none_left.bad_answers())
+        none_left.refuse_or_drop(none_left.bad_answers())
 
 
 def test_empty_answers_are_bad_answers(run_data, tmp_path):
@@ -174,9 +174,9 @@ def test_empty_answers_are_bad_answers(run_data, tmp_path):
     path = str(tmp_path / "train.jsonl")
     data = run_data(rows)
     with pytest.raises(DataError, match=rf"^3 .*: {path}, line 5: 'answer' is \"\""):
-        data.settle(data.bad_answers())
+        data.refuse_or_drop(data.bad_answers())
     data = run_data(rows, on_bad_answer="drop")
-    data.settle(data.bad_answers())
+    data.refuse_or_drop(data.bad_answers())
     assert ([p.problem_id for p in data.train.problems], data.train.bad_answers) == (
         [0, 1, 2, 3],
         3,
@@ -191,7 +191,7 @@ def test_fewer_problems_than_a_step_draws_are_refused_with_the_reasons(run_data,
     told = "2 of 5 prompts are longer than data.max_prompt_tokens = 100 and were left out; 3 problems are"
     assert told in caplog.text
     with pytest.raises(DataError) as caught:
-        data.settle(data.bad_answers())
+        data.refuse_or_drop(data.bad_answers())
     counts = (2, 5, 2, "data.max_prompt_tokens = 100", 1, "rollout.prompts_per_step = 3")
     assert mentions(str(caught.value), *counts)
 
@@ -265,8 +265,8 @@ def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
     data = run_data(GOOD + BAD)
     bad = data.bad_answers()
     with checked_answers_file() as path:
-        assert handed_over(data.scored) is None  # nothing is there yet
-        hand_over(Path(path), data.scored, bad)
+        assert handed_over(data.answer_check_inputs) is None  # nothing is there yet
+        hand_over(Path(path), data.answer_check_inputs, bad)
         monkeypatch.setattr("megatron_dppo.loop.inputs.bad_answers", None)
         assert run_data(GOOD + BAD).bad_answers() == bad
         with pytest.raises(TypeError):  # scored anew
@@ -275,7 +275,7 @@ def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
             run_data(GOOD + BAD, "exact_integer").bad_answers()
         assert Path(path).parent.stat().st_mode & 0o777 == 0o700
     assert not Path(path).exists()
-    assert handed_over(data.scored) is None
+    assert handed_over(data.answer_check_inputs) is None
 
 
 def test_several_files_are_one_training_set(run_data, tmp_path):
@@ -288,7 +288,7 @@ def test_several_files_are_one_training_set(run_data, tmp_path):
         {"path": str(second), "weight": 3.0, "prompt_key": "q.text", "answer_key": "gold"},
     ]
     data = run_data([row("$"), row("1")], train=files, on_bad_answer="drop")
-    data.settle(data.bad_answers())
+    data.refuse_or_drop(data.bad_answers())
     assert [(p.problem_id, p.prompt, p.answer) for p in data.train.problems] == [
         (1, "1", "1"),
         (2, "2+2", "4"),
@@ -306,4 +306,4 @@ def test_a_bad_answer_in_parquet_is_named_by_its_row(run_data, tmp_path):
     pq.write_table(pa.Table.from_pylist([row("1"), row("$")]), path)
     data = run_data([], train=str(path))
     with pytest.raises(DataError, match=rf"{path}, row 2: .* 0 "):
-        data.settle(data.bad_answers())
+        data.refuse_or_drop(data.bad_answers())

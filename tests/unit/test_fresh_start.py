@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.resuming import newer_unusable, refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.resuming import check_damage, check_fresh_start, newer_unusable
 from megatron_dppo.loop.run_state import ResumeError
 from megatron_dppo.metrics.records import (
     History,
@@ -71,7 +71,7 @@ def write_run(directory: Path, steps: int) -> None:
 )
 def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
     with pytest.raises(ResumeError, match=re.escape(found)) as caught:
-        refuse_fresh_start(config(tmp_path).run, unusable, history)
+        check_fresh_start(config(tmp_path).run, unusable, history)
     assert "run.resume=never" in str(caught.value)
     assert "is " + str(tmp_path / "run" / "checkpoints") + " mounted?" in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -82,9 +82,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew
     tmp_path, recorded
 ):
     """However many are due by the checkpoint.every of now: it may have been larger."""
-    refuse_fresh_start(config(tmp_path).run, [], History(recorded, None))
+    check_fresh_start(config(tmp_path).run, [], History(recorded, None))
     with pytest.raises(ResumeError, match=mentioning("run.resume", "required")):
-        refuse_fresh_start(config(tmp_path, "required").run, [], History(recorded, None))
+        check_fresh_start(config(tmp_path, "required").run, [], History(recorded, None))
 
 
 def test_history_is_read_from_records_and_from_what_was_saved(tmp_path):
@@ -151,10 +151,10 @@ def survey(*unusable_steps: int) -> CheckpointSurvey:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_only_where_it_is_asked_for(tmp_path):
-    refuse_damage("refuse", survey(10))
-    refuse_damage("previous", survey(40))
+    check_damage("refuse", survey(10))
+    check_damage("previous", survey(40))
     with pytest.raises(DamagedCheckpointError) as caught:
-        refuse_damage("refuse", survey(10, 40))
+        check_damage("refuse", survey(10, 40))
     remedies = ("checkpoint.on_damage=previous", "step_000020", "run.resume=never")
     assert mentions(str(caught.value), REASON, *remedies)
     assert [u.step for u in newer_unusable(survey(10, 20, 40))] == [40]

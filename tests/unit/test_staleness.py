@@ -22,7 +22,7 @@ from megatron_dppo.loop.rollout_figures import (
     speed_figures,
     staleness_figures,
     trained_figures,
-    with_gap_named,
+    with_stale_gap_renamed,
 )
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, _Draft
 from megatron_dppo.metrics import table as names
@@ -63,8 +63,8 @@ def test_weights_that_the_trainer_never_had_are_refused():
 
 def test_the_gap_of_a_stale_batch_is_not_called_one_at_equal_weights():
     learned = {names.GAP_ON_POLICY: 0.25, "loss/mean": 1.0}
-    assert with_gap_named(learned, {"rollout/staleness_max": 0}) == learned
-    assert with_gap_named(learned, {"rollout/staleness_max": 1}) == {
+    assert with_stale_gap_renamed(learned, {"rollout/staleness_max": 0}) == learned
+    assert with_stale_gap_renamed(learned, {"rollout/staleness_max": 1}) == {
         names.GAP_STALE: 0.25,
         "loss/mean": 1.0,
     }

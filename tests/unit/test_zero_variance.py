@@ -14,8 +14,8 @@ def filtering(wanted: int, oversampling: float = 1.0, rounds: int = 3) -> GroupQ
 
 def test_without_a_filter_one_round_asks_for_all_and_all_are_kept():
     quota = GroupQuota(3)
-    assert quota.ask((), 0) == 3
-    assert quota.ask((FLAT, FLAT, GOOD), 1) == 0
+    assert quota.next_count((), 0) == 3
+    assert quota.next_count((FLAT, FLAT, GOOD), 1) == 0
     assert quota.choose((FLAT, FLAT, GOOD)) == Selection((0, 1, 2))
 
 
@@ -36,7 +36,7 @@ def test_without_a_filter_one_round_asks_for_all_and_all_are_kept():
 def test_a_round_asks_for_what_is_missing_times_the_oversampling(
     flat, rounds, oversampling, expected
 ):
-    assert filtering(10, oversampling).ask(flat, rounds) == expected
+    assert filtering(10, oversampling).next_count(flat, rounds) == expected
 
 
 def test_groups_with_spread_are_kept_in_the_order_of_their_problems():
