@@ -455,8 +455,8 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
         proposals = best_of_each(search_schedules(question), SHOWN)
     elif faults:
         proposals = nearest(search(question), NEAREST)
-    is_without_layout = bool(options.search or faults) and not proposals
-    larger_cluster = least_nodes(question) if is_without_layout else None
+    no_layout_fits = bool(options.search or faults) and not proposals
+    larger_cluster = least_nodes(question) if no_layout_fits else None
     if options.meta:
         questions = [proposal.question for proposal in proposals]
         if plan is not None:
@@ -469,7 +469,7 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
         print(json.dumps(_as_json(steps, plan, faults, proposals, larger_cluster), indent=1))
     else:
         _print(steps, plan, faults, proposals, options)
-        if is_without_layout:
+        if no_layout_fits:
             print(_none_fits(question.cluster, options.gpu, larger_cluster))
     if faults or (options.search and not proposals):
         return 2

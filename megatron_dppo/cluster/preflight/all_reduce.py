@@ -28,12 +28,13 @@ from megatron_dppo.cluster.preflight.network import reachable_interface
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process, tail
 
+# Topics of the meeting: the interfaces of each node, and the address of rank 0.
 _INTERFACE, _MASTER = "interface", "master"
 _POLL_S = 0.05
 _ALL_REDUCE_S = 120.0
 _MODULE = "megatron_dppo.cluster.preflight.all_reduce_process"
 _LEAST_SHARE = 0.5
-"""Smallest bandwidth among a fit node's GPUs, as a share of the nodes' median."""
+"""A node is unfit if the bandwidth among its GPUs is less than this share of the nodes' median."""
 
 
 def collect_all_reduce(site: Site) -> dict[str, Any]:

@@ -191,10 +191,12 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report packages without their pinned version, packages and kernels that differ between nodes, and NCCL libraries
-    that differ between nodes or between trainer and engine.
+    """Report faults of the Python environments.
 
-    On GPUs, also report missing tools of Triton, and a cuDNN for Transformer Engine that is not torch's version.
+    - A package does not have its pinned version, or not the same version on all nodes.
+    - The kernels for weight gradients differ between nodes.
+    - NCCL differs between nodes, or between trainer and engine.
+    - On GPUs: Triton lacks a tool, or Transformer Engine would load another version of cuDNN than torch.
     """
     for role, pins in needs.requirements.items():
         packages = {host: roles[role]["packages"] for host, roles in evidence.items()}

@@ -50,7 +50,7 @@ def collect_toolkit(site: Site) -> dict[str, Any]:
 
 
 def toolkit_here(python: str, torch_cuda: str | None) -> dict[str, Any]:
-    """Return what a server on this machine would find.
+    """Return the tools with which a server on this machine would compile kernels.
 
     Args:
         python: the interpreter of the servers.

@@ -25,7 +25,7 @@ from megatron_dppo.cluster.rehearsal import RESULT, attempts, shrinking, tiny_mo
 from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
-from megatron_dppo.cluster.rehearsal.shrinking import Omission, Stage
+from megatron_dppo.cluster.rehearsal.shrinking import Omission, RehearsalInputs
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
 from megatron_dppo.cluster.rehearsal.tokenizer import has_tokenizer, write_tokenizer
 from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
@@ -170,10 +170,10 @@ class Rehearsal:
             self._check_recipe(config, known_model, tokenizer_source, problems)
             say(f"  {self._outline(config, parallel)}")
         has_own_tokenizer = tokenizer_source is not None
-        stage = self._stage(config, model, problems, has_own_tokenizer=has_own_tokenizer)
+        inputs = self._inputs(config, model, problems, has_own_tokenizer=has_own_tokenizer)
         with self.phases.phase("make a tiny model and the rehearsal's configuration"):
-            self._make_model(config, parallel, known_model, stage)
-            rehearsal_config = shrinking.shrink(config, parallel, stage)
+            self._make_model(config, parallel, known_model, inputs)
+            rehearsal_config = shrinking.shrink(config, parallel, inputs)
             path = self.directory / CONFIG
             changes = shrinking.changed_values(config, rehearsal_config)
             text = _commented(changes) + resolved_yaml(rehearsal_config)
@@ -188,7 +188,7 @@ class Rehearsal:
         omissions = [Omission(absence.key, absence.reason) for absence in problems.absent]
         if known_model.missing:
             omissions.append(Omission("model.hf_checkpoint", known_model.missing))
-        omissions += shrinking.omissions(config, parallel, stage)
+        omissions += shrinking.omissions(config, parallel, inputs)
         if self.options.on_nodes is not None:
             entries = [asdict(omission) for omission in omissions]
             (self.directory / PREPARED).write_text(json.dumps(entries), encoding="utf-8")
@@ -332,18 +332,18 @@ class Rehearsal:
         if faults:
             raise ConfigError(faults, str(self.recipe))
 
-    def _stage(
+    def _inputs(
         self,
         config: TrainConfig,
         model: Path,
         problems: Problems,
         *,
         has_own_tokenizer: bool,
-    ) -> Stage:
+    ) -> RehearsalInputs:
         servers = config.engine.servers_to_start
         if self.options.on_nodes is None:
             servers = max(1, self.options.servers)
-        stage = Stage(
+        inputs = RehearsalInputs(
             directory=self.run_directory,
             model=model,
             train=problems.train,
@@ -355,17 +355,17 @@ class Rehearsal:
             unreachable=_unreachable(absent_services(config)),
         )
         if problems.has_toys and config.reward.name not in _REWARDS_OF_SUMS:
-            stage = replace(stage, scores_toys=_scores_toys(config, problems))
-        return stage
+            inputs = replace(inputs, scores_toys=_scores_toys(config, problems))
+        return inputs
 
     def _make_model(
         self,
         config: TrainConfig,
         parallel: ParallelConfig,
         known_model: KnownModel,
-        stage: Stage,
+        inputs: RehearsalInputs,
     ) -> None:
-        longest = shrinking.longest_sequence(config.environment, stage.longest_prompt)
+        longest = shrinking.longest_sequence(config.environment, inputs.longest_prompt)
         sizes = tiny_model.tiny_sizes(
             parallel.sizes,
             known_model.shape,
@@ -375,10 +375,10 @@ class Rehearsal:
         engine = config.sglang.get("tp_size") or 1
         if config.engine.quantization is not None:
             sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, known_model.shape, engine)
-        elif stage.on_gpus:
+        elif inputs.on_gpus:
             sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known_model.shape, engine)
-        values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=stage.has_own_tokenizer)
-        count = write_model(stage.model, values, config.model.dtype, config.run.seed)
+        values = tiny_model.tiny_config(known_model, sizes, own_tokenizer=inputs.has_own_tokenizer)
+        count = write_model(inputs.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known_model.shape.family} of {count:,} parameters: {sizes.describe()}")
 
     def _print_estimate(self, rehearsal_config: TrainConfig) -> None:
@@ -612,13 +612,13 @@ def _resumed_phases(last: int) -> attempts.PhaseOf:
 
     Both runs write one file of records, so the last recorded step does not change until the second run has resumed.
     """
-    first_step: int | None = None
+    step_before: int | None = None
 
     def phase(step: int) -> str:
-        nonlocal first_step
-        if first_step is None:
-            first_step = step
-        if step == first_step:
+        nonlocal step_before
+        if step_before is None:
+            step_before = step
+        if step == step_before:
             return "resume"
         if step < last:
             return "train after resume"

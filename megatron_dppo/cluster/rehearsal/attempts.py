@@ -63,7 +63,7 @@ def key_of(text: str) -> str | None:
 
 @dataclass
 class RehearsalRun:
-    """The end of one start of the run.
+    """The result of one start of the rehearsal's run.
 
     Attributes:
         code: the exit code.

@@ -53,6 +53,7 @@ ENGINE_SIZES = (
     "base_gpu_id",
     "mem_fraction_static",
 )
+"""Options of SGLang that depend on the number of a server's GPUs, or on their memory."""
 KEPT_ENGINE_OPTIONS = frozenset(
     (
         "chunked_prefill_size",
@@ -101,8 +102,8 @@ DROPPED_MEGATRON_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The rehearsal's own inputs and machines, in place of the recipe's.
+class RehearsalInputs:
+    """The inputs and machines of a rehearsal, which replace the inputs and machines of the recipe.
 
     Attributes:
         directory: folder of the run.
@@ -178,36 +179,38 @@ def problems_needed(config: TrainConfig, parallel: ParallelConfig) -> int:
     return 2 * STEPS * prompts_per_step
 
 
-def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> TrainConfig:
+def shrink(config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs) -> TrainConfig:
     """Return the rehearsal's configuration: ``config`` with as few changes as a run of minutes on CPUs needs.
 
     Args:
         config: the recipe, with the user's overrides.
         parallel: the layout to rehearse: the recipe's own layout, or a smaller layout (``smaller_layout``).
-        stage: the model, the problems and the folder of the rehearsal.
+        inputs: the model, the problems and the folder of the rehearsal.
     """
-    values = merged(config.model_dump(), _changes(config, parallel, stage))
+    values = merged(config.model_dump(), _changes(config, parallel, inputs))
     # Replace these tables as a whole: a merge would keep the keys to drop.
-    dropped_keys = _dropped_options(config, stage)
-    if not stage.on_gpus:
+    dropped_keys = _dropped_options(config, inputs)
+    if not inputs.on_gpus:
         dropped_keys["sglang"] += ENGINE_SIZES
     for table, keys in dropped_keys.items():
         options = getattr(config, table)
         values[table] = {key: value for key, value in options.items() if key not in keys}
-    values["data"] = {**values["data"], **_data(config, stage)}
-    values["reward"] = _reward(config, stage)
+    values["data"] = {**values["data"], **_data(config, inputs)}
+    values["reward"] = _reward(config, inputs)
     return TrainConfig.model_validate(values)
 
 
-def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dict[str, Any]:
+def _changes(
+    config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
+) -> dict[str, Any]:
     """Return the changed keys by section, without the sections data and reward and the libraries' tables."""
     prompts_per_mini_batch, prompts_per_step = _prompts(config, parallel)
     environment = EnvironmentConfig()
     max_response_tokens = RESPONSE_TOKENS
-    if _has_environment(config, stage):
+    if _has_environment(config, inputs):
         environment = config.environment
         max_response_tokens = TURN_TOKENS
-    longest = longest_sequence(environment, stage.longest_prompt)
+    longest = longest_sequence(environment, inputs.longest_prompt)
     rollout: dict[str, Any] = {
         "prompts_per_step": prompts_per_step,
         "group_size": _group_size(config),
@@ -216,11 +219,11 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
         "max_concurrent_requests": min(config.rollout.max_concurrent_requests, 64),
         "replay_from": None,
     }
-    if not stage.has_own_tokenizer:
+    if not inputs.has_own_tokenizer:
         rollout["stop_token_ids"] = []
     return {
         "run": {
-            "directory": str(stage.directory),
+            "directory": str(inputs.directory),
             "steps": STEPS,
             "resume": "auto",
             "sha256_list": None,
@@ -229,18 +232,18 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             # Restart nothing: the death of a process is a finding.
             "max_restarts": 0,
         },
-        "model": {"hf_checkpoint": str(stage.model)},
+        "model": {"hf_checkpoint": str(inputs.model)},
         "lora": {"start_from": None},
         "rollout": rollout,
         "algorithm": {
             "aggregation_constant": None,
             "overlong_tokens": min(config.algorithm.overlong_tokens, max_response_tokens // 2),
         },
-        "environment": _environment(config, stage),
+        "environment": _environment(config, inputs),
         "parallel": {
             **parallel.model_dump(),
             **small_stages(parallel),
-            "interface": None if stage.nodes is None else config.parallel.interface,
+            "interface": None if inputs.nodes is None else config.parallel.interface,
             "collective_timeout_s": max(parallel.collective_timeout_s, _WAIT_S),
         },
         "training": {
@@ -255,13 +258,13 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             "min_lr": 0.0,
         },
         "engine": {
-            "servers": stage.servers,
+            "servers": inputs.servers,
             "urls": [],
             "ca_file": None,
             "host": "127.0.0.1",
             "port": None,
-            "device": "cuda" if stage.on_gpus else "cpu",
-            "python": None if stage.nodes is None else config.engine.python,
+            "device": "cuda" if inputs.on_gpus else "cpu",
+            "python": None if inputs.nodes is None else config.engine.python,
             "max_restarts": 0,
             "start_timeout_s": max(config.engine.start_timeout_s, _WAIT_S),
             "hang_timeout_s": max(config.engine.hang_timeout_s, _HANG_S),
@@ -303,36 +306,36 @@ def _prompts(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
     return mini_batch, mini_batch * steps
 
 
-def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+def _data(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any]:
     """Return the changed keys of ``data``: the paths of the rehearsal's problems, and its limit of a prompt's tokens.
 
     Each file keeps the recipe's other settings.
     """
     train: Any
     if isinstance(config.data.train, str):
-        train = stage.train[0]
+        train = inputs.train[0]
     else:
         train = []
-        for file, path in zip(config.data.train_files, stage.train, strict=True):
+        for file, path in zip(config.data.train_files, inputs.train, strict=True):
             train.append(file.model_copy(update={"path": path}).model_dump())
     evaluation = {}
     for name, evaluation_file in config.data.evaluation_files.items():
-        path = stage.evaluation[name]
+        path = inputs.evaluation[name]
         evaluation[name] = evaluation_file.model_copy(update={"path": path}).model_dump()
-    return {"train": train, "evaluation": evaluation, "max_prompt_tokens": stage.longest_prompt}
+    return {"train": train, "evaluation": evaluation, "max_prompt_tokens": inputs.longest_prompt}
 
 
-def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+def _reward(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any]:
     """Return the recipe's rewards that can run here, and a reward that differs between responses (``signal.py``)."""
     reward = config.reward.model_dump()
     timeout_s = max(config.reward.timeout_s, _SCORE_S)
-    if "reward.options" in stage.unreachable or not stage.scores_toys:
+    if "reward.options" in inputs.unreachable or not inputs.scores_toys:
         reward |= {"name": signal.TARGET, "options": {}, "batch_size": 1}
     reward["timeout_s"] = timeout_s
     reward["workers"] = 1
     further_rewards: dict[str, Any] = {}
     for name, term in reward["further"].items():
-        if f"reward.further.{name}.options" not in stage.unreachable and stage.scores_toys:
+        if f"reward.further.{name}.options" not in inputs.unreachable and inputs.scores_toys:
             further_rewards[name] = term
     if reward["name"] != signal.TARGET:
         further_rewards["rehearsal"] = {
@@ -345,25 +348,27 @@ def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
     return reward
 
 
-def _has_environment(config: TrainConfig, stage: Stage) -> bool:
-    return config.environment.name is not None and "environment.options" not in stage.unreachable
+def _has_environment(config: TrainConfig, inputs: RehearsalInputs) -> bool:
+    return config.environment.name is not None and "environment.options" not in inputs.unreachable
 
 
-def _environment(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+def _environment(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, Any]:
     """Return the changed keys of ``environment``."""
-    if not _has_environment(config, stage):
+    if not _has_environment(config, inputs):
         return {"name": None}
     turns = min(config.environment.max_turns, _TURNS)
     return {"max_turns": turns, "max_tokens": None}
 
 
-def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[Omission]:
+def omissions(
+    config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
+) -> Iterator[Omission]:
     """Yield the parts of the recipe that its rehearsal leaves out."""
-    yield from _replaced_parts(config, parallel, stage)
-    for key, reason in stage.unreachable.items():
+    yield from _replaced_parts(config, parallel, inputs)
+    for key, reason in inputs.unreachable.items():
         yield Omission(key, reason)
-    yield from _engine_parts(config, stage)
-    for table, keys in _dropped_options(config, stage).items():
+    yield from _engine_parts(config, inputs)
+    for table, keys in _dropped_options(config, inputs).items():
         if keys:
             yield Omission(table, f"{', '.join(keys)}: for GPUs")
     services = [name for name in config.tracking.trackers if name != "tensorboard"]
@@ -376,7 +381,7 @@ def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> It
 def _replaced_parts(
     config: TrainConfig,
     parallel: ParallelConfig,
-    stage: Stage,
+    inputs: RehearsalInputs,
 ) -> Iterator[Omission]:
     recipe_ranks = config.parallel.world_size
     if config.parallel.sizes != parallel.sizes:
@@ -384,7 +389,7 @@ def _replaced_parts(
             "parallel",
             f"the recipe's {recipe_ranks} ranks are rehearsed as {parallel.world_size} (--ranks)",
         )
-    if not stage.has_own_tokenizer:
+    if not inputs.has_own_tokenizer:
         yield Omission("model.hf_checkpoint", NO_TOKENIZER)
     if config.lora.start_from is not None:
         yield Omission("lora.start_from", "adapters of the real model do not fit the tiny one")
@@ -392,29 +397,31 @@ def _replaced_parts(
         yield Omission(
             "rollout.replay_from", "batches of the real model; a server generates instead"
         )
-    if not stage.scores_toys:
+    if not inputs.scores_toys:
         yield Omission("reward.name", f"{config.reward.name} does not score toy problems")
 
 
-def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
-    if config.parallel.interface is not None and stage.nodes is None:
+def _engine_parts(config: TrainConfig, inputs: RehearsalInputs) -> Iterator[Omission]:
+    if config.parallel.interface is not None and inputs.nodes is None:
         yield Omission("parallel.interface", "all ranks are on one machine")
     engine = config.engine
-    if engine.servers_to_start != stage.servers or engine.urls:
+    if engine.servers_to_start != inputs.servers or engine.urls:
         recipe_servers = f"{engine.servers_to_start} servers"
         if engine.urls:
             recipe_servers += f" and {len(engine.urls)} urls"
-        yield Omission("engine.servers", f"{stage.servers} instead of {recipe_servers} (--servers)")
+        yield Omission(
+            "engine.servers", f"{inputs.servers} instead of {recipe_servers} (--servers)"
+        )
     tp_size = config.sglang.get("tp_size") or 1
-    if tp_size != 1 and not stage.on_gpus:
+    if tp_size != 1 and not inputs.on_gpus:
         yield Omission(
             "sglang.tp_size", f"1 instead of {tp_size}: a server on a CPU is one process"
         )
 
 
-def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
+def _dropped_options(config: TrainConfig, inputs: RehearsalInputs) -> dict[str, list[str]]:
     """Return the options of each table that choose GPU kernels or GPU memory; none if the rehearsal has GPUs."""
-    if stage.on_gpus:
+    if inputs.on_gpus:
         return {"sglang": [], "megatron": [], "megatron_optimizer": []}
     # Leave out the sizes of a server: ``shrink`` drops them, and ``omissions`` reports ``tp_size`` in an extra entry.
     unlisted_keys = {*KEPT_ENGINE_OPTIONS, *ENGINE_SIZES}

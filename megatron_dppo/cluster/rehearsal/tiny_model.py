@@ -122,9 +122,9 @@ def tiny_sizes(
         layout: layout of the trainer.
         shape: the recipe's own model.
         longest: tokens of the longest sequence.
-        all_to_all: whether context-parallel ranks also exchange heads for tokens on GPUs (``cp_comm_type: a2a``). They
-            then divide a tensor-parallel rank's key-value heads. On CPUs, context-parallel ranks always exchange heads
-            for tokens, and divide the query heads.
+        all_to_all: whether the recipe's context-parallel ranks exchange heads for tokens (``cp_comm_type: a2a``). On
+            GPUs, the ranks then divide the key-value heads of a tensor-parallel rank. On CPUs, context-parallel ranks
+            always exchange heads for tokens, and divide only the query heads.
     """
     tensor = layout.tensor
     group_ranks = tensor

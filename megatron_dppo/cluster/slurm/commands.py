@@ -39,7 +39,8 @@ def addresses(names: Sequence[str]) -> list[str]:
     other_nodes = [address for address in resolved if not address.startswith("127.")]
     node_addresses = []
     for address in resolved:
-        # This node's /etc/hosts may map its own name to 127.0.1.1.
+        # This node's /etc/hosts may map its own name to 127.0.1.1. Then use the address from which this node reaches
+        # another node.
         if address.startswith("127.") and other_nodes:
             node_addresses.append(source_address(other_nodes[0]))
         else:

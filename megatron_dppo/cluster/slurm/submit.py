@@ -79,10 +79,10 @@ def directory_faults(directory: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class FlagForm:
-    """Options of a program of Slurm.
+    """The forms of the options that a program of Slurm accepts.
 
     Attributes:
-        key: key of the site file, or option of ``submit``, with the flags.
+        key: where the user sets the flags: a key of the site file, or an option of ``submit``.
         with_value: letters of the short options with a value. The value is the rest of the word, or else the next word.
         refused: letters of the short options that are not allowed. With these options, the program starts nothing, or
             returns only at the job's end.
@@ -135,6 +135,7 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
         return f"expected --name=value in one word, or --{', --'.join(sorted(form.alone))}"
     if not re.fullmatch(r"-[a-zA-Z].*", word, re.DOTALL):
         return "expected an option such as --constraint=h100"
+    # One word may have several short options. A letter ends at ``end``.
     for end, letter in enumerate(word[1:], start=2):
         if letter in form.refused:
             return f"with -{letter} the program starts nothing, or returns only at the job's end"
@@ -398,6 +399,7 @@ class Submission:
         hosts = []
         for i in range(count):
             name = f"node{i + 1}"
+            # Group 0 has the nodes of the ranks, group 1 the nodes of the servers.
             group = int(i >= rank_nodes) if rank_nodes else None
             hosts.append(Host(name, name, devices, group))
         return cls(config, site, count, place(roles, Allocation(tuple(hosts))))

@@ -365,8 +365,8 @@ class Start:
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
-        # The count of fruitless starts needs this attempt with its last checkpoint. Its ``why`` is provisional: the
-        # decision replaces it.
+        # The count of fruitless starts includes this attempt, so read its last checkpoint now. Its ``why`` is
+        # provisional: the decision replaces it.
         ended_attempt = self._book.reached(replace(attempt, why="failed", ended=time.time()))
         this_attempt = (job.id, job.attempt)
         earlier_attempts = [a for a in self._book.all() if (a.job, a.attempt) != this_attempt]
@@ -511,7 +511,11 @@ def _lost_nodes(names: Sequence[str]) -> str | None:
 
 
 def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) -> Roles:
-    """Return the roles of ``recipe``. Without GPUs, each server is on one host and has at most ``devices`` devices."""
+    """Return the roles of ``recipe`` in its rehearsal.
+
+    Without GPUs, each server is on one host and has at most ``devices`` devices. The servers do not use the recipe's
+    port, because a rehearsal's configuration has no port.
+    """
     sections = ServerSections.of(recipe).where_generated
     roles = Roles.of(recipe.parallel.world_size, sections)
     if on_gpus:

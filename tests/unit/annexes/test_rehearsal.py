@@ -17,7 +17,7 @@ from megatron_dppo.cluster.rehearsal.attempts import key_of
 from megatron_dppo.cluster.rehearsal.findings import findings
 from megatron_dppo.cluster.rehearsal.layout import small_stages, smaller_layout
 from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
-from megatron_dppo.cluster.rehearsal.shrinking import Stage
+from megatron_dppo.cluster.rehearsal.shrinking import RehearsalInputs
 from megatron_dppo.cluster.rehearsal.tokenizer import byte_tokenizer
 from megatron_dppo.cluster.rehearsal.weights import write_model
 from megatron_dppo.config import check_config, load_config
@@ -60,8 +60,8 @@ def shape_of(values):
     return shape
 
 
-def stage_of(folder: Path, config, **values) -> Stage:
-    """A stage whose files exist; no weights are made."""
+def inputs_of(folder: Path, config, **values) -> RehearsalInputs:
+    """Return inputs whose files exist; no weights are made."""
     model, data = folder / "model", folder / "data.jsonl"
     sizes = tiny_model.tiny_sizes(
         values.pop("parallel", config.parallel).sizes,
@@ -76,13 +76,13 @@ def stage_of(folder: Path, config, **values) -> Stage:
     (model / "config.json").write_text(json.dumps(values_of_model))
     data.touch()
     paths = {name: str(data) for name in config.data.evaluation}
-    return Stage(folder / "run", model, (str(data),), paths, 40, False, **values)
+    return RehearsalInputs(folder / "run", model, (str(data),), paths, 40, False, **values)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
     config = load_config(RECIPES / f"{name}.yaml")
-    derived = shrinking.shrink(config, config.parallel, stage_of(tmp_path, config))
+    derived = shrinking.shrink(config, config.parallel, inputs_of(tmp_path, config))
     check_config(derived, name, weights=False)
     kept = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
     for key in kept:
@@ -107,9 +107,11 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
         "sglang.attention_backend=fa3",
     ]
     config = load_config(RECIPES / f"{name}.yaml", [*overrides, "megatron.moe_router_fusion=true"])
-    stage = stage_of(tmp_path, config)
+    inputs = inputs_of(tmp_path, config)
     on_cpus, on_gpus = (
-        shrinking.shrink(config, config.parallel, dataclasses.replace(stage, nodes=kind, servers=3))
+        shrinking.shrink(
+            config, config.parallel, dataclasses.replace(inputs, nodes=kind, servers=3)
+        )
         for kind in ("cpu", "gpu")
     )
     for derived in (on_cpus, on_gpus):
@@ -120,8 +122,8 @@ def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_ker
     assert "attention_backend" not in on_cpus.sglang
     assert on_gpus.sglang == config.sglang
     assert on_gpus.megatron == config.megatron
-    gpu_stage = dataclasses.replace(stage, nodes="gpu")
-    left_out = {o.key for o in shrinking.omissions(config, config.parallel, gpu_stage)}
+    gpu_inputs = dataclasses.replace(inputs, nodes="gpu")
+    left_out = {o.key for o in shrinking.omissions(config, config.parallel, gpu_inputs)}
     assert not left_out & {"sglang", "megatron", "sglang.tp_size", "parallel.interface"}
 
 
@@ -253,11 +255,11 @@ def test_replicas_shrink_before_tensor_parallelism():
 
 def test_a_service_that_is_away_is_left_out(tmp_path):
     config = load_config(RECIPES / "qwen3_4b_instruct_rlhf.yaml")
-    stage = stage_of(tmp_path, config, unreachable={"reward.options": "nobody answers"})
-    derived = shrinking.shrink(config, config.parallel, stage)
+    inputs = inputs_of(tmp_path, config, unreachable={"reward.options": "nobody answers"})
+    derived = shrinking.shrink(config, config.parallel, inputs)
     assert derived.reward.name == signal.TARGET
     assert "reward.options" in {
-        part.key for part in shrinking.omissions(config, config.parallel, stage)
+        part.key for part in shrinking.omissions(config, config.parallel, inputs)
     }
 
 
@@ -266,11 +268,11 @@ def test_options_for_gpus_are_left_out_and_told(tmp_path):
         RECIPES / "qwen3_30b_a3b_base.yaml",
         ["sglang.attention_backend=fa3", "sglang.schedule_policy=lpm", "megatron.fp8=hybrid"],
     )
-    stage = stage_of(tmp_path, config)
-    derived = shrinking.shrink(config, config.parallel, stage)
+    inputs = inputs_of(tmp_path, config)
+    derived = shrinking.shrink(config, config.parallel, inputs)
     assert derived.sglang == {"schedule_policy": "lpm"}
     assert derived.megatron == {}
-    told = {part.key: part.reason for part in shrinking.omissions(config, config.parallel, stage)}
+    told = {part.key: part.reason for part in shrinking.omissions(config, config.parallel, inputs)}
     assert "attention_backend" in told["sglang"]
     assert "fp8" in told["megatron"]
 
