@@ -47,7 +47,7 @@ from megatron_dppo.trainer.parking import (
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
 from megatron_dppo.vocab_parallel.head import HeadOptions
-from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
+from megatron_dppo.vocab_parallel.policy_stats import FAULTS, fault_message
 
 
 class ReferenceWeights:
@@ -373,11 +373,11 @@ class Trainer:
         dist.all_reduce(totals, dist.ReduceOp.MAX)
         # The last of ``FAULTS`` counts rows of logits, the others count ids.
         *bad_ids, bad_rows = totals.cpu()
-        if message := describe(bad_ids):
+        if message := fault_message(bad_ids):
             raise ValueError(message)
         if bad_rows:
             raise step.NonFiniteLogProbsError(
-                f"{describe(totals.cpu())}; nothing was trained on them"
+                f"{fault_message(totals.cpu())}; nothing was trained on them"
             )
 
     @property
@@ -547,7 +547,7 @@ class Trainer:
         sums = dict(reduced.sums)
         # The last of ``FAULTS`` counts rows of logits, the others count ids.
         *bad_ids, bad_rows = (sums.pop(name) for name in _FAULT_COUNTS)
-        if message := describe(bad_ids):
+        if message := fault_message(bad_ids):
             raise ValueError(message)
         bad_losses = bool(sums.pop(_NONFINITE) + bad_rows > 0)
         return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses

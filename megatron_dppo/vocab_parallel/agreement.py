@@ -30,6 +30,7 @@ class Agreement:
         """Start the all-reduce. ``facts`` are in the order of FACTS. With None, this rank's input is invalid, and the
         caller must raise an error afterwards.
         """
+        # Each rank fills only its own row, so that the sum of all tables has the rows of all ranks.
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
@@ -57,6 +58,7 @@ def disagreement(table: Sequence[Sequence[int]]) -> str | None:
     failed = [rank for rank, row in enumerate(table) if row[-1]]
     if failed:
         return f"rank(s) {failed} were given bad input; their own error says what"
+    # ``zip`` leaves out the last column, which is no fact.
     for name, values in zip(FACTS, zip(*table, strict=True), strict=False):
         if len(set(values)) > 1:
             return f"ranks disagree on {name}: {list(values)} by rank, expected equal"

@@ -45,15 +45,15 @@ Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """The result of the forward kernel: lse, sum p log p, sum p^2, and z at the requested columns.
 
 lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. The two
-sums, float64 [T] or None, are over the same columns as lse, and so is the normalisation of p. z is float32 (float64 for
-float64 logits) [T, N], and 0 at column -1.
+sums, float64 [T] or None, are over the same columns as lse, and the p of these columns sum to 1. z is float32 (float64
+for float64 logits) [T, N], and 0 at column -1.
 """
 
 
 class Backend(Protocol):
     """Row kernels over one shard ``logits`` [T, C]. The first ``real`` columns are tokens, the rest is padding."""
 
-    def unavailable(self, logits: Tensor) -> str | None:
+    def unsupported_reason(self, logits: Tensor) -> str | None:
         """Return why this backend does not support ``logits``; None if it does."""
 
     def forward(
@@ -92,7 +92,7 @@ BLOCK_BYTES = 4 << 20
 class EagerBackend:
     """The reference backend, in plain torch. It computes a block of rows at a time and runs on every device."""
 
-    def unavailable(self, logits: Tensor) -> str | None:
+    def unsupported_reason(self, logits: Tensor) -> str | None:
         """Return None: this backend is always available."""
         return None
 
@@ -118,6 +118,7 @@ class EagerBackend:
                 value = torch.where(index < 0, z[:, :1], -math.inf)
                 z.scatter_(1, index.clamp(min=0), value)
             top = z.amax(-1) if real else z.new_full((len(z),), -math.inf)
+            # A row that has only -inf has no maximum to subtract.
             top = torch.where(top == -math.inf, 0.0, top)
             z.sub_(top[:, None]).mul_(scale)
             weights = z.exp()
@@ -150,6 +151,7 @@ class EagerBackend:
         if not real:
             return
         for rows in _blocks(logits):
+            # Skip a block without gradients on a CPU only. On a GPU the test would cost a device sync.
             on_cpu = logits.device.type == "cpu"
             if on_cpu and not has_gradient[rows].any():
                 out[rows, :real] = 0
@@ -223,7 +225,7 @@ def load_kernels() -> ctypes.CDLL:
 class CppBackend:
     """The backend of CPUs, in C++; see ``Backend``."""
 
-    def unavailable(self, logits: Tensor) -> str | None:
+    def unsupported_reason(self, logits: Tensor) -> str | None:
         """See ``Backend``. Reasons: another device or dtype, or kernels that do not build here (logged once)."""
         if logits.device.type != "cpu":
             return f"the C++ kernels run on the CPU, and the logits are on {logits.device}"
@@ -366,7 +368,7 @@ class TritonBackend:
     the errors on a GPU.
     """
 
-    def unavailable(self, logits: Tensor) -> str | None:
+    def unsupported_reason(self, logits: Tensor) -> str | None:
         """See ``Backend``. Reasons: no Triton, float64 logits, or a CPU without the interpreter."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -444,7 +446,7 @@ class TritonBackend:
         shift = (gradient.lse / scale).float()
         rest = (shift.double() * scale - gradient.lse).float()
         # The kernel computes dL/dz = p (a + b log p), plus g at the sampled token. a = -(g + h H) and b = -h; g and h
-        # contain the factor ``scale``. The kernel does not read b without entropy.
+        # contain the factor ``scale``. Without entropy the kernel does not read b, so any tensor can stand for b.
         g = (gradient.log_prob * scale).float().contiguous()
         a = -g
         b = a
@@ -488,11 +490,11 @@ def choose(logits: Tensor, name: str | None = None) -> Backend:
     if name is not None:
         if name not in BACKENDS:
             raise ValueError(f"unknown policy_stats backend {name!r}; known: {', '.join(BACKENDS)}")
-        reason = BACKENDS[name].unavailable(logits)
+        reason = BACKENDS[name].unsupported_reason(logits)
         if reason is not None:
             raise ValueError(f"policy_stats backend {name!r} cannot run: {reason}")
         return BACKENDS[name]
     for candidate in PREFERENCE.get(logits.device.type, ("eager",)):
-        if BACKENDS[candidate].unavailable(logits) is None:
+        if BACKENDS[candidate].unsupported_reason(logits) is None:
             return BACKENDS[candidate]
     return BACKENDS["eager"]

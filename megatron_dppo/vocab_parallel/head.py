@@ -27,7 +27,7 @@ from megatron_dppo.vocab_parallel.policy_stats import (
     StatsQuery,
     StatsRequest,
     dense_policy_stats,
-    described,
+    dtype_and_shape,
     row_gradient,
 )
 
@@ -165,21 +165,21 @@ def _faults(
         weight = factor.weight
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             yield (
-                f"hidden states are {described(hidden)} and the weight {described(weight)}, "
+                f"hidden states are {dtype_and_shape(hidden)} and the weight {dtype_and_shape(weight)}, "
                 "expected [T, H] and [C, H]"
             )
         if hidden.dtype != weight.dtype or len(hidden) != tokens or len(weight) != columns:
             yield (
-                f"hidden states are {described(hidden)} and the weight {described(weight)}, "
+                f"hidden states are {dtype_and_shape(hidden)} and the weight {dtype_and_shape(weight)}, "
                 f"expected one dtype, {tokens} tokens and {columns} columns, as the first factor's"
             )
         gradient = factor.main_gradient
         if gradient is not None and gradient.shape != weight.shape:
-            yield f"main_gradient is {described(gradient)}, expected {tuple(weight.shape)}"
+            yield f"main_gradient is {dtype_and_shape(gradient)}, expected {tuple(weight.shape)}"
     if counted is not None and (counted.dtype != torch.bool or counted.shape != (tokens,)):
-        yield f"counted is {described(counted)}, expected torch.bool ({tokens},)"
+        yield f"counted is {dtype_and_shape(counted)}, expected torch.bool ({tokens},)"
     if target_ids.shape != (tokens,):
-        yield f"target_ids are {described(target_ids)}, expected torch.int64 ({tokens},)"
+        yield f"target_ids are {dtype_and_shape(target_ids)}, expected torch.int64 ({tokens},)"
     if options.chunk_tokens < 1:
         yield f"chunk_tokens is {options.chunk_tokens}, expected at least 1"
 
@@ -197,7 +197,7 @@ class _Head:
     options: HeadOptions
 
     def chunks(self, size: int) -> list[slice]:
-        """Divide the N rows into chunks of at most ``size``."""
+        """Divide ``size`` rows into chunks of at most ``chunk_tokens`` rows."""
         step = self.options.chunk_tokens
         return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
@@ -314,9 +314,10 @@ class _HeadStats(torch.autograd.Function):
         else:
             # The kept chunk is the last chunk, so all other rows lie before its start.
             chunk, buffer = kept_chunk
-            count = len(remaining_rows)
-            remaining_rows = remaining_rows[remaining_rows < chunk.start]
-            if count > len(remaining_rows):
+            earlier_rows = remaining_rows[remaining_rows < chunk.start]
+            has_gradient_in_chunk = len(earlier_rows) < len(remaining_rows)
+            remaining_rows = earlier_rows
+            if has_gradient_in_chunk:
                 logits = buffer[: chunk.stop - chunk.start]
                 sums.add(gradient.write(logits, chunk), chunk)
         for chunk in head.chunks(len(remaining_rows)):
@@ -401,7 +402,7 @@ class _Gradients:
         gradient = logits.to(self._tensors[1].dtype)
         for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
             hidden, weight = self._tensors[2 * i : 2 * i + 2]
-            # Each token is in one chunk only, but each chunk contributes to all weights.
+            # A token is in one chunk only: set its gradient. Every chunk has a part of the weights' gradients: add it.
             if hidden_sum is not None:
                 hidden_sum[positions] = gradient @ weight
             if weight_sum is not None:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel import agreement, wire
-from megatron_dppo.vocab_parallel.agreement import Agreement
+from megatron_dppo.vocab_parallel import wire
+from megatron_dppo.vocab_parallel.agreement import Agreement, checksum
 from megatron_dppo.vocab_parallel.backends import Backend, RowGradient, choose
 from megatron_dppo.vocab_parallel.wire import VocabShard
 
@@ -30,7 +30,7 @@ FAULTS = (
 def logits_faults(logits: Tensor) -> Iterator[str]:
     """Yield faults of the logits. They must be [T, C], contiguous, of a floating dtype. Read only the first fault."""
     if logits.ndim != 2 or not logits.is_floating_point():
-        yield f"logits are {described(logits)}, expected floating point [T, C]"
+        yield f"logits are {dtype_and_shape(logits)}, expected floating point [T, C]"
     if not logits.is_contiguous():
         yield f"logits have strides {logits.stride()}, expected contiguous {tuple(logits.shape)}"
 
@@ -53,11 +53,11 @@ def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> I
         yield f"temperature is {temperature!r}, expected a positive number"
     if target_ids.dtype != torch.int64 or target_ids.shape != (rows,):
         yield (
-            f"target_ids are {described(target_ids)}, expected torch.int64 ({rows},) to match "
+            f"target_ids are {dtype_and_shape(target_ids)}, expected torch.int64 ({rows},) to match "
             f"logits ({rows}, {columns})"
         )
     if topk_ids is not None and (topk_ids.dtype != torch.int64 or topk_ids.ndim != 2):
-        yield f"topk_ids are {described(topk_ids)}, expected torch.int64 ({rows}, K)"
+        yield f"topk_ids are {dtype_and_shape(topk_ids)}, expected torch.int64 ({rows}, K)"
     if topk_ids is not None and (len(topk_ids) != rows or topk_ids.shape[1] < 1):
         yield f"topk_ids have shape {tuple(topk_ids.shape)}, expected ({rows}, K) with K >= 1"
 
@@ -80,7 +80,7 @@ def _count_outside(ids: Tensor, low: int, high: int) -> Tensor:
     return ((ids < low) | (ids >= high)).sum().float()
 
 
-def describe(counts: Sequence[Tensor] | Tensor) -> str | None:
+def fault_message(counts: Sequence[Tensor] | Tensor) -> str | None:
     """Write an error message for ``counts``; None if all counts are 0. Reads the counts from the device.
 
     ``counts`` has the counts of ``FAULTS``, in this order, or only the first of them.
@@ -94,7 +94,7 @@ def describe(counts: Sequence[Tensor] | Tensor) -> str | None:
     return None
 
 
-def described(x: Tensor) -> str:
+def dtype_and_shape(x: Tensor) -> str:
     """Return dtype and shape of ``x``, for messages."""
     return f"{x.dtype} {tuple(x.shape)}"
 
@@ -107,8 +107,8 @@ class PolicyStats:
     """
 
     log_probs: Tensor
-    """[T]: log pi of the target, differentiable. The relative error of log pi is the rounding of float32 (and the error
-    of e^z), also if pi is nearly 1. So 1 - pi = -expm1(log pi) is as precise as pi.
+    """[T]: log pi of the target, differentiable. The relative error of log pi is only the rounding of float32 and the
+    error of e^z, even if pi is nearly 1. So 1 - pi = -expm1(log pi) is as precise as pi.
     """
     topk_log_probs: Tensor | None
     """[T, K]: log pi at ``topk_ids``, differentiable. A token's ids must differ, except that the target may be among
@@ -124,7 +124,7 @@ class PolicyStats:
 
     def raise_on_faults(self) -> None:
         """Raise ValueError unless all ``fault_counts`` are 0. Reads them from the device: a sync on a GPU."""
-        message = describe(self.fault_counts)
+        message = fault_message(self.fault_counts)
         if message is not None:
             raise ValueError(message)
 
@@ -222,7 +222,7 @@ class StatsQuery:
         topk = 0
         if self.topk_ids is not None:
             topk = self.topk_ids.shape[1]
-        id_sum = agreement.checksum(self.target_ids, self.topk_ids)
+        id_sum = checksum(self.target_ids, self.topk_ids)
         sums = int(self.with_entropy), int(self.with_squares)
         return [rows, columns, topk, *sums, self.vocab_size, id_sum]
 
@@ -276,11 +276,11 @@ class StatsRequest:
         on_cpu = like.device.type == "cpu"
         checks_values = on_cpu if raise_on_faults is None else raise_on_faults
         if checks_values:
-            message = message or describe(id_fault_counts)
+            message = message or fault_message(id_fault_counts)
         agreement = None
         # On a CPU compare the sizes of all ranks' payloads first: gloo aborts the process if they differ. On a GPU a
-        # difference would hang NCCL, but a comparison would cost a device sync. The model's own collectives, which need
-        # an equal T, have already succeeded.
+        # difference would hang NCCL. But a comparison would cost a device sync, and the ranks' T cannot differ there:
+        # the model's own collectives, which need an equal T, have already succeeded.
         if on_cpu and group is not None:
             facts = query.facts(rows, columns) if message is None else None
             agreement = Agreement(group, facts)

@@ -2,12 +2,12 @@
 
 Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
 
-    [ rank 0: lse high, lse low, (sum p log p), (sum p^2) | ... | rank N-1: ... | logit of the sampled
-    token | logits at K ids ]
+    [ rank 0: lse high, lse low, (sum p log p), (sum p^2) | ... | rank N-1: ... |
+      logit of the sampled token | logits at K ids ]
 
-The row has a sum only if the caller requests it. Each rank writes its own slots and the logits of the ids that it owns,
-and zero elsewhere. So only one rank contributes to an element, and the sum is exact, independent of the order of
-reduction, and bit-identical on all ranks.
+The row has a sum in parentheses only if the caller requests it. Each rank writes its own slots and the logits of the
+ids that it owns, and zero elsewhere. So only one rank contributes to an element, and the all-reduce is exact,
+independent of the order of reduction, and bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Reduced:
     """Reduced rows, the same on every rank.
 
     Attributes:
-        lse: float64 [T], the log-sum-exp of all ids.
-        others: float64 [T], the log-sum-exp of all ids except the sampled id.
+        lse: float64 [T], the log-sum-exp of all ids' scaled logits.
+        others: float64 [T], the same of all ids except the sampled id.
         entropy: float64 [T], or None.
         squares: sum p^2, float64 [T], or None.
-        logits: [T, 1 + K], not scaled.
+        logits: [T, 1 + K], at the sampled id and the K ids, not scaled.
     """
 
     lse: Tensor
@@ -137,7 +137,7 @@ def _merged(
     squares: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Combine log-sum-exp, sum p log p and sum p^2 of N parts of a vocabulary, [T, N], into the three sums of the whole
-    vocabulary, [T].
+    vocabulary, [T]. The p of a part sum to 1 in that part; the p of the result sum to 1 over the whole vocabulary.
     """
     total = lse.logsumexp(-1)
     log_share = lse - total[:, None]

@@ -132,8 +132,8 @@ def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_
 
 def test_without_a_gpu_or_the_interpreter_it_says_so(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    reason = BACKENDS["triton"].unavailable(torch.zeros(1, 4))
+    reason = BACKENDS["triton"].unsupported_reason(torch.zeros(1, 4))
     assert "TRITON_INTERPRET=1 is not set" in reason
-    assert "not torch.float64" in BACKENDS["triton"].unavailable(
+    assert "not torch.float64" in BACKENDS["triton"].unsupported_reason(
         torch.zeros(1, 4, dtype=torch.float64)
     )

@@ -176,7 +176,7 @@ def kernels(bench: Bench) -> Iterator[CheckRow]:
     for dtype in DTYPES:
         case = KernelCase.drawn(tokens, vocab, 64, getattr(torch, dtype), device)
         for name, backend in BACKENDS.items():
-            reason = backend.unavailable(case.logits)
+            reason = backend.unsupported_reason(case.logits)
             place = " in its interpreter" if name == "triton" and is_interpreted else ""
             label = f"{name}{place}, {dtype}"
             if reason is not None:
@@ -255,7 +255,9 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
     for dtype in DTYPES:
         case = KernelCase.drawn(tokens, vocab, padding, getattr(torch, dtype), device)
         usable = (
-            n for n in PREFERENCE[device.type] if BACKENDS[n].unavailable(case.logits) is None
+            n
+            for n in PREFERENCE[device.type]
+            if BACKENDS[n].unsupported_reason(case.logits) is None
         )
         errors_by_dtype[dtype] = asdict(errors(case, next(usable), dist.group.WORLD))
     Path(folder, f"tensor_parallel_{rank}.json").write_text(json.dumps(errors_by_dtype))
