@@ -46,7 +46,7 @@ class AdapterStrategy(Strategy):
 
     Attributes:
         name: the name under which the engines load the adapters.
-        loaded: number of tensors compared in the last update, over all engines.
+        compared_tensors: number of tensors compared in the last update, over all engines.
     """
 
     def __init__(self, transfer: Transfer, folder: AdapterFolder) -> None:
@@ -56,7 +56,7 @@ class AdapterStrategy(Strategy):
         self._tensors: list[tuple[str, Tensor]] = []
         self._written_folder: Path | None = None
         self.name = ""
-        self.loaded = 0
+        self.compared_tensors = 0
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         # Remove the tensors and the folder of an update that failed.
@@ -94,7 +94,7 @@ class AdapterStrategy(Strategy):
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
         """Raise EngineFaultError that names the engines whose tensors differ from the sent tensors."""
-        expected_hashes = expected_digests(self._tensors, self._folder)
+        expected_hashes = expected_adapter_digests(self._tensors, self._folder)
         faults: dict[str, BaseException] = {}
         for url, digests in digests_by_url.items():
             mismatches = verification.compare_checksums([expected_hashes], [digests])
@@ -102,10 +102,10 @@ class AdapterStrategy(Strategy):
                 faults[url] = verification.ChecksumMismatchError(mismatches)
         if faults:
             raise EngineFaultError(faults)
-        self.loaded = len(expected_hashes) * len(digests_by_url)
+        self.compared_tensors = len(expected_hashes) * len(digests_by_url)
 
 
-def expected_digests(
+def expected_adapter_digests(
     tensors: Sequence[tuple[str, Tensor]], folder: AdapterFolder
 ) -> dict[str, str]:
     """Return the SHA-256 of each adapter tensor that an engine holds, by name.
@@ -177,8 +177,8 @@ class AdapterUpdater(transaction.WeightUpdater):
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
         paused_at = super()._begin(phases, version, title, compared_version)
-        # The adapters' name has the version, and two sets of adapters cannot share a name. So if a version is sent
-        # again, its previous adapters cannot be kept.
+        # The adapters' name has the version, and an engine cannot hold two sets of adapters with one name. So if the
+        # previous version is sent again, its adapters cannot be kept during the update.
         if self._previous_version == version:
             self._previous_version = None
         previous_version = self._previous_version
@@ -195,6 +195,7 @@ class AdapterUpdater(transaction.WeightUpdater):
         *,
         sends_changes: bool,
     ) -> tuple[int, int, list[Any] | None]:
+        # The adapters have no checksums in ``partials``: the strategy compares their digests.
         sent, received, _ = super()._stream(phases, verify=False, sends_changes=sends_changes)
         base_partials = None
         if not self._is_base_compared:
@@ -218,7 +219,7 @@ class AdapterUpdater(transaction.WeightUpdater):
         """Compare the frozen model if this update hashed it. The engines' adapters were compared at their load."""
         compared = 0
         if isinstance(self._strategy, AdapterStrategy):
-            compared = self._strategy.loaded
+            compared = self._strategy.compared_tensors
         if partials:
             compared += super()._verify(phases, partials)
         return compared

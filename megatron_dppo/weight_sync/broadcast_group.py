@@ -46,7 +46,7 @@ _ANNOUNCEMENT_POLL_S = 0.002
 
 
 _BACKEND_SLACK = timedelta(seconds=30)
-"""The limit of gloo or NCCL is longer than the limit of the callers by this time."""
+"""The limit of gloo or NCCL is longer than the callers' own time limit by this time."""
 
 
 def _announcement(number: int) -> str:
@@ -91,7 +91,7 @@ class BroadcastGroup:
     """
 
     def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
-        # The callers' own limits are shorter, and their errors name the slow operation: this limit is the last resort.
+        # This limit is the last resort. The callers' own limits end first, with errors that name the slow operation.
         self._backend_limit = timedelta(seconds=timeout_s) + _BACKEND_SLACK
         self.name = new_name(self._backend_limit)
         self.address = address
@@ -129,7 +129,7 @@ class BroadcastGroup:
         options = None
         if self.backend == "gloo":
             options = _gloo_options(self.address, limit)
-        # Engines make their groups with the same helper, because both sides must use the same keys in the store.
+        # Use the helper that makes the group in the engines too: both sides must use the same keys in the store.
         with _raising_connection_broken(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
                 size,
@@ -227,7 +227,8 @@ def _broadcast(
     ``filled``, on a GPU: an event that was recorded after ``data`` was filled, and the stream for the broadcast. Not
     yet run on a GPU.
     """
-    # This frame keeps a reference to ``group``: gloo cannot cancel, and releasing the last reference would block.
+    # This frame keeps a reference to ``group`` on purpose. gloo cannot cancel a broadcast, and releasing the last
+    # reference to the group would block.
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0

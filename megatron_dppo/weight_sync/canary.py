@@ -27,7 +27,7 @@ PROMPT_TOKENS = 24
 
 DECODED_TOKENS = 4
 """Number of tokens that the engine decodes one by one after each prompt. The first token of the response is not
-counted: the prompt's prefill computes it."""
+counted, because the prompt's prefill computes it."""
 
 
 class Tolerance(NamedTuple):
@@ -52,10 +52,12 @@ _TOLERANCE = {
 """The tolerance by dtype of the engines' weights.
 
 In bfloat16 a logit of 20 is rounded to a multiple of 0.125. If a router has a near tie, rounding sends a token to
-another expert. So a single token may differ by several nats (6.3 measured), but the mean over all tokens stays small
-(0.21 measured). With fp8 a bfloat16 trainer scores with rounded weights, and the engines round activations too. In a
-model with random weights this moves the mean by 0.07, eight times as far as bfloat16 does. A wrong mapping in every
-layer moves the mean by 0.69 or more.
+another expert. So a single token may differ by several nats, but the mean over all tokens stays small. In a trained
+model, right weights differed by at most 6.3 nats at one token, and by 0.21 in the mean. A mapping that is wrong in a
+whole layer moves the mean by 0.69 or more.
+
+With fp8 a bfloat16 trainer scores with rounded weights, and the engines round activations too. So the mean is larger
+than in bfloat16: in a model with random weights it was 0.07, eight times the mean of the same model in bfloat16.
 """
 
 
@@ -81,10 +83,10 @@ def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int)
 
 
 def decode_tolerance(tolerance: Tolerance) -> Tolerance:
-    """Return the tolerance between an engine's own decode and prefill.
+    """Return the tolerance between an engine's own decode and prefill, from the tolerance of the prompts' scores.
 
-    This mean is taken over fewer tokens than the mean of the prompts. So its bound is larger, by the square root of the
-    ratio of the two token counts.
+    Here the mean is over fewer tokens of each prompt: DECODED_TOKENS instead of PROMPT_TOKENS - 1. So its bound is
+    larger, by the square root of the ratio of the two counts.
     """
     scored_tokens = PROMPT_TOKENS - 1
     return tolerance._replace(mean=tolerance.mean * (scored_tokens / DECODED_TOKENS) ** 0.5)
@@ -138,9 +140,9 @@ def compare_canary(
 ) -> CanaryReport:
     """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
 
-    If two experts have almost equal router scores, rounding may make the two sides choose different experts. From this
-    token on the prompt's log-probabilities differ by more than rounding. A model with a router meets a near tie at one
-    prompt in some thousands of updates. Wrong arithmetic changes all prompts.
+    If two experts have almost equal router scores (a near tie), rounding may make the sides choose different experts.
+    From this token on the prompt's log-probabilities differ by more than rounding. In float32 this happens once in some
+    thousands of updates, and then at one prompt. Wrong arithmetic changes all prompts.
 
     Args:
         trainer: log-probabilities of one side.
@@ -214,8 +216,9 @@ def _is_within(differences: Sequence[_Difference], tolerance: Tolerance) -> bool
 
 def _size_order(row: _Difference) -> tuple[bool, float]:
     """Order differences by size; a NaN is larger than any number."""
-    is_nan = math.isnan(row.nats)
-    return is_nan, 0.0 if is_nan else row.nats
+    if math.isnan(row.nats):
+        return True, 0.0
+    return False, row.nats
 
 
 def _compare_decode(scores: DecodedScores, tolerance: Tolerance, *, is_routed: bool) -> float:
@@ -243,8 +246,8 @@ def compare_scores(
     ``trainer``.
 
     An engine scores prompts with its prefill, but samples responses with its decode. The decode has other kernels, and
-    on GPUs it has captured graphs that can keep old weights. So each engine also continues the prompts. The decode's
-    log-probabilities of the new tokens are compared with the log-probabilities that the engine's prefill computes.
+    on GPUs it has captured graphs that can keep old weights. So each engine also continues the prompts, and the new
+    tokens' log-probabilities from its decode are compared with their log-probabilities from its prefill.
 
     Returns the report of the engine with the largest difference. Raises EngineFaultError, with a CanaryError for each
     engine beyond ``tolerance``.

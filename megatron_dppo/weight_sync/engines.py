@@ -172,17 +172,17 @@ class Engines:
     ``runner`` runs the calls, so that this rank's threads can wait for them or do other work.
 
     Attributes:
-        place_directly: whether every engine loads updates by direct placement.
+        all_place_directly: whether every engine loads updates by direct placement.
     """
 
     def __init__(self, members: Sequence[EngineWeights], runner: AsyncRunner) -> None:
         self.members = tuple(members)
         self._runner = runner
-        self.place_directly = all(engine.places_directly for engine in members)
+        self.all_place_directly = all(engine.places_directly for engine in members)
         for engine in members:
             # All engines receive the same bytes. If one of them needs the form that SGLang's own loader reads, all
             # receive that form.
-            engine.places_directly = self.place_directly
+            engine.places_directly = self.all_place_directly
 
     @classmethod
     def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
@@ -202,7 +202,7 @@ class Engines:
 
     @property
     def first(self) -> EngineWeights:
-        """The engine whose format holds for all: they serve the same model."""
+        """The first engine. All engines receive weights in its format, because they serve the same model."""
         return self.members[0]
 
     @property
@@ -212,7 +212,7 @@ class Engines:
     @property
     def take_changes(self) -> bool:
         """Whether the engines can apply changes to the weights that they hold."""
-        return self.place_directly and self.first.tensors.hold_what_is_sent
+        return self.all_place_directly and self.first.tensors.hold_what_is_sent
 
     @cached_property
     def foreign_hosts(self) -> list[str]:
@@ -276,7 +276,7 @@ class Engines:
         wait(calls.values(), GRACE_S)
         faults = {url: failed.get(url, reason) for url in self._lost(calls)}
         errors = _errors(calls)
-        # If all of several engines fail, the fault lies between this rank and them, and no engine is named.
+        # If all of several engines fail, name no engine: the fault probably lies between this rank and the engines.
         is_common_fault = len(calls) > 1 and len(errors) == len(calls)
         if not faults and not is_common_fault:
             faults = errors
@@ -339,10 +339,10 @@ class Engines:
             log.warning("an engine could not be quarantined: %s", error)
 
     def return_to(self, version: int, digests: Digests, suspects: Collection[str]) -> None:
-        """Make every engine that still holds ``version`` serve it again after an interrupted update.
+        """Make every engine that still holds ``version`` serve this version again after an interrupted update.
 
-        An engine holds the version if its tensors have the checksums ``digests``. Other engines stay as they are, and
-        so do engines that fail here: the log says which. ``suspects``: URLs of engines that may not answer.
+        An engine holds the version if its tensors have the checksums ``digests``. Other engines, and engines that fail
+        here, stay unverified, and the log names them. ``suspects``: URLs of engines that may not answer.
         """
 
         async def resume(engine: EngineWeights) -> str:
@@ -423,9 +423,9 @@ def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
 class Packer:
     """Packs the tensors of a bucket into the flat bytes that engines receive.
 
-    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. ``pack`` copies no pieces that follow
-    each other in memory. Other pieces are copied into one of two alternating buffers, so that the result of a call
-    stays valid until the second call after it.
+    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. If the pieces follow each other in
+    memory, ``pack`` returns a view of them. Otherwise it copies them into one of two alternating buffers, so that the
+    result of a call stays valid until the second call after it.
     """
 
     def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:
@@ -485,8 +485,8 @@ def local_address(url: str) -> str:
 def meeting_address(urls: Sequence[str]) -> str:
     """Return an address of this machine that the engines at all ``urls`` can reach.
 
-    An engine on this machine reaches every address of this machine, an engine on another host only the address on the
-    network between both. The result is loopback if all engines are at loopback.
+    An engine on this machine reaches every address of this machine. An engine on another host reaches only the address
+    on the network between both hosts. The result is loopback if all engines are at loopback.
     """
     addresses = [local_address(url) for url in urls]
     for address in addresses:

@@ -23,8 +23,8 @@ class SentWeights:
     def begin(self, *, is_base: bool) -> None:
         """Start an update.
 
-        ``is_base``: whether the engines hold the bytes that are kept here, and the plan of the last update was the
-        same.
+        ``is_base``: whether changes can be sent: the engines hold the bytes that are kept here, and the last update had
+        the same plan.
         """
         self._next_bucket = 0
         self._is_base = is_base

@@ -7,7 +7,7 @@ broadcasts the bucket in a separate group with all engines. Rank 0 knows every b
 engines by HTTP which broadcast to enter next, in the plan's order. So all engines enter the broadcasts in one order;
 the senders alone could not ensure this. The engines load one bucket while all senders gather and hash the next bucket.
 
-A dead engine breaks its connections at once; a hung engine exceeds the time limit of the request.
+Rank 0 notices a dead engine at once, by its broken connections, and a hung engine by the time limit of its request.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class DistributedStrategy(Strategy):
                 self._announcements[point.name] = Announcements(point.address, point.port, limit)
             return self._announcements[point.name].next()
         except ENGINE_FAULTS:
-            # Free the other senders. They wait in broadcasts that the engines will not be told to enter.
+            # Free the other senders: they wait in broadcasts that rank 0 will not tell the engines to enter.
             self._call_off()
             raise
 
@@ -312,6 +312,7 @@ class TensorStrategy(Strategy):
                     "strategy distributed or disk"
                 )
         self._packer = Packer(transfer.engines.first.pieces)
+        # The engines may still read the buffers of ``_packer``. So buckets are packed elsewhere to find their changes.
         self._comparison_packer = Packer(transfer.engines.first.pieces)
         self._requests: dict[str, Future[None]] = {}
 

@@ -195,9 +195,9 @@ class UpdateReport:
         version: the committed version.
         bytes: bytes of the weights as the engines load them.
         bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
-        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank; the rank
-            with the tensor's largest part has to receive the fewest bytes. Then all weights are sent once to each
-            engine rank, because SGLang receives whole tensors; strategies without broadcasts send them once in all.
+        bytes_bound: lower bound of ``bytes_moved`` for every plan. Each tensor must become whole on some rank. This
+            takes the fewest bytes on the rank with the tensor's largest part. Then all weights are sent once to each
+            engine rank, because SGLang receives whole tensors. Strategies without broadcasts send them only once.
         seconds: time that the caller waited, by phase: drain, begin, memory (comparison before the update), gather (the
             trainer's collective), transfer (waiting for the engines), hash, arrive, end, verify, canary, commit.
         verified: whether every tensor was compared.
@@ -440,7 +440,7 @@ class WeightUpdater:
             self._share(phases.error, title)
             failpoint("update/committed")
         self.committed_version = version
-        # Without digests there was nothing to compare. Then the period until the next comparison starts at this update.
+        # Without digests there was nothing to compare, and the period until the next comparison starts at this update.
         was_compared = compared_version is not None or not self._has_digests
         self._count(verify=verify, canary=score, memory=was_compared)
         committed_at = time.perf_counter()
@@ -469,7 +469,7 @@ class WeightUpdater:
         version: int,
         previous_version: int | None,
     ) -> Iterator[None]:
-        """Enclose the update to ``version``. If it fails, no engine serves it."""
+        """Enclose the update to ``version``. If the update fails, make sure that no engine serves this version."""
         previous_digests = self._digests
         try:
             yield
@@ -542,8 +542,8 @@ class WeightUpdater:
         paused_at = time.perf_counter()
         if self.leave_devices is not None:
             self._on_rank_0(phases, "begin", Engines.restore_released, ["weights"])
-        # Until the commit, engines report the version `unverified-N`, so that no response can be attributed to a
-        # version.
+        # Until the commit, engines report the version ``unverified-N``, so that no response counts as a response of a
+        # committed version.
         self._on_rank_0(phases, "begin", Engines.set_version, f"{UNVERIFIED_VERSION}{version}")
         if compared_version is not None:
             # Compare before the session opens: an engine with an open session answers no request for checksums.
@@ -628,7 +628,10 @@ class WeightUpdater:
         return self._on_rank_0(phases, "verify", verification.compare_tensors, digests) or 0
 
     def _keep_digests(self, digests: Digests | None, *, exist: bool) -> None:
-        """Keep the expected checksums of the engines' weights on rank 0; every rank knows whether they exist."""
+        """Keep the expected checksums of the engines' weights: ``digests`` on rank 0, None elsewhere.
+
+        Every rank knows whether rank 0 has them: ``exist``. If not, earlier checksums are forgotten.
+        """
         self._digests = digests
         self._has_digests = exist
 
@@ -647,8 +650,8 @@ class WeightUpdater:
     def _compared_version(self, phases: Phases, previous_version: int | None) -> int | None:
         """Return the version whose checksums the engines must have before the update; None: no comparison. Collective.
 
-        An engine that was started again does not hold ``previous_version``. Then nothing is compared, and the update
-        sends all weights to all engines.
+        If an engine was started again, it does not hold ``previous_version``. Then nothing is compared, and all engines
+        receive all weights.
         """
         is_due = self._sends_changes(previous_version) or self._is_memory_due(previous_version)
         if not is_due:
@@ -755,8 +758,8 @@ class WeightUpdater:
             self._strategy.abort()
         if not self._is_rank_0 or self._engines is None:
             return
-        # Before the canary, engines are paused with an unverified version already, unless ``_begin`` failed before it
-        # set this version. From the canary on, engines generate.
+        # Before the canary, the engines need no quarantine: they are paused with an unverified version already, unless
+        # ``_begin`` failed before it set this version. From the canary on, the engines generate.
         if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 
@@ -768,7 +771,7 @@ class WeightUpdater:
     ) -> None:
         """After an interrupted update, make the engines serve ``version`` again if they still hold it.
 
-        An engine loads kept buckets at the end of an update. Before that, it holds the weights with these ``digests``,
+        An engine loads kept buckets at the end of an update. Before that, its weights have the checksums ``digests``,
         which only rank 0 has.
         """
         if self._engines_keep_version and version is not None and digests is not None:
@@ -777,7 +780,10 @@ class WeightUpdater:
 
     @property
     def _engines_keep_version(self) -> bool:
-        """Whether engines hold the version before until the end of an update, if no bucket overwrites it earlier."""
+        """Whether engines may still hold the previous version when an update is interrupted.
+
+        They keep received changes (``changes_only``), or whole buckets too (``is_atomic``), until the update's end.
+        """
         return self.config.changes_only or self.is_atomic
 
     @property

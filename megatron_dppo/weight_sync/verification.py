@@ -52,7 +52,7 @@ class ChecksumMismatchError(EngineError):
             f"{len(mismatches)} engine tensors differ from the trainer's: {first_mismatches}"
         )
         self.mismatches = tuple(mismatches)
-        # Different names mean different models, and a retry cannot help. Wrong bytes may be right the next time.
+        # If names differ, the models differ, and a retry cannot help. If only bytes differ, a retry may succeed.
         has_different_names = any(m.expected is None or m.actual is None for m in mismatches)
         self.attempts = 1 if has_different_names else 2
 

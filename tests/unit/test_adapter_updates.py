@@ -22,7 +22,7 @@ from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources
-from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_digests
+from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_adapter_digests
 from megatron_dppo.weight_sync.engines import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdateRefusedError
 from tests.messages import mentioning
@@ -226,7 +226,7 @@ def test_fused_rows_are_digested_in_the_engines_order() -> None:
     tensors = {"v_proj": 3.0, "q_proj": 1.0, "k_proj": 2.0}
     sent = [(f"{at}.{name}.lora_A", torch.tensor([[v]])) for name, v in tensors.items()]
     fused = torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes()
-    assert expected_digests(sent, folder) == {
+    assert expected_adapter_digests(sent, folder) == {
         f"base_model.model.{at}.qkv_proj.lora_A.weight": hashlib.sha256(fused).hexdigest()
     }
 
