@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 REPORT = "evaluation.json"
 PASS_REWARD = 0.5
+"""Default of the smallest reward that counts as passed."""
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,12 @@ _CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
 
 _console: Console | None = None
-_failure_mark: Path | None = None
+_own_failure_mark: Path | None = None
 
 
 class FatalError(SystemExit):
+    """Ends the process with the status ``REFUSED``. ``fatal`` has printed the message already."""
+
     def __init__(self, message: str) -> None:
         super().__init__(REFUSED)
         self.message = message
@@ -212,7 +214,7 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
             resumed run appends to it. None: the terminal only.
         rank: global rank; None in the supervisor.
     """
-    global _failure_mark  # noqa: PLW0603  a process is one rank, so it has one mark
+    global _own_failure_mark  # noqa: PLW0603  a process is one rank, so it has one mark
     process = "supervisor" if rank is None else f"rank{rank}"
     console = shared_console()
     console.quiet = rank not in {None, 0}
@@ -233,9 +235,9 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
     if directory is not None:
         path = Path(directory) / "logs" / f"{process}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _failure_mark = None
+        _own_failure_mark = None
         if rank is not None:
-            _failure_mark = failure_mark(path)
+            _own_failure_mark = failure_mark(path)
         failure_mark(path).unlink(missing_ok=True)
         log_file = LogFile(path)
         log_file.setFormatter(
@@ -262,16 +264,16 @@ def note_failure() -> None:
     Call this before the rank releases its resources, because the release may take long. The rank with the earliest time
     is the likely cause: ranks that fail because of this rank may exit before it.
     """
-    if _failure_mark is not None:
+    if _own_failure_mark is not None:
         # Mode "x" keeps the time of the first failure: further failures may follow while the process ends.
-        with contextlib.suppress(OSError), open(_failure_mark, "x") as file:
+        with contextlib.suppress(OSError), open(_own_failure_mark, "x") as file:
             file.write(f"{time.time()}\n")
 
 
 def forget_failure() -> None:
     """Remove the mark of a failure that this process recovered from."""
-    if _failure_mark is not None:
-        _failure_mark.unlink(missing_ok=True)
+    if _own_failure_mark is not None:
+        _own_failure_mark.unlink(missing_ok=True)
 
 
 def _log_uncaught(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 REPORT = "rollouts.jsonl"
 """File with a line for each batch: its figures, and the state of the data sampler after it."""
-_WEIGHTS = 0
+_WEIGHT_VERSION = 0
 """Version of the weights that sample every batch."""
 
 
@@ -213,7 +213,7 @@ class _Batches:
         return Seal(
             step,
             origin.template,
-            {_WEIGHTS: f"checkpoint:{checkpoint}"},
+            {_WEIGHT_VERSION: f"checkpoint:{checkpoint}"},
             {problem: row_digest(origin.problems[problem]) for problem in problems},
             [t.stamp for t in batch if t.stamp is not None],
         )

@@ -3,8 +3,8 @@
 ``megatron-dppo train CONFIG.yaml [key.path=value ...]``.
 
 If RANK is in the environment (torchrun, Slurm, our own supervisor), this process is a rank of the trainer. Otherwise it
-is the supervisor of a run, which starts the SGLang servers and the ranks. Before that, a child process, which may
-import the libraries, checks the configuration within seconds.
+is the supervisor of a run, which starts the SGLang servers and the ranks. Before that, the supervisor lets a child
+process check the configuration within seconds. Only the child imports the libraries, so the supervisor stays small.
 """
 
 from __future__ import annotations
@@ -105,20 +105,23 @@ def _check(options: argparse.Namespace) -> int:
     try:
         config = load_config(source, options.overrides)
     except ConfigError as error:
+        # Replace the faulty values by valid stand-ins, so that the later checks can run and find more faults.
         remainder = load_remainder(source, options.overrides)
         if remainder is None:
             raise
         raise ConfigError([*error.faults, *_further_faults(remainder, options)], source) from error
     layout, faults = _stage_faults(config, options)
+    # Only the check before a start, in a child process, has the option.
+    precedes_start = options.answers is not None
     if faults:
-        # In the check before a start, the parent process has checked the machine already.
-        if options.answers is None:
+        # Before a start, the parent process has checked the machine already.
+        if not precedes_start:
             faults += _machine_faults(config)
         raise ConfigError(faults, source)
     print(layout)
     for warning in untried_options(config):
         print(f"warning: {warning}")
-    if options.answers is None:
+    if not precedes_start:
         # In a run, rank 0 logs these changes.
         changes = _changes(config)
         if changes is not None:
@@ -158,6 +161,7 @@ def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[s
     _, faults = _stage_faults(remainder.config, options, remainder.faulty_keys)
     if not remainder.has_faulty(_MACHINE_SECTIONS):
         faults += _machine_faults(remainder.config)
+    # Leave out the faults that a stand-in may have caused.
     return [fault for fault in faults if remainder.is_certain(fault)]
 
 

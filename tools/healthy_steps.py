@@ -51,7 +51,7 @@ from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8  # noqa: 
 from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws  # noqa: E402
 from megatron_dppo.metrics import table as names  # noqa: E402
 from megatron_dppo.metrics.progress import progress  # noqa: E402
-from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps  # noqa: E402
+from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_batch_steps  # noqa: E402
 
 RESPONSES = 64
 """Number of responses of a batch that ``megatron-dppo doctor`` examines by default."""
@@ -176,7 +176,7 @@ def run_steps(run: Path) -> Seen:
     folder = run / ROLLOUTS_FOLDER
     options = argparse.Namespace(run=run, weights=[])
     folders = weights_by_version(options, config)
-    steps = saved_steps(folder)
+    steps = saved_batch_steps(folder)
     with tempfile.TemporaryDirectory() as converted, progress(run.name, len(steps)) as bar:
         known = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
         for step in steps:

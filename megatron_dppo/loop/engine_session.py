@@ -518,8 +518,8 @@ class EngineSession:
     def _blame(self, error: WeightUpdateError) -> None:
         """Record the servers that failed an update or could not be attached, so that the next attempt excludes them.
 
-        If all members failed, no member is excluded, and the failure is counted. Raises EngineUnavailableError if
-        another attempt would fail the same way.
+        If all members failed, or if it is not known which members failed, no member is excluded, and the failure is
+        counted. Raises EngineUnavailableError if another attempt would fail the same way.
         """
         self._is_attached = False
         reason = str(error)

@@ -461,7 +461,7 @@ class ColumnExchange:
         directory = PartDirectory.gather(
             outlines, own_trajectories, arrays, topology, stages, self.sizes
         )
-        positions_of = [frozenset(positions) for positions in needed]
+        positions_by_replica = [frozenset(positions) for positions in needed]
 
         def parts_for(
             ranks: Sequence[int],
@@ -477,7 +477,7 @@ class ColumnExchange:
             for key, part in example_parts.items():
                 if any(stages.needs(part, stage) for stage in rank_stages):
                     needed_keys.add(key)
-            positions = positions_of[replica]
+            positions = positions_by_replica[replica]
             parts = []
             for part in directory.holders:
                 if part.position in positions and (part.name, part.stage) in needed_keys:

@@ -265,7 +265,7 @@ class RunData:
 
 
 def _name(file: ProblemFile) -> str:
-    """Return the file's path, and its keys if the configuration gives any: other keys make another set of problems."""
+    """Return the file's path and, if the configuration gives any, its keys: with other keys it has other problems."""
     keys: list[str] = []
     for key in (file.prompt_key, file.answer_key, file.metadata_key):
         if key is not None:

@@ -245,6 +245,7 @@ def routing_figures(
 ) -> dict[str, float]:
     """Return the metrics of recorded routing. ``recorded``: positions with a recording, on any rank."""
     recorded_responses = [batch[position] for position in recorded]
+    # A recording has no row for the last token of a response.
     rows = sum(t.length - 1 for t in batch)
     recorded_rows = sum(t.length - 1 for t in recorded_responses)
     usable_rows = recorded_rows - sum(t.discarded_rows for t in recorded_responses)

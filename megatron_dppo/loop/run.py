@@ -639,6 +639,7 @@ class Run:
             replays=replays,
             nonce=nonce,
         )
+        # Whether the run begins at step 0 now. It does not if only the ranks of this start were restarted.
         self._is_fresh = state is None and not has_begun
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)

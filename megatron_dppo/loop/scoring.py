@@ -244,8 +244,8 @@ def score_on_arrival(
     ``part`` stores each response in the spool when its score is known.
     """
 
-    # Use a closure, not a method of ScoredGeneration. The engine's generation holds the callback, so with a method it
-    # would refer back to the ScoredGeneration. This cycle would keep all responses in memory.
+    # Use a closure, not a method of ScoredGeneration. A ScoredGeneration holds the engine's generation, which holds the
+    # callback. If the callback also held the ScoredGeneration, this cycle would keep all responses in memory.
     def on_response(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
         if response.finish_reason == "failed":

@@ -52,7 +52,7 @@ class SharedDevices:
 
     def take(self) -> None:
         """Begin the trainer's turn. Collective."""
-        # Every rank waits here for all ranks, even if a server failed to report that it stopped generating.
+        # All ranks begin the turn together, even if a server failed to report that it stopped generating.
         collectives.barrier()
         if self.trainer.parked:
             failpoint("parking/unpark")

@@ -1,7 +1,7 @@
 """The records that a run writes in each step: reading, writing, and series of values.
 
 ``metrics.jsonl`` has one flat JSON object for each step. The lines of ``masked_tokens.jsonl``, ``samples.jsonl`` and
-``environment_faults.jsonl`` have a step. Other files and folders here:
+``environment_faults.jsonl`` have a step. Other files and folders in the folder of a run:
 
 - ``last_checkpoint.json``, {"step": n}: a checkpoint of step n was written; it may have been removed since.
 - ``beginning.json``, {"nonce"}: the start that holds the lease with this nonce has begun the run at step 0.
@@ -108,7 +108,10 @@ def read_records(directory: str | Path) -> list[Record]:
 
 
 def last_step(directory: Path) -> int:
-    """Return the last recorded step of the run in ``directory``; -1 without a record. The run may be running."""
+    """Return the last recorded step of the run in ``directory``; -1 without a record.
+
+    The run may be running, so an incomplete last line is ignored.
+    """
     try:
         text = (directory / RECORDS_FILE).read_text(encoding="utf-8")
     except OSError:
@@ -349,8 +352,8 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the record of ``step`` and flush. Steps must increase: one call for each step.
 
-        ``values``: metric name -> number; NaN and infinities are written as null. Raises RecordsError: the step was
-        written before, or a value is not a number.
+        ``values``: metric name -> number; NaN and infinities are written as null. Raises RecordsError if the step was
+        written before, or if a value is not a number.
         """
         self.append(step, encode_record(step, values) + "\n")
 
@@ -409,25 +412,31 @@ _LAST_CHECKPOINT = "last_checkpoint.json"
 _BEGINNING = "beginning.json"
 _RECORD_FOLDERS = (TENSORBOARD_FOLDER, TRACKERS_FOLDER)
 _RECORD_FILES = (
-    *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE, ENVIRONMENT_FAULTS_FILE),
-    *(REPORT_FILE, SUMMARY_FILE, UPLOAD_FILE),
+    UPLOAD_FILE,
+    SUMMARY_FILE,
+    REPORT_FILE,
+    ENVIRONMENT_FAULTS_FILE,
+    SAMPLES_FILE,
+    MASKED_TOKENS_FILE,
+    RECORDS_FILE,
 )
+"""In the order in which ``set_aside`` moves the files."""
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps whose batches are in ``folder``, in order. Raises ValueError for a folder without batches."""
+def saved_batch_steps(folder: Path) -> list[int]:
+    """Return the steps whose batches are saved in ``folder``, in order. Raises ValueError if no batch is saved."""
     steps = [int(path.stem.removeprefix("step_")) for path in folder.glob(BATCH_FILES)]
     if not steps:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
     return sorted(steps)
 
 
-def saved_step(folder: Path, step: int | None) -> int:
-    """Return ``step``, or the last saved step if ``step`` is None.
+def saved_batch_step(folder: Path, step: int | None) -> int:
+    """Return ``step``, or the last step with a saved batch if ``step`` is None.
 
     Raises ValueError if ``folder`` has no batch of that step, or no batch at all.
     """
-    saved = saved_steps(folder)
+    saved = saved_batch_steps(folder)
     if step is not None and step not in saved:
         raise ValueError(
             f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]} ({len(saved)} batches)"
@@ -503,7 +512,7 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
     directory = Path(directory)
     # Move folders first. A folder may be a mount, which cannot be moved: the error then comes before any file has been
     # moved.
-    names = [CHECKPOINTS_FOLDER, *_RECORD_FOLDERS, _LAST_CHECKPOINT, *reversed(_RECORD_FILES)]
+    names = [CHECKPOINTS_FOLDER, *_RECORD_FOLDERS, _LAST_CHECKPOINT, *_RECORD_FILES]
     if rollouts:
         names.insert(0, ROLLOUTS_FOLDER)
     present_paths = [directory / name for name in names if (directory / name).exists()]

@@ -153,7 +153,7 @@ def _stacked(values: list[Tensor], device: torch.device | str) -> Tensor:
     return torch.stack([v.detach().to(device=device, dtype=torch.float64) for v in values])
 
 
-SHOWN = 20
+MAX_MASKED_TOKENS = 20
 """Largest number of token ids in a line of ``masked_tokens.jsonl``."""
 
 
@@ -270,15 +270,15 @@ class MaskedResponses:
         return dict(total)
 
 
-def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
-    """Return up to ``count`` ids with the largest counts, in descending order; ties in the order of ids.
+def most_masked(counts: Tensor, limit: int = MAX_MASKED_TOKENS) -> list[MaskedToken]:
+    """Return up to ``limit`` ids with the largest counts, in descending order; ties in the order of ids.
 
     ``counts``: int ``[2, V]``, as in ``MaskedTokenCounts``. Device sync.
     """
     total = counts.sum(0)
-    blocked_ids = int(total.count_nonzero())
+    blocked_id_count = int(total.count_nonzero())
     # Sort stably, unlike topk: the order of equal counts is then the same on every device.
-    ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, count)]
+    ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_id_count, limit)]
     raised, lowered = counts[:, ids].tolist()
     tokens: list[MaskedToken] = []
     for token_id, raised_count, lowered_count in zip(ids.tolist(), raised, lowered, strict=True):

@@ -55,11 +55,13 @@ FREQUENCY_EVIDENCE = _metric(
 TRAINED_TOKENS = _metric("policy/tokens", "tokens that train: loss_mask is True")
 LOSS = _metric(
     "loss/sum",
-    "mean over trained tokens of -M min(w, C) A",
+    "mean over trained tokens of -M min(w, C) A (mask M, weight w, its cap C, advantage A)",
     TRAINED_TOKENS,
     recorded_as="loss/mean",
 )
-PENALTY = _metric("loss/penalty", "mean over trained tokens of the additive terms", TRAINED_TOKENS)
+PENALTY = _metric(
+    "loss/penalty", "mean over trained tokens of the loss's additive terms", TRAINED_TOKENS
+)
 GAP = _metric(
     "policy/abs_prob_gap",
     "mean |pi - mu| of the sampled tokens",

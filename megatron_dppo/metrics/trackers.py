@@ -203,7 +203,7 @@ class WandbTracker(_LogTracker):
 
 
 class TrackioTracker(_LogTracker):
-    """Trackio: a local database (``TRACKIO_DIR``), or a Hugging Face Space in Trackio's own environment variables."""
+    """Trackio: a local database (``TRACKIO_DIR``), or the Hugging Face Space that Trackio's own variables name."""
 
     package: ClassVar = "trackio"
 

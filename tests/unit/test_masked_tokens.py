@@ -29,7 +29,7 @@ def test_counts_by_sign_over_micro_batches() -> None:
         {"id": 5, "raised": 2, "lowered": 0},
         {"id": 2, "raised": 0, "lowered": 1},
     ]
-    assert [t["id"] for t in most_masked(counts.counts, count=1)] == [3]
+    assert [t["id"] for t in most_masked(counts.counts, limit=1)] == [3]
     counts.clear()
     assert most_masked(counts.counts) == []
 

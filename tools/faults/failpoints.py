@@ -247,7 +247,7 @@ def history(directory: Path) -> dict[str, Any]:
     found["names of checkpoints"] = sorted(p.name for p in folders.directory.iterdir())
     batches = directory / records.ROLLOUTS_FOLDER
     found["batches"] = {}
-    for step in records.saved_steps(batches):
+    for step in records.saved_batch_steps(batches):
         load_batch(batches, step)
         found["batches"][step] = sha256_of(batch_path(batches, step))
     certificate = json.loads((directory / records.EXPORT_FOLDER / "conversion.json").read_text())

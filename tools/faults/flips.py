@@ -72,7 +72,7 @@ def kinds_of(folder: Path) -> list[Kind]:
 
     def read_batches() -> list[Any]:
         found = []
-        for step in records.saved_steps(batches):
+        for step in records.saved_batch_steps(batches):
             batch = SavedBatch(batches, step)
             for trajectory in batch.read(range(len(batch.problems))):
                 found.append([trajectory.digests(), trajectory.reward, trajectory.advantage])

@@ -56,8 +56,8 @@ from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     ROLLOUTS_FOLDER,
     read_records,
-    saved_step,
-    saved_steps,
+    saved_batch_step,
+    saved_batch_steps,
     step_of,
 )
 
@@ -106,13 +106,13 @@ def report(options: argparse.Namespace) -> None:
     config = load_config(options.run / "config.yaml")
     folder = options.run / ROLLOUTS_FOLDER
     # Check the step before torch is imported: the import takes seconds.
-    step = saved_step(folder, options.step)
+    step = saved_batch_step(folder, options.step)
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.doctor.reference import KnownWeights
 
     folders = weights_by_version(options, config)
     if options.step is None:
-        step = last_examinable(saved_steps(folder), folders)
+        step = last_examinable(saved_batch_steps(folder), folders)
     saved_batch = load_batch(folder, step)
     # Keep responses without a token: the position of a response determines its mini-batch.
     batch = saved_batch[: options.limit or None]

@@ -29,7 +29,7 @@ from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.diagnostics.pages import SummaryTable
-from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER, saved_step
+from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER, saved_batch_step
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def explain(options: argparse.Namespace) -> None:
     """Read the batch, explain its tokens, and write the requested files."""
     config = load_config(options.run / CONFIG_FILE)
     # Check the step before torch is imported: the import takes seconds.
-    step = saved_step(options.run / ROLLOUTS_FOLDER, options.step)
+    step = saved_batch_step(options.run / ROLLOUTS_FOLDER, options.step)
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.explain import page

@@ -34,7 +34,7 @@ from megatron_dppo.diagnostics.explain.__main__ import (
 )
 from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as metric_names
-from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps, step_of
+from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_batch_steps, step_of
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.algorithm import Algorithm
@@ -103,7 +103,7 @@ def compare(options: argparse.Namespace) -> None:
     """Apply the other algorithm to the saved batches, and print and write the result."""
     trained_with = load_config(options.run / "config.yaml").algorithm
     # Check the steps before torch is imported: the import takes seconds.
-    replayable_steps = trained_steps(options.run, saved_steps(options.run / ROLLOUTS_FOLDER))
+    replayable_steps = trained_steps(options.run, saved_batch_steps(options.run / ROLLOUTS_FOLDER))
     if options.step is not None and options.step not in replayable_steps:
         raise ValueError(
             f"--step {options.step}: saved and trained on are {replayable_steps[0]} to {replayable_steps[-1]}"
@@ -290,7 +290,7 @@ def sealed_until(run: Path, step: int | None) -> int:
     step.
     """
     folder = run / ROLLOUTS_FOLDER
-    saved = saved_steps(folder)
+    saved = saved_batch_steps(folder)
     from megatron_dppo.data.batch_file import SavedBatch
 
     last_step = trained_steps(run, saved)[-1] if step is None else step
