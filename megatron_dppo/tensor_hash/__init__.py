@@ -10,7 +10,8 @@ number of words::
 
 A tile is a run of 8192 words. Each of the two lanes has its own multiplier P, seed s and rotation r (``LANES``).
 ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. The hash detects accidents, not adversaries.
-The sums over tiles run in C++ on a CPU, in torch if there is no compiler, and in Triton on a GPU.
+Below, the sum over the words of a tile is an inner sum. The sums are computed in C++ on a CPU (in torch if there is no
+compiler), and in Triton on a GPU.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
 SOURCE = Path(__file__).parent / "tile_sums.cpp"
 
 Edge: TypeAlias = tuple[int, int, int]
-"""(number of a tile that a part covers only in part, inner sum of lane 1, inner sum of lane 2). The inner sums are over
-the part's words in the tile."""
+"""A tile that a part of the tensor covers only in part: (number of the tile, inner sum of lane 1, inner sum of lane 2).
+The inner sums are over the part's words in the tile."""
 PartSums: TypeAlias = tuple[int, Sequence[Edge]]
 """The ``closed_sum`` of the tiles that a part covers whole, and the part's edges."""
 
@@ -72,8 +73,8 @@ class WordRun:
         return self.data.numel() // WORD
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The arguments of the kernels: address, words, words of a row, stride of rows in words, first, total."""
+    def kernel_arguments(self) -> tuple[int, ...]:
+        """A kernel's numbers of this part: address, words, words of a row, stride of rows in words, first, total."""
         rows = self.data
         width = rows.shape[1] // WORD
         stride = rows.stride(0) // WORD
@@ -87,13 +88,15 @@ class WordRun:
         last tile.
         """
         end = self.first + self.words
-        first = self.first // TILE
-        last = end // TILE
+        first_tile = self.first // TILE
+        # The tile in which the words end. If they end between two tiles, it is the tile after them.
+        end_tile = end // TILE
+        words_follow = end < self.total
         edges = []
-        if self.first % TILE or (end < self.total and last == first):
-            edges.append((first, 0))
-        if end % TILE and end < self.total and last != first:
-            edges.append((last, 2))
+        if self.first % TILE or (words_follow and end_tile == first_tile):
+            edges.append((first_tile, 0))
+        if end % TILE and words_follow and end_tile != first_tile:
+            edges.append((end_tile, 2))
         return edges
 
 
@@ -130,10 +133,10 @@ def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
     kernel = _kernel() if runs else None
     if kernel is None:
         return [sums_by_torch(run) for run in runs]
-    shapes = np.array([run.shape for run in runs], dtype=np.int64)
+    arguments = np.array([run.kernel_arguments for run in runs], dtype=np.int64)
     closed_sums = np.zeros(len(runs), dtype=np.uint64)
     edge_sums = np.zeros((len(runs), 4), dtype=np.uint32)
-    kernel(len(runs), shapes.ctypes.data, closed_sums.ctypes.data, edge_sums.ctypes.data)
+    kernel(len(runs), arguments.ctypes.data, closed_sums.ctypes.data, edge_sums.ctypes.data)
     return collect([run.edges for run in runs], closed_sums.tolist(), edge_sums.tolist())
 
 
@@ -158,10 +161,11 @@ def collect(
 def sums_by_torch(run: WordRun) -> PartSums:
     """Compute the sums in torch on any device, in blocks of BLOCK_TILES tiles (memory: a few times 64 MiB)."""
     remaining_words = run.data.contiguous().reshape(-1).view(torch.int32)
+    # The inner sums of each block's tiles, [2, tiles].
     blocks = []
     first = run.first
     while remaining_words.numel():
-        # A block is the rest of a tile, or several whole tiles.
+        # A block has words of a single tile, or whole tiles only, as ``_mix`` requires.
         size = TILE - first % TILE
         if size == TILE and remaining_words.numel() > TILE:
             size = min(remaining_words.numel() // TILE, BLOCK_TILES) * TILE

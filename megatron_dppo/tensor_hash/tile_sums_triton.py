@@ -24,8 +24,10 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     All parts together need two copies to the device and one back.
     """
     device = runs[0].data.device
-    shapes = torch.tensor([run.shape for run in runs], dtype=torch.int64).to(device)
-    # One program sums one tile. ``parts`` and ``tiles`` are each program's part and the tile's number within the part.
+    part_arguments = [run.kernel_arguments for run in runs]
+    arguments = torch.tensor(part_arguments, dtype=torch.int64).to(device)
+    # One program sums a part's words in one tile. ``parts`` and ``tiles``: each program's part, and the number of its
+    # tile, counted from the part's first tile.
     tile_counts = [-(-(run.first % TILE + run.words) // TILE) for run in runs]
     ends = np.cumsum(tile_counts)
     parts = np.repeat(np.arange(len(runs)), tile_counts)
@@ -34,7 +36,7 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     # A part has five sums: one sum over the tiles that it covers whole, and four sums of its edges.
     out = torch.zeros(len(runs), 5, dtype=torch.int64, device=device)
     tile_sums_kernel[(int(ends[-1]),)](
-        shapes,
+        arguments,
         programs[0],
         programs[1],
         out,
@@ -76,7 +78,8 @@ def tile_sums_kernel(
     """Sum the words of one part in one tile.
 
     If the part covers the tile whole, add the tile to the part's closed sum, else store the lanes' inner sums as an
-    edge. ``parts`` and ``tiles``: the part of each program, and the number of its tile, counted from the part's first.
+    edge. ``shapes``: each part's ``kernel_arguments``. ``parts`` and ``tiles``: the part of each program, and the
+    number of its tile, counted from the part's first tile.
     """
     program = tl.program_id(0)
     part = tl.load(parts + program).to(tl.int64)
