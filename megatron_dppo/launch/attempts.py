@@ -34,8 +34,8 @@ class Attempt:
         started, ended: epoch seconds.
         why: ``running``, or the way the start ended: ``done`` (the run is finished), ``time`` (limit near),
             ``overtime`` (limit near, no checkpoint in time), ``asked`` (``megatron-dppo stop``), ``cancelled`` (Slurm
-            ended the job), ``failed``, ``refused`` (nothing was started), ``succeeded`` (another start has taken over
-            the run), ``vanished``.
+            ended the job), ``failed``, ``refused`` (nothing was started), ``succeeded`` (by another start, which has
+            taken over the run), ``vanished``.
         detail: text for the user.
         first_saved, saved: step of the newest checkpoint at the beginning and at the end of the start; 0 if no
             checkpoint exists.
@@ -65,6 +65,8 @@ class Attempt:
 
 
 class AttemptBook:
+    """Reads and writes the files of all starts of the run in ``directory``."""
+
     def __init__(self, directory: str | Path) -> None:
         self._run = Path(directory)
         self._folder = self._run / "attempts"

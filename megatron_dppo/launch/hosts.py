@@ -50,8 +50,8 @@ class HostsConfig(Section):
     """The hosts of a run. Ranks and servers fill them in this order."""
 
     hosts: list[str] = Field(min_length=1)
-    """Names for the remote shell. Write ``name=address`` if other hosts cannot reach a host at the address of its name.
-    The supervisor runs on the first host.
+    """Names of the hosts, as the remote shell takes them. The supervisor looks up the address of each name. If other
+    hosts need another address, write ``name=address``. The supervisor runs on the first host.
     """
     devices_per_host: int = Field(default=8, gt=0, le=1024)
     """Number of GPUs of each host; on hosts without GPUs, the number of ranks and servers that a host runs."""
@@ -234,7 +234,7 @@ class RemoteRanks:
         return all(process.poll() == 0 for process in self._processes)
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """See Ranks. A host ends its own ranks at their first failure."""
+        """See Ranks. There is no further wait: a host ends all its ranks at the first failure."""
         failures = []
         for node, process in enumerate(self._processes):
             code = process.poll()
@@ -288,6 +288,7 @@ def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
 
     Raises LaunchError if the roles do not fit, a name has no address, or the run's folder is taken.
     """
+    # None if the run needs no servers, because it replays saved batches.
     sections = ServerSections.of(config).where_generated
     placement = place(Roles.of(config.parallel.world_size, sections), hosts.allocation())
     python = hosts.python or sys.executable

@@ -87,7 +87,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
     }
     starts_servers = config.engine.servers_to_start > 0 and config.rollout.replay_from is None
-    return _with_libraries(
+    return _check_all(
         partial(check_config, config, source, weights=weights),
         source,
         checks_by_key,
@@ -100,7 +100,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
 
 
 def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
-    _with_libraries(
+    _check_all(
         partial(check_supervised_config, config, source),
         source,
         {"lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint)},
@@ -121,7 +121,7 @@ def untried_options(config: PolicyConfig) -> list[str]:
     return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *model_warnings]
 
 
-def _with_libraries(
+def _check_all(
     check: Callable[[], T],
     source: str,
     checks_by_key: Mapping[str, Callable[[], object]],
@@ -147,8 +147,9 @@ def _with_libraries(
             # ``check`` has reported that this checkpoint's config.json can't be used.
             continue
         except _OptionValueError as error:
-            section = key.removesuffix("name")
-            faults += [f"{section}options.{fault}" for fault in error.faults]
+            # The options are in the table of the key: reward.name -> reward.options.
+            table = key.removesuffix(".name")
+            faults += [f"{table}.options.{fault}" for fault in error.faults]
         except ValueError as error:
             faults.append(f"{key}: {error}")
     for faults_of_check in further_faults:

@@ -3,8 +3,8 @@
 The module reads no file and opens no socket. The same function places a run on one machine and a run on a cluster. A
 *device* is a GPU or, on a host without GPUs, room for one process.
 
-Ranks come first, host by host. The servers take the devices after them, each on adjacent devices of one host, or on all
-devices of several hosts. The router runs beside the first rank.
+Ranks come first, host by host. The servers take the devices after the ranks. One server has adjacent devices of one
+host, or all devices of several hosts. The router runs on the first rank's host.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class ServerPlace:
 
     @property
     def meeting_port(self) -> int | None:
-        """Port on the first host for the rendezvous of the ranks at the first start; None for a server on one host."""
+        """Port on the first host for the rendezvous of SGLang's ranks at the server's first start.
+
+        None for a server on one host, and for a free port.
+        """
         if self.port is None or len(self.hosts) == 1:
             return None
         return self.port + 1

@@ -57,6 +57,7 @@ class LocalRun:
 
 
 def require_run(directory: str) -> Path:
+    """Return the path of a run's folder. Raises LaunchError if ``directory`` is not the folder of a run."""
     path = Path(directory)
     try:
         is_run = any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE))
@@ -119,17 +120,17 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
 
 def state_text(directory: Path) -> str:
     """Return the run's state in words. Raises LaunchError if the run's lease can't be read."""
-    return described(run_state(directory), AttemptBook(directory).all(), directory)
+    return describe_state(run_state(directory), AttemptBook(directory).all(), directory)
 
 
-def described(state: JobState | LocalRun, attempts: Sequence[Attempt], directory: Path) -> str:
+def describe_state(state: JobState | LocalRun, attempts: Sequence[Attempt], directory: Path) -> str:
     """Return ``state`` in words."""
     if isinstance(state, LocalRun):
-        return _local_state(state, directory)
-    return state_of(state, attempts)
+        return _describe_local(state, directory)
+    return describe_job(state, attempts)
 
 
-def _local_state(run: LocalRun, directory: Path) -> str:
+def _describe_local(run: LocalRun, directory: Path) -> str:
     start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(run.holder.taken))
     if run.state == RUNNING:
         return f"runs as {run.holder.describe()}, since {start_time}"
@@ -146,7 +147,7 @@ def _local_state(run: LocalRun, directory: Path) -> str:
     return "ended; the same command resumes"
 
 
-def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
+def describe_job(job: JobState, attempts: Sequence[Attempt]) -> str:
     """Return the state of a job in words, with the run's last attempt."""
     last_attempt = attempts[-1] if attempts else None
     if job.state == "PENDING":

@@ -41,7 +41,8 @@ class ServerStarts:
     Attributes:
         runtime_at: returns the runtime of a server on one host or over several hosts.
         address: this process listens for the ranks at this address.
-        host_now: takes the host of the previous start and returns the host of a restart: the first may have died.
+        host_now: takes a host of the placement and returns the host for a restart. It is another host if the first one
+            has died.
     """
 
     runtime_at: Callable[[Sequence[Host]], Runtime]
@@ -51,6 +52,8 @@ class ServerStarts:
 
 @dataclass(frozen=True)
 class _ServerMaker:
+    """Makes the processes of servers and of the router, without starting them."""
+
     sections: ServerSections
     directory: RunDirectory
     keys: Keys

@@ -201,8 +201,8 @@ class SrunProcess(processes.StartedProcess):
 
     def kill(self) -> None:
         """Make Slurm kill the tasks; returns when srun has ended."""
-        # After a takeover, this job's steps with these numbers belong to the other start. So kill only srun: Slurm,
-        # which ended this attempt, and the tasks' own fences end the tasks.
+        # After a takeover, this job's steps with these numbers belong to the other start. So kill only srun. The tasks
+        # end without it: Slurm has ended this attempt, and the tasks have fences of their own.
         try:
             self._fence()
         except FencedError:
@@ -281,6 +281,7 @@ def _is_rank(environment: MutableMapping[str, str]) -> bool:
 
 
 _ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\- ]+): (.*)$", re.MULTILINE)
+"""Message of srun about tasks that ended with an error: node, tasks, description."""
 _CODE = re.compile(r"Exited with exit code (\d+)")
 _KILLED = 137
 """Exit code of tasks that Slurm killed after the first failure."""
@@ -403,11 +404,11 @@ class SrunRanks:
             rank: self._directory.rank_output(rank)
             for rank in range(first_rank, first_rank + self._ranks_per_task)
         }
-        unmarked = outputs[first_rank]
+        task_output = outputs[first_rank]
         if self._ranks_per_task > 1:
-            # The process that forks the ranks failed, for example in its imports.
-            unmarked = unmarked.with_name(f"node{task}.out")
-        return first_failure(outputs, code, unmarked)
+            # The task is the process that forks the ranks. It may fail itself, for example in its imports.
+            task_output = task_output.with_name(f"node{task}.out")
+        return first_failure(outputs, code, task_output)
 
 
 def node_command(command: Sequence[str], ranks: int, logs: Path) -> list[str]:

@@ -64,6 +64,7 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
         from megatron_dppo.environments.over_http import absent_services
 
         faults += absent_services(config)
+    # None if the run needs no servers, because it replays saved batches.
     sections = ServerSections.of(config).where_generated
     try:
         local_placement(config.parallel.world_size, sections, machine)

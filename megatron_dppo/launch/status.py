@@ -13,7 +13,7 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBook, one_line
 from megatron_dppo.launch.logs import important_lines
-from megatron_dppo.launch.run_state import described, require_run, run_state
+from megatron_dppo.launch.run_state import describe_state, require_run, run_state
 from megatron_dppo.logging import INTERRUPTED, fatal
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import (
@@ -55,7 +55,7 @@ def status_lines(directory: Path) -> Iterator[str]:
     attempts = AttemptBook(directory).all()
     state = run_state(directory)
     yield f"run: {directory}"
-    yield f"state: {described(state, attempts, directory)}"
+    yield f"state: {describe_state(state, attempts, directory)}"
     yield from _progress(directory)
     # Slurm writes the state in capitals.
     is_running = state.state in ("RUNNING", RUNNING)

@@ -107,17 +107,17 @@ def failed_at(path: Path) -> float:
     return 0.0
 
 
-def first_failure(outputs: Mapping[int, Path], code: int, unmarked: Path) -> RankFailure:
+def first_failure(outputs: Mapping[int, Path], code: int, common_output: Path) -> RankFailure:
     """Return the failure of ranks whose common process ended with ``code``.
 
     The failed rank is the rank that noted its failure first. If no rank noted a failure, the failure has the first
-    rank's number, and the output ``unmarked``.
+    rank's number, and the output of the common process.
 
-    ``outputs``: rank -> its output, in the order of the ranks.
+    ``outputs``: rank -> its output. ``common_output``: output of the common process.
     """
     marked_ranks = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
     if not marked_ranks:
-        return RankFailure(min(outputs), code, unmarked, failed_at(unmarked))
+        return RankFailure(min(outputs), code, common_output, failed_at(common_output))
     rank = min(marked_ranks, key=lambda number: failed_at(outputs[number]))
     return RankFailure(rank, code, outputs[rank], failed_at(outputs[rank]))
 
@@ -138,7 +138,7 @@ class Outcome:
 
     Attributes:
         code: exit code: 0 at the run's end, the stop's code after a requested stop, 1 for a failure.
-        ending: ``succeeded``: another start of the run has taken over. ``refused``: nothing was started.
+        ending: ``succeeded``: by another start, which has taken over the run. ``refused``: nothing was started.
         detail: text of a failure for the user, or the reason of a stop in one word.
     """
 
@@ -258,7 +258,7 @@ class Supervisor:
 
     def _watch(self) -> Outcome:
         while True:
-            # Check the lease before the failures: without the lease the fence stops the ranks, as if they had failed.
+            # Check the lease before the failures: after a loss of the lease, the fence makes the ranks fail.
             loss = self.lease_loss()
             if loss is not None:
                 log.error("%s", loss)
@@ -266,7 +266,7 @@ class Supervisor:
             if self._restart_due is not None:
                 if self._is_stopping:
                     log.info("no rank runs; the run resumes from its last checkpoint")
-                    return self._stopped()
+                    return self._stop_outcome()
                 if time.monotonic() >= self._restart_due:
                     self._start_again()
             elif failures := self.ranks.failures(_FAILURE_GRACE_S):
@@ -275,11 +275,12 @@ class Supervisor:
                     return outcome
             elif self.ranks.ended():
                 if self._is_stopping:
-                    return self._stopped()
+                    return self._stop_outcome()
                 return Outcome(0, "ended")
-            if self._must_end_at_once():
+            ends_at_once = self._handle_next_stop()
+            if ends_at_once:
                 log.warning("ending at once; the run resumes from its last checkpoint")
-                return self._stopped()
+                return self._stop_outcome()
             if self.fleet is not None and self._is_stopping:
                 self.fleet.free_devices()
             elif self.fleet is not None:
@@ -300,8 +301,8 @@ class Supervisor:
             log.info("no server is left: the trainer ends its step and saves a checkpoint")
             self.ranks.ask_to_stop()
 
-    def _must_end_at_once(self) -> bool:
-        """Handle the next requested stop; return whether it leaves no time for a clean end."""
+    def _handle_next_stop(self) -> bool:
+        """Handle the next requested stop, if there is one; return whether it ends the run at once."""
         requested_stops = self.stops.requested()
         if len(requested_stops) == len(self._handled_stops):
             return False
@@ -317,7 +318,7 @@ class Supervisor:
         self.ranks.ask_to_stop()
         return False
 
-    def _stopped(self) -> Outcome:
+    def _stop_outcome(self) -> Outcome:
         if self._fleet_error:
             return Outcome(FAILED, "failed", self._fleet_error)
         first_stop = self._handled_stops[0]
@@ -331,7 +332,7 @@ class Supervisor:
         """End the remaining ranks; return the run's end, or None if the ranks start again."""
         if self._is_stopping and all(failure.stopped_early for failure in failures):
             log.info("stopped before the training began; there was nothing to save")
-            return self._stopped()
+            return self._stop_outcome()
         likely_cause, *later_failures = failures
         # Killing the ranks completes the files that the report quotes.
         self.ranks.clear()
@@ -345,7 +346,7 @@ class Supervisor:
         if self.restarts is not None and not self._is_stopping:
             pause_s = self.restarts.pause_after(likely_cause)
         if self.restarts is None or pause_s is None:
-            return Outcome(FAILED, "failed", self._final(report, likely_cause))
+            return Outcome(FAILED, "failed", self._final_report(report, likely_cause))
         processes.kill_orphans()
         budget = self.restarts.budget
         log.warning(
@@ -357,7 +358,7 @@ class Supervisor:
         self._restart_due = time.monotonic() + pause_s
         return None
 
-    def _final(self, report: str, failure: RankFailure) -> str:
+    def _final_report(self, report: str, failure: RankFailure) -> str:
         """Return the text of a failure that ends the run; add and log a line if all restarts are used up."""
         restarts = self.restarts
         if restarts is None or failure.is_refusal or not restarts.is_used_up:

@@ -34,7 +34,7 @@ def driver_version(folder: Path | None = None) -> str | None:
     return match and match.group()
 
 
-def gpu_fault(torch_version: str, cuda: str | None) -> str:
+def torch_gpu_fault(torch_version: str, cuda: str | None) -> str:
     """Return why this torch can't use the machine's visible GPU: given value, expected value and remedy.
 
     Call this if the driver shows a GPU and torch does not. ``cuda`` is the version of CUDA that torch was built for,

@@ -122,7 +122,7 @@ def gpu_fault() -> str | None:
     """Return why torch can't use the visible GPU; None if it can, or if there is no GPU."""
     if has_cuda() or not gpus.has_visible_gpu():
         return None
-    return gpus.gpu_fault(torch.__version__, torch.version.cuda)
+    return gpus.torch_gpu_fault(torch.__version__, torch.version.cuda)
 
 
 def leave_out_deep_ep() -> None:

@@ -16,7 +16,7 @@ from megatron_dppo.cluster.slurm.__main__ import main
 from megatron_dppo.launch.attempts import Attempt, AttemptBook
 from megatron_dppo.launch.logs import important_lines, log_lines
 from megatron_dppo.launch.placement import LaunchError
-from megatron_dppo.launch.run_state import UNKNOWN, JobState, job_state, require_run, state_of
+from megatron_dppo.launch.run_state import UNKNOWN, JobState, describe_job, job_state, require_run
 from megatron_dppo.launch.status import status_lines
 from megatron_dppo.launch.stop_run import stop
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record, remember_checkpoint
@@ -50,7 +50,7 @@ SECOND = replace(FIRST, attempt=1, started=200.0)
     ],
 )
 def test_the_state_in_a_line(job, attempts, expected):
-    assert state_of(job, attempts) == expected
+    assert describe_job(job, attempts) == expected
 
 
 def say_of_jobs(folder: Path, error: str) -> None:
