@@ -127,8 +127,7 @@ Outcome = Callable[[Record], float]
 
 def final(record: Record) -> float:
     """Return the mean reward of the last quarter of the steps."""
-    rewards = record[names.REWARD]
-    return float(np.mean(rewards[-len(rewards) // 4 :]))
+    return float(np.mean(_last_quarter(record[names.REWARD])))
 
 
 def area(record: Record) -> float:
@@ -144,8 +143,12 @@ def loss_of_best(record: Record) -> float:
 
 def entropy(record: Record) -> float:
     """Return the mean entropy of the last quarter of the steps, in nats."""
-    values = record[names.ENTROPY]
-    return float(np.nanmean(values[-len(values) // 4 :]))
+    return float(np.nanmean(_last_quarter(record[names.ENTROPY])))
+
+
+def _last_quarter(values: Sequence[float]) -> Sequence[float]:
+    count = math.ceil(len(values) / 4)
+    return values[len(values) - count :]
 
 
 def blocked(record: Record) -> float:
@@ -371,6 +374,7 @@ def _mismatch_tests(setting: str) -> tuple[Comparison, Comparison]:
 
 
 KL_AS_PDM = f"{KL} kl_threshold=0.15 ratio_cap=5"
+"""DPPO-KL with the threshold and the cap of PDM."""
 BPO_UNMASKED = "bpo clip_low=1 clip_high=10"
 """Bellman PO without a mask: with these options the mask's bounds are 0 and 11, and the weight
 (1 + .1 - mu) / (1 + .1 - pi) is always between these bounds."""

@@ -57,7 +57,7 @@ Records = Mapping[str, Record]
 
 
 def claim_figure(claim: Claim, records: Records) -> Figure:
-    """Return the figure of a claim: curves or, for rules that should be alike, final rewards."""
+    """Return the figure of a claim: errors by probability, final rewards of rules that should be alike, or curves."""
     sides = [(side.setting, side.rule) for side in claim.sides]
     outcome = claim.sides[0].outcome
     if outcome in BY_PROBABILITY:

@@ -103,10 +103,11 @@ def verdicts(claims: Sequence[Claim], records: Mapping[str, Record]) -> dict[str
         if results_of_claim:
             words[name] = word_of(results_of_claim[0], adjusted[name])
     undecided_names = [name for name in tested_names if words.get(name) in (None, Word.UNDECIDED)]
+    # Holm divides the level by the number of tests that are not decided yet.
     next_level = LEVEL / max(1, len(undecided_names))
     found = {}
     for claim in claims:
-        seeds_run = sum(is_run(claim, records, seed) for seed in claim.seeds)
+        seeds_run = sum(has_all_runs(claim, records, seed) for seed in claim.seeds)
         verdict = Verdict(seeds_run=seeds_run)
         results_of_claim = results[claim.name]
         if results_of_claim:
@@ -126,7 +127,7 @@ def verdicts(claims: Sequence[Claim], records: Mapping[str, Record]) -> dict[str
 
 def results_of(claim: Claim, records: Mapping[str, Record]) -> tuple[ComparisonResult, ...]:
     """Return the results of the claim's tests; nothing if a run is missing, because a partial set is not evaluated."""
-    if not all(is_run(claim, records, seed) for seed in claim.seeds):
+    if not all(has_all_runs(claim, records, seed) for seed in claim.seeds):
         return ()
     differences = [test.differences(records, claim.seeds) for test in claim.tests]
     return tuple(
@@ -136,7 +137,7 @@ def results_of(claim: Claim, records: Mapping[str, Record]) -> tuple[ComparisonR
     )
 
 
-def is_run(claim: Claim, records: Mapping[str, Record], seed: int) -> bool:
+def has_all_runs(claim: Claim, records: Mapping[str, Record], seed: int) -> bool:
     """Return whether all of the claim's runs with ``seed`` exist."""
     return all(side.key(seed) in records for side in claim.sides)
 
@@ -480,6 +481,7 @@ def _difference_text(rewards: Mapping[int, float], reference: Mapping[int, float
     for seed, reward in rewards.items():
         if seed in reference:
             differences.append(reward - reference[seed])
+    # ``reference`` is also a row of the table: do not compare it with itself.
     if len(differences) < 2 or rewards == reference:
         return ""
     difference = Difference.of(differences)

@@ -41,7 +41,7 @@ SEEDS = tuple(range(1, 7))
 """Six seeds: with fewer seeds the exact sign-flip test cannot reach 5%, two-sided."""
 REAL_SEEDS = (1, 2)
 CISPO, WITHOUT_TIS = "cispo", "pg-is"
-"""CISPO is importance sampling with truncated weights and no mask; without the truncation it is PG-IS."""
+"""CISPO is importance sampling with truncated weights and no mask. Without the truncation, CISPO is PG-IS."""
 TIS = "ratio_cap=3"
 TV_TIS, CLIP_TIS = f"{TV} {TIS}", f"{CLIP} {TIS}"
 
@@ -98,6 +98,7 @@ CLAIMS = (
     _claim(
         "tis-unmasked",
         "without a mask TIS helps: CISPO loses less of what it learnt than PG-IS, and ends above it",
+        # The first rule, PG-IS, loses more.
         *above(("w8a8",), (WITHOUT_TIS,), (CISPO,), loss_of_best),
         *above(("w8a8",), (CISPO,), (WITHOUT_TIS,)),
     ),

@@ -60,12 +60,17 @@ class Lab:
         has_topk = self._topk > 0 or algorithm.needs_recomputed_distribution
         self.trainer = Trainer(
             config,
-            StatsSpec(has_topk, True, algorithm.preset.centers, algorithm.needs_sum_squares),
+            StatsSpec(
+                topk=has_topk,
+                entropy=True,
+                topk_gradient=algorithm.preset.centers,
+                squares=algorithm.needs_sum_squares,
+            ),
         )
         self.learner = Learner(config, self.trainer, algorithm, self._topk)
         self._problems = ProblemSampler(len(task.prompts), config.run.seed)
         sources = gather_plan(self.trainer.shape, self.trainer.layout)
-        self._buckets = buckets_in_turn({0: list(sources)}, 1 << 30, 4)
+        self._buckets = buckets_in_turn({0: list(sources)}, bucket_bytes=1 << 30, item_bytes=4)
 
     def step(self) -> dict[str, float]:
         """Sample a batch and train on it; return its metrics."""
@@ -86,6 +91,7 @@ class Lab:
         age = self._copy.update(self.weights())
         batch = dict(enumerate(self._rollout(self.version - age)))
         config, layout = self.config, self.learner.layout
+        # One mini-batch has the whole batch. Only its micro-batches are used, and they do not depend on the algorithm.
         (plan,) = plan_mini_batches(
             [Outline.of(t) for t in batch.values()],
             TrainingConfig(
@@ -117,10 +123,11 @@ class Lab:
         sampled = self._copy.sample(
             task.prompts[problems], task.tokens, task.end, self._topk, self._generator
         )
-        start = task.prompts.shape[1]
+        prompt_length = task.prompts.shape[1]
         trajectories, scores = [], []
         for row, problem in enumerate(problems.tolist()):
-            t = _trajectory(sampled, row, start, task.end, problem, row % rollout.group_size)
+            index = row % rollout.group_size
+            t = _trajectory(sampled, row, prompt_length, task.end, problem, index)
             versions = np.full(t.sampled, version, np.int32)
             trajectories.append(t.with_columns(weight_version=versions))
             scores.append(Score(task.reward(problem, t.response_ids)))
@@ -134,11 +141,18 @@ class Lab:
 
 
 def _trajectory(
-    sampled: Sampled, row: int, start: int, end: int | None, problem: int, index: int
+    sampled: Sampled,
+    row: int,
+    prompt_length: int,
+    end_id: int | None,
+    problem: int,
+    index: int,
 ) -> Trajectory:
-    ids = sampled.ids[row]
-    ends = np.flatnonzero(ids[start:] == end)
-    count = int(ends[0]) + 1 if len(ends) else len(ids) - start
+    """Return response ``index`` to ``problem``: row ``row`` of ``sampled``, up to the first token ``end_id``."""
+    prompt_ids = sampled.ids[row, :prompt_length]
+    response_ids = sampled.ids[row, prompt_length:]
+    ends = np.flatnonzero(response_ids == end_id)
+    count = int(ends[0]) + 1 if len(ends) else len(response_ids)
     columns = {
         "rollout_log_probs": sampled.log_probs[row, :count],
     }
@@ -148,11 +162,16 @@ def _trajectory(
             "topk_log_probs": sampled.topk_log_probs[row, :count],
         }
     if sampled.experts is not None:
-        columns["routed_experts"] = sampled.experts[row, : start + count - 1]
+        columns["routed_experts"] = sampled.experts[row, : prompt_length + count - 1]
+    is_truncated = end_id is not None and not len(ends)
     return Trajectory.of_response(
-        ids[:start], ids[start : start + count], problem_id=problem, sample_index=index,
-        columns=columns, finish_reason="length" if end is not None and not len(ends) else "stop",
-    )  # fmt: skip
+        prompt_ids,
+        response_ids[:count],
+        problem_id=problem,
+        sample_index=index,
+        columns=columns,
+        finish_reason="length" if is_truncated else "stop",
+    )
 
 
 def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainConfig:

@@ -13,7 +13,10 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def int4(matrix: Tensor, group: int = 16) -> Tensor:
-    """Round each value to the nearest of 15 levels: -7 to 7 times a scale of its ``group`` values in a row."""
+    """Round each value to the nearest of 15 levels, -7 to 7 times a scale.
+
+    Each ``group`` neighbouring values of a row have one scale.
+    """
     groups = matrix.reshape(*matrix.shape[:-1], -1, group)
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
     levels = (groups / scale).round().clamp(-7, 7)
@@ -22,14 +25,14 @@ def int4(matrix: Tensor, group: int = 16) -> Tensor:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How the engine, or the copy of the policy in its place, differs from the trainer.
+    """How the engine differs from the trainer. In the lab, a copy of the policy takes the engine's place.
 
     Attributes:
         rounding: rounds the engine's matrices.
         age: age of the engine's weights, in batches.
         activations: whether the outputs of linear layers and of the embedding are rounded to bfloat16. Norms, router
             and experts compute in float32.
-        flips: share of (token, layer) whose last expert is replaced by the next best expert.
+        flips: share of the (token, layer) pairs whose last expert is replaced by the next best expert.
         replays: whether the trainer uses the engine's routing (R3).
         cache: rounds the keys and values that decoding reads again, token by token. The trainer computes a whole
             response in one pass, without a cache of keys and values.

@@ -29,7 +29,8 @@ from megatron_dppo.algorithms.policy_loss import policy_loss
 
 OPTION = "algorithm.options."
 RESPONSES, LENGTH, WORDS = 40, 5, 60
-DIGITS = 8
+HASH_DIGITS = 8
+"""Digits of a hash that names a reading."""
 STORED = Path(__file__).with_name("readings.json.gz")
 TOLERANCE = 1e-4
 """Largest relative difference of two gradients of the same reading."""
@@ -76,7 +77,7 @@ def flat_gradients(
 def hash_of(values: np.ndarray) -> str:
     """Return a hash of the gradients' first three digits."""
     text = " ".join(f"{x:.2e}" for x in values.tolist())
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def is_same_reading(values: np.ndarray, stored: np.ndarray) -> bool:

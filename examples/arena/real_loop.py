@@ -33,7 +33,7 @@ CONFIG = Path(__file__).with_name("real.yaml")
 RUNS = Path("runs/arena/real")
 SEED = 1
 MEASURED_STEPS = 8
-"""Number of last steps whose mismatch is measured."""
+"""The mismatch is measured in this number of steps, the last steps of a run."""
 ENGINE_MODELS = "examples.arena.engine_models"
 
 
@@ -124,7 +124,10 @@ def settings_of(mismatch: Mismatch) -> list[str]:
 
 
 def engine_variables(name: str) -> dict[str, str]:
-    """Return the variables of the server's environment for the mismatch ``name``."""
+    """Return the variables of the server's environment for the mismatch ``name``.
+
+    There are none if SGLang's own models have the mismatch.
+    """
     mismatch = MISMATCHES[name]
     if not changes_engine(mismatch) or mismatch.blocks:
         return {}
@@ -192,4 +195,5 @@ def reward_long(prompt: str, response: str) -> float:
     return share_before_error(_ids(prompt), _ids(response))
 
 
+# ``_task_changes`` names the reward of a task by the task's name.
 reward_longer = reward_long

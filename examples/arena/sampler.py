@@ -74,7 +74,10 @@ class PolicyCopy:
     def sample(
         self, prompts: Tensor, tokens: int, end: int | None, topk: int, generator: torch.Generator
     ) -> Sampled:
-        """Sample ``tokens`` tokens for each of ``prompts`` [B, S], at temperature 1; stop when all have ``end``."""
+        """Sample ``tokens`` tokens for each of ``prompts`` [B, S], at temperature 1.
+
+        Stop earlier if every response has the token ``end``.
+        """
         ids = prompts
         cache = _Cache(self._mismatch.cache)
         sampled_log_probs: list[Tensor] = []
@@ -107,7 +110,10 @@ class PolicyCopy:
 
     @contextmanager
     def _changed(self, generator: torch.Generator) -> Iterator[list[list[Tensor]]]:
-        """Apply the mismatch's arithmetic and routing within the block; yield each router's experts, by call."""
+        """Apply the mismatch's arithmetic and routing while the block runs.
+
+        Yield a list for each router. Each call of the router appends its experts to the list.
+        """
         routing: list[list[Tensor]] = []
         with ExitStack() as hooks:
             if self._mismatch.blocks:
@@ -158,6 +164,7 @@ class _Flips:
             best = probabilities.topk(chosen.shape[-1] + 1, -1).indices
             flipped = torch.rand(len(chosen), generator=self.generator) < self.share
             chosen = chosen.clone()
+            # ``best`` has one expert too many. Leave out the last expert but one, which the router has chosen last.
             without_last = torch.cat([best[:, :-2], best[:, -1:]], 1)
             chosen[flipped] = without_last[flipped]
             new_scores = probabilities.gather(-1, chosen)

@@ -79,7 +79,7 @@ def sign_flip_p(differences: Values) -> float:
     # P is the sum of the sizes with a positive sign. A choice of signs has the sum 2 P - total. So compare P.
     sizes = np.abs(steps)
     observed = int(steps[steps > 0].sum())
-    # probability[P], in units of GRID, after each size: half of the choices add the size to P.
+    # probability[P] is the share of the choices with the sum P, in steps of GRID. Half of the choices add a size to P.
     probability = np.zeros(int(sizes.sum()) + 1)
     probability[0] = 1.0
     for size in sizes:

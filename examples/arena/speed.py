@@ -52,6 +52,7 @@ def of_lab(task: str, steps: int) -> Cost:
     with multiprocessing.get_context("fork").Pool(count) as pool:
         start_time = time.perf_counter()
         core_seconds = pool.map(_core_seconds, [cell_of(task, steps)] * count, chunksize=1)
+        # The runs share the machine, so a run costs 1 / count of the machine's seconds.
         return Cost((time.perf_counter() - start_time) / count, sum(core_seconds) / count)
 
 

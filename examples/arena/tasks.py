@@ -112,6 +112,7 @@ def rare() -> Task:
         ids = np.concatenate([prompts[rng.integers(PROBLEMS, size=64)], np.zeros((64, 4), int)], 1)
         target = np.zeros((64, 4, WORDS))
         for t in range(4):
+            # The topic -1, of a word without a topic, selects the last row of the masses.
             target[:, t] = masses[topic[ids[:, t + 1]]]
             ids[:, t + 2] = _drawn(target[:, t], rng)
         return torch.from_numpy(ids[:, :-1]), torch.from_numpy(target).float()
