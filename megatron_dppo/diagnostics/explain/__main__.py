@@ -6,10 +6,10 @@ The run must have been started with ``rollout.save=true``: then every batch has 
 each token as the loss computed them. The command first compares these values with ``metrics.jsonl`` and
 ``masked_tokens.jsonl``, and stops if they disagree. Then it shows the values.
 
-With ``--policy FOLDER`` the command computes pi from the weights in a Hugging Face folder instead, and shows the mask
-of the next update on this batch with those weights. ``--rollout-policy FOLDER`` adds the weights that sampled the batch
-(for step 1: the model that the run began with): they give pi', the exact divergences, and TopK(mu) if the batch has
-none. Both models run in transformers, in float32 on the CPU, one response at a time.
+With ``--policy FOLDER`` the command computes pi from the weights in a Hugging Face folder instead. It shows what the
+mask would block if a policy with these weights trained on the batch. ``--rollout-policy FOLDER`` adds the weights that
+sampled the batch; for step 1 these are the model that the run began with. They give pi', the exact divergences, and
+TopK(mu) if the batch has none. Both models run in transformers, in float32 on the CPU, one response at a time.
 """
 
 from __future__ import annotations

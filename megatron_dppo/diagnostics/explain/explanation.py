@@ -1,7 +1,8 @@
 """Explain the effect of a mask on each response token, from the mask's inputs and decisions.
 
-Here transformers computes pi from given weights. It also computes pi' and TopK(mu) if the batch lacks them.
-``seen_step.py`` explains a step with the values that its loss computed.
+In this module, transformers computes pi from given weights. If the weights that sampled the batch are given too, it
+also computes pi', and TopK(mu) if the batch has none. ``seen_step.py`` explains a step with the values that its loss
+computed.
 
 Legend: S = tokens of a trajectory, N = sampled tokens of a response, V = vocabulary, K = ids of TopK(mu).
 """
@@ -177,9 +178,9 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
     "mean_k3": lambda bound, positive: f"response's mean r - 1 - log r > {bound:g}",
     "budget_high": lambda bound, positive: f"prefix's mean TV > {bound:g}",
 }
-"""Functions that write a bound as text, by the name of a preset's number.
+"""Name of a preset's number -> function that writes the number as a bound in words.
 
-A function maps (value, whether A > 0) to the text; None means that there is no bound for this sign of A."""
+The function maps (value, whether A > 0) to the text; None means that the number bounds nothing for this sign of A."""
 
 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
@@ -306,7 +307,8 @@ def explain_response(
     """
     require_independent_responses(algorithm)
     vocab_size = logits.shape[1]
-    log_mu = None
+    # log pi' at every id, [N, V].
+    log_recomputed = None
     if rollout_logits is not None:
         if rollout_logits.shape != logits.shape:
             raise ValueError(
@@ -314,10 +316,9 @@ def explain_response(
                 f"policy's {vocab_size}: they are different models"
             )
         predicting_rows = torch.from_numpy(np.flatnonzero(trajectory.loss_mask) - 1)
-        log_mu = (rollout_logits[predicting_rows] / temperature).log_softmax(-1)
-    complete_trajectory = _with_topk(
-        _with_recomputed(trajectory, log_mu), algorithm, vocab_size, log_mu
-    )
+        log_recomputed = (rollout_logits[predicting_rows] / temperature).log_softmax(-1)
+    complete_trajectory = _with_recomputed(trajectory, log_recomputed)
+    complete_trajectory = _with_topk(complete_trajectory, algorithm, vocab_size, log_recomputed)
     batch = pack([complete_trajectory])
     topk_ids = batch.columns.get("topk_ids")
     stats = policy_stats(
@@ -354,45 +355,46 @@ def require_independent_responses(algorithm: Algorithm) -> None:
         )
 
 
-def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajectory:
-    """Return ``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V]; unchanged if ``log_mu`` is None."""
-    if log_mu is None:
+def _with_recomputed(trajectory: Trajectory, log_recomputed: Tensor | None) -> Trajectory:
+    """Return ``trajectory`` with pi' of its tokens, taken from ``log_recomputed`` [N, V]; unchanged if that is None."""
+    if log_recomputed is None:
         return trajectory
     token_ids = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
-    return trajectory.with_columns(recomputed_log_probs=log_mu.gather(1, token_ids)[:, 0].numpy())
+    log_probs = log_recomputed.gather(1, token_ids)[:, 0]
+    return trajectory.with_columns(recomputed_log_probs=log_probs.numpy())
 
 
 def _with_topk(
     trajectory: Trajectory,
     algorithm: Algorithm,
     vocab_size: int,
-    log_mu: Tensor | None,
+    log_recomputed: Tensor | None,
 ) -> Trajectory:
-    """Return ``trajectory`` with a TopK(mu) of sufficient K: from the engine, or else from ``log_mu`` [N, V].
+    """Return ``trajectory`` with a TopK(mu) of sufficient K: the engine's, or else one from ``log_recomputed`` [N, V].
 
     Raises ValueError if the algorithm needs a TopK(mu) that neither source has.
     """
-    saved_k = _width(trajectory)
-    is_recomputed = algorithm.needs_recomputed_distribution
-    needs_all_ids = is_recomputed or algorithm.needs_full_distribution
-    # Any TopK(mu) is sufficient for an algorithm that reads none (topk 0).
+    saved_k = _k_of(trajectory)
+    reads_recomputed = algorithm.needs_recomputed_distribution
+    needs_all_ids = reads_recomputed or algorithm.needs_full_distribution
+    # An algorithm that reads no TopK(mu) has topk 0. For it, any TopK(mu) is sufficient.
     needed_k = min(max(1, algorithm.topk), vocab_size)
     if needs_all_ids:
         needed_k = vocab_size
-    if saved_k >= needed_k and not is_recomputed:
+    if saved_k >= needed_k and not reads_recomputed:
         if algorithm.reads_topk:
             return likeliest_of(trajectory, needed_k)
         return trajectory
-    if log_mu is not None and not algorithm.needs_full_distribution:
+    if log_recomputed is not None and not algorithm.needs_full_distribution:
         k = vocab_size
-        if not is_recomputed:
+        if not reads_recomputed:
             k = algorithm.topk or DEFAULT_TOPK
-        top = log_mu.topk(min(k, vocab_size))
+        top = log_recomputed.topk(min(k, vocab_size))
         ids = top.indices.to(torch.int32).numpy()
         # The log-softmax of a near-certain token can round to a value above 0.
         log_probs = top.values.clamp(max=0).numpy()
         return trajectory.with_columns(topk_ids=ids, topk_log_probs=log_probs)
-    if is_recomputed:
+    if reads_recomputed:
         raise ValueError(
             f"{algorithm.name} measures the policy recomputed at the rollout's weights: give these "
             "weights with --rollout-policy"
@@ -421,7 +423,7 @@ def likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
     return trajectory.with_columns(**likeliest_columns)
 
 
-def _width(trajectory: Trajectory) -> int:
+def _k_of(trajectory: Trajectory) -> int:
     """Return K of the trajectory's TopK(mu); 0 without one."""
     ids = trajectory.columns.get("topk_ids")
     return 0 if ids is None else ids.shape[1]
@@ -435,12 +437,12 @@ def _exact(
     vocab_size: int,
     temperature: float,
 ) -> dict[str, Tensor | None]:
-    """Return the divergences over the whole vocabulary.
+    """Return the divergences over the whole vocabulary, by their names in ``Token``.
 
-    If K = V, they are the Top-K divergences. Otherwise they are computed from both logits; without ``rollout_logits``
-    they are None.
+    If K = V, they are the Top-K divergences in ``columns``. Otherwise they are computed from the logits of both models.
+    Without ``rollout_logits`` they are None.
     """
-    if _width(trajectory) == vocab_size:
+    if _k_of(trajectory) == vocab_size:
         return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
     if rollout_logits is None:
         return {"exact_tv": None, "exact_kl": None}
@@ -449,7 +451,8 @@ def _exact(
     values_by_name: dict[str, Tensor | None] = {}
     for name, measure in (("exact_tv", divergence.exact_tv), ("exact_kl", divergence.exact_kl)):
         values: list[Tensor] = []
-        for pi, mu in blocks:
-            values.append(measure(pi.double() / temperature, mu.double() / temperature))
+        for block, rollout_block in blocks:
+            scaled_logits = block.double() / temperature
+            values.append(measure(scaled_logits, rollout_block.double() / temperature))
         values_by_name[name] = torch.cat(values)
     return values_by_name

@@ -149,16 +149,17 @@ NOTABLE_COLUMNS = (
 
 
 def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
-    """Return the table of the first ``count`` tokens. Tokens that a mask blocks precede the other tokens.
+    """Return the table of the first ``count`` tokens, in this order: blocked tokens, then the other tokens.
 
-    Both kinds are sorted by descending Binary TV.
+    A token is blocked if the algorithm's mask or Clip-Higher blocks it. Each of the two kinds is sorted by descending
+    Binary TV.
     """
     rows: list[tuple[str, ...]] = []
     for t in sorted(tokens, key=_blocked_first)[:count]:
-        place = (repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}")
+        first_cells = (repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}")
         divergences = (t.binary_tv, t.binary_kl, t.topk_tv, t.topk_kl, t.exact_tv, t.exact_kl)
-        numbers = map(number, (t.mu, t.pi, t.ratio, *divergences))
-        rows.append((*place, *numbers, t.threshold, verdict_of(name, t).meaning))
+        numbers = map(formatted, (t.mu, t.pi, t.ratio, *divergences))
+        rows.append((*first_cells, *numbers, t.threshold, verdict_of(name, t).meaning))
     title = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
     note = (
         "response: its number in the batch; at: the token's place in it; A: advantage; mu, pi: probability by engine "
@@ -179,7 +180,7 @@ def verdict_of(name: str, token: Token) -> MaskVerdict:
     return next(v for v in verdicts(name) if v.holds(token))
 
 
-def number(value: float | None) -> str:
+def formatted(value: float | None) -> str:
     """Format a number with four significant digits, and None as a dash."""
     return "-" if value is None else f"{value:.4g}"
 
@@ -239,22 +240,23 @@ def _response(name: str, response: Response) -> ResponseText:
 def _span(name: str, token: Token) -> TokenSpan:
     verdict = verdict_of(name, token)
     shade = token.binary_tv if verdict.css == "train" else None
-    return TokenSpan(verdict.css, token.text, numbers(name, token), shade)
+    return TokenSpan(verdict.css, token.text, tooltip(name, token), shade)
 
 
-def numbers(name: str, token: Token) -> str:
-    """Return the text of a token's tooltip."""
+def tooltip(name: str, token: Token) -> str:
+    """Return the text of a token's tooltip: its id and position, the verdict, and its numbers."""
     lines = [
         f"{token.text!r}, id {token.token_id}, token {token.position}",
         verdict_of(name, token).meaning,
         f"A {token.advantage:+.4g}; blocked where {token.threshold or 'never'}",
-        f"mu {number(token.mu)}, pi {number(token.pi)}, r {number(token.ratio)}, weight {number(token.weight)}",
-        f"Binary: TV {number(token.binary_tv)}, KL {number(token.binary_kl)}",
+        f"mu {formatted(token.mu)}, pi {formatted(token.pi)}, r {formatted(token.ratio)}, "
+        f"weight {formatted(token.weight)}",
+        f"Binary: TV {formatted(token.binary_tv)}, KL {formatted(token.binary_kl)}",
     ]
     if token.topk_tv is not None:
-        lines.append(f"Top-K: TV {number(token.topk_tv)}, KL {number(token.topk_kl)}")
+        lines.append(f"Top-K: TV {formatted(token.topk_tv)}, KL {formatted(token.topk_kl)}")
     if token.exact_tv is not None:
-        lines.append(f"exact: TV {number(token.exact_tv)}, KL {number(token.exact_kl)}")
+        lines.append(f"exact: TV {formatted(token.exact_tv)}, KL {formatted(token.exact_kl)}")
     if token.recomputed is not None:
-        lines.append(f"pi' (trainer at the rollout's weights) {number(token.recomputed)}")
-    return "\n".join([*lines, f"entropy {number(token.entropy)} nats"])
+        lines.append(f"pi' (trainer at the rollout's weights) {formatted(token.recomputed)}")
+    return "\n".join([*lines, f"entropy {formatted(token.entropy)} nats"])

@@ -4,9 +4,9 @@
     megatron-dppo replay runs/demo --derive
 
 Both commands need the batches that ``rollout.save=true`` keeps. Without ``--derive``, the command applies the mask of
-another algorithm to every token, with log pi and log mu as the loss of the token's step computed them. The responses
-and pi stay the run's own: if the other algorithm had trained the run, responses and pi would differ from the second
-optimiser step on.
+another algorithm to every token, with the log pi and log mu that the loss of the token's step used. The responses and
+pi stay the run's own. This is a limit of the comparison: if the other algorithm had trained the run, responses and pi
+would differ from the second optimiser step on.
 
 With ``--derive``, the command trains on the saved batches again from the first step, with the run's own configuration,
 in the folder ``derived`` of the run. It compares the hash of the weights after each step with the hash in the batch's
@@ -43,8 +43,8 @@ DERIVED = "derived"
 
 
 @dataclass(frozen=True)
-class OtherToken:
-    """A token that the run's algorithm or the other algorithm blocks.
+class BlockedToken:
+    """A token that at least one of two algorithms blocks: the run's algorithm or the other algorithm.
 
     ``response`` is the response's position in the batch; ``mu`` and ``pi`` are probabilities.
     """
@@ -60,16 +60,16 @@ class OtherToken:
 
 
 @dataclass(frozen=True)
-class OtherStep:
-    """The decisions of two algorithms, the run's and the replayed one, about the tokens of ``step``.
+class ComparedStep:
+    """The decisions of two algorithms about the tokens of ``step``: the run's algorithm and the other algorithm.
 
-    ``trained`` is the number of tokens of the responses that were trained on; ``tokens`` are the tokens that at least
-    one of the algorithms blocks.
+    ``trained`` is the number of tokens of the responses that were trained on. ``tokens`` has only the tokens that at
+    least one of the two algorithms blocks.
     """
 
     step: int
     trained: int
-    tokens: Sequence[OtherToken]
+    tokens: Sequence[BlockedToken]
 
     def count(self, *, run: bool, other: bool) -> int:
         """Count the tokens whose ``run_blocks`` equals ``run`` and whose ``other_blocks`` equals ``other``."""
@@ -112,17 +112,20 @@ def compare(options: argparse.Namespace) -> None:
     from megatron_dppo.diagnostics.explain import page
 
     algorithm = build_algorithm(*chosen_algorithm(options, trained_with))
-    numbers_of_steps = replayable_steps
+    chosen_steps = replayable_steps
     if options.step is not None:
-        numbers_of_steps = [options.step]
-    steps = [other_step(options.run, number, algorithm) for number in numbers_of_steps]
+        chosen_steps = [options.step]
+    compared_steps = [compare_step(options.run, step, algorithm) for step in chosen_steps]
     title = f"{options.run}: {trained_with.name} trained, {algorithm.name} replayed"
     numbers = ", ".join(f"{name} {value:g}" for name, value in algorithm.numbers.items())
     facts = [
         f"{algorithm.name}: {numbers}",
         "The tokens are the run's own responses, with pi and mu as each step's loss computed them.",
     ]
-    tables = [by_step(steps, trained_with.name, algorithm.name), *by_sign(steps)]
+    tables = [
+        by_step(compared_steps, trained_with.name, algorithm.name),
+        *by_sign(compared_steps),
+    ]
     console = show_facts(title, facts, width=160)
     for table in tables:
         show(console, table)
@@ -132,7 +135,7 @@ def compare(options: argparse.Namespace) -> None:
             "trained": trained_with.name,
             "replayed": algorithm.name,
             "numbers": {name: f"{value:g}" for name, value in algorithm.numbers.items()},
-            "steps": [asdict(step) for step in steps],
+            "steps": [asdict(step) for step in compared_steps],
         }
         options.json.write_text(json.dumps(content), encoding="utf-8")
         print(f"{options.json}: every blocked token")
@@ -154,7 +157,7 @@ def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
     return steps
 
 
-def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
+def compare_step(run: Path, step: int, algorithm: Algorithm) -> ComparedStep:
     """Compare the masks of two algorithms on the saved batch of ``step``: ``algorithm``, and the run's own algorithm.
 
     Raises ValueError if the batch lacks a value that the mask reads, or disagrees with the run's records of the step.
@@ -166,33 +169,37 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
     seen_step = SeenStep.of(load_batch(run / ROLLOUTS_FOLDER, step), trained_with)
     check_agreement(seen_step, run, step)
     decisions = seen_step.decisions(algorithm)
-    by_run = ~seen_step.trains
-    by_other = ~decisions.trains
+    is_blocked_by_run = ~seen_step.trains
+    is_blocked_by_other = ~decisions.trains
+    # Response and position of each of the T tokens.
     token_positions: list[tuple[int, int]] = []
     for response, count in zip(seen_step.positions, seen_step.counts, strict=True):
         token_positions += [(response, position) for position in range(count)]
     inputs = seen_step.inputs
-    tokens: list[OtherToken] = []
-    for row in (by_run | by_other).nonzero().flatten().tolist():
+    tokens: list[BlockedToken] = []
+    for row in (is_blocked_by_run | is_blocked_by_other).nonzero().flatten().tolist():
         response, position = token_positions[row]
-        token = OtherToken(
+        token = BlockedToken(
             response=response,
             position=position,
             token_id=int(seen_step.token_ids[row]),
             advantage=float(inputs.advantages[row]),
             mu=float(inputs.rollout_log_probs[row].exp()),
             pi=float(inputs.log_probs[row].exp()),
-            run_blocks=bool(by_run[row]),
-            other_blocks=bool(by_other[row]),
+            run_blocks=bool(is_blocked_by_run[row]),
+            other_blocks=bool(is_blocked_by_other[row]),
         )
         tokens.append(token)
-    return OtherStep(step, len(token_positions), tokens)
+    return ComparedStep(step, len(token_positions), tokens)
 
 
-def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
-    """Return the table of blocked tokens, with a row for each step and one for all steps."""
+def by_step(steps: Sequence[ComparedStep], run: str, other: str) -> SummaryTable:
+    """Return the table of blocked tokens, with a row for each step and one for all steps.
 
-    def row(name: str, row_steps: Sequence[OtherStep]) -> tuple[str, ...]:
+    ``run`` and ``other`` are the names of the two algorithms.
+    """
+
+    def row(name: str, row_steps: Sequence[ComparedStep]) -> tuple[str, ...]:
         trained = sum(step.trained for step in row_steps)
         both = sum(step.count(run=True, other=True) for step in row_steps)
         only_run = sum(step.count(run=True, other=False) for step in row_steps)
@@ -218,19 +225,19 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 _POSITIVE, _NEGATIVE, _ZERO = "A > 0", "A < 0", "A = 0"
 
 
-def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
-    """Yield a table for each of the two algorithms, about the tokens that this algorithm alone blocks.
+def by_sign(steps: Sequence[ComparedStep]) -> Iterator[SummaryTable]:
+    """Yield a table for each of the two algorithms, about the tokens that only this algorithm blocks.
 
     A row has the number of tokens with one sign of A, their mean mu and their mean pi.
     """
-    tokens: list[OtherToken] = []
+    tokens: list[BlockedToken] = []
     for step in steps:
         tokens += step.tokens
     for title, by_run in (
         ("Only the run's rule blocks", True),
         ("Only the other rule blocks", False),
     ):
-        tokens_by_sign: dict[str, list[OtherToken]] = {_POSITIVE: [], _NEGATIVE: [], _ZERO: []}
+        tokens_by_sign: dict[str, list[BlockedToken]] = {_POSITIVE: [], _NEGATIVE: [], _ZERO: []}
         for t in tokens:
             if (t.run_blocks, t.other_blocks) == (by_run, not by_run):
                 tokens_by_sign[_sign_text(t.advantage)].append(t)
@@ -258,11 +265,11 @@ def _sign_text(advantage: float) -> str:
 def derive(options: argparse.Namespace) -> None:
     """Train on the saved batches again and compare the weights. Exit with 1 if a step ends in other weights."""
     config = load_config(options.run / "config.yaml")
-    last_step = sealed_until(options.run, options.step)
+    last_step = last_step_to_derive(options.run, options.step)
     directory = options.run / DERIVED
     command = [
         *(sys.executable, "-m", "megatron_dppo.train", str(options.run / "config.yaml")),
-        *derivation(config.data.evaluation, options.run, last_step),
+        *derivation_overrides(config.data.evaluation, options.run, last_step),
     ]
     print(f"deriving steps 1 to {last_step} of {options.run} in {directory}")
     # The derivation writes into its own folder, and leaves the run's checkpoints as they are.
@@ -283,7 +290,7 @@ def derive(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def sealed_until(run: Path, step: int | None) -> int:
+def last_step_to_derive(run: Path, step: int | None) -> int:
     """Return the last step to derive: ``step``, or the last step that was trained on.
 
     Raises ValueError unless the batch of every step up to this step was saved, with the hash of the weights after the
@@ -296,6 +303,7 @@ def sealed_until(run: Path, step: int | None) -> int:
     last_step = trained_steps(run, saved)[-1] if step is None else step
     needed_steps = range(1, last_step + 1)
     missing_steps = sorted(set(needed_steps) - set(saved))
+    # ``--step 0`` needs no step: it is refused too.
     if missing_steps or not needed_steps:
         missing_step = last_step
         if missing_steps:
@@ -314,8 +322,8 @@ def sealed_until(run: Path, step: int | None) -> int:
     return last_step
 
 
-def derivation(evaluation_sets: Iterable[str], run: Path, last_step: int) -> list[str]:
-    """Return overrides of the run's configuration: saved batches, up to step ``last_step``, replace the engine.
+def derivation_overrides(evaluation_sets: Iterable[str], run: Path, last_step: int) -> list[str]:
+    """Return overrides of the run's configuration that let the batches of steps 1 to ``last_step`` replace the engine.
 
     The overrides turn off evaluation, samples, exports, uploads, profiles and trackers.
     """
@@ -336,7 +344,7 @@ def derivation(evaluation_sets: Iterable[str], run: Path, last_step: int) -> lis
         "profile.steps": "[]",
         "tracking.trackers": "[]",
     }
-    # An evaluation set in the configuration file stays unless it is set to null.
+    # Set each evaluation set of the configuration file to null: only null removes it.
     evaluation = [f"data.evaluation.{name}=null" for name in evaluation_sets]
     return [*(f"{key}={value}" for key, value in values.items()), *evaluation]
 

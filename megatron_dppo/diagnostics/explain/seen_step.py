@@ -33,7 +33,7 @@ from megatron_dppo.diagnostics.explain.explanation import (
     response_of,
     token_columns,
 )
-from megatron_dppo.loop.learning import trains
+from megatron_dppo.loop import learning
 from megatron_dppo.metrics import sums
 from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
@@ -67,7 +67,7 @@ class SeenStep:
     @classmethod
     def of(cls, batch: Sequence[Trajectory], settings: AlgorithmConfig) -> SeenStep:
         """Build the step from a saved batch. Raises ValueError if the batch was saved without the loss inputs."""
-        positions = [i for i, t in enumerate(batch) if t.sampled and trains(t, settings)]
+        positions = [i for i, t in enumerate(batch) if t.sampled and learning.trains(t, settings)]
         responses = [batch[i] for i in positions]
         if not responses:
             raise ValueError("no response of the batch has a gradient: nothing to explain")
@@ -105,21 +105,21 @@ class SeenStep:
         Raises ValueError if the mask of another algorithm reads a value that was not saved.
         """
         if self.is_of(algorithm):
-            return self._decided()
-        return self._others_decisions(algorithm)
+            return self._own_decisions()
+        return self._other_decisions(algorithm)
 
-    def _decided(self) -> Decisions:
+    def _own_decisions(self) -> Decisions:
         """Return the decisions of the run's own algorithm, with the saved mask."""
         weight = self.algorithm.weight(self.inputs)
         capped_weight = weight.clamp(max=self.algorithm.ratio_cap)
         is_finite = self.inputs.log_probs.isfinite() & capped_weight.isfinite()
         return Decisions(self.trains, is_finite, weight, capped_weight)
 
-    def _others_decisions(self, algorithm: Algorithm) -> Decisions:
+    def _other_decisions(self, algorithm: Algorithm) -> Decisions:
         """Return the decisions of another algorithm. Raises ValueError if it reads a value that was not saved."""
         needs_all_ids = algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution
         topk = self.inputs.topk_log_probs
-        # The last column is the sampled token.
+        # The last column is not part of TopK(mu): it is the sampled token.
         saved_k = 0 if topk is None else topk.shape[1] - 1
         if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk or not saved_k):
             needed_ids = "every id"
@@ -236,8 +236,8 @@ COUNTS = (
 )
 """Metrics that are counts. They must agree exactly."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-9
-"""Relative and absolute part of the allowed difference of a mean: the run summed the float32 numbers on another device
-and in another order."""
+"""Relative and absolute part of the allowed difference of a mean. The means differ by rounding, because the run summed
+the float32 numbers on another device and in another order."""
 
 
 class DisagreementError(RunError, ValueError):
@@ -264,16 +264,16 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
         tolerance = 0.0
         if name not in COUNTS:
             tolerance = ABSOLUTE + RELATIVE * abs(figure)
-        # ``not <=`` is also true for a figure of NaN.
+        # ``not <=`` instead of ``>``: NaN is a difference too, and comparisons with NaN are false.
         differs = recorded_figure is not None and not abs(figure - recorded_figure) <= tolerance
         if differs or (recorded_figure is None and np.isfinite(figure)):
             raise DisagreementError(
                 f"step {step}: {name} of the saved tokens is {figure:g}, {RECORDS_FILE} says {recorded_figure}"
             )
-    counts = sums.MaskedTokenCounts(int(saved.token_ids.max()) + 1)
-    counts.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
-    assert counts.counts is not None
-    blocked_tokens = sums.most_masked(counts.counts)
+    masked_tokens = sums.MaskedTokenCounts(int(saved.token_ids.max()) + 1)
+    masked_tokens.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
+    assert masked_tokens.counts is not None
+    blocked_tokens = sums.most_masked(masked_tokens.counts)
     recorded_tokens = sums.read_masked_tokens(run, step)
     if blocked_tokens != recorded_tokens:
         recorded_text = "nothing"
@@ -300,6 +300,7 @@ def _check_rule(saved: SeenStep, finite: Tensor) -> None:
         return
     if saved.divergence is None:
         raise DisagreementError(f"{algorithm.name} measures a divergence, but none was saved")
+    # Only DPPO's masks have the name of their divergence. ``rules.near`` computes these masks from the divergence.
     if algorithm.preset.mask != algorithm.preset.divergence:
         return
     bounds: list[float] = []

@@ -27,11 +27,11 @@ from megatron_dppo.diagnostics.explain import __main__ as explain
 from megatron_dppo.diagnostics.explain import page
 from megatron_dppo.diagnostics.explain.explanation import explain_response, threshold_text
 from megatron_dppo.diagnostics.explain.replay import (
-    OtherStep,
-    OtherToken,
+    BlockedToken,
+    ComparedStep,
     by_sign,
     by_step,
-    derivation,
+    derivation_overrides,
     trained_steps,
 )
 from tests.messages import mentioning
@@ -353,14 +353,14 @@ def test_missing_runs_and_other_models(model, log_pi, tmp_path, capsys):
 
 
 def test_two_rules_are_compared_by_sign_and_tokens_without_advantage_are_neither():
-    def token(advantage: float, *, by_run: bool) -> OtherToken:
-        return OtherToken(0, 0, 5, advantage, 0.25, 0.5, by_run, not by_run)
+    def token(advantage: float, *, by_run: bool) -> BlockedToken:
+        return BlockedToken(0, 0, 5, advantage, 0.25, 0.5, by_run, not by_run)
 
     tokens = [
         token(a, by_run=by_run)
         for a, by_run in ((1.0, True), (-1.0, False), (0.0, False), (0.0, False))
     ]
-    only_run, only_other = by_sign([OtherStep(1, 9, tokens)])
+    only_run, only_other = by_sign([ComparedStep(1, 9, tokens)])
     assert only_run.rows == [("A > 0", "1", "0.2500", "0.5000")]
     assert only_other.rows == [
         ("A < 0", "1", "0.2500", "0.5000"),
@@ -377,7 +377,7 @@ def test_a_batch_that_no_step_was_trained_on_is_left_out(tmp_path):
 
 
 def test_two_rules_of_one_name_have_columns_of_their_own():
-    steps = [OtherStep(1, 4, [])]
+    steps = [ComparedStep(1, 4, [])]
     assert by_step(steps, "grpo", "dppo-binary-tv").columns[2:4] == ("grpo", "dppo-binary-tv")
     assert by_step(steps, "grpo", "grpo").columns[2:4] == ("grpo (run)", "grpo (replayed)")
 
@@ -391,7 +391,9 @@ def test_a_derivation_uploads_traces_and_reports_nothing(tmp_path):
         "training.prompts_per_mini_batch=4", "training.micro_batch_tokens=64",
     ]  # fmt: skip
     (tmp_path / "config.yaml").write_text("{}\n")
-    config = load_config(tmp_path / "config.yaml", [*settings, *derivation([], tmp_path, 3)])
+    config = load_config(
+        tmp_path / "config.yaml", [*settings, *derivation_overrides([], tmp_path, 3)]
+    )
     assert (config.checkpoint.upload, config.profile.steps, config.tracking.trackers) == (
         None,
         [],
@@ -426,9 +428,9 @@ def test_a_run_without_batches_is_refused_before_torch_is_imported(words, tmp_pa
 
 def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
     tokens = [
-        OtherToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in "ab"
+        BlockedToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in "ab"
     ]
-    for table in (by_step([OtherStep(1, 9, tokens)], "ppo", "grpo"), *by_sign([])):
+    for table in (by_step([ComparedStep(1, 9, tokens)], "ppo", "grpo"), *by_sign([])):
         shown = io.StringIO()
         explain.show(Console(file=shown, width=200), table)
         text = " ".join(shown.getvalue().split())
