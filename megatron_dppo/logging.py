@@ -238,6 +238,7 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
         _own_failure_mark = None
         if rank is not None:
             _own_failure_mark = failure_mark(path)
+        # Remove the mark that an earlier start may have left.
         failure_mark(path).unlink(missing_ok=True)
         log_file = LogFile(path)
         log_file.setFormatter(

@@ -54,7 +54,7 @@ class StopFlag:
 
 
 class RunFence:
-    """Raises FencedError once another start of the run holds its folder, so that this start publishes nothing.
+    """Raises FencedError once another start holds the run's folder, so that this start publishes nothing.
 
     Args:
         directory: the run's folder.

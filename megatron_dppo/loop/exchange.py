@@ -1,9 +1,9 @@
 """Send the tokens and columns of a batch from the leaders that generate it to the ranks that train on it.
 
-Until the plan of the step assigns trajectories to replicas, tokens and columns stay with the leader that generated them
-(recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Then ``ColumnExchange`` sends each array once to
-every host of the replica that trains on it, into memory that the replica's ranks on that host share. The receiving rank
-compares the array's hash with the owner's hash.
+Tokens and columns are large: recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B. So they stay with the
+leader that generated them until the plan of the step assigns trajectories to replicas. Then ``ColumnExchange`` sends
+each array once to every host of the replica that trains on it, into memory that the replica's ranks on that host share.
+The receiving rank compares the array's hash with the owner's hash.
 
 The unit of transfer is a ``ColumnPart``: one array of one trajectory. Recorded routing has one part for each pipeline
 stage, because a stage needs only its own layers. Other columns go to the stages that read them (``data/columns.py``).
@@ -114,13 +114,13 @@ class Stages:
 
     def trajectory(self, outline: Outline, arrays: Mapping[ColumnPart, np.ndarray]) -> Trajectory:
         """Return the trajectory with these arrays. With all parts, this is the inverse of ``split``."""
-        arrays_by_stage: dict[str, dict[int, np.ndarray]] = {}
+        arrays_by_name: dict[str, dict[int, np.ndarray]] = {}
         for part, array in arrays.items():
-            arrays_by_stage.setdefault(part.name, {})[part.stage] = array
-        token_ids = arrays_by_stage.pop("token_ids")[0]
-        loss_mask = arrays_by_stage.pop("loss_mask")[0]
+            arrays_by_name.setdefault(part.name, {})[part.stage] = array
+        token_ids = arrays_by_name.pop("token_ids")[0]
+        loss_mask = arrays_by_name.pop("loss_mask")[0]
         columns: dict[str, np.ndarray] = {}
-        for name, by_stage in arrays_by_stage.items():
+        for name, by_stage in arrays_by_name.items():
             columns[name] = self._joined(by_stage)
         return Trajectory(
             problem_id=outline.problem_id,
@@ -209,7 +209,7 @@ class PartDirectory:
             arrays: the arrays of this leader's trajectories, by part.
             topology: the layout of ranks.
             stages: the pipeline stages of a replica.
-            sizes: the required trailing sizes, by their declared names.
+            sizes: the required trailing sizes, by their declared names, e.g. ``moe_layers``.
 
         Raises:
             ExchangeError: on all ranks, if an array does not match ``sizes``, if the forms of a column differ between
@@ -586,6 +586,7 @@ def transfer(
         rank: this process's global rank.
     """
     if rank in shares:
+        # Copy the parts that this rank holds itself.
         for part, (begin, end) in shares[rank].spans.items():
             if part in arrays:
                 buffer[begin:end] = _bytes(arrays[part])

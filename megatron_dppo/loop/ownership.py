@@ -28,10 +28,9 @@ def announce(
     group_size: int,
     positions: Sequence[int],
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
-    """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
+    """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by their index in this list.
 
-    The list of outlines has the groups in the order of ``positions``. The keys of the returned dict are indices of this
-    list.
+    The list has the groups in the order of ``positions``. Collective.
 
     Args:
         trajectories: this leader's trajectories, groups adjacent, in the order of ``positions``.

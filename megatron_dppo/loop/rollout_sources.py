@@ -447,7 +447,7 @@ class ReplayedRollouts:
                 f"responses, expected {len(wanted_problems)} prompts x group_size {size}"
             )
         if not self._rollout.drop_zero_variance_groups:
-            # With a filter, the problems depend on the rewards of dropped responses. The file lacks these responses.
+            # With a filter, the expected problems would depend on dropped responses, which the file lacks.
             self._check_order(step, saved.problems, wanted_problems)
         groups = own_positions(range(len(wanted_problems)), self._topology)
         positions: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
+from megatron_dppo.config.data_schema import ProblemFile, RewardConfig, RewardTerm
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 
 
@@ -28,11 +28,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "algorithm.truncated_responses": algorithm.truncated_responses,
         **_advantage_identity(algorithm),
         "data.train (SHA-256)": data_sha256,
-        # A file without a metadata key has only two entries.
-        "data.train (keys)": [
-            [file.prompt_key, file.answer_key, *filter(None, [file.metadata_key])]
-            for file in data.train_files
-        ],
+        "data.train (keys)": [_keys_of(file) for file in data.train_files],
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
         **_argument_identity(data.chat_template_arguments),
@@ -44,6 +40,14 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "rollout.temperature": config.rollout.temperature,
         "run.seed": config.run.seed,
     }
+
+
+def _keys_of(file: ProblemFile) -> list[str | None]:
+    """Return the keys of a file's rows. A metadata key that is not set is left out."""
+    keys = [file.prompt_key, file.answer_key]
+    if file.metadata_key:
+        keys.append(file.metadata_key)
+    return keys
 
 
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
