@@ -1,4 +1,4 @@
-"""Training on Megatron-Core. Only this package imports it; only ``platform`` queries CUDA."""
+"""Training on Megatron-Core. Only this package imports Megatron-Core, and only ``platform`` queries CUDA."""
 
 from megatron_dppo.trainer import platform
 

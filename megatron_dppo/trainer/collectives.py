@@ -1,4 +1,4 @@
-"""Collectives of plain values between ranks (JSON in byte tensors, no pickle), and failures that all ranks share."""
+"""Collectives of plain values between ranks (JSON in byte tensors, no pickle); errors of one rank that all raise."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class TokenShare:
 def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
     """Return ``batch`` with only the rows of this rank.
 
-    ``batch`` must have its targets and columns already: only in a whole pack the next row is the sequence's next token.
+    ``batch`` must have its targets and columns already. A target is the sequence's next token, which is the next row
+    only in a whole pack.
     """
     size = topology.cp_size
     if size == 1:
@@ -136,7 +137,9 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
 
 
 def _like_share(all_rows: Tensor | None, share: Tensor | None) -> Tensor | None:
-    """Detach ``all_rows`` unless the rank's ``share`` requires a gradient."""
+    """Detach ``all_rows`` unless the rank's ``share`` requires a gradient. (If one of the gathered columns requires a
+    gradient, ``_Gather`` lets all columns require one.)
+    """
     if all_rows is None or share is None or share.requires_grad:
         return all_rows
     return all_rows.detach()

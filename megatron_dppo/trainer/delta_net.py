@@ -127,8 +127,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> ShardedStateDict:
         """Return Megatron-Core's state dict, with each fused parameter as one tensor of the checkpoint.
 
-        Megatron-Core's own state dict has a tensor for each section of these fused parameters. It has one tensor for
-        other fused parameters, for example the gate and up projections of an MLP: a stack of the whole sections.
+        The tensor is a stack of the parameter's whole sections. Megatron-Core itself stores other fused parameters like
+        this, for example the gate and up projections of an MLP. But it stores each section of these as a tensor.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata, tp_group)
         key_width = self.qk_dim // self.tp_size

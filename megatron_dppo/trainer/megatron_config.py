@@ -53,7 +53,7 @@ def transformer_config(
         moe_options = _moe_options(shape, replay=config.router_replay)
     adapter_options = {}
     if config.lora.rank:
-        # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
+        # The fusion adds gradients to DDP's buffers. A frozen weight has no buffer, and an adapter no Megatron layer.
         adapter_options = {"gradient_accumulation_fusion": False}
     options = {
         **_model_options(shape),
@@ -184,7 +184,7 @@ def _latent_options(shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_size,
         "v_head_dim": latent.value_size,
         "rotary_base": shape.rope_theta,
-        # Megatron-Core scales attention by the following three factors for every rope_type.
+        # Megatron-Core scales attention by the following three factors for every rope_type, so they are 1 without YaRN.
         "rope_type": "rope",
         "rotary_scaling_factor": 1.0,
         "mscale": 1.0,

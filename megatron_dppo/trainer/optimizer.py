@@ -24,11 +24,12 @@ def build_optimizer(
     *,
     distributed: bool,
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Build Adam with decoupled weight decay (none on norms and biases) and its learning-rate schedule.
+    """Build Adam, with decoupled weight decay (none on norms and biases), and the schedule of its learning rate.
 
-    The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
-    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. The
-    rate depends only on n, so a resumed run continues the schedule.
+    The schedule begins with a warm-up of W = ``warmup_steps`` steps. In the warm-up the rate of step n = 1, 2, ... is
+    lr n / W. After it the rate is min_lr + c (lr - min_lr), with c = 1 (constant), 1 - x (linear) or
+    (1 + cos(pi x)) / 2 (cosine). x = (n - W) / (decay_steps - W) grows from 0 to 1, and then stays 1. The rate depends
+    only on n, so a resumed run continues the schedule.
 
     Args:
         config: learning rates, schedule, betas, weight decay and clipping.
@@ -43,7 +44,8 @@ def build_optimizer(
     if options.get("optimizer_cpu_offload"):
         # Megatron-Core's default offloads nothing.
         defaults["optimizer_offload_fraction"] = 1.0
-    # Without autograd Megatron-Core's slices of fp32 parameters are leaf tensors, as an offloaded optimizer requires.
+    # An offloaded optimizer accepts only leaf tensors. Megatron-Core gives it slices of fp32 parameters. A slice is a
+    # leaf tensor only if it is made with autograd turned off.
     with torch.no_grad():
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(

@@ -9,8 +9,7 @@ and move them back.
 ``park`` copies each storage into a flat host buffer: there is one buffer per part, and later calls reuse it. ``park``
 then frees the storage's bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them back. Tensors and
 views stay the same objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and
-shards stay valid.
-Frozen weights and reference copies never change, so they are copied to the host only once.
+shards stay valid. Frozen weights and reference copies never change, so they are copied to the host only once.
 
 Parking drops the FP8 copies of weights that Transformer Engine keeps, without copying them. An offloaded optimizer's
 state is on the host already, so parking leaves it there.
@@ -83,7 +82,7 @@ def held_tensors(
     for ddp_chunk in ddp_chunks:
         for buffer in (*ddp_chunk.buffers, *ddp_chunk.expert_parallel_buffers):
             gradients.append(buffer.grad_data)
-    # An fp32 parameter is its own main parameter.
+    # An fp32 parameter is its own main parameter: leave it out of the optimizer's part.
     weight_keys = {_key(p) for p in weights}
     return {
         "weights": weights,
@@ -193,7 +192,7 @@ class Parker:
             for storage in part_storages:
                 storage.untyped.resize_(0)
         self._parked_storages |= storages
-        self._settle(storages)
+        self._release_memory(storages)
         return _result(storages, copied, start_time)
 
     def unpark(self, parts: Collection[TrainerPart] | None = None) -> ParkingResult:
@@ -229,14 +228,14 @@ class Parker:
         platform.wait_for_copies()
         for part in storages:
             del self._parked_storages[part]
-        self._settle(storages)
+        self._release_memory(storages)
         return _result(storages, copied, start_time)
 
-    def _settle(self, parts: Iterable[TrainerPart]) -> None:
-        """Release the host and device memory that nothing uses once ``parts`` are moved."""
+    def _release_memory(self, parts: Iterable[TrainerPart]) -> None:
+        """Release memory that nothing uses after ``parts`` were moved: caches of host copies, and freed blocks."""
         for part in parts:
             if part in self._copies:
-                self._copies[part].settle()
+                self._copies[part].release_cache()
         platform.return_unused_memory()
 
 
@@ -281,10 +280,10 @@ class _ParkedCopy:
         """Copy all ``storages`` back to the device. Return the copied bytes."""
         return self._copy(storages, [True] * len(storages), to_host=False)
 
-    def settle(self) -> None:
+    def release_cache(self) -> None:
         """Release memory that caches the buffer, because the buffer is not used for a while."""
         if self._memory is not None:
-            self._memory.settle()
+            self._memory.release_cache()
 
     def _copy(
         self,

@@ -54,7 +54,7 @@ NEEDED = (
 """The variables that a rank on a GPU needs."""
 
 
-def complete(environment: MutableMapping[str, str]) -> list[str]:
+def set_missing_variables(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables of ``NEEDED`` that are missing; return a line about each.
 
     A value of the user is kept. If another value is usual, the line says so.
@@ -141,7 +141,7 @@ def prepare() -> None:
     leave_out_deep_ep()
     # Set the variables before the first CUDA call: CUDA reads some of them only once.
     if any(gpus.DEVICES.glob("nvidia[0-9]*")):
-        _lines.extend(complete(os.environ))
+        _lines.extend(set_missing_variables(os.environ))
         _lines.extend(toolkit.offer_tools(os.environ))
         _lines.extend(toolkit.offer_cudnn(os.environ))
     if has_cuda():
@@ -181,8 +181,8 @@ def fused_weight_gradients() -> str | None:
 def _make_output_layer_without_apex() -> None:
     """Let Megatron-Core build its output layer with fused weight gradients although apex is not installed.
 
-    The layer's constructor requires apex, but only its backward pass calls apex's kernel, and ``leave_out_logits``
-    replaces that pass. Not yet run on a GPU.
+    The layer's constructor requires apex, but only its own backward pass calls apex's kernel. This pass never runs,
+    because ``leave_out_logits`` replaces the layer's forward pass. Not yet run on a GPU.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -274,7 +274,7 @@ class HostMemory:
             self._file = FileBuffer(size)
             self.bytes = torch.from_numpy(self._file.array)
 
-    def settle(self) -> None:
+    def release_cache(self) -> None:
         """Release the memory that caches the file, because the parked tensors are not needed for a while."""
         if self._file is not None:
             self._file.release_memory()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None, *, adds_one: bool) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight; with ``adds_one`` * (1 + weight), computed in fp32.
+    """Return x / sqrt(mean(x^2) + eps) * weight. With ``adds_one``, 1 + weight replaces the weight, computed in fp32.
 
     x [..., hidden], weight [hidden] -> the shape and type of x.
     """

@@ -73,7 +73,7 @@ class ChunkState:
 class LayerReplay(RouterReplay):
     """Megatron-Core's replay of one router, with the current recording of its chunk.
 
-    ``column``: index of the layer in the chunk's recordings.
+    ``column``: index of the layer in ``Recording.experts`` of the chunk.
     """
 
     target_topk_idx: Tensor | None
@@ -145,10 +145,11 @@ class ModelReplay:
         # each rank routes its own tokens, and counts the choices for them.
         self._counts_choices = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
-        self._columns: list[list[int]] = []
+        # For each chunk the indices of its layers among the model's layers with a router, as in ``layers``.
+        self._router_layers: list[list[int]] = []
         for chunk, state in zip(chunks, self._states, strict=True):
-            self._columns.append(attach(chunk, state, shape.moe_layers))
-        self.layers = sorted(chain.from_iterable(self._columns))
+            self._router_layers.append(attach(chunk, state, shape.moe_layers))
+        self.layers = sorted(chain.from_iterable(self._router_layers))
         self._recordings: list[list[Recording | None]] = [[] for _ in chunks]
         # Remove the instances from Megatron-Core's registry, so that its global functions do not switch them.
         RouterReplay.clear_global_router_replay_instances()
@@ -161,8 +162,8 @@ class ModelReplay:
         for batch in batches:
             self._check(batch)
         self._recordings = []
-        for columns in self._columns:
-            self._recordings.append([self._local(batch, columns) for batch in batches])
+        for router_layers in self._router_layers:
+            self._recordings.append([self._local(batch, router_layers) for batch in batches])
         for state in self._states:
             state.counts.zero_()
 
@@ -198,10 +199,10 @@ class ModelReplay:
         agreed, compared = counts.double()
         return MetricSums({metric_names.ROUTING_AGREEMENT: agreed, metric_names.COMPARED: compared})
 
-    def _local(self, batch: PackedBatch, columns: Sequence[int]) -> Recording | None:
+    def _local(self, batch: PackedBatch, router_layers: Sequence[int]) -> Recording | None:
         """Return this rank's part of a micro-batch's recording for one model chunk; None without a recording.
 
-        ``columns``: indices of the chunk's layers among the model's layers with a router.
+        ``router_layers``: indices of the chunk's layers among the model's layers with a router.
         """
         if RECORDING not in batch.columns:
             return None
@@ -212,10 +213,13 @@ class ModelReplay:
             rows = self._share.rows(batch.cu_seqlens)
             recorded = recorded[rows]
             valid = valid[rows]
+        # A recording of all layers has the chunk's layers at ``router_layers``, a recording of ``layers`` at other
+        # places.
+        places = list(router_layers)
         has_all_layers = recorded.shape[1] == len(self._shape.moe_layers)
         if not has_all_layers:
-            columns = [self.layers.index(column) for column in columns]
-        experts = recorded[:, list(columns)]
+            places = [self.layers.index(layer) for layer in router_layers]
+        experts = recorded[:, places]
         return Recording(experts.to(self._device), valid.to(self._device))
 
     def _check(self, batch: PackedBatch) -> None:
@@ -244,7 +248,7 @@ def attach(chunk: GPTModel, state: ChunkState, moe_layers: Sequence[int]) -> lis
     ``moe_layers``: numbers, from 0, of the model's layers with a router. Raises ValueError if they do not agree with
     the chunk's layers.
     """
-    columns: list[int] = []
+    router_layers: list[int] = []
     for layer in chunk.decoder.layers:
         # Megatron-Core numbers layers from 1.
         number = layer.layer_number - 1
@@ -256,6 +260,6 @@ def attach(chunk: GPTModel, state: ChunkState, moe_layers: Sequence[int]) -> lis
                 f"but the recording's layers are {list(moe_layers)}"
             )
         if has_router:
-            router.router_replay = LayerReplay(state, len(columns))
-            columns.append(list(moe_layers).index(number))
-    return columns
+            router.router_replay = LayerReplay(state, len(router_layers))
+            router_layers.append(list(moe_layers).index(number))
+    return router_layers

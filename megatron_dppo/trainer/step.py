@@ -226,7 +226,7 @@ class StatsFunction:
         if spec.topk:
             topk_ids = batch.column("topk_ids").long()
         stats = head_stats(
-            # Pairs of (states, weight), whose products add up to the logits.
+            # The factors' products (states times weight) add up to the logits.
             head_factors(self.last_chunk, hidden.squeeze(0)),
             batch.target_ids,
             group,
@@ -285,7 +285,7 @@ def forward_backward(
     denominator: float,
     replay: ModelReplay | None = None,
 ) -> MicroBatchResults:
-    """Accumulate the gradient of the summed loss / denominator in the buffers, then reduce them. Collective.
+    """Accumulate the gradient of (summed loss / denominator) in DDP's buffers, then reduce the buffers. Collective.
 
     On return the gradients are summed over tokens, micro-batches and replicas.
 

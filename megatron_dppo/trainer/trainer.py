@@ -130,7 +130,8 @@ class Trainer:
         step_count: number of optimiser steps so far.
         reference_sha256: hash of the tensors that the reference policy was loaded from; None without a reference.
         share: the tokens of a micro-batch that this rank's layers compute.
-        input_rows: the rows of a pack's recorded routing that this rank needs; None: all rows.
+        input_rows: function from a pack's cu_seqlens to the rows of recorded routing that this rank needs; None: it
+            needs all rows.
         pad_multiple: T of a micro-batch must be a multiple of this number, and the length of each sequence a multiple
             of ``share.sequence_multiple``.
         micro_batch_multiple: the number of micro-batches must be a multiple of this number.

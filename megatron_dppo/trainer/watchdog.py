@@ -62,11 +62,11 @@ class Pending:
         return f"{self.name}, number {self.number} of group {self.group} (ranks {ranks})"
 
 
-PENDING = TypeAdapter(list[Pending])
+PENDING_LIST = TypeAdapter(list[Pending])
 """Converts collectives to JSON and back, to send them to other ranks."""
 
 
-def pending(*, callers: bool) -> list[Pending]:
+def pending_collectives(*, callers: bool) -> list[Pending]:
     """Return this process's collectives that have not ended, the oldest first.
 
     Collectives of destroyed groups are left out: the recorders keep them until the backend's own limit.
@@ -209,7 +209,7 @@ class Watchdog:
         limit_s: longest time of a collective outside of ``patience``.
         open_store: opens a connection to the ranks' rendezvous, where each waiting rank publishes its collectives.
         on_hang: called with the report; by default the report is logged and the process ends.
-        pending: returns the collectives that have not ended; see the function ``pending``.
+        read_pending: returns the collectives that have not ended; see ``pending_collectives``.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class Watchdog:
         limit_s: float,
         open_store: Callable[[], dist.Store],
         on_hang: Callable[[str], None] | None = None,
-        pending: Callable[..., list[Pending]] = pending,
+        read_pending: Callable[..., list[Pending]] = pending_collectives,
     ) -> None:
         self._rank = rank
         self._limit_s = limit_s
         self._poll_s = min(limit_s / _POLLS, _LONGEST_POLL_S)
         self._open_store = open_store
         self._on_hang = end_process if on_hang is None else on_hang
-        self._pending = pending
+        self._read_pending = read_pending
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -239,7 +239,7 @@ class Watchdog:
     def overdue(self, now_ns: int) -> Pending | None:
         """Return the oldest collective that takes longer than its limit; None if all are within their limits."""
         _, limit_s = self._limit
-        for collective in self._pending(callers=False):
+        for collective in self._read_pending(callers=False):
             is_in_background = collective.group.endswith(f"({BACKGROUND})")
             allowed_s = LONGEST_WAIT_S if is_in_background else limit_s
             if now_ns - collective.since_ns > allowed_s * _NANOSECONDS:
@@ -262,7 +262,7 @@ class Watchdog:
         """Return what this rank waits in, who called it, and what each other rank of the group waits in."""
         reason, limit_s = self._limit
         # Find callers only now: the main thread waits, so it cannot be inside an import.
-        waits_with_callers = self._pending(callers=True)
+        waits_with_callers = self._read_pending(callers=True)
         hung = next((wait for wait in waits_with_callers if wait.is_same(hung)), hung)
         waits_by_rank = self._exchange_waits(hung.ranks)
         reason_text = f" ({reason})" if reason else ""
@@ -274,7 +274,7 @@ class Watchdog:
             lines.append(_NO_RENDEZVOUS)
         else:
             other_ranks = [rank for rank in hung.ranks if rank != self._rank]
-            lines += [describe(rank, hung, waits_by_rank) for rank in other_ranks]
+            lines += [describe_wait(rank, hung, waits_by_rank) for rank in other_ranks]
         return "; ".join(lines)
 
     def _exchange_waits(self, ranks: Sequence[int]) -> Mapping[int, list[Pending]] | None:
@@ -287,13 +287,13 @@ class Watchdog:
 
         def exchange() -> None:
             store = self._open_store()
-            waits = PENDING.dump_json(self._pending(callers=True))
+            waits = PENDING_LIST.dump_json(self._read_pending(callers=True))
             store.set(_key(self._rank), waits.decode())
             # Let the other waiting ranks publish their collectives: they notice the hang up to one poll later.
             time.sleep(2 * self._poll_s)
             for rank in ranks:
                 if store.check([_key(rank)]):
-                    waits_by_rank[rank] = PENDING.validate_json(store.get(_key(rank)))
+                    waits_by_rank[rank] = PENDING_LIST.validate_json(store.get(_key(rank)))
             answered.set()
 
         # Use a thread: it is abandoned if the rendezvous does not answer.
@@ -306,7 +306,7 @@ class Watchdog:
 _NO_RENDEZVOUS = "the ranks' rendezvous, which rank 0 or its launcher hosts, does not answer"
 
 
-def describe(rank: int, hung: Pending, waits_by_rank: Mapping[int, Sequence[Pending]]) -> str:
+def describe_wait(rank: int, hung: Pending, waits_by_rank: Mapping[int, Sequence[Pending]]) -> str:
     """Describe what another ``rank`` of the group waits in. A rank that waits in no collective publishes nothing."""
     if rank not in waits_by_rank:
         return f"rank {rank} waits in no collective: it is stopped, or busy with something else"

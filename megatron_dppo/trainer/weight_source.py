@@ -117,9 +117,9 @@ class TrainerWeights:
     ) -> list[list[float]]:
         """Compute log p(token | tokens before it) of all tokens but the first, by prompt, at temperature 1. Collective.
 
-        Every replica computes the same values, with its own routing. ``quantized``: score with weights that are rounded
-        to block FP8. In a trainer with adapters nothing is rounded: engines round the merged weights, and the trainer's
-        forward pass has no merged weights.
+        Every replica computes the same values, and its routers choose the experts. ``quantized``: score with weights
+        that are rounded to block FP8. In a trainer with adapters nothing is rounded: engines round the merged weights,
+        and the trainer's forward pass has no merged weights.
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         batches = self._trainer.packed(samples)

@@ -59,7 +59,7 @@ def looking_worker() -> list[str]:
     """torch's compiler modules that a look brought into a process, which its main thread may be importing."""
     init_distributed(1)
     barrier()
-    watchdog.pending(callers=False)
+    watchdog.pending_collectives(callers=False)
     return sorted({name.split(".")[1] for name in sys.modules if name.startswith(COMPILER)})
 
 
@@ -90,10 +90,10 @@ def breaking_off_worker() -> list[list[str]]:
     group.wait(group.joined)
     # More than the sockets' buffers take.
     group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
-    while not (during := [each.name for each in watchdog.pending(callers=False)]):
+    while not (during := [each.name for each in watchdog.pending_collectives(callers=False)]):
         time.sleep(0.01)
     group.abort()
-    return [during, [each.name for each in watchdog.pending(callers=False)]]
+    return [during, [each.name for each in watchdog.pending_collectives(callers=False)]]
 
 
 def test_a_weight_update_that_was_broken_off_is_not_waited_for() -> None:

@@ -180,7 +180,7 @@ def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path
 def test_an_offloaded_optimizer_steps_on_the_float32_weights_that_were_loaded(
     tmp_path: Path,
 ) -> None:
-    from megatron_dppo.trainer.checkpoint.state import model_state, rank_state, settle_masters
+    from megatron_dppo.trainer.checkpoint.state import model_state, rank_state, synchronize_masters
 
     config, shape, layout = hybrid(tmp_path)
     with rank_of(layout, 0):
@@ -192,7 +192,7 @@ def test_an_offloaded_optimizer_steps_on_the_float32_weights_that_were_loaded(
         for block, tensor in rank_state(model_state(chunks), optimizer).blocks:
             if block.key.endswith("out_norm.weight") and not block.key.startswith("optimizer."):
                 tensor.copy_(values)
-        settle_masters(optimizer)
+        synchronize_masters(optimizer)
         (part,) = [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
         copies = part.optimizer.param_to_inner_param
         (main,) = [main for main in copies if main.data_ptr() == norm.data_ptr()]

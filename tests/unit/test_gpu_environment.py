@@ -7,12 +7,12 @@ import pytest
 from megatron_dppo import train
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.machine import Machine, allocator_faults, expandable_segments
-from megatron_dppo.trainer.platform import complete
+from megatron_dppo.trainer.platform import set_missing_variables
 
 
 def test_what_is_missing_is_set():
     environment = {"HOME": "/h"}
-    lines = complete(environment)
+    lines = set_missing_variables(environment)
     assert environment == {
         "HOME": "/h",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -24,7 +24,7 @@ def test_what_is_missing_is_set():
 
 def test_what_the_user_set_stays_and_is_said():
     environment = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-    lines = complete(environment)
+    lines = set_missing_variables(environment)
     assert environment["NCCL_CUMEM_ENABLE"] == "1"
     assert lines[1].startswith("NCCL_CUMEM_ENABLE=1, as you set it; 0 is usual: SGLang sets it so")
     assert lines[2] == "NCCL_NVLS_ENABLE=0"

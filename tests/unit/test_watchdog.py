@@ -10,10 +10,10 @@ from megatron_dppo.trainer import watchdog
 from megatron_dppo.trainer.watchdog import (
     BACKGROUND,
     LONGEST_WAIT_S,
-    PENDING,
+    PENDING_LIST,
     Pending,
     Watchdog,
-    describe,
+    describe_wait,
     patience,
     read_trace,
 )
@@ -68,7 +68,7 @@ def test_what_is_not_retired_is_pending_oldest_first():
         5 * SECOND,
     )
     assert (second.name, second.number, second.ranks) == ("nccl:send", 7, ())
-    assert PENDING.validate_json(PENDING.dump_json([first, second])) == [first, second]
+    assert PENDING_LIST.validate_json(PENDING_LIST.dump_json([first, second])) == [first, second]
 
 
 def test_libraries_alone_are_named_by_their_outermost_line():
@@ -109,27 +109,27 @@ def test_the_recorders_of_gloo_and_of_nccl_are_both_read(monkeypatch):
         dump = pickle.dumps({"version": "2.10", "entries": entries})
         module = watchdog._distributed_c10d
         monkeypatch.setattr(module, name, lambda *asked, dump=dump: dump, raising=False)
-    found = watchdog.pending(callers=False)
+    found = watchdog.pending_collectives(callers=False)
     assert [each.name for each in found] == ["gloo:all_reduce", "nccl:_all_gather_base"]
 
 
 def test_where_another_rank_is():
     other = Pending("0", (0, 2), "gloo:broadcast", 3, "loop/y.py:2 (g)", 0)
-    assert describe(2, HUNG, {}).startswith("rank 2 waits in no collective")
-    assert describe(2, HUNG, {2: [HUNG]}) == "rank 2 waits in the same"
-    assert describe(2, HUNG, {2: [other]}) == (
+    assert describe_wait(2, HUNG, {}).startswith("rank 2 waits in no collective")
+    assert describe_wait(2, HUNG, {2: [HUNG]}) == "rank 2 waits in the same"
+    assert describe_wait(2, HUNG, {2: [other]}) == (
         "rank 2 waits in gloo:broadcast, number 3 of group 0 (ranks 0, 2), asked for at loop/y.py:2 (g)"
     )
-    assert describe(2, HUNG, {2: []}) == "rank 2 has gone on"
+    assert describe_wait(2, HUNG, {2: []}) == "rank 2 has gone on"
 
 
-def pending(callers: bool):
+def one_pending(callers: bool):
     """As the recorder tells them."""
     return [HUNG if callers else replace(HUNG, caller="unknown")]
 
 
 def make_watchdog(reports, limit_s=2.0, store=None):
-    return Watchdog(0, limit_s, lambda: store, reports.append, pending)
+    return Watchdog(0, limit_s, lambda: store, reports.append, one_pending)
 
 
 def test_a_collective_is_overdue_beyond_the_limit_of_the_moment():
@@ -170,6 +170,6 @@ def test_the_report_names_the_collective_its_caller_and_who_is_missing():
 def test_a_rendezvous_that_does_not_answer_is_said(monkeypatch):
     monkeypatch.setattr("megatron_dppo.trainer.watchdog._STORE_S", 0.05)
     reports = []
-    dog = Watchdog(0, 0.05, threading.Event().wait, reports.append, pending)
+    dog = Watchdog(0, 0.05, threading.Event().wait, reports.append, one_pending)
     dog.start()
     assert wait_for(reports)[0].endswith("which rank 0 or its launcher hosts, does not answer")

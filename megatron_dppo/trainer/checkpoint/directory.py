@@ -7,9 +7,9 @@
     checkpoints/step_000040.suspect/       complete, but saved when a numerical fault ended the run: the doctor
                                            reads it, no start loads it, the next suspect folder replaces it
 
-A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
-a folder with a name like ``step_000020`` is complete even if the writer crashed later. These functions are not
-collective: only global rank 0 calls them.
+A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed. So a folder with a
+name like ``step_000020`` is complete even if the writer crashed later. These functions are not collective: only global
+rank 0 calls them.
 """
 
 from __future__ import annotations

@@ -283,8 +283,8 @@ class PendingSave:
             return None
         return {"error": None, "fenced": False}
 
-    def settle(self, reports: list[dict[str, Any] | None]) -> Saved | None:
-        """Return the published checkpoint once every rank has reported its result; None before that.
+    def outcome(self, reports: list[dict[str, Any] | None]) -> Saved | None:
+        """Return the published checkpoint if every rank has reported its result, else None.
 
         Args:
             reports: ``report`` of every rank, in the order of ranks.
@@ -302,22 +302,22 @@ class PendingSave:
             return None
         return self._saved
 
-    def wait(self, is_settled: Callable[[], bool]) -> None:
-        """Wait until ``is_settled()``, and show a progress bar.
+    def wait(self, has_ended: Callable[[], bool]) -> None:
+        """Call ``has_ended`` until it returns True, and show a progress bar.
 
-        ``is_settled`` is called every half second, and as soon as this rank's save has ended.
+        ``has_ended`` is called every half second, and as soon as this rank's save has ended.
         """
         self._ended.wait(_PROGRESS_AFTER_S)
-        if is_settled():
+        if has_ended():
             return
         part = self._task.part
         step = self._task.target.partial.step
         with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
-            while not is_settled():
+            while not has_ended():
                 self._ended.wait(_POLL_S)
                 bar.update(completed=part.written // MIB)
 
-    def abandon(self) -> None:
+    def wait_and_log_error(self) -> None:
         """Wait for this rank's save at the end of a run, and log its error: no caller reads its result."""
         if self._error is None:
             self.wait(self._ended.is_set)
@@ -326,9 +326,9 @@ class PendingSave:
 
 
 class HostCopy:
-    """A copy of a rank's blocks in one flat host buffer. Later saves reuse the buffer, because all need the same size.
+    """A copy of a rank's blocks in one flat host buffer. All saves need a buffer of the same size and use the same one.
 
-    Allocating the memory takes several times as long as the copy, and pinned memory for a GPU takes even longer.
+    Allocating a buffer takes several times as long as the copy, and a pinned buffer for a GPU takes even longer.
     """
 
     def __init__(self) -> None:

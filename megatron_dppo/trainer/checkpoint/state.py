@@ -1,8 +1,8 @@
 """The blocks of a checkpoint's tensors that a rank holds and writes: weights, and Adam's state by parameter.
 
-Replicas hold the same weights (and with the plain optimizer the same state): each replica writes a share, so
-that every element is written once. With the distributed optimizer each rank writes the state slices that it
-updates. Every rank computes its share without communication.
+Replicas hold the same weights, and with the plain optimizer also the same state. Each replica writes a share of what
+they hold in common, so that every element is written once. With the distributed optimizer each rank writes the state
+slices that it updates. Every rank computes its share without communication.
 
 Adam's state has the same form for every optimizer class, layout and device: each parameter's ``exp_avg`` and
 ``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) in the parameter's order of elements. The moments are fp32,
@@ -99,12 +99,12 @@ def _start_state(adam: Optimizer, stepped: Tensor) -> None:
         adam.state[stepped]["step"] = torch.tensor(0.0)
 
 
-def settle_masters(optimizer: ChainedOptimizer) -> None:
-    """Make the two copies of an offloaded weight's master equal after a checkpoint was loaded. Not collective.
+def synchronize_masters(optimizer: ChainedOptimizer) -> None:
+    """Make an offloaded weight's master and its copy equal after a checkpoint was loaded. Not collective.
 
     Megatron-Core's optimizer has a master of each weight: for an fp32 parameter this is the parameter itself.
-    HybridDeviceOptimizer steps a copy of the master. Loading a checkpoint fills only one of the two: the parameter if
-    the parameter is fp32, else the copy.
+    HybridDeviceOptimizer steps a copy of the master. Loading a checkpoint fills only one of the two: the master if the
+    parameter is fp32, else the copy.
     """
     for part in _parts(optimizer):
         for shard in _shards(part):

@@ -56,7 +56,7 @@ from megatron_dppo.trainer.checkpoint.state import (
     optimizer_steps,
     rank_state,
     set_steps,
-    settle_masters,
+    synchronize_masters,
 )
 from megatron_dppo.trainer.topology import COLLECTIVE_TIMEOUT
 from megatron_dppo.trainer.watchdog import BACKGROUND
@@ -199,9 +199,9 @@ class CheckpointStore:
         if pending is None:
             return
         reports = collectives.all_gather_json(pending.report())
-        # Forget the save before ``settle``, because ``settle`` raises an error if the save has failed.
+        # Forget the save before ``outcome``, because ``outcome`` raises an error if the save has failed.
         self._pending = None
-        saved = pending.settle(reports)
+        saved = pending.outcome(reports)
         if saved is None:
             self._pending = pending
             return
@@ -217,12 +217,12 @@ class CheckpointStore:
     def finish(self) -> None:
         """Wait until the last save is published; raise the errors that ``poll`` raises."""
         if self._pending is not None:
-            # If the thread of another rank fails outside of a collective, this rank's thread may wait for it forever in
-            # a collective. So every rank reads the reports of all ranks again and again, instead of only waiting for
-            # its own thread.
-            self._pending.wait(self._is_settled)
+            # If another rank's save fails outside of a collective, the save of this rank may wait forever in its next
+            # collective. So every rank reads the reports of all ranks again and again, instead of only waiting for its
+            # own save.
+            self._pending.wait(self._has_ended)
 
-    def _is_settled(self) -> bool:
+    def _has_ended(self) -> bool:
         """Return whether no save is pending after ``poll``. Collective."""
         self.poll()
         return self._pending is None
@@ -241,7 +241,7 @@ class CheckpointStore:
     def close(self) -> None:
         """Wait for an unfinished save to end, also after the run has failed. Not collective."""
         if self._pending is not None:
-            self._pending.abandon()
+            self._pending.wait_and_log_error()
             self._pending = None
         self._thread.close()
 
@@ -275,7 +275,7 @@ class CheckpointStore:
         state = rank_state(model, trainer.optimizer)
         collectives.on_every_rank(partial(_fill, state, folder), error=CheckpointError)
         _load_objects(trainer, model, folder)
-        settle_masters(trainer.optimizer)
+        synchronize_masters(trainer.optimizer)
         set_steps(trainer.optimizer, manifest["step_count"])
         trainer.step_count = manifest["step_count"]
         trainer.scheduler.num_steps = 0

@@ -1,9 +1,9 @@
 """Shim that runs Megatron-Core without CUDA: call ``install()`` before the first ``import megatron.core``.
 
-Megatron-Core selects its device by literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and by
-calls of ``torch.cuda``. The literals are replaced in the code objects of megatron's own modules at
-import, so torch is unchanged for other libraries. The torch.cuda functions get CPU implementations: without CUDA the
-original functions could only raise.
+Megatron-Core selects its device by literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and by calls of
+``torch.cuda``. The shim replaces the literals in the code objects of megatron's own modules at import, so other
+libraries still use an unchanged torch. The torch.cuda functions get CPU implementations. This changes nothing for other
+libraries: without CUDA the original functions could only raise.
 
 Two simpler ways do not work: wrapped factory functions of torch would change the results of other libraries, and a
 TorchFunctionMode is not active in other threads and in backward passes.
@@ -49,7 +49,7 @@ class _ShimLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            # The fuser calls torch.compile. For small models that builds C++ code for minutes and gains nothing.
+            # The fuser calls torch.compile, which would build C++ code for minutes and gain nothing for small models.
             module.disable_jit_fuser()
 
 
@@ -100,7 +100,8 @@ def install() -> None:
             "megatron.core was imported before megatron_dppo.trainer, so its device is still cuda"
         )
     sys.meta_path.insert(0, _Finder())
-    # Megatron-Core tries to import this package and catches ImportError; without a driver the import raises OSError.
+    # Megatron-Core tries to import this package and catches ImportError. Without a driver the import would raise
+    # OSError; with None in sys.modules it raises ImportError.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     _silence_warnings()
     _replace_torch_cuda()
@@ -208,8 +209,8 @@ def _has_no_version(*args: Any, **kwargs: Any) -> bool:
 def _divide_parameters(optimizer: Any, offload_fraction: float) -> tuple[Any, ...]:
     """Replace ``HybridDeviceOptimizer._get_sub_optimizer_param_groups`` if device memory is host memory.
 
-    Every tensor counts as a tensor of the device. As in the original, the first tensors are copied, until the copies
-    have ``offload_fraction`` of all elements, and tensors that are not fp32 get fp32 masters.
+    Every tensor counts as a tensor of the device. As in the original, the first tensors are copied until the copies
+    have ``offload_fraction`` of all elements. With ``param_update_in_fp32`` tensors of other types get fp32 masters.
     """
     # Page-locked memory needs a device, so gradients are not copied to it either.
     optimizer.pin_cpu_grads = False
