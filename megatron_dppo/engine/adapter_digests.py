@@ -22,8 +22,8 @@ def register_digests() -> None:
 
     Not yet run on a GPU.
     """
-    # SGLang checks adapters itself only in a route that unpickles the received bytes. This hook hashes the tensors that
-    # the scheduler holds after the scheduler has read a folder and fused the matrices.
+    # SGLang itself checks adapters only in a route that unpickles the received bytes, which is not used here. This hook
+    # hashes the tensors that the scheduler holds after it has read an adapter's folder and fused the matrices.
     hooks.register(LOADED, report_digests, "after")
 
 

@@ -202,7 +202,10 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
 
 
 def _routing_versions(answer: Trajectory, tokens: int) -> np.ndarray:
-    """Return the weight version that recorded each row of an answer: for all rows the version at the answer's end."""
+    """Return the weight version that recorded the last ``tokens`` rows of an answer: the version at the answer's end.
+
+    A server that continues a response after a weight update records all rows again under the new weights.
+    """
     return np.full(tokens, answer.column("weight_version")[-1], np.int32)
 
 

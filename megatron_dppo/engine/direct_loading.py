@@ -126,6 +126,7 @@ def map_folder(folder: Path) -> list[ReceivedBucket] | None:
         # Only the header is needed here: the tensors are mapped below.
         file = SafetensorsFile(path)
         file.close()
+        # Order the tensors by their places in the file: a bucket's tensors follow each other in its bytes.
         offset_of = {name: entry.offset for name, entry in file.entries.items()}
         names = sorted(offset_of, key=offset_of.__getitem__)
         entries = [file.entries[name] for name in names]
@@ -264,6 +265,7 @@ class TensorPlaces:
                 f"weight update: changes of {unknown_names[0]} were received, expected a tensor of the model"
             )
         dtypes = bucket.dtypes[1:-1]
+        # Mark the bytes of this rank's own blocks with 1, and all other bytes with 0.
         marks = self._empty_bucket(names, dtypes, bucket.data.device)
         marks.data.zero_()
         for block, _ in self._held_blocks(marks):
@@ -390,6 +392,7 @@ def _place(part: EnginePart, dims: tuple[int, ...], flat: Tensor) -> _Place:
         return _Place(region)
     padding: Tensor | None = None
     if block.dim == 0:
+        # Consecutive rows are one run of elements, both in the received tensor and in the engine's tensor.
         row_elements = math.prod(dims[1:])
         block_elements = block.length * row_elements
         run = (block.hf_start * row_elements, block_elements)
@@ -433,7 +436,7 @@ class DirectLoader:
         self._folder: Path | None = None
         self._keeps_buckets = ATOMIC_VARIABLE in os.environ
         self._kept: list[Callable[[], None]] = []
-        """What the end of the update does with the buckets that were kept, in their order."""
+        """Functions that load the kept buckets at the end of the update, in the buckets' order."""
         self._prepare()
 
     @property
@@ -496,6 +499,7 @@ class DirectLoader:
             self._kept.append(self._tensor_places.kept_copies(weights).carry_out)
         else:
             self._tensor_places.load_received(weights)
+        # Within an update, SGLang derives these tensors once, at the update's end.
         if not self._is_updating and hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
         return None

@@ -12,7 +12,7 @@ def register(target: str, hook: Callable[..., Any], kind: Kind) -> None:
     """Register ``hook`` for ``target``, unless it is registered already: a fork has the hooks of its parent.
 
     SGLang's own registry applies hooks to a target once, and ignores hooks that are registered later. This function
-    applies them.
+    applies such a later hook at once.
 
     Args:
         target: dotted name of a function or method.

@@ -417,6 +417,7 @@ class WeightUpdater:
             sends_changes = self._sends_changes(compared_version)
             paused_at = self._begin(phases, version, title, compared_version)
             if not verify:
+                # The present digests are of the previous version, and this update computes no new ones.
                 self._keep_digests(None, exist=False)
             sent, received, partials = self._stream(phases, verify, sends_changes=sends_changes)
             # Share failures only now: until the last bucket every rank is in the gathers, and no rank may leave them.

@@ -252,6 +252,7 @@ def _drawn(probs: Tensor, excluded: list[int], coin: float) -> int:
         # Only excluded tokens have a probability. Rounding has made their sum less than 1: select one of them.
         return excluded[int(probs[excluded].argmax())]
     token = int(torch.searchsorted(sums, coin * sums[-1], right=True))
+    # The product may be rounded up to the whole sum. Then the index is beyond the last token with a probability.
     return min(token, int(weights.nonzero()[-1]))
 
 
