@@ -58,7 +58,7 @@ class Setting:
         task, mismatch: keys of ``TASKS`` and ``MISMATCHES``.
         changes: overrides of the lab's configuration.
         reason: why rules are compared in this setting.
-        caution: a wrong conclusion that the rewards of this setting could suggest; empty without such a conclusion.
+        caution: a warning against a wrong conclusion from the rewards of this setting; empty: none is needed.
     """
 
     task: str
@@ -280,7 +280,7 @@ class Comparison:
         )
 
     def _p_values(self, differences: Sequence[float], one_sided: OneSided) -> tuple[float, float]:
-        """Return the two-sided p of the claim, and of the contrary."""
+        """Return the two-sided p, twice the one-sided p, of the claim and of the contrary."""
         values = np.asarray(differences)
         if self.margin is None:
             claimed, contrary = one_sided(values), one_sided(-values)

@@ -1,8 +1,8 @@
 """The arena's runs in the real loop, with an SGLang server, weight updates, and rewards in separate processes.
 
-Each mismatch of the lab's claims exists in the real loop too. Stale batches come from the loop's own setting, with the
-lab's age as the limit. Rounded weights and changed routing come from the server, whose models ``engine_models``
-changes. The words of the tasks ``rare`` and ``long`` are ``w0``, ``w1``, ...
+Each mismatch of the lab's claims exists in the real loop too. Stale batches come from the loop's
+``rollout.max_staleness``, which is the lab's age. Rounded weights and changed routing come from the server, whose
+models ``engine_models`` changes. The words of the tasks ``rare`` and ``long`` are ``w0``, ``w1``, ...
 """
 
 from __future__ import annotations

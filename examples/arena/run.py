@@ -44,7 +44,7 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.processes import describe_exit
 
 RESULTS = Path("runs/arena/results.jsonl")
-KEPT = Path("docs/evidence/findings/results.jsonl.gz")
+KEPT_RESULTS = Path("docs/evidence/findings/results.jsonl.gz")
 QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
 
 
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: Path = options.results
     if options.only_findings and not results.is_file():
         parser.error(
-            f"{results}: no such file; those that are kept: --results {KEPT} --out docs/evidence"
+            f"{results}: no such file; those that are kept: --results {KEPT_RESULTS} --out docs/evidence"
         )
     if results.suffix == ".gz" and not options.only_findings:
         parser.error(f"{results}: runs are added to lines of JSON, not to .gz; gunzip it first")

@@ -287,11 +287,14 @@ TASKS: dict[str, Callable[[], Task]] = {
 # --- start policies
 
 Batch = Callable[[np.random.Generator], tuple[Tensor, Tensor]]
-"""Draws token ids [B, S] and the distributions [B, N, V] that the last N tokens should predict."""
+"""Draws token ids [B, S], and the distributions [B, N, V] of the next token after each of the last N tokens."""
 
 
 def start_policy(name: str, shape: Mapping[str, int], batch: Batch, steps: int) -> Path:
-    """Return the Hugging Face folder of a Qwen3 of ``shape`` that imitates ``batch``, trained if it is missing."""
+    """Return the Hugging Face folder of a Qwen3 of ``shape`` with the distributions of ``batch``.
+
+    If the folder is missing, the model is trained.
+    """
     folder = MATERIAL / name
     if folder.is_dir():
         return folder

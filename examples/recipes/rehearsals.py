@@ -163,7 +163,7 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def written(text: str, results: Path = RESULTS) -> str:
+def updated_page(text: str, results: Path = RESULTS) -> str:
     """Return the page ``text`` with the present table."""
     return with_table(text, BEGIN, END, table(results, text))
 
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.write:
-        page = written(PAGE.read_text(encoding="utf-8"), options.results)
+        page = updated_page(PAGE.read_text(encoding="utf-8"), options.results)
         PAGE.write_text(page, encoding="utf-8")
         return 0
     names = options.names or NAMES

@@ -98,7 +98,7 @@ def _cell(plan: RunPlan) -> str:
     return f"{memory_share:.0%}; {plan.engine.sequences}; {plan.seconds.total:,.0f} s"
 
 
-def written(text: str) -> str:
+def updated_page(text: str) -> str:
     """Return README.md, ``text``, with the present table."""
     return with_table(text, BEGIN, END, table())
 
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     readme = HERE / "README.md"
     if parser.parse_args().write:
-        readme.write_text(written(readme.read_text(encoding="utf-8")), encoding="utf-8")
+        readme.write_text(updated_page(readme.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(table())
     return 0

@@ -3,9 +3,9 @@
     python -m examples.tiny_moe.slurm_demo [--directory runs/slurm_demo] [key.path=value ...]
 
 The program starts a cluster of four nodes, submits the recipe, and prints what happens. Once the job has finished a
-step, the program shortens the job's time limit, however fast the machine is. The job saves a checkpoint before the
-limit, is started again by Slurm, resumes and finishes. Nothing is left running. After Ctrl-C, the job is cancelled, the
-cluster ends, and the exit code is 130.
+step, the program shortens the job's time limit, so that the limit ends the job on a fast machine, too. The job saves a
+checkpoint before the limit, is started again by Slurm, resumes and finishes. Nothing is left running. After Ctrl-C, the
+job is cancelled, the cluster ends, and the exit code is 130.
 """
 
 from __future__ import annotations

@@ -136,6 +136,7 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     cache_bytes = part / replicas * context * kv_bytes_per_token(shape, engine)
     dense_bytes = touched.dense * _ITEM
     expert_bytes = touched.experts * _ITEM
+    # ``dense_bytes`` has one copy of attention's weights. Each further replica has another copy.
     replicated_bytes: float = (replicas - 1) * attention_parameters(shape) * _ITEM
     if engine.quantized:
         # A block-FP8 weight has one byte. The output matrix and the routers stay bf16; the scales, 1 / 4096 of the

@@ -68,6 +68,7 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     last_step = decode_seconds(facts, cluster, last_running, longest_tokens)
     tail = (longest_tokens - rollout.mean_response) * last_step
     mean_response = rollout.mean_response * step
+    # The longest response samples as many tokens as a mean response on a full server, and the other tokens in the tail.
     last_response = mean_response + tail
     if not facts.schedule.drains:
         steady += resumed_seconds(facts, cluster, running)

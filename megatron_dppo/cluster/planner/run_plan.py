@@ -137,8 +137,8 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster.device, storage)
     engine, too_large = _engine_memory(facts, cluster)
-    capture_bytes = 0
     engine_weights = 0 if engine is None else engine.weights
+    capture_bytes = 0
     if engine is not None and facts.rollout.routing:
         capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
     is_colocated = facts.schedule.is_colocated
@@ -163,6 +163,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         too_large += sharing_faults(shared_bytes, cluster.device)
     else:
         too_large += _base_gpu_faults(facts, ranks, engine, cluster)
+    # If the servers can't hold the model, the time of generation is unknown.
     seconds = None
     if engine is not None or not facts.engine.servers:
         seconds = step_seconds(facts, cluster, transfers)

@@ -196,7 +196,7 @@ def _fitting(question: Question, question_before: Question) -> Iterator[Proposal
 def _candidates(question: Question) -> Iterator[Question]:
     for ranks, servers, engine_tensor in _splits(question):
         for sizes, recompute in product(_layouts(ranks, question), _RECOMPUTE):
-            yield _changed(question, sizes, recompute, servers, engine_tensor)
+            yield _with_layout(question, sizes, recompute, servers, engine_tensor)
 
 
 def _layouts(ranks: int, question: Question) -> Iterator[LayoutSizes]:
@@ -214,7 +214,7 @@ def _layouts(ranks: int, question: Question) -> Iterator[LayoutSizes]:
     if shape.is_moe:
         experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)
     for tensor, pipeline, virtual, expert, context in product(
-        _tensors(), _POWERS, (None, 2, 4), experts, contexts
+        _tensor_sizes(), _POWERS, (None, 2, 4), experts, contexts
     ):
         # Check the sizes before anything is planned: a plan takes far longer than both checks.
         sizes = LayoutSizes(ranks, tensor, pipeline, virtual, expert, context=context)
@@ -222,7 +222,7 @@ def _layouts(ranks: int, question: Question) -> Iterator[LayoutSizes]:
             yield sizes
 
 
-def _tensors() -> tuple[int, ...]:
+def _tensor_sizes() -> tuple[int, ...]:
     return tuple(size for size in _POWERS if size <= MOST_TENSOR)
 
 
@@ -241,13 +241,13 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     if question.schedule.is_colocated:
         gpu_shares = [(cluster.gpus, cluster.gpus)]
     layout = EngineLayout.of_options(config.sglang)
-    for (ranks, serving_gpus), tensor in product(gpu_shares, _tensors()):
+    for (ranks, serving_gpus), tensor in product(gpu_shares, _tensor_sizes()):
         has_faults = any(engine_size_faults(tensor, layout.expert, layout.attention_replicas))
         if tensor <= cluster.gpus_per_node and serving_gpus % tensor == 0 and not has_faults:
             yield ranks, serving_gpus // tensor, tensor
 
 
-def _changed(
+def _with_layout(
     question: Question,
     sizes: LayoutSizes,
     recompute: str,

@@ -70,6 +70,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     else:
         update_bytes = _sent_bytes(facts)
         gathered_bytes = _gathered(facts)
+        # Each sender cuts its share of the bytes into buckets.
         buckets = facts.senders * math.ceil(update_bytes / facts.senders / facts.bucket_bytes)
         seconds = update_bytes / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
     return Traffic(

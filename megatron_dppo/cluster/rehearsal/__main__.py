@@ -393,6 +393,7 @@ class Rehearsal:
         needed_bytes = (ranks * _RANK_MIB + servers * _SERVER_MIB) * MIB
         free_bytes = psutil.virtual_memory().available
         cores = this_machine().cores
+        # Assumption: each rank, and all servers together, keep at most one core busy.
         minutes = (_STARTS_CPU_S + ranks * _RANK_CPU_S) / min(cores, ranks + 1) / 60
         say(
             f"  {ranks} ranks and {servers} of SGLang's servers on {cores} cores take about {minutes:.0f} minutes if "

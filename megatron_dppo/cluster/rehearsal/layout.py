@@ -30,7 +30,7 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
     """
     sizes = parallel.sizes
     while sizes.world_size > ranks:
-        sizes = _halved(sizes)
+        sizes = _with_fewer_ranks(sizes)
     return parallel.model_copy(
         update={
             "world_size": sizes.world_size,
@@ -47,7 +47,7 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
     )
 
 
-def _halved(sizes: LayoutSizes) -> LayoutSizes:
+def _with_fewer_ranks(sizes: LayoutSizes) -> LayoutSizes:
     """Return a valid layout with fewer ranks.
 
     The first of the data, context, tensor and pipeline sizes that is above 1 is divided by its smallest prime factor.

@@ -175,7 +175,7 @@ def problems_needed(config: TrainConfig, parallel: ParallelConfig) -> int:
 
     More problems are needed than the steps train on: filters may drop some, and with staleness some are drawn ahead.
     """
-    _, prompts_per_step = _prompts(config, parallel)
+    _, prompts_per_step = _batch_sizes(config, parallel)
     return 2 * STEPS * prompts_per_step
 
 
@@ -204,7 +204,7 @@ def _changes(
     config: TrainConfig, parallel: ParallelConfig, inputs: RehearsalInputs
 ) -> dict[str, Any]:
     """Return the changed keys by section, without the sections data and reward and the libraries' tables."""
-    prompts_per_mini_batch, prompts_per_step = _prompts(config, parallel)
+    prompts_per_mini_batch, prompts_per_step = _batch_sizes(config, parallel)
     environment = EnvironmentConfig()
     max_response_tokens = RESPONSE_TOKENS
     if _has_environment(config, inputs):
@@ -291,7 +291,7 @@ def _group_size(config: TrainConfig) -> int:
     return min(config.rollout.group_size, _GROUP_SIZE)
 
 
-def _prompts(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
+def _batch_sizes(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
     """Return the prompts of an optimiser step and of a rollout batch.
 
     A rollout batch has two optimiser steps if the recipe's batch has several, else one.

@@ -22,8 +22,8 @@ _GUESSED_MOE, _GUESSED_DENSE = "qwen3-30b-a3b-base", "qwen3-1.7b-base"
 """Models of ``KNOWN_MODELS`` that replace an unknown model."""
 HEAD_DIM = 16
 HIDDEN = 64
-_MLP_ROWS = 32
-"""Rows of an MLP on each tensor-parallel rank."""
+_EXPERT_ROWS = 32
+"""Rows of an expert on each rank that shares it. A dense MLP has twice as many rows."""
 _LEAST_LAYERS = 2
 _MOST_CHOICES = 4
 """Largest number of experts of a token."""
@@ -147,11 +147,11 @@ def tiny_sizes(
     if shape.is_moe:
         experts = max(4, 2 * layout.expert)
         choices = min(shape.experts_per_token, _MOST_CHOICES, experts // 2)
-        moe_ffn = _MLP_ROWS * layout.expert_tensor_size
+        moe_ffn = _EXPERT_ROWS * layout.expert_tensor_size
         if shape.router.has_bias:
             # In models whose router has a bias, the shared expert has the width of one or several experts, and tensor
             # parallelism divides it.
-            moe_ffn = _MLP_ROWS * math.lcm(layout.expert_tensor_size, tensor)
+            moe_ffn = _EXPERT_ROWS * math.lcm(layout.expert_tensor_size, tensor)
     chunks = layout.virtual_pipeline or 1
     layers = layout.pipeline * chunks
     if layout.given_stages:
@@ -164,7 +164,7 @@ def tiny_sizes(
         heads=heads,
         groups=groups,
         hidden=hidden,
-        ffn=_MLP_ROWS * 2 * tensor,
+        ffn=_EXPERT_ROWS * 2 * tensor,
         experts=experts,
         choices=choices,
         moe_ffn=moe_ffn,
@@ -175,7 +175,7 @@ def tiny_sizes(
 _WINDOW = 16
 """Largest window of attention, in tokens. A rehearsal's sequences are longer, so that the window has an effect."""
 _KERNEL_ROWS = 128
-"""Rows of an MLP on each rank that GPU kernels support."""
+"""Rows of an expert on each rank, for GPU kernels. A dense MLP has twice as many rows."""
 
 
 def sizes_for_kernels(

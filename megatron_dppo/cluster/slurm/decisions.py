@@ -18,7 +18,10 @@ _STOPPED_FOR_GOOD = {"asked": 0, "cancelled": CANCELLED_CODE}
 
 
 def count_fruitless_starts(attempts: Sequence[Attempt]) -> int:
-    """Return how many of the last attempts in a row ended without a newer checkpoint."""
+    """Return how many of the last attempts in a row ended without a newer checkpoint.
+
+    An attempt that was stopped by request, or that finished the run, is not fruitless.
+    """
     count = 0
     for attempt in reversed(attempts):
         if attempt.progressed or attempt.why in ("asked", "cancelled", "done"):

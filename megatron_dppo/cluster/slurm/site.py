@@ -35,7 +35,7 @@ class ContainerConfig(Section):
     server_image: str | None = None
     """Image of servers and router. Empty: ``image``."""
     python: str = "python3"
-    """Interpreter in the images, with this package's libraries. Servers use ``engine.python`` if this key is set."""
+    """Interpreter in the images, with this package's libraries. If ``engine.python`` is set, servers use that one."""
     mounts: list[str] = Field(default_factory=list)
     """Mounts: ``outside:inside``, or one path for outside and inside. The working directory is always mounted."""
 

@@ -221,7 +221,10 @@ class Steps:
     stops: StopRequests
 
     def check(self, host: Host) -> Outcome | None:
-        """Run on ``host`` the check that needs the libraries. Return None if it passes, else the run's outcome."""
+        """Run the checks that need the libraries on ``host`` (``launch/library_checks.py``).
+
+        Return None if they pass, else the run's outcome.
+        """
         path = self.directory.path / "logs" / "check.out"
         command = [*rank_command(MODULE, self.directory, self.python), CHECK]
         code = self.run("check", command, [host], path, tolerant=False, needs_keys=True)

@@ -427,7 +427,7 @@ def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
 def test_a_rehearsal_without_a_result_keeps_its_row_of_the_page(tmp_path):
     row = "| `qwen3_8b_base` | DP8 | 8 | passed | 101 | 332 | 0.00016 | 0.013 | nothing |"
     page = f"before\n{rehearsals.BEGIN}\n{row}\n{rehearsals.END}\nbehind"
-    lines = rehearsals.written(page, tmp_path).splitlines()
+    lines = rehearsals.updated_page(page, tmp_path).splitlines()
     assert (lines[0], lines[-1]) == ("before", "behind")
     assert row in lines
     assert sum("not run" in line for line in lines) == len(rehearsals.NAMES) - 1
