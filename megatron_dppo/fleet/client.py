@@ -42,7 +42,7 @@ _ROUTER_REMOVES_SECONDS = 0.1
 """The router stops using a dead server within this time."""
 _ABORT_AGAIN_SECONDS = 0.2
 _QUESTION_SECONDS = 300.0
-"""Longest time to request all suspects. Meanwhile other ranks wait in a collective that times out after 600 s."""
+"""Longest time for the requests to all suspects. Meanwhile other ranks wait in a collective with a limit of 600 s."""
 _FATAL_ENDS = 2
 """When this many servers have ended after the same prompt, the prompt counts as the cause."""
 _NO_SERVER_CODES = ("no_available_workers", "model_not_found")

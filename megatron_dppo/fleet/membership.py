@@ -175,6 +175,7 @@ class ServerStates(dict[Server, ServerState]):
         return self.setdefault(server, ServerState())
 
     def keep(self, published: Collection[Server]) -> None:
+        """Remove the states of servers that are not in ``published``."""
         for server in set(self) - set(published):
             self.pop(server, None)
 

@@ -81,9 +81,9 @@ class FirstStartError(EngineGivenUpError):
 
 @dataclass(frozen=True)
 class _Starting:
-    """A process runs and is not healthy yet. The result of ``healthy`` is the number of seconds of the start."""
+    """A process runs and is not healthy yet. ``start_seconds`` is done when it is healthy, or has failed."""
 
-    healthy: Future[float]
+    start_seconds: Future[float]
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _PortWait:
-    """Another process has had the server's port since the time ``since``. ``starts`` is the number of starts that
-    failed because of the port."""
+    """Another process has had the server's port since the time ``since``. ``failed_starts`` is the number of starts
+    that failed because of the port."""
 
     since: float
-    starts: int
+    failed_starts: int
 
 
 def _always(name: str) -> bool:
@@ -176,11 +176,11 @@ class SupervisedServer:
         try:
             process.start()
         except RunError as error:
-            healthy: Future[float] = Future()
-            healthy.set_exception(error)
+            start_seconds: Future[float] = Future()
+            start_seconds.set_exception(error)
         else:
-            healthy = self._waiter.submit(process.wait_healthy, _Progress(self.title))
-        self._state = _Starting(healthy)
+            start_seconds = self._waiter.submit(process.wait_healthy, _Progress(self.title))
+        self._state = _Starting(start_seconds)
 
     def check(self) -> None:
         """Publish the server if it became healthy; restart it if it died or was reported lost.
@@ -196,10 +196,10 @@ class SupervisedServer:
                 log.info("%s starts later: its devices are needed", self.title)
                 self._end()
                 self._state = _Waiting(self.budget.clock())
-            case _Starting(healthy):
-                if healthy.done():
+            case _Starting(start_seconds):
+                if start_seconds.done():
                     try:
-                        self._started(healthy)
+                        self._on_start_done(start_seconds)
                     finally:
                         self.record.end_start(self.name)
             case _Published():
@@ -227,16 +227,17 @@ class SupervisedServer:
                 self._process.stop()
         self._waiter.shutdown()
 
-    def _started(self, healthy: Future[float]) -> None:
+    def _on_start_done(self, start_seconds: Future[float]) -> None:
+        """Publish the server if its start succeeded; otherwise decide on the next start."""
         assert self._process is not None
         process = self._process
-        error = healthy.exception()
+        error = start_seconds.exception()
         if error is None:
             server = Server(self.name, process.url, self.incarnation, process.pid)
             self._port_wait = None
             self.record.publish(server)
             self._state = _Published(server)
-            log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
+            log.info("%s ready after %.0f s at %s", self.title, start_seconds.result(), process.url)
         elif not isinstance(error, RunError):
             # Any other exception is a fault in the code. Restarts would only hide it.
             raise error
@@ -289,10 +290,10 @@ class SupervisedServer:
             raise EngineGivenUpError(
                 f"{self.title} did not start in {current_time - wait.since:.0f} s: {error}"
             )
-        if not wait.starts:
+        if not wait.failed_starts:
             log.warning("%s waits for its port: %s", self.title, error)
-        self._port_wait = _PortWait(wait.since, wait.starts + 1)
-        self._state = _Waiting(current_time + self.budget.pause(wait.starts))
+        self._port_wait = _PortWait(wait.since, wait.failed_starts + 1)
+        self._state = _Waiting(current_time + self.budget.pause(wait.failed_starts))
 
     def _end(self) -> None:
         """Kill the process, and withdraw the server only after the process has ended."""

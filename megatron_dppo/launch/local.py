@@ -150,7 +150,9 @@ def rank_restarts(
     budget = RestartBudget(
         run.max_restarts, run.restart_window_s, first_pause_s=_FIRST_RESTART_PAUSE_S
     )
-    return RankRestarts(budget, begin, partial(_size_of, directory.path / RECORDS_FILE))
+    # The run makes progress if its file of metrics grows.
+    progress = partial(_size_of, directory.path / RECORDS_FILE)
+    return RankRestarts(budget, begin, progress)
 
 
 def _size_of(path: Path) -> int:

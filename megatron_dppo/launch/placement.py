@@ -246,7 +246,7 @@ class Roles:
         """
         _require_fit(self, devices)
         hosts_of_ranks = ceil(self.ranks / devices)
-        # If the servers' first device is inside a host, servers may use the rest of that host.
+        # The hosts that have devices before the servers' first device. Servers may use the rest of the last of them.
         earlier_hosts = ceil(self.first_server_device / devices)
         if self.server_devices > devices:
             server_hosts = self.servers * (self.server_devices // devices)

@@ -272,7 +272,9 @@ class FencedError(RunError):
 
 
 class Fence:
-    """Checks that ``nonce`` still holds the lease on ``folder``. Callers check before they publish a file or folder.
+    """Checks that the start with ``nonce`` still holds the lease on ``folder``.
+
+    Callers check before they publish a file or folder.
 
     A caller publishes by a rename directly after ``check``. If the process is suspended between check and rename, the
     rename may come after a takeover. So that this does no harm, unfinished folders of two starts never have the same

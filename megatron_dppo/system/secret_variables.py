@@ -35,6 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 # Fields of /proc/<pid>/stat, counted from 0 after the process's name: begin and end of the initial environment.
 _ENV_START, _ENV_END = 47, 48
 
+# LEASE is for MEGATRON_DPPO_LEASE: its nonce is the right to write in the run's folder.
 _SECRET_NAME = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_KEY|CONNECTION_STRING|AUTH_SOCK"
     r"|(^|_)(KEYS?|TOKEN|JWT|COOKIE|AUTH|PAT|LEASE)$|_PWD$",
@@ -114,8 +115,8 @@ def named_in_options(options: Mapping[str, Any]) -> list[str]:
 def withheld_hint(text: str, list_name: str) -> str:
     """Return a hint for the error message ``text`` of a worker if ``text`` names a secret variable; otherwise "".
 
-    A worker receives a secret variable only if the configuration's list ``list_name`` has the variable's name. The hint
-    says that this process has the variable, and the worker does not.
+    A worker receives a secret variable only if the configuration names the variable, for example in its list
+    ``list_name``. The hint says that this process has the variable, and the worker does not.
     """
     names = [name for name in secrets_of(os.environ) if re.search(rf"\b{re.escape(name)}\b", text)]
     if not names:
