@@ -8,8 +8,8 @@ engine's mu, and pi as the loss computed it in the step's first mini-batch. The 
 shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: the
 weights of another version or a part of them, temperature or filter, precision, positions, routing, keys and values of a
 cache. It names the change whose probabilities are nearest to the side's, and the tokens that show it. If no change
-explains the difference of a trainer of several processes, the command runs the trainer in one process. If the trainer
-in one process does not differ, the command names the parallel layout.
+explains the whole difference of a trainer with several processes, the command runs the trainer in one process. If the
+trainer in one process does not differ, the command names the parallel layout.
 
 Then the command tests three more things:
 
@@ -226,7 +226,7 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
 
     A version is the number of steps after which the policy had these weights.
 
-    The checkpoints of a run with adapters have the adapters only. Of such a run only version 0 is known: the model that
+    The checkpoints of a run with adapters have only the adapters. Of such a run only version 0 is known: the model that
     the run began with. If the run began with adapters (``lora.start_from``), no version is known. ``--weights`` adds
     versions.
     """

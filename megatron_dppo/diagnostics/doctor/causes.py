@@ -53,23 +53,23 @@ BLOCK_FP8 = "linear layers and experts in block FP8"
 
 
 ROUNDINGS = (ROUNDED, EIGHT_BITS, BLOCK_FP8)
-"""Names of the alternatives that only round. A healthy side may round in the same way."""
+"""Names of the alternatives that only round. Rounding is no fault: a healthy side may round in the same way."""
 
 
-PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
-"""Parts of tensor names. A weight update may have missed all tensors with such a part in their names."""
+NAME_PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
+"""Parts of tensor names. For each part, an alternative simulates that a weight update missed all tensors with it."""
 
 
-OF_WEIGHTS = ("staleness", "weights", "cache", "quantisation")
-"""Axes (kinds of causes) of the alternatives with other weights, other scales or another cache."""
+WEIGHT_AXES = ("staleness", "weights", "cache", "quantisation")
+"""The axes (``Alternative.axis``) whose causes lie in the weights, in their scales, or in the cache."""
 
 
 @dataclass(frozen=True)
 class SampledRun:
-    """The configuration of a run, as far as its probabilities depend on it.
+    """The part of a run's configuration that its probabilities depend on.
 
-    ``temperature`` divides the logits; ``tensor`` and ``expert`` are the numbers of ranks that split the tensors and
-    the experts. ``quantized``: whether the engine's weights are block FP8.
+    ``temperature`` divides the logits. ``tensor`` ranks split the tensors, and ``expert`` ranks split the experts.
+    ``quantized``: whether the engine's weights are block FP8.
     """
 
     temperature: float
@@ -85,8 +85,9 @@ def unchanged(_: Reference) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A possible cause: the reference computes logits under ``change`` and samples by ``sampling``.
+    """A possible cause of a gap, and its simulation by the reference.
 
+    The reference computes logits while ``change`` is in effect, and ``sampling`` turns the logits into probabilities.
     ``axis`` is the kind of the cause, and ``name`` describes the cause in words.
     """
 
@@ -97,7 +98,7 @@ class Alternative:
 
 
 def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) -> list[Alternative]:
-    """Return every cause that is possible in this run and needs no weights of another version.
+    """Return the alternatives that are possible in this run, except those that need weights of another version.
 
     ``is_recorded``: whether responses of the batch have recorded routing.
     """
@@ -187,8 +188,8 @@ def alternatives_of_version(
     version: int,
     other: Reference,
 ) -> list[Alternative]:
-    """Return the causes that need weights of another version; ``other`` is the model of ``version``."""
-    all_weights = partial(Reference.tensors_of, other=other, part="")
+    """Return the alternatives that need weights of another version; ``other`` is the model of ``version``."""
+    all_weights = partial(Reference.tensors_from, other=other, part="")
     prompts = partial(Reference.prompts_cached_by, other=other)
     changes: list[tuple[str, str, Change]] = [
         ("staleness", "weights", all_weights),
@@ -202,13 +203,13 @@ def alternatives_of_version(
             ),
         )
         changes.append(("quantisation", "scales of FP8 weights", stale_scales))
-    for part in PARTS:
+    for part in NAME_PARTS:
         if any(part in name for name in reference.tensors):
-            change_of_part = partial(Reference.tensors_of, other=other, part=part)
+            change_of_part = partial(Reference.tensors_from, other=other, part=part)
             changes.append(("weights", part.strip("."), change_of_part))
     for n in _ranks(run, reference):
         for rank in range(n):
-            change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)
+            change = partial(Reference.experts_from, other=other, rank=rank, ranks=n)
             changes.append(("weights", f"experts of rank {rank} of {n}", change))
     sampling = at_temperature(run.temperature)
     return [
@@ -237,29 +238,30 @@ ROUTINGS = (
 """Name of the alternative, the shift of the recorded rows in layers, and their shift in tokens."""
 
 
-MOVED_RECORDINGS = tuple(name for name, *moved in ROUTINGS if any(moved))
+MOVED_RECORDINGS = tuple(name for name, layers, tokens in ROUTINGS if layers or tokens)
 """Names of the alternatives whose recorded rows are shifted."""
 
 
 RECORDING = "recording"
-"""Name of a third side. It compares the reference with the router's own experts to the reference with the recorded
-experts."""
+"""Name of a third side, which shows wrong recordings. Its probabilities are the reference's with the router's own
+experts. They are compared with the reference's probabilities with the recorded experts."""
 
 
 def is_decisive(alternative: Alternative) -> bool:
     """Return whether the alternative is scored for every side.
 
-    An alternative is scored for every side if it decides whether the side is healthy, or if it shares the forward pass
-    of the unchanged reference. The other alternatives are scored only for a side that differs.
+    An alternative is scored for every side in two cases: it decides whether the side is healthy, or it changes only the
+    sampling, so that it costs no forward pass of its own. The other alternatives are scored only for a side that
+    differs.
     """
     return alternative.change is unchanged or alternative.name in (*ROUNDINGS, RECORDED)
 
 
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
-    """Yield name and transform of each way to sample but the configured one. ``size``: tokens of the vocabulary."""
+    """Yield name and transform of each sampler except the configured one. ``size``: number of ids in the vocabulary."""
     configured = run.temperature
-    # 1 / configured: the logits were multiplied by the temperature instead of divided. ``dict.fromkeys`` drops repeated
-    # temperatures and keeps the order.
+    # 1 / configured simulates logits that were multiplied by the temperature instead of divided.
+    # ``dict.fromkeys`` drops repeated temperatures and keeps the order.
     for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
         if temperature != configured:
             yield f"temperature {temperature:g}, not {configured:g}", at_temperature(temperature)
@@ -287,15 +289,15 @@ def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor],
     for theta in THETAS:
         unscaled = theta**-exponents
         if not torch.allclose(unscaled, frequencies, rtol=1e-4):
-            # ``unscaled.to(frequencies)`` returns ``unscaled`` with the dtype and device of ``frequencies``.
+            # The function ``unscaled.to`` returns ``unscaled`` with the dtype and device of its argument.
             yield f"rotary base {theta:g}, unscaled", unscaled.to
 
 
 def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor | None:
     """Return the recorded experts, shifted by ``tokens`` and ``layers``; None if the trajectory has none.
 
-    A row that was recorded with other weights is -1, because for its token the trainer's router chooses the experts
-    itself.
+    A row that was recorded with other weights is -1, so that the router chooses. The trainer does not replay such a row
+    either.
     """
     if "routed_experts" not in trajectory.columns:
         return None

@@ -1,9 +1,9 @@
 """Find the cause that makes the probabilities of one side differ from the probabilities of the reference.
 
 The reference simulates each possible cause. The cause whose probabilities are nearest to the side's probabilities is
-named. Two sides are examined separately: the engine's mu, and the trainer's pi in a step's first mini-batch, if the
-weights of that mini-batch are known. Both sides are compared with the reference. So an error that both sides make is
-found too.
+named. Two sides are examined separately: the engine's mu, and the trainer's pi in a step's first mini-batch. A side is
+examined only if its weights are known. Because each side is compared with the reference, and not with the other side,
+an error that both sides make is found too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.causes import (
     NATURAL,
-    OF_WEIGHTS,
     RECORDED,
     RECORDING,
     ROUNDED,
     ROUNDINGS,
+    WEIGHT_AXES,
     Alternative,
 )
 from megatron_dppo.diagnostics.doctor.reference import Reference
 
 NOISE = 3e-6
-"""Two float32 implementations agree if mean |p - reference| is at most this. Measured means are below 1e-6."""
+"""Two float32 implementations agree if mean |p - reference| is at most this value. Measured means are below 1e-6."""
 COARSE = 3.0
 """The noise of a side that rounds is this factor times the gap that the same rounding makes in the reference."""
 SPREADS, STRETCH = 2.0, 128
@@ -48,7 +48,7 @@ MICRO_BATCH = 2048
 
 @dataclass(frozen=True)
 class Side:
-    """The engine or the trainer, with the probabilities that it computed by the weights of ``version``.
+    """The engine or the trainer, with the probabilities that it computed with the weights of ``version``.
 
     ``log_probs`` has one tensor for each trajectory at ``positions`` of the batch: log p of its sampled tokens.
     """
@@ -96,14 +96,14 @@ class Diagnosis:
         """Whether the parallel layout may be the cause.
 
         The layout is ruled out if the named cause explains the whole gap except for rounding. It is also ruled out if
-        that cause lies in the weights: a trainer in one process loads the right weights again, so its agreement with
-        the reference says nothing about the layout.
+        the named cause lies in the weights. A trainer in one process would load the right weights, and agree with the
+        reference for this reason alone.
         """
         if self.is_healthy:
             return False
         if self.cause is None:
             return True
-        return self.cause.axis not in OF_WEIGHTS and self.gaps[self.cause.name] > self.noise
+        return self.cause.axis not in WEIGHT_AXES and self.gaps[self.cause.name] > self.noise
 
     @property
     def columns(self) -> tuple[str, str]:
@@ -216,29 +216,31 @@ def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]
         yield batch[start : start + count]
 
 
-def by_recording(
+def with_recorded_experts(
     natural: Sequence[Tensor], by_name: Mapping[str, list[Tensor]]
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Exchange two roles: the recorded experts become the reference, and the router's own choice an alternative.
+    """Let the recorded experts be the reference, and the router's own choice an alternative, instead of the reverse.
 
     Args:
         natural: log p with the experts that the router chooses itself.
         by_name: log p by each alternative's name, ``RECORDED`` among them.
 
     Returns:
-        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The effect of
-        rounding on log p was computed with the router's own choice. This effect is added to log p with the recorded
+        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The alternatives
+        that round were computed with the router's own choice. Their effect on log p is added to log p with the recorded
         experts.
     """
-    by_alternative = dict(by_name)
-    recorded = by_alternative.pop(RECORDED)
-    for name in (name for name in ROUNDINGS if name in by_name):
-        rounded_log_probs: list[Tensor] = []
-        for r, rounded, n in zip(recorded, by_name[name], natural, strict=True):
+    exchanged = dict(by_name)
+    recorded = exchanged.pop(RECORDED)
+    for name in ROUNDINGS:
+        if name not in by_name:
+            continue
+        estimates: list[Tensor] = []
+        for log_p, rounded, unrounded in zip(recorded, by_name[name], natural, strict=True):
             # If two experts tie in the routing, rounding may change log p much; the clamp keeps p at most 1.
-            rounded_log_probs.append((r + rounded - n).clamp(max=0.0))
-        by_alternative[name] = rounded_log_probs
-    return recorded, {**by_alternative, NATURAL: list(natural)}
+            estimates.append((log_p + rounded - unrounded).clamp(max=0.0))
+        exchanged[name] = estimates
+    return recorded, {**exchanged, NATURAL: list(natural)}
 
 
 def judge(
@@ -266,6 +268,7 @@ def judge(
     gaps: dict[str, float] = {}
     for name, log_probs in by_alternative.items():
         gaps[name] = gap(probabilities, joined(log_probs).exp())
+    # The gap between the reference and the reference in bfloat16.
     rounding_gap = gap(reference, joined(by_alternative[ROUNDED]).exp())
     noises: list[Tensor] = []
     differences: list[Tensor] = []
@@ -299,10 +302,10 @@ def judge(
 def _spread(differences: Sequence[Tensor]) -> float:
     """Return ``SPREADS`` standard errors of the mean of ``differences`` over all tokens.
 
-    The n sums over stretches of STRETCH tokens count as independent: the standard error of the mean is
+    The n sums over stretches of STRETCH tokens count as independent, so the standard error of the mean is
     std(sums) * sqrt(n) / tokens. Single tokens are not independent: if a router's best experts score nearly equally,
     another rounding selects another expert, and all later tokens differ. A difference by rounding is in few stretches,
-    so its spread is large; a difference by an error is in many.
+    so its spread is large. A difference by an error is in many stretches, so its spread is small.
     """
     stretches: list[Tensor] = []
     for difference in differences:

@@ -148,7 +148,7 @@ def tensor_faults(
     own: RankTensors,
     load_others: Callable[[], Mapping[int, RankTensors]],
 ) -> list[TensorFault]:
-    """Return a fault for each tensor of the rank that differs from the tensor in ``own``.
+    """Return a fault for each tensor of the rank that differs from the tensor that it must hold (``own``).
 
     ``load_others`` returns, for each other version, the tensors that the rank would hold if it had that version. It is
     called only if a tensor differs.
@@ -190,18 +190,19 @@ def _block_differences(
     own: RankTensors,
     others: Mapping[int, RankTensors],
 ) -> Iterator[tuple[str, _PartDifference]]:
-    """Yield the Hugging Face tensors in an engine tensor that differ, each with its difference."""
+    """Yield the Hugging Face tensors of an engine tensor whose blocks differ, each with its difference."""
     kind = _SCALES if engine_tensor.endswith(SCALE_SUFFIX) else _VALUES
     parts = list(own.parts(engine_tensor))
-    expected = {name: own.blocks(name, part) for name, part in parts}
-    # Scale or checksum -> the block that should have it. This map recognises a block in a wrong place.
+    # [block rows, block columns] of scales or checksums.
+    expected_grids = {name: own.blocks(name, part) for name, part in parts}
+    # Scale or checksum -> the block that should have it. By this map, ``_moved`` recognises a block in a wrong place.
     place_of: dict[float, Block] = {}
-    for name, grid in expected.items():
+    for name, grid in expected_grids.items():
         for row, values in enumerate(grid.tolist()):
             for column, value in enumerate(values):
                 place_of.setdefault(value, (name, row, column))
     for name, part in parts:
-        grid = expected[name]
+        grid = expected_grids[name]
         # ``held_blocks`` has one number for each scale, or one checksum for each block of FP8 values.
         elements_per_number = 1
         if own.flat_tensors[engine_tensor].dtype == DTYPE:

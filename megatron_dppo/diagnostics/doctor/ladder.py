@@ -40,7 +40,11 @@ START = "nothing fixed"
 
 @dataclass(frozen=True)
 class Rung:
-    """Settings of one pass. ``fixes`` names the cause that this pass removes and the pass before does not."""
+    """Settings of one pass.
+
+    ``fixes`` names the cause that this pass removes and the pass before does not. ``replay``: whether tokens go to the
+    experts that the engine recorded.
+    """
 
     fixes: str
     weights: Path
@@ -334,7 +338,7 @@ COLOURS = {
 SMALLEST_GAP = 1e-9
 """Smaller gaps are drawn at this value, because a logarithmic axis has no zero."""
 NARROWEST_RATIO = 1.001
-"""The axis of pi / mu covers at least 1 / this value to this value. So rounding does not fill the axis."""
+"""The axis of pi / mu covers at least 1 / this value to this value, so that mere rounding does not fill the axis."""
 WIDE_RATIO = 4.0
 """The axis of pi / mu is logarithmic if a ratio is above this value or below 1 / this value."""
 GROUPS, FEWEST = 16, 50
@@ -361,10 +365,9 @@ def draw(
         results: the results of all passes.
         rollout_log_probs: log mu, [tokens].
     """
-    candidates = [m for m in results if m.rung.dtype == results[0].rung.dtype]
-    passes = candidates
-    if len(candidates) > 1:
-        passes = [candidates[0], candidates[-1]]
+    passes = [m for m in results if m.rung.dtype == results[0].rung.dtype]
+    if len(passes) > 1:
+        passes = [passes[0], passes[-1]]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 2.4 + 3.9 * len(passes)), dpi=130)
         figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
@@ -387,9 +390,9 @@ def draw(
 
 def _name(result: RungResult, results: Sequence[RungResult]) -> str:
     """Return the name of a pass in the titles of its panels."""
-    if results.index(result):
-        return "all but numerics fixed"
-    return result.rung.fixes
+    if result is results[0]:
+        return result.rung.fixes
+    return "all but numerics fixed"
 
 
 def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:

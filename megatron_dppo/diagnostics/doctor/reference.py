@@ -46,7 +46,7 @@ class KnownWeights:
         self._start = start
         self._converted = converted
 
-    def lacking(self, version: int) -> str:
+    def unknown_text(self, version: int) -> str:
         """Return the message that the weights of ``version`` are not known."""
         return (
             f"the weights of version {version} are not known; --weights {version}=FOLDER names them, merged with their "
@@ -63,7 +63,7 @@ class KnownWeights:
         Raises ValueError if the version is not known, and what the conversion raises.
         """
         if version not in self.folders:
-            raise ValueError(self.lacking(version))
+            raise ValueError(self.unknown_text(version))
         folder = self.folders[version]
         if (folder / "config.json").is_file():
             return folder
@@ -74,15 +74,15 @@ class KnownWeights:
 
 
 class Reference(Policy):
-    """The model in ``folder``. Each change of the model is a context manager, which undoes the change at its end.
+    """The model in ``folder``. Each change of the model is a context manager that undoes the change when it exits.
 
     Raises OSError or ValueError if transformers cannot load a model from the folder.
 
     The changes set these private attributes:
-        _rows_of: function that returns the experts of a trajectory's tokens; None: the routers choose.
-        _rows: the experts of the running pass, int64 [B * S, L, k].
-        _cached_by: the model that computes the keys and values of prompts; None: this model computes them, in one pass
-            over prompt and response.
+        _rows_of: function that returns rows [L, k] of experts for a trajectory's tokens; None: the routers choose.
+        _rows: the rows of all tokens of the running pass, int64 [B * S, L, k].
+        _cached_by: the model that computes the keys and values of prompts, in a pass of their own; None: this model
+            computes prompt and response in one pass.
         _rounds_cache: whether keys and values are rounded to bfloat16.
     """
 
@@ -106,7 +106,7 @@ class Reference(Policy):
         if self._cached_by is None:
             logits = self._model(ids, past_key_values=self._cache()).logits
         else:
-            logits = self._after_cache(ids, branches)
+            logits = self._logits_in_two_passes(ids, branches)
         branch_logits: list[Tensor] = []
         for row, branch in zip(logits, branches, strict=True):
             # Row i of the logits predicts token i + 1.
@@ -120,7 +120,7 @@ class Reference(Policy):
             first_branch = end
         return logits_by_response
 
-    def _ending(self, name: str) -> list[nn.Module]:
+    def _modules_ending_in(self, name: str) -> list[nn.Module]:
         """Return the modules whose dotted names end with ``name``."""
         suffix = f".{name}"
         modules: list[nn.Module] = []
@@ -157,7 +157,7 @@ class Reference(Policy):
 
         return self._changed(".experts.", moved)
 
-    def experts_of(self, other: Reference, rank: int, ranks: int) -> AbstractContextManager[None]:
+    def experts_from(self, other: Reference, rank: int, ranks: int) -> AbstractContextManager[None]:
         """Replace the experts of ``rank``, one of ``ranks`` expert-parallel ranks, by the same experts of ``other``."""
         other_tensors = iter([t for name, t in other.tensors.items() if ".experts." in name])
 
@@ -178,7 +178,7 @@ class Reference(Policy):
         tensors = [tensor for name, tensor in self.tensors.items() if part in name]
         return _with_data([(tensor, change(tensor.data)) for tensor in tensors])
 
-    def tensors_of(self, other: Reference, part: str) -> AbstractContextManager[None]:
+    def tensors_from(self, other: Reference, part: str) -> AbstractContextManager[None]:
         """Replace the tensors whose names contain ``part`` by the tensors of the same names in the model ``other``."""
         names = [name for name in self.tensors if part in name]
         return _with_data([(self.tensors[name], other.tensors[name].data) for name in names])
@@ -257,13 +257,17 @@ class Reference(Policy):
 
     @property
     def _rotary(self) -> Any:
-        (module,) = self._ending("rotary_emb")
+        (module,) = self._modules_ending_in("rotary_emb")
         return module
 
     @property
     def gates(self) -> list[nn.Module]:
         """The routers, in the order of their layers."""
-        return self._ending("mlp.gate") or self._ending("gate") or self._ending("mlp.router")
+        for name in ("mlp.gate", "gate", "mlp.router"):
+            routers = self._modules_ending_in(name)
+            if routers:
+                return routers
+        return []
 
     @contextmanager
     def routed(self, rows_of: Callable[[Trajectory], Tensor | None]) -> Iterator[None]:
@@ -275,20 +279,20 @@ class Reference(Policy):
         with ExitStack() as hooks:
             for layer, gate in enumerate(self.gates):
                 hook = gate.register_forward_hook(
-                    lambda gate, _, out, layer=layer: self._sent_to(gate, out, layer)
+                    lambda gate, _, out, layer=layer: self._with_rows(gate, out, layer)
                 )
                 hooks.callback(hook.remove)
             hooks.enter_context(_set(self, _rows_of=rows_of))
             yield
 
-    def _sent_to(self, gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], layer: int) -> Any:
-        """Return the router's output ``answer`` with the experts that ``_rows`` has for ``layer``.
+    def _with_rows(self, gate: nn.Module, output: tuple[Tensor, Tensor, Tensor], layer: int) -> Any:
+        """Return the router's ``output`` with the experts that ``_rows`` has for ``layer``, and with their weights.
 
         A row of -1 keeps the router's choice.
         """
-        logits, scores, experts = answer
+        logits, router_weights, router_experts = output
         rows = self._rows[:, layer]
-        experts = torch.where(rows < 0, experts, rows)
+        experts = torch.where(rows < 0, router_experts, rows)
         all_weights = logits.float().softmax(-1)
         if self._has_sigmoid_routers:
             all_weights = logits.float().sigmoid()
@@ -298,7 +302,7 @@ class Reference(Policy):
             weights = weights / weights.sum(-1, keepdim=True)
         for name in ("routed_scaling_factor", "router_scaling_factor"):
             weights = weights * getattr(gate, name, 1)
-        return logits, weights.to(scores.dtype), experts
+        return logits, weights.to(router_weights.dtype), experts
 
     @cached_property
     def _has_sigmoid_routers(self) -> bool:
@@ -307,13 +311,13 @@ class Reference(Policy):
         return any(name.endswith("e_score_correction_bias") for name in names)
 
     def _rows_in(self, shape: Sequence[int], batch: Sequence[Trajectory]) -> Tensor:
-        """Return the experts of all tokens of a padded batch, int64 [B * S, L, k]; -1 if the router itself chooses.
+        """Return the experts of all tokens of a padded batch, int64 [B * S, L, k]; -1 where the router itself chooses.
 
         ``shape``: (B, padded S) of the batch.
         """
         assert self._rows_of is not None
         parts = [self._rows_of(t) for t in batch]
-        # [L, k], as recorded. Without a recording all rows are -1; then k = 1 is enough.
+        # A row is [L, k]. If no trajectory has a recording, all rows are -1, and k = 1 is enough.
         row_shape = (len(self.gates), 1)
         for part in parts:
             if part is not None:
@@ -332,7 +336,8 @@ class Reference(Policy):
     def cached_in_bfloat16(self, *, prompts: bool) -> AbstractContextManager[None]:
         """Round keys and values to bfloat16, like an engine that decodes from a cache in bfloat16.
 
-        If ``prompts`` is true, the pass over the prompt reads rounded keys and values too.
+        If ``prompts`` is true, the pass over the prompt reads rounded keys and values too. If not, that pass reads its
+        own unrounded keys and values, and only the pass over the response reads them rounded.
         """
         return _set(self, _rounds_cache=True, _cached_by=None if prompts else self)
 
@@ -342,12 +347,12 @@ class Reference(Policy):
             return _RoundedCache(config=self._model.config)
         return None
 
-    def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
+    def _logits_in_two_passes(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
         """Compute logits [B, S, V] in two passes for each sequence.
 
         The model ``_cached_by`` computes the first pass, over the prompt without its last token. This model computes
-        the second pass, over the rest, with the keys and values of the first pass. So this model computes all logits of
-        sampled tokens.
+        the second pass, over the rest, with the keys and values of the first pass. The prompt's last token is in the
+        second pass, because its logits predict the first sampled token. So this model computes all logits that matter.
         """
         assert self._cached_by is not None
         logits = []

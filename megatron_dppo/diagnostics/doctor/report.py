@@ -55,10 +55,11 @@ TENSORS = 8
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
 """For each side, the report shows the SHOWN nearest alternatives and the TOKENS tokens with the largest gaps. The page
 also shows the RESPONSES responses with the largest gaps."""
-NEAREST = (-1, 1, -2, -4, -8)
-"""Offsets from a side's version to the versions that are tried as stale or too new weights, if the run has them."""
+NEAR_OFFSETS = (-1, 1, -2, -4, -8)
+"""Offsets from a side's version to the near versions. If the run has their weights, they are tried as stale or too new
+weights."""
 LAYOUT = "the same trainer in one process does not differ"
-"""Name of the alternative that blames the parallel layout."""
+"""Name of the alternative whose cause is the parallel layout."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str
     lines = [
         _sentence(side_diagnosis) for side_diagnosis in diagnoses if not side_diagnosis.is_healthy
     ]
-    if draws is not None and draws.are_copies:
+    if draws is not None and draws.has_copies:
         first_copy, second_copy = draws.copies[0]
         lines.append(
             f"seeds: {len(draws.copies)} pairs of equal responses in groups, "
@@ -175,7 +176,7 @@ class Scores:
 
 
 class Doctor:
-    """Examine a batch with the known weights of its run; each reference model is loaded when it is first needed."""
+    """Examine a batch with the known weights of its run. Each reference model is loaded when it is first needed."""
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class Doctor:
         Near versions whose weights are not known are left out.
         """
         others: dict[int, RankTensors] = {}
-        for offset in NEAREST:
+        for offset in NEAR_OFFSETS:
             version = int(server.version) + offset
             if version in self._weights.folders:
                 folder = self._weights.folder(version)
@@ -285,7 +286,7 @@ class Doctor:
         draws = self.draws(diagnoses, examined)
         if any(d.side == "engine" and d.is_healthy for d in diagnoses):
             # ``_sides`` returns the engine first.
-            diagnoses += self._recording(examined[0])
+            diagnoses += self._diagnose_recording(examined[0])
         return diagnoses, draws
 
     def _sides(self, step: int) -> list[Side]:
@@ -309,7 +310,7 @@ class Doctor:
             if side.version in self._weights.folders:
                 sides_with_weights.append(side)
             else:
-                self._unexamined[side.name] = self._weights.lacking(side.version)
+                self._unexamined[side.name] = self._weights.unknown_text(side.version)
         return sides_with_weights
 
     def examine(self, side: Side) -> Diagnosis:
@@ -318,7 +319,7 @@ class Doctor:
         Raises OSError or ValueError if weights cannot be read.
         """
         for with_all in (False, True):
-            plain, by_name, alternatives = self._scored(side, every=with_all)
+            plain, by_name, alternatives = self._side_scores(side, every=with_all)
             rounding = self._rounding(side.name)
             side_diagnosis = diagnosis.judge(
                 side, self._batch, plain, by_name, alternatives, rounding
@@ -326,10 +327,10 @@ class Doctor:
             if side_diagnosis.is_healthy:
                 break
         if side.name == "trainer" and side_diagnosis.may_be_layout:
-            return self._without_layout(side_diagnosis, side, plain)
+            return self._test_layout(side_diagnosis, side, plain)
         return side_diagnosis
 
-    def _scored(
+    def _side_scores(
         self,
         side: Side,
         *,
@@ -337,30 +338,30 @@ class Doctor:
     ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
         """Return the log p that a side should have, log p by each alternative's name, and the alternatives.
 
-        If ``every`` is true, score all alternatives, else only the decisive ones (``causes.is_decisive``).
+        ``every``: as in ``_version_scores``.
         """
-        scores = self._scores_of(side.version, every=every)
+        scores = self._version_scores(side.version, every=every)
         plain, by_name = scores.at(side.positions)
         alternatives = list(scores.alternatives)
         if side.name == "trainer" and self._config.router_replay and causes.RECORDED in by_name:
             # The trainer must use the experts that the engine recorded, even if the engine chose wrong experts.
             sampling = at_temperature(self._config.temperature)
             alternatives.append(Alternative("routing", causes.NATURAL, sampling))
-            plain, by_name = diagnosis.by_recording(plain, by_name)
+            plain, by_name = diagnosis.with_recorded_experts(plain, by_name)
             alternatives = [c for c in alternatives if c.name in by_name]
         return plain, by_name, alternatives
 
-    def _recording(self, engine: Side) -> list[Diagnosis]:
+    def _diagnose_recording(self, engine: Side) -> list[Diagnosis]:
         """Diagnose whether a healthy engine recorded the experts that it used.
 
-        The trainer and its reference use the recorded experts. The engine and its reference do not. So a wrong record
-        shows on neither side. Returns an empty list if the run replays no routing.
+        The trainer and its reference use the recorded experts; the engine and its reference do not. So neither side
+        shows wrong recordings, and a third side is needed. Returns an empty list if the run replays no routing.
         """
-        scores = self._scores_of(engine.version, every=False)
+        scores = self._version_scores(engine.version, every=False)
         natural, by_name = scores.at(engine.positions)
         if not self._config.router_replay or causes.RECORDED not in by_name:
             return []
-        recorded, by_name = diagnosis.by_recording(natural, by_name)
+        recorded, by_name = diagnosis.with_recorded_experts(natural, by_name)
         by_alternative = {name: by_name[name] for name in causes.ROUNDINGS if name in by_name}
         alternatives = [c for c in scores.alternatives if c.name == causes.ROUNDED]
         side = replace(engine, name=causes.RECORDING, log_probs=tuple(natural))
@@ -372,7 +373,7 @@ class Doctor:
             reference = self._weights.reference(engine.version)
             candidates = causes.alternatives(self._run, reference, is_recorded=True)
             shifts = [c for c in candidates if c.name in causes.MOVED_RECORDINGS]
-            for name, values in self._scores_by(reference, "moved recordings", shifts).items():
+            for name, values in self._score(reference, "moved recordings", shifts).items():
                 by_alternative[name] = [values[i] for i in engine.positions]
             alternatives += shifts
             side_diagnosis = diagnosis.judge(
@@ -405,7 +406,7 @@ class Doctor:
         if axis not in ("healthy", "sampling transform", "precision") or self._is_selected:
             return None
         side = next(side for side in sides if side.name == "engine")
-        scores = self._scores_of(side.version, every=False)
+        scores = self._version_scores(side.version, every=False)
         plain, by_name = scores.at(side.positions)
         sampler_names = [name for name, _ in causes.samplers(self._run, scores.vocab_size)]
         by_sampler = {name: by_name[name] for name in sampler_names}
@@ -422,7 +423,7 @@ class Doctor:
         is_interrupted = any(len(t.version_spans) > 1 for t in self._batch)
         return self._config.rollout.drop_zero_variance_groups or is_interrupted
 
-    def _scores_of(self, version: int, *, every: bool) -> Scores:
+    def _version_scores(self, version: int, *, every: bool) -> Scores:
         """Score the batch by the weights of ``version``, or return the scores of an earlier call.
 
         If ``every`` is true, score all alternatives, including the weights of near versions. If not, score only the
@@ -436,14 +437,17 @@ class Doctor:
             )
             plain = Alternative("", "", at_temperature(self._config.temperature))
             alternatives = causes.alternatives(self._run, reference, is_recorded=is_recorded)
-            near_versions = [version + d for d in NEAREST if version + d in self._weights.folders]
+            near_versions = [version + offset for offset in NEAR_OFFSETS]
+            near_versions = [v for v in near_versions if v in self._weights.folders]
             if not every:
                 alternatives = [c for c in alternatives if causes.is_decisive(c)]
                 near_versions = []
-            by_name = self._scores_by(reference, f"version {version}", [plain, *alternatives])
+            by_name = self._score(reference, f"version {version}", [plain, *alternatives])
             for other_version in near_versions:
                 try:
-                    new_alternatives, by_alternative = self._by_version(reference, other_version)
+                    new_alternatives, by_alternative = self._other_version_scores(
+                        reference, other_version
+                    )
                 except (OSError, ValueError, RuntimeError) as error:
                     # The other weights only add alternatives: the side is examined without them.
                     self._unexamined[f"weights of version {other_version}"] = str(error)
@@ -453,7 +457,7 @@ class Doctor:
             self._scores[key] = Scores(reference.vocab_size, alternatives, by_name.pop(""), by_name)
         return self._scores[key]
 
-    def _by_version(
+    def _other_version_scores(
         self,
         reference: Reference,
         version: int,
@@ -464,10 +468,10 @@ class Doctor:
         """
         other = self._weights.reference(version)
         alternatives = causes.alternatives_of_version(self._run, reference, version, other)
-        by_name = self._scores_by(reference, f"weights of version {version}", alternatives)
+        by_name = self._score(reference, f"weights of version {version}", alternatives)
         return [replace(c, change=causes.unchanged) for c in alternatives], by_name
 
-    def _scores_by(
+    def _score(
         self,
         reference: Reference,
         name: str,
@@ -477,13 +481,16 @@ class Doctor:
         with progress(f"scoring by {name}", len({c.change for c in some_alternatives})) as bar:
             return diagnosis.scores(reference, some_alternatives, self._batch, bar.advance)
 
-    def _without_layout(
+    def _test_layout(
         self,
         side_diagnosis: Diagnosis,
         side: Side,
         plain: Sequence[Tensor],
     ) -> Diagnosis:
-        """Change the cause to ``layout`` if the same trainer in one process agrees with the reference."""
+        """Return ``side_diagnosis`` with the cause ``layout`` if the trainer in one process agrees with the reference.
+
+        If the trainer in one process does not agree, or cannot run, return ``side_diagnosis`` unchanged.
+        """
         config = self._config
         if config.parallel.world_size == 1:
             return side_diagnosis

@@ -14,7 +14,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.diagnosis import EVIDENCE, Side, joined
 
 FACTORS = (1, 2, 4, 8, 16)
-"""Values of ``a``, the weight of a repetition in ``repetition_evidence``; the value with the most evidence counts."""
+"""Values of ``a`` in ``repetition_evidence``, the weight of a repetition. The value with the most evidence counts."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Draws:
     copies_evidence: float
 
     @property
-    def are_copies(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether there are more equal responses than chance explains."""
         return self.copies_evidence > EVIDENCE
 
@@ -83,21 +83,22 @@ def draws(
         by_sampler: log p of the same tokens under each other sampler, by its name.
     """
     trajectories = [batch[i] for i in side.positions]
-    ids = [t.token_ids.tobytes() for t in trajectories]
-    # Count equal responses as often as they occur: without the repeats of likely responses, the temperature would
-    # look higher than it is.
+    # Keep repeated responses in the sums of log p. Likely responses repeat most: without the repeats, the temperature
+    # would look higher than it is.
     configured_sum = float(joined(configured).sum())
     ratios: dict[str, float] = {}
     for name, log_probs in by_sampler.items():
         ratios[name] = float(joined(log_probs).sum()) - configured_sum
     sampler = max(ratios, key=ratios.__getitem__)
-    positions_by_problem: dict[int, list[int]] = {}
+    # Groups of indices into ``trajectories``.
+    indices_by_problem: dict[int, list[int]] = {}
     for k, t in enumerate(trajectories):
-        positions_by_problem.setdefault(t.problem_id, []).append(k)
-    groups = list(positions_by_problem.values())
+        indices_by_problem.setdefault(t.problem_id, []).append(k)
+    groups = list(indices_by_problem.values())
     pairs: list[tuple[int, int]] = []
     for group in groups:
         pairs += combinations(group, 2)
+    ids = [t.token_ids.tobytes() for t in trajectories]
     log_mu = [float(log_probs.sum()) for log_probs in side.log_probs]
     responses_by_group: list[list[tuple[Hashable, float]]] = []
     for group in groups:
@@ -105,7 +106,7 @@ def draws(
     copies: list[tuple[int, int]] = []
     expected_copies = 0.0
     for a, b in pairs:
-        # P(b = a | a) = mu(a); either of the two may be the first.
+        # P(b = a | a) = mu(a). Either of the two may be the first, so take the mean.
         expected_copies += (math.exp(log_mu[a]) + math.exp(log_mu[b])) / 2
         if ids[a] == ids[b]:
             copies.append((side.positions[a], side.positions[b]))

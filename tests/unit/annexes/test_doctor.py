@@ -811,7 +811,7 @@ def test_equal_responses_count_as_often_as_they_came():
     side = Side("engine", 0, tuple(range(8)), tuple(log_probs(0.9)))
     drawn_so = draws(batch, side, side.log_probs, {"hotter": log_probs(0.6)})
     assert drawn_so.evidence == pytest.approx(7 * math.log(0.6 / 0.9) + math.log(0.4 / 0.1))
-    assert (drawn_so.tokens, drawn_so.sampler, drawn_so.are_copies) == (8, None, False)
+    assert (drawn_so.tokens, drawn_so.sampler, drawn_so.has_copies) == (8, None, False)
 
 
 def test_draws_that_rewards_chose_among_are_not_examined(run, tmp_path):
