@@ -252,18 +252,18 @@ class HttpClient:
         """Send a POST as ``control`` does; return the JSON object in the answer."""
         return self._object(path, await self.control(path, body, timeout_s=timeout_s))
 
-    async def answers(self, timeout_s: float = 10.0) -> bool:
+    async def is_answering(self, timeout_s: float = 10.0) -> bool:
         """Whether an SGLang server answers in time; an error status counts as an answer.
 
         ``/health`` is not suitable: on a stock server it generates a token, and a paused server generates no token.
         """
         return await self._is_answered("/model_info", timeout_s)
 
-    async def schedules(self, timeout_s: float = 10.0) -> bool:
+    async def is_scheduling(self, timeout_s: float = 10.0) -> bool:
         """Whether a server's scheduler answers in time.
 
-        A paused scheduler answers. A stopped or hung scheduler does not answer. The request of ``answers`` does not
-        reach the scheduler: the HTTP process answers it without the scheduler.
+        A paused scheduler answers. A stopped or hung scheduler does not answer. ``is_answering`` cannot find this out:
+        the HTTP process answers its request without the scheduler.
         """
         return await self._is_answered("/server_info", timeout_s)
 
@@ -421,7 +421,7 @@ class EngineClient(HttpClient):
         """Whether the server answers ``/health`` with 200 in time. This request needs no key."""
         return await self.is_ok("/health", timeout_s)
 
-    async def generates(self, timeout_s: float = 30.0) -> bool:
+    async def is_generating(self, timeout_s: float = 30.0) -> bool:
         """Whether the server generates a token in time, for any request. An idle server samples a token for this test.
 
         ``/health`` is not suitable: on the servers of ``launch_server`` the HTTP process answers it even if the
@@ -470,7 +470,7 @@ class EngineClient(HttpClient):
                 # Request a token, to find out whether the server hangs or only has nothing to generate.
                 probe_start = clock()
                 probe_s = min(limit - silent_s, hang_timeout_s)
-                is_generating = await self.generates(probe_s)
+                is_generating = await self.is_generating(probe_s)
                 # The server may have been paused while the probe waited.
                 if is_generating or self.is_paused or is_late(probe_start, probe_s):
                     self.note_life()
@@ -479,7 +479,7 @@ class EngineClient(HttpClient):
         """Resume a paused server, test whether it generates a token in time, and pause it again."""
         try:
             await self.control("/continue_generation", timeout_s=timeout_s)
-            generated = await self.generates(timeout_s)
+            generated = await self.is_generating(timeout_s)
             await self.control("/pause_generation", {"mode": "in_place"}, timeout_s=timeout_s)
         except (EngineLostError, EngineRequestError):
             return False

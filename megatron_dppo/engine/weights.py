@@ -252,13 +252,13 @@ class EngineWeights:
         """The layout and the device type; engines that share both have the same checksums."""
         return self.tensors.layout, self.device
 
-    async def answers(self, timeout_s: float) -> bool:
+    async def is_answering(self, timeout_s: float) -> bool:
         """Return whether the server responds within ``timeout_s``."""
-        return await self.client.answers(timeout_s)
+        return await self.client.is_answering(timeout_s)
 
-    async def schedules(self, timeout_s: float) -> bool:
+    async def is_scheduling(self, timeout_s: float) -> bool:
         """Return whether the server's scheduler responds within ``timeout_s``. A paused scheduler responds."""
-        return await self.client.schedules(timeout_s)
+        return await self.client.is_scheduling(timeout_s)
 
     async def pause_when_idle(self, timeout_s: float) -> bool:
         """Wait for running requests to finish, then pause; no request is aborted or interrupted.

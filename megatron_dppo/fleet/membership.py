@@ -400,8 +400,8 @@ class FleetMembership:
             server = member.server
             # Only errors of a connection that broke or timed out have no bound of attempts.
             is_silent = server.url in urls and attempts == errors.UNBOUNDED
-            schedules = self._with_client(member, methodcaller("schedules", _ANSWER_S))
-            if not schedules or (is_silent and not self._still_generates(member)):
+            is_scheduling = self._with_client(member, methodcaller("is_scheduling", _ANSWER_S))
+            if not is_scheduling or (is_silent and not self._still_generates(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
                 if attempts == 1:
@@ -568,7 +568,7 @@ class FleetMembership:
         # An attached server may be unmodified SGLang. Then /health generates, and so fails while the server is paused.
         if member.server.replaceable:
             return self._with_client(member, methodcaller("health", _ANSWER_S))
-        return self._with_client(member, methodcaller("answers", _ANSWER_S))
+        return self._with_client(member, methodcaller("is_answering", _ANSWER_S))
 
     def _still_generates(self, member: Member) -> bool:
         # A colocated server may have released the memory that generation needs, and a request would kill it.
@@ -578,7 +578,7 @@ class FleetMembership:
         return self._with_client(member, methodcaller("generates_again", _GENERATE_S))
 
     def _generates(self, member: Member) -> bool:
-        return self._with_client(member, methodcaller("generates", _GENERATE_S))
+        return self._with_client(member, methodcaller("is_generating", _GENERATE_S))
 
     def _with_client(self, member: Member, question: Callable[[EngineClient], Any]) -> Any:
         async def ask() -> Any:

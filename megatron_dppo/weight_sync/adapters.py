@@ -276,7 +276,7 @@ async def _restore(engine: EngineWeights, previous_version: int | None, label: s
 
     The engine is quarantined if it does not have these adapters, or if it has released memory.
     """
-    if not await engine.schedules(GRACE_S):
+    if not await engine.is_scheduling(GRACE_S):
         # The engine does not answer.
         return
     await engine.pause()

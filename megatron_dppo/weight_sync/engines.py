@@ -328,7 +328,7 @@ class Engines:
         """Pause every engine that answers, and set its version to ``label``. Never raises."""
 
         async def withdraw(engine: EngineWeights) -> None:
-            if await engine.schedules(GRACE_S):
+            if await engine.is_scheduling(GRACE_S):
                 # Pause first, so that the engine samples no token under the new label.
                 await engine.pause()
                 await engine.set_version(label)
@@ -346,7 +346,7 @@ class Engines:
         """
 
         async def resume(engine: EngineWeights) -> str:
-            if engine.url in suspects and not await engine.schedules(GRACE_S):
+            if engine.url in suspects and not await engine.is_scheduling(GRACE_S):
                 return "stays unverified: it does not answer"
             await engine.abandon()
             if await engine.checksums() != list(digests[engine.layout]):
@@ -387,7 +387,7 @@ class Engines:
 
     def _lost(self, calls: Mapping[str, Future[None]]) -> list[str]:
         """Return the URLs of engines whose call has not returned, or that answer no request within GRACE_S."""
-        answers = self.start(lambda engine: engine.answers(GRACE_S))
+        answers = self.start(lambda engine: engine.is_answering(GRACE_S))
         wait(answers.values())
         lost_urls: list[str] = []
         for url, call in calls.items():

@@ -85,7 +85,7 @@ def started(
 
     async def answers() -> bool:
         async with EngineClient(f"http://127.0.0.1:{port}", "user", "admin") as client:
-            return await client.answers(2.0)
+            return await client.is_answering(2.0)
 
     try:
         patience = Patience(300.0, lambda: family_of(process.pid))
@@ -167,9 +167,10 @@ def test_a_stopped_part_is_told_by_the_probes_alone(served, runner, stop_part):
 
     async def ask() -> tuple[bool, bool, bool]:
         async with EngineClient(served.url, "user", "admin") as client:
-            answers = await client.answers(5.0)
-            schedules = await client.schedules(5.0)
-            return answers, schedules, schedules and await client.generates_again(5.0)
+            is_answering = await client.is_answering(5.0)
+            is_scheduling = await client.is_scheduling(5.0)
+            is_generating = is_scheduling and await client.generates_again(5.0)
+            return is_answering, is_scheduling, is_generating
 
     async def resume() -> None:
         async with EngineClient(served.url, "user", "admin") as client:

@@ -113,7 +113,7 @@ def test_an_engine_that_refuses_does_answer(engine: Engine, status: int, answers
 
     async def ask() -> bool:
         async with EngineClient(engine.url) as client:
-            return await client.answers()
+            return await client.is_answering()
 
     with AsyncRunner() as runner:
         assert runner.run(ask()) is answers

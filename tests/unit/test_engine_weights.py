@@ -332,10 +332,10 @@ def test_a_cache_that_cannot_be_flushed_is_an_error(
 
 def test_whether_a_server_answers(engine: Engine, connect: Callable[..., Control]) -> None:
     control = connect()
-    assert control.answers(5)
+    assert control.is_answering(5)
     engine.shutdown()
     engine.server_close()
-    assert not control.answers(5)
+    assert not control.is_answering(5)
 
 
 def test_a_path_prefix_of_the_url_is_kept(engine: Engine, connect: Callable[..., Control]) -> None:

@@ -162,10 +162,10 @@ class Engine(ConstantScores):
         if name == self.failing:
             raise self.error
 
-    async def answers(self, timeout_s: float) -> bool:
+    async def is_answering(self, timeout_s: float) -> bool:
         return self.alive
 
-    async def schedules(self, timeout_s: float) -> bool:
+    async def is_scheduling(self, timeout_s: float) -> bool:
         return self.alive
 
     async def pause_when_idle(self, timeout_s: float) -> bool:

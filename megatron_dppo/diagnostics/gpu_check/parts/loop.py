@@ -327,7 +327,7 @@ class InterruptedServer:
 
     def answers_within(self, limit_s: float) -> bool:
         """Return whether the server's scheduler answers within ``limit_s`` seconds."""
-        return self.runner.run(self.engine.schedules(limit_s))
+        return self.runner.run(self.engine.is_scheduling(limit_s))
 
     def kill(self) -> None:
         """End the server, even if it is stopped."""
