@@ -48,11 +48,12 @@ def group_relative(
     groups = values.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     is_constant = (groups == groups[:, :1]).all(1, keepdim=True)
-    degrees_of_freedom = max(group_size - 1, 1)
+    # G - 1, for "leave-one-out" and "group-standardized". A group of one response gets 0 below for any divisor.
+    divisor = max(group_size - 1, 1)
     if advantage == "leave-one-out":
-        centred = centred * (group_size / degrees_of_freedom)
+        centred = centred * (group_size / divisor)
     if advantage == "group-standardized":
-        deviation = (centred.square().sum(1, keepdim=True) / degrees_of_freedom).sqrt()
+        deviation = (centred.square().sum(1, keepdim=True) / divisor).sqrt()
         centred = centred / (deviation + SMALLEST_DEVIATION)
     # Rounding of the mean could leave small advantages in a group of equal rewards.
     return torch.where(is_constant, 0.0, centred).flatten().float()

@@ -36,25 +36,25 @@ def one_over_length(inputs: TokenInputs) -> Tensor:
     return 1.0 / trained_tokens(inputs)
 
 
-def _tokens(lengths: Sequence[int], constant: float) -> float:
+def _token_count(lengths: Sequence[int], constant: float) -> float:
     """Return the number of tokens that train."""
     return float(sum(lengths))
 
 
-def _responses(lengths: Sequence[int], constant: float) -> float:
+def _response_count(lengths: Sequence[int], constant: float) -> float:
     """Return the number of responses that train."""
     return float(len(lengths))
 
 
-def _responses_times_constant(lengths: Sequence[int], constant: float) -> float:
+def _response_count_times_constant(lengths: Sequence[int], constant: float) -> float:
     return len(lengths) * constant
 
 
 AGGREGATIONS: dict[table.AggregationName, Aggregation] = {
-    "token-mean": Aggregation(_tokens),
-    "sequence-mean-with-constant": Aggregation(_responses_times_constant),
-    "sequence-mean-token-sum": Aggregation(_responses),
-    "sequence-mean-token-mean": Aggregation(_responses, one_over_length),
+    "token-mean": Aggregation(_token_count),
+    "sequence-mean-with-constant": Aggregation(_response_count_times_constant),
+    "sequence-mean-token-sum": Aggregation(_response_count),
+    "sequence-mean-token-mean": Aggregation(_response_count, one_over_length),
 }
 """``algorithm.aggregation`` -> the aggregation. ``sequence-mean-with-constant`` is Dr. GRPO's form,
 ``sequence-mean-token-mean`` GRPO's and GSPO's (arXiv 2507.18071, Eq. 5)."""

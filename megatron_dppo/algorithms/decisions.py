@@ -46,6 +46,7 @@ def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
 
 def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
     """Return True for tokens whose penalties are finite, and all log-probabilities that the algorithm reads."""
+    # A difference of two log-probabilities is finite only if both are finite.
     log_ratio = inputs.log_probs - inputs.rollout_log_probs
     finite = log_ratio.isfinite()
     for _, term in algorithm.penalties:

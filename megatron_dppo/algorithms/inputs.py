@@ -152,10 +152,10 @@ def sequence_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
     """Sum ``values`` over each response; every token of the response gets the sum. Raises ValueError without
     sequence_ids."""
     ids = _sequence_ids(inputs)
-    counted = torch.where(inputs.loss_mask, values, 0.0).double().flatten()
+    counted_values = torch.where(inputs.loss_mask, values, 0.0).double().flatten()
     # The number of tokens is an upper bound of the number of sequences. The exact number would need a device sync.
     totals = torch.zeros(ids.numel(), dtype=torch.float64, device=ids.device)
-    return totals.index_add_(0, ids, counted)[ids].view_as(values)
+    return totals.index_add_(0, ids, counted_values)[ids].view_as(values)
 
 
 def trained_tokens(inputs: TokenInputs) -> Tensor:
@@ -178,9 +178,9 @@ def sequence_maxima(inputs: TokenInputs, values: Tensor) -> Tensor:
     """
     ids = _sequence_ids(inputs)
     values = torch.where(values.isnan(), torch.inf, values)
-    counted = torch.where(inputs.loss_mask, values, -torch.inf).double().flatten()
-    maxima = torch.full_like(counted, -torch.inf)
-    return maxima.scatter_reduce_(0, ids, counted, "amax")[ids].view_as(values)
+    counted_values = torch.where(inputs.loss_mask, values, -torch.inf).double().flatten()
+    maxima = torch.full_like(counted_values, -torch.inf)
+    return maxima.scatter_reduce_(0, ids, counted_values, "amax")[ids].view_as(values)
 
 
 def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tensor:

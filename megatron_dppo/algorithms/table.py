@@ -147,7 +147,7 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
-NEGATIVE = {
+NEGATIVE_THRESHOLDS = {
     "tv_threshold": "tv_threshold_negative",
     "kl_threshold": "kl_threshold_negative",
 }
@@ -465,9 +465,11 @@ def _override(
     takes_negative: bool,
 ) -> dict[str, float]:
     """Return ``numbers`` with the values of ``options``. Raises ValueError as ``algorithm_facts``."""
-    negative_thresholds = []
+    negative_thresholds: list[str] = []
     if takes_negative:
-        negative_thresholds = [NEGATIVE[option] for option in numbers if option in NEGATIVE]
+        for threshold, negative_threshold in NEGATIVE_THRESHOLDS.items():
+            if threshold in numbers:
+                negative_thresholds.append(negative_threshold)
     accepted = sorted([*numbers, *negative_thresholds, *COEFFICIENTS])
     result = dict(numbers)
     for option, value in options.items():

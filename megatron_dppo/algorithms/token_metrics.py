@@ -14,7 +14,7 @@ from megatron_dppo.metrics import table as metric_names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums
 
 BAD_UPDATE_DROP = 0.5
-"""A token with A < 0 is a "bad update" when its probability fell by this much (arXiv 2602.04879, section 5)."""
+"""A token with A < 0 is a "bad update" if mu - pi is at least this (arXiv 2602.04879, section 5)."""
 PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 """The bounds of Clip-Higher: metrics compare every mask with PPO's clip at these bounds."""
 

@@ -39,6 +39,7 @@ def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
     """
     inputs = with_branches_as_sequences(inputs)
     assert inputs.sequence_ids is not None
+    # Tokens before the first trained token have the position -1; they join the first segment.
     position = prefix_totals(inputs, torch.ones_like(inputs.log_probs)) - 1
     number = (position.clamp(min=0) / size).floor().flatten()
     ids = inputs.sequence_ids.flatten()

@@ -17,6 +17,7 @@ FACTS = (
     "vocabulary",
     "checksum of ids",
 )
+"""The numbers that must be equal on all ranks (``StatsQuery.facts``)."""
 
 
 class Agreement:

@@ -29,19 +29,19 @@ from megatron_dppo.system.kernels import KernelBuildError, build_library
 class RowGradient:
     """The inputs of the backward pass for each row.
 
-    ``lse`` float64 [T]: log-sum-exp over the whole vocabulary at the temperature. ``targets`` int64
-    [T]: the sampled token's column in this shard, -1 if another rank owns the token. ``log_prob`` [T]:
-    dL/d log pi(a). ``entropy`` and ``entropy_value`` [T]: dL/dH and H, or None.
+    ``lse`` float64 [T]: log-sum-exp over the whole vocabulary at the temperature. ``targets`` int64 [T]: the sampled
+    token's column in this shard, -1 if another rank owns the token. ``grad_log_prob`` [T]: dL/d log pi(a).
+    ``grad_entropy`` and ``entropy`` [T]: dL/dH and H, or None.
     """
 
     lse: Tensor
     targets: Tensor
-    log_prob: Tensor
+    grad_log_prob: Tensor
+    grad_entropy: Tensor | None
     entropy: Tensor | None
-    entropy_value: Tensor | None
 
 
-Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+RowStats = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """The result of the forward kernel: lse, sum p log p, sum p^2, and z at the requested columns.
 
 lse float64 [T] is log sum exp(scale z) over this shard's columns, without each row's first requested column. The two
@@ -64,8 +64,8 @@ class Backend(Protocol):
         columns: Tensor,
         with_entropy: bool,
         with_squares: bool = False,
-    ) -> Rows:
-        """Compute ``Rows`` of this shard at ``columns`` int64 [T, N]; -1 for an id that another rank owns.
+    ) -> RowStats:
+        """Compute ``RowStats`` of this shard at ``columns`` int64 [T, N]; -1 for an id that another rank owns.
 
         The sums leave out the first requested column, the sampled token's. So the probability of all other tokens has
         full relative precision, even if the sampled token's probability is nearly 1.
@@ -104,7 +104,7 @@ class EagerBackend:
         columns: Tensor,
         with_entropy: bool,
         with_squares: bool = False,
-    ) -> Rows:
+    ) -> RowStats:
         """See ``Backend``."""
         lse = logits.new_empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
@@ -143,9 +143,9 @@ class EagerBackend:
         out: Tensor,
     ) -> None:
         """See ``Backend``."""
-        has_gradient = gradient.log_prob != 0
-        if gradient.entropy is not None:
-            has_gradient = has_gradient | (gradient.entropy != 0)
+        has_gradient = gradient.grad_log_prob != 0
+        if gradient.grad_entropy is not None:
+            has_gradient = has_gradient | (gradient.grad_entropy != 0)
         out[:, real:] = 0
         # A shard that has only padding owns no target.
         if not real:
@@ -168,15 +168,15 @@ class EagerBackend:
         rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
         log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
         p = log_p.exp()
-        g = gradient.log_prob[rows].to(dtype)
+        g = gradient.grad_log_prob[rows].to(dtype)
         factor = -g[:, None]
-        if gradient.entropy is not None:
-            assert gradient.entropy_value is not None
-            h = gradient.entropy[rows].to(dtype)
-            value = gradient.entropy_value[rows].to(dtype)
+        if gradient.grad_entropy is not None:
+            assert gradient.entropy is not None
+            h = gradient.grad_entropy[rows].to(dtype)
+            entropy = gradient.entropy[rows].to(dtype)
             # The product of p = 0 and log p = -inf must be 0, not NaN.
             log_p = torch.where(p > 0, log_p, 0.0)
-            factor = factor - h[:, None] * (log_p + value[:, None])
+            factor = factor - h[:, None] * (log_p + entropy[:, None])
         result = p.mul_(factor)
         targets = gradient.targets[rows]
         target_gradient = torch.where(targets >= 0, g, 0.0)
@@ -241,7 +241,7 @@ class CppBackend:
         columns: Tensor,
         with_entropy: bool,
         with_squares: bool = False,
-    ) -> Rows:
+    ) -> RowStats:
         """See ``Backend``."""
         lse = torch.empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
@@ -274,13 +274,12 @@ class CppBackend:
         """See ``Backend``."""
         # Keep references to converted copies until the kernel has read them.
         targets = gradient.targets.contiguous()
-        log_prob = gradient.log_prob.float().contiguous()
+        grad_log_prob = gradient.grad_log_prob.float().contiguous()
+        grad_entropy = None
         entropy = None
-        if gradient.entropy is not None:
-            entropy = gradient.entropy.float().contiguous()
-        entropy_value = None
-        if entropy is not None:
-            entropy_value = gradient.entropy_value
+        if gradient.grad_entropy is not None:
+            grad_entropy = gradient.grad_entropy.float().contiguous()
+            entropy = gradient.entropy
         load_kernels().row_stats_backward(
             logits.dtype == torch.bfloat16,
             _pointer(logits),
@@ -290,9 +289,9 @@ class CppBackend:
             scale,
             _pointer(gradient.lse),
             _pointer(targets),
-            _pointer(log_prob),
+            _pointer(grad_log_prob),
+            _pointer(grad_entropy),
             _pointer(entropy),
-            _pointer(entropy_value),
         )
 
 
@@ -387,7 +386,7 @@ class TritonBackend:
         columns: Tensor,
         with_entropy: bool,
         with_squares: bool = False,
-    ) -> Rows:
+    ) -> RowStats:
         """See ``Backend``."""
         from megatron_dppo.vocab_parallel.row_stats_triton import forward_kernel
 
@@ -447,13 +446,13 @@ class TritonBackend:
         rest = (shift.double() * scale - gradient.lse).float()
         # The kernel computes dL/dz = p (a + b log p), plus g at the sampled token. a = -(g + h H) and b = -h; g and h
         # contain the factor ``scale``. Without entropy the kernel does not read b, so any tensor can stand for b.
-        g = (gradient.log_prob * scale).float().contiguous()
+        g = (gradient.grad_log_prob * scale).float().contiguous()
         a = -g
         b = a
-        if gradient.entropy is not None:
-            assert gradient.entropy_value is not None
-            h = (gradient.entropy * scale).float()
-            a = -(g + h * gradient.entropy_value.float())
+        if gradient.grad_entropy is not None:
+            assert gradient.entropy is not None
+            h = (gradient.grad_entropy * scale).float()
+            a = -(g + h * gradient.entropy.float())
             b = -h
         backward_kernel[(rows, (columns + BLOCK - 1) // BLOCK)](
             logits,
@@ -468,7 +467,7 @@ class TritonBackend:
             real,
             scale,
             BLOCK=BLOCK,
-            ENTROPY=gradient.entropy is not None,
+            ENTROPY=gradient.grad_entropy is not None,
             num_warps=WARPS,
         )
 

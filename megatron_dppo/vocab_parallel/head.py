@@ -1,7 +1,8 @@
 """The statistics of ``policy_stats`` from the hidden states: logits are computed for one chunk of tokens at a time.
 
-Legend: T = tokens, N = number of tokens that count, c = tokens of a chunk, H = width of a hidden state, C = columns of
-this rank's shard, K = ids of TopK(mu).
+Legend: T = tokens, N = tokens that count, c = tokens of a chunk, H = width of a hidden state, C = columns of this
+rank's shard, K = number of ids of TopK(mu). A row is an index among the N tokens, a position an index among the T
+tokens.
 
 Cost: 2 N C H FLOPs forward. The backward pass takes 4 C H for each token whose gradient is not zero, and 2 C H more if
 the token's logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
@@ -86,17 +87,17 @@ def head_stats(
     """
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
-    rows = None
+    positions = None
     if counted is not None and not fault:
-        rows = counted.nonzero().squeeze(1)
+        positions = counted.nonzero().squeeze(1)
     query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy, with_squares)
     hidden = factors[0].hidden
     weight = factors[0].weight
     count = len(hidden)
-    if rows is not None:
-        topk = None if topk_ids is None else topk_ids[rows]
-        query = replace(query, target_ids=target_ids[rows], topk_ids=topk)
-        count = len(rows)
+    if positions is not None:
+        topk = None if topk_ids is None else topk_ids[positions]
+        query = replace(query, target_ids=target_ids[positions], topk_ids=topk)
+        count = len(positions)
     request = StatsRequest.checked(
         query,
         # The logits do not exist yet. This tensor [count, 0] has their number of rows, device and dtype.
@@ -107,7 +108,7 @@ def head_stats(
         raise_on_faults=options.raise_on_faults,
         fault=fault,
     )
-    head = _Head(request, rows, len(hidden), options)
+    head = _Head(request, positions, len(hidden), options)
     tensors = [x for factor in factors for x in (factor.hidden, factor.weight)]
     main_gradients = [factor.main_gradient for factor in factors]
     return request.result(*_HeadStats.apply(head, main_gradients, *tensors))
@@ -188,11 +189,11 @@ def _faults(
 class _Head:
     """One call of ``head_stats`` for ``tokens`` tokens.
 
-    ``rows`` int64 [N]: the positions of the tokens that count; None: all tokens count.
+    ``counted_positions`` int64 [N]: the positions of the tokens that count; None: all tokens count.
     """
 
     request: StatsRequest
-    rows: Tensor | None
+    counted_positions: Tensor | None
     tokens: int
     options: HeadOptions
 
@@ -207,10 +208,10 @@ class _Head:
         return weight.new_empty(shape, dtype=self.options.dtype or weight.dtype)
 
     def positions(self, chunk: slice | Tensor) -> slice | Tensor:
-        """Convert indices into the N rows that count to positions among the T tokens."""
-        if self.rows is None:
+        """Convert rows to positions."""
+        if self.counted_positions is None:
             return chunk
-        return self.rows[chunk]
+        return self.counted_positions[chunk]
 
     def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
         """Compute the logits of the rows ``chunk``, [c, C], in the first rows of ``buffer``."""
@@ -225,9 +226,10 @@ class _Head:
 
     def to_all_tokens(self, values: Tensor | None) -> Tensor | None:
         """Expand [N, ...] to [T, ...], with 0 at tokens that do not count."""
-        if self.rows is None or values is None:
+        positions = self.counted_positions
+        if positions is None or values is None:
             return values
-        return values.new_zeros(self.tokens, *values.shape[1:]).index_copy_(0, self.rows, values)
+        return values.new_zeros(self.tokens, *values.shape[1:]).index_copy_(0, positions, values)
 
 
 class _HeadStats(torch.autograd.Function):
@@ -256,7 +258,7 @@ class _HeadStats(torch.autograd.Function):
         chunks = head.chunks(size)
         for chunk in chunks:
             logits = head.logits(buffer, tensors, chunk)
-            rows = request.backend.forward(
+            chunk_stats = request.backend.forward(
                 logits,
                 request.shard.real,
                 request.scale,
@@ -264,7 +266,7 @@ class _HeadStats(torch.autograd.Function):
                 plogp is not None,
                 squares is not None,
             )
-            for out, values in zip((lse, plogp, squares, owned), rows, strict=True):
+            for out, values in zip((lse, plogp, squares, owned), chunk_stats, strict=True):
                 if out is not None and values is not None:
                     out[chunk] = values
         stats = request.combine(lse, plogp, squares, owned)
@@ -278,7 +280,7 @@ class _HeadStats(torch.autograd.Function):
             ctx.kept_chunk = (chunks[-1], buffer) if chunks else None
             id_tensors = request.tensors_for_backward(stats)
             ctx.has_id_tensors = bool(id_tensors)
-            ctx.save_for_backward(stats.lse, stats.entropy_value, *id_tensors, *tensors)
+            ctx.save_for_backward(stats.lse, stats.entropy_float64, *id_tensors, *tensors)
         without_gradient = [x for x in (squares, stats.bad_rows) if x is not None]
         ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
@@ -299,8 +301,9 @@ class _HeadStats(torch.autograd.Function):
         kept_chunk = ctx.kept_chunk
         ctx.kept_chunk = None
         row_grads = list(grads[:3])
-        if head.rows is not None:
-            row_grads = [None if grad is None else grad[head.rows] for grad in row_grads]
+        if head.counted_positions is not None:
+            positions = head.counted_positions
+            row_grads = [None if grad is None else grad[positions] for grad in row_grads]
         grad_log_probs, grad_topk, grad_entropy = row_grads
         sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
         id_gradients = IdGradients.of(head.request.ids, log_p, grad_log_probs, grad_topk)

@@ -1,6 +1,6 @@
 """Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass. The gradient is written in place.
 
-Legend: T = tokens, C = columns of this rank's shard, V = vocabulary without padding, K = ids of TopK(mu).
+Legend: T = tokens, C = columns of this rank's shard, V = vocabulary without padding, K = number of ids of TopK(mu).
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def policy_stats(
 @dataclass(frozen=True)
 class StatTensors:
     """Statistics of the rows over all shards: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` and
-    ``sum_squares`` [T]. A gradient needs ``lse`` and ``entropy_value``, float64 [T]. ``bad_rows`` is the count of the
-    third of ``FAULTS``.
+    ``sum_squares`` [T]. The backward pass reads ``lse`` and ``entropy_float64``, float64 [T]. ``bad_rows`` is the count
+    of the third of ``FAULTS``.
     """
 
     log_probs: Tensor
@@ -203,7 +203,7 @@ class StatTensors:
     sum_squares: Tensor | None
     bad_rows: Tensor
     lse: Tensor
-    entropy_value: Tensor | None
+    entropy_float64: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class StatsRequest:
         squares: Tensor | None,
         owned: Tensor,
     ) -> StatTensors:
-        """Combine this shard's rows (``backends.Rows``) with the rows of the other shards, by one all-reduce.
+        """Combine this shard's rows (``backends.RowStats``) with the rows of the other shards, by one all-reduce.
 
         ``owned``: the logits at ``columns``, 0 for an id that another rank owns.
         """
@@ -351,7 +351,7 @@ class StatsRequest:
             sum_squares=None if reduced.squares is None else reduced.squares.to(owned.dtype),
             bad_rows=(~reduced.lse.isfinite()).sum().float(),
             lse=reduced.lse,
-            entropy_value=reduced.entropy,
+            entropy_float64=reduced.entropy,
         )
 
     def result(
@@ -381,7 +381,7 @@ class _PolicyStats(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
         shard = request.shard
         query = request.query
-        rows = request.backend.forward(
+        shard_stats = request.backend.forward(
             logits.detach(),
             shard.real,
             request.scale,
@@ -389,12 +389,12 @@ class _PolicyStats(torch.autograd.Function):
             query.with_entropy,
             query.with_squares,
         )
-        stats = request.combine(*rows)
+        stats = request.combine(*shard_stats)
         topk = stats.topk_log_probs
         bad_rows = stats.bad_rows
         ctx.request = request
         id_tensors = request.tensors_for_backward(stats)
-        ctx.save_for_backward(logits, stats.lse, stats.entropy_value, *id_tensors)
+        ctx.save_for_backward(logits, stats.lse, stats.entropy_float64, *id_tensors)
         without_gradient = [x for x in (stats.sum_squares, bad_rows) if x is not None]
         ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
@@ -475,18 +475,18 @@ class IdGradients:
             out: [T, C], the gradient that results if all of ``total`` belonged to the sampled id.
             columns: int64 [T, 1 + K], columns of the ids in this shard; -1 for an id that another rank owns.
             scale: 1 / temperature.
-            gradient: The gradient of the rows, with h (``entropy``) and H (``entropy_value``).
+            gradient: The gradient of the rows, with h (``grad_entropy``) and H (``entropy``).
         """
         log_p = self.log_p.double()
         total = self.total[:, None].double()
         # This is c - total p, without cancellation if p is nearly 1 and c equals the total.
         value = (self.coefficients.double() - total) - total * torch.expm1(log_p)
-        if gradient.entropy is not None:
-            assert gradient.entropy_value is not None
+        if gradient.grad_entropy is not None:
+            assert gradient.entropy is not None
             p = log_p.exp()
             # The product of p = 0 and log p = -inf must be 0, not NaN.
-            entropy_term = torch.where(p > 0, p * (log_p + gradient.entropy_value[:, None]), 0.0)
-            value = value - gradient.entropy[:, None] * entropy_term
+            entropy_term = torch.where(p > 0, p * (log_p + gradient.entropy[:, None]), 0.0)
+            value = value - gradient.grad_entropy[:, None] * entropy_term
         value = (scale * value).to(out.dtype)
         # Every id writes, because a selection of owned ids would need a device sync. An id of another rank repeats the
         # write of the row's first owned id. If the row has no owned id, all its ids write column 0 unchanged. So equal
@@ -512,8 +512,9 @@ def row_gradient(
     """Build the gradient of rows whose sampled ids are in ``columns`` int64 [T] of this shard; a None gradient is 0."""
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(lse, dtype=torch.float32)
-    entropy_value = None if grad_entropy is None else entropy
-    return RowGradient(lse, columns, grad_log_probs, grad_entropy, entropy_value)
+    if grad_entropy is None:
+        entropy = None
+    return RowGradient(lse, columns, grad_log_probs, grad_entropy, entropy)
 
 
 def dense_policy_stats(

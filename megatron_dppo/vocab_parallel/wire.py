@@ -79,7 +79,7 @@ def reduce_rows(
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Reduced:
-    """Combine the shards' rows (``backends.Rows``), and then add the sampled token: the rows leave it out.
+    """Combine the shards' rows (``backends.RowStats``), and then add the sampled token: the rows leave it out.
 
     ``lse``, ``plogp`` and ``squares`` are float64 [T]. ``owned_logits`` is [T, 1 + K], 0 for an id that another rank
     owns.

@@ -17,7 +17,7 @@ from megatron_dppo.algorithms.inputs import rollout
 from megatron_dppo.algorithms.reference_penalty import ESTIMATORS
 from megatron_dppo.algorithms.table import (
     COEFFICIENTS,
-    NEGATIVE,
+    NEGATIVE_THRESHOLDS,
     OPTIONS,
     PRESETS,
     AggregationName,
@@ -169,7 +169,7 @@ def test_options_that_no_preset_has_by_itself_reach_mask_and_loss():
 
 def test_every_number_of_every_preset_is_a_described_option():
     own = {n for p in PRESETS.values() for s in get_args(Settings) for n in p.numbers(s)}
-    assert own | set(NEGATIVE.values()) | set(COEFFICIENTS) == set(OPTIONS)
+    assert own | set(NEGATIVE_THRESHOLDS.values()) | set(COEFFICIENTS) == set(OPTIONS)
 
 
 def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():

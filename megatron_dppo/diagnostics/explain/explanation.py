@@ -25,7 +25,7 @@ from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.rules import importance_ratio
-from megatron_dppo.algorithms.table import NEGATIVE
+from megatron_dppo.algorithms.table import NEGATIVE_THRESHOLDS
 from megatron_dppo.algorithms.token_metrics import PPO_CLIP, token_metrics
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
@@ -187,7 +187,7 @@ def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     """Return the algorithm's bounds for A > 0 (``positive``) or A < 0, as text; empty if there is no bound."""
     numbers = dict(algorithm.numbers)
     # If A < 0, the number for negative A replaces the number for both signs.
-    for name, negative_name in NEGATIVE.items():
+    for name, negative_name in NEGATIVE_THRESHOLDS.items():
         threshold = numbers.pop(negative_name, None)
         if threshold is not None and not positive:
             numbers[name] = threshold
