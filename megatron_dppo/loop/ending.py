@@ -58,7 +58,7 @@ class RunFence:
 
     Args:
         directory: the run's folder.
-        nonce: nonce of this start's lease; None on ranks that receive it later, in ``join``.
+        nonce: nonce of this start's lease on the folder; None on ranks that receive it later, in ``join``.
         start: how often the supervisor has started the ranks under this lease, from 1; None without a supervisor.
     """
 

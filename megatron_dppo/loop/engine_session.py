@@ -330,7 +330,7 @@ class EngineSession:
         self._devices.take()
 
     def write_held_tensors(self, path: Path) -> None:
-        """Write what the servers hold to ``path``, on rank 0, as evidence for ``megatron-dppo doctor``.
+        """Write checksums of the servers' tensors to ``path``, on rank 0, as evidence for ``megatron-dppo doctor``.
 
         If the file cannot be written, only a warning is logged.
         Nothing is written if devices are shared, because the servers have released their weights. Nothing is written

@@ -65,7 +65,8 @@ class GroupQuota:
         rounds so far.
         """
         if not self.filtering:
-            return 0 if rounds else self.wanted
+            # The first round is the only round.
+            return self.wanted if rounds == 0 else 0
         useful_groups = len(flat) - sum(flat)
         missing_groups = self.wanted - useful_groups
         if missing_groups <= 0 or rounds >= self.max_rounds:

@@ -145,7 +145,8 @@ def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) ->
     for position, start, end in zip(batch.sequence_index.tolist(), starts, ends, strict=True):
         if end <= start:
             continue
-        # A response has one sequence for each branch: append the rows to the rows of earlier branches.
+        # An episode's response may have several branches, each a sequence of its own. Append the rows to the rows of
+        # earlier branches.
         response_columns = columns.setdefault(position, {})
         for name, array in arrays.items():
             earlier_rows = response_columns.get(name, array[:0])
@@ -572,8 +573,8 @@ class Learner:
         """
         algorithm = self._algorithm
         keeps_reference = self._config.keeps_reference
-        is_needed = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
-        if not (is_needed or keeps_reference):
+        recomputes = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
+        if not (recomputes or keeps_reference):
             return []
         batches = self._packed(batch, plan).micro_batches
         columns_by_batch: list[AddedColumns] = [{} for _ in batches]

@@ -1,6 +1,7 @@
 """The leader that owns each problem of a batch, and the outlines of all responses on every rank.
 
-An outline has a trajectory's length, score and weight version. Tokens and columns follow later (``loop/exchange.py``).
+A leader is the rank of a replica that requests and scores the replica's responses. An outline has a trajectory's
+length, score and weight version. Tokens and columns follow later (``loop/exchange.py``).
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ class StepProfiler:
 
     def __init__(self, config: ProfileConfig, directory: str | Path, rank: int) -> None:
         self._profiles_memory = config.memory
-        self._steps = frozenset(config.steps) if rank in config.ranks else frozenset[int]()
+        self._steps: frozenset[int] = frozenset()
+        if rank in config.ranks:
+            self._steps = frozenset(config.steps)
         self._folder = Path(directory) / PROFILE_FOLDER
         self._rank = rank
 

@@ -2,14 +2,14 @@
 
 ``GeneratedRollouts`` samples batches from the engine, in the step that trains on them or some steps ahead in the
 background. ``ReplayedRollouts`` reads batches that an earlier run saved. ``BatchSeals`` verifies each batch before
-training.
+training against its seal, a record of its origin (``data/seal.py``).
 
 The bound on staleness decides when a batch may begin. The batch of step n trains weight version n - 1, so its
 generation may begin once the trainer holds version n - 1 - ``max_staleness``. No older version can then sample a token
 of the batch. Batches are trained on in the order of their prompts' draws. So no batch is ever dropped for its age, and
-long responses are trained on as often as short responses. If the servers keep up, no other order keeps the bound: every
-batch begins as soon as the bound allows it, so it has the largest allowed staleness at its turn, and could not wait
-longer.
+long responses are trained on as often as short responses. If the servers keep up, no other order keeps the bound. Every
+batch begins as soon as the bound allows it, so it has the largest allowed staleness at its turn. If a later batch went
+first, this batch would become too stale.
 """
 
 from __future__ import annotations
@@ -495,8 +495,8 @@ class BatchSeals:
     """Makes the seal of each batch, and compares the batch with it before training. Runs on every rank.
 
     ``origin``: the properties that the run's configuration requires of every batch. ``keeps``: whether seals hold the
-    stamps of all responses, because batches are saved. ``replays``: whether batches come from files; files of early
-    releases have no seal, and their batches are trained on unchecked.
+    stamps (origin and hashes) of all responses, because batches are saved. ``replays``: whether batches come from
+    files. Files of early releases have no seal, and their batches are trained on unchecked.
     """
 
     origin: Origin

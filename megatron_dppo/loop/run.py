@@ -511,9 +511,9 @@ class Run:
         return planned, learned, weights_hash
 
     def _write_held_tensors(self, step: int) -> None:
-        """Write what the servers hold to a file beside the batch of ``step``.
+        """Write checksums of the servers' tensors to a file beside the batch of ``step``.
 
-        Trainer and servers disagree about the probabilities of this batch.
+        The caller has found that trainer and servers disagree about the probabilities of this batch.
         """
         if self.config.rollout.save and self.engine is not None:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER

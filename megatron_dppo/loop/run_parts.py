@@ -31,8 +31,11 @@ def active_line(
     numbers = ", ".join(
         f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
     )
+    algorithm_text = algorithm.name
+    if numbers:
+        algorithm_text += f" ({numbers})"
     parts = [
-        f"{algorithm.name} ({numbers})" if numbers else algorithm.name,
+        algorithm_text,
         f"R3 {_on_or_off(rollout.router_replay)}",
         f"filter {_on_or_off(rollout.drop_zero_variance_groups)}",
         f"staleness {rollout.max_staleness}",

@@ -20,7 +20,7 @@ class SharedDevices:
     Attributes:
         is_shared: whether trainer and servers share devices.
         trainer: the trainer of this rank.
-        parts: parts of the trainer that are parked in the servers' turn.
+        parts: parts of the trainer that are parked (moved to host memory) in the servers' turn.
         released: memory tags that the servers release in the trainer's turn.
         record: rank 0's client of the server registry. It allows or forbids server starts. None on other ranks.
     """
