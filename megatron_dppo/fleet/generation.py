@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
@@ -94,8 +94,8 @@ class GenerationLimits:
         episodes: open episodes of several turns.
         request_timeout_s: time of one attempt at one response. Time of paused servers does not count.
         hang_timeout_s: a server that generates nothing for so long, not even for a health check, counts as lost.
-        responses_per_call: responses that share one HTTP call. Sharing saves the server work on very short responses,
-            but they finish, time out and are lost together.
+        responses_per_call: responses that share one HTTP call. This saves the server work on very short responses, but
+            the responses of one call finish, time out and are lost together.
     """
 
     concurrency: int
@@ -596,9 +596,12 @@ class _GenerationAttempt:
         request = self.requests[index]
         if self.continuation is not None:
             self.continuation.drop(request)
-        episode_slots = self.slots.episodes
-        async with nullcontext() if episode_slots is None else episode_slots.taken(self.order):
-            self._keep(index, await self.play(request, functools.partial(self._turn, index)))
+        slot: AbstractAsyncContextManager[None] = nullcontext()
+        if self.slots.episodes is not None:
+            slot = self.slots.episodes.taken(self.order)
+        async with slot:
+            trajectory = await self.play(request, functools.partial(self._turn, index))
+            self._keep(index, trajectory)
 
     async def _turn(self, index: int, request: GenerationRequest) -> Trajectory:
         self._turns[index] = request

@@ -511,8 +511,9 @@ class FleetMembership:
         if not urgent and current_time < state.silent_s + ASK_AGAIN_S:
             return False
         member = self._member(server)
-        is_alive = self._generates if state.lost else self._answers
-        if not (self._fits(server, urgent=urgent) and is_alive(member)):
+        # A lost server must generate again. A new server may be paused, so it need only answer.
+        passes_test = self._generates if state.lost else self._answers
+        if not (self._fits(server, urgent=urgent) and passes_test(member)):
             state.silent_s = current_time
             return False
         state.lost = ""

@@ -57,7 +57,7 @@ from megatron_dppo.system.secret_variables import (
 
 MODULE = "megatron_dppo.system.fork_server"
 _PACKET_BYTES = 1 << 17
-# A packet has a request and some more characters.
+# A packet has a ForkRequest as JSON, and less than 1 KiB around it.
 _LONGEST_REQUEST = _PACKET_BYTES - (1 << 10)
 _MOST_DESCRIPTORS = 8
 # A process that uses a shared fork server counts its requests from its own id times 2^24, so that two processes have no
@@ -84,7 +84,7 @@ class ForkRequest:
         module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
         arguments: arguments of its command line.
         variables: environment variables of the process, in addition to the fork server's variables.
-        descriptors: environment variables that get the numbers of the packet's last descriptors.
+        descriptors: names of environment variables. Each variable gets the number of one further descriptor.
         title: command line that ``ps`` shows for the process; empty: the fork server's command line.
         replaces_variables: whether the process has only ``variables``, without the fork server's variables.
         has_errors: whether the packet has a descriptor for standard error. If not, errors go to standard output.
@@ -371,6 +371,7 @@ class _SharedServer(_ForkClient):
         with open(read_end, "rb") as reader, open(write_end, "wb") as writer:
             process = self.fork(request, [reader.fileno(), *descriptors])
             writer.write(content)
+        # Until the fork, ``process.pid`` is the id of the shared fork server.
         while not process.is_forked and self.process.poll() is None:
             time.sleep(_POLL_S)
         return process
@@ -609,8 +610,9 @@ def main() -> int | None:
     request = _ForkLoop(control).serve()
     if request is None:
         return 0
+    # From here on, this process is a fork.
     module = importlib.import_module(request.module)
-    # multiprocessing imports the module __main__ in the processes that it spawns.
+    # Make the module __main__, because multiprocessing imports __main__ in the processes that it spawns.
     sys.modules["__main__"] = module
     sys.argv = [module.__file__ or request.module, *request.arguments]
     code: int | None = module.main()

@@ -252,6 +252,7 @@ def _guard(child: int, descriptor: int) -> NoReturn:
         _reap_all_but(child)
     ended_pid, status = os.waitpid(child, os.WNOHANG)
     kill_descendants()
+    # If the other side was closed first, the child has no exit code of its own, and this process ends with 0.
     code = 0
     if ended_pid:
         code = os.waitstatus_to_exitcode(status)
@@ -553,8 +554,8 @@ def end_now(code: int) -> NoReturn:
     Leave all ``with`` blocks before this call: the ends of open blocks do not run.
     """
     # A daemon thread, for example the watcher of the collectives, may be in native code during the interpreter's
-    # shutdown. When it returns to Python, it would abort the process. multiprocessing ends its child processes in this
-    # way too.
+    # shutdown. When it returns to Python, it would abort the process. multiprocessing, too, ends its child processes by
+    # os._exit.
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
