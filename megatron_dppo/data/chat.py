@@ -26,7 +26,7 @@ def render(
     *,
     tools: Sequence[Message] = (),
     arguments: Mapping[str, Any] | None = None,
-    asks: bool = True,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Render ``messages`` with the chat template.
 
@@ -38,14 +38,14 @@ def render(
         messages: Messages with a role and content.
         tools: Definitions of tools.
         arguments: Further variables of the template (``data.chat_template_arguments``).
-        asks: Whether to add the generation prompt.
+        add_generation_prompt: Whether to add the generation prompt.
 
     Raises:
         ChatTemplateError: The template fails, or takes too long.
     """
 
     def rendered(variant: Sequence[Message]) -> str:
-        return _apply_template(tokenizer, variant, tools, arguments, asks)
+        return _apply_template(tokenizer, variant, tools, arguments, add_generation_prompt)
 
     argument_objects = _argument_objects(messages)
     if not argument_objects:
@@ -54,6 +54,7 @@ def render(
         text = rendered(messages)
     except ChatTemplateError:
         return rendered(_with_argument_text(messages))
+    # ``str`` writes an object in Python's notation.
     if any(str(argument_object) in text for argument_object in argument_objects):
         return rendered(_with_argument_text(messages))
     return text
@@ -64,14 +65,14 @@ def _apply_template(
     messages: Sequence[Message],
     tools: Sequence[Message],
     arguments: Mapping[str, Any] | None,
-    asks: bool,
+    add_generation_prompt: bool,
 ) -> str:
     try:
         with rendering_limit():
             text: Any = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=asks,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **(arguments or {}),
             )
@@ -154,15 +155,17 @@ def _probe_date(_format: str) -> str:
 def lacks_generation_prompt(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether prompts end without the text that the template writes before a message of the assistant.
+    """Whether prompts lack, at their end, the text that the template writes before a message of the assistant.
 
     Some templates, for instance Mixtral's, write no text before an answer, so their prompts lack nothing.
     """
     answer = {"role": "assistant", "content": _PROBE}
     try:
         prompt = render(tokenizer, [_USER], arguments=arguments)
-        bare_prompt = render(tokenizer, [_USER], arguments=arguments, asks=False)
-        conversation = render(tokenizer, [_USER, answer], arguments=arguments, asks=False)
+        bare_prompt = render(tokenizer, [_USER], arguments=arguments, add_generation_prompt=False)
+        conversation = render(
+            tokenizer, [_USER, answer], arguments=arguments, add_generation_prompt=False
+        )
     except ChatTemplateError:
         return False
     text_before_answer, probe, _ = conversation.partition(_PROBE)

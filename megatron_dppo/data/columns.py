@@ -25,7 +25,7 @@ Check = Callable[[np.ndarray, Mapping[str, np.ndarray], str], None]
 
 
 @cache
-def _name(dtype: np.dtype) -> str:
+def _dtype_name(dtype: np.dtype) -> str:
     # Cache the name: numpy builds it at each access, and this takes longer than all other checks of an array.
     return dtype.name
 
@@ -65,7 +65,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, array: np.ndarray) -> Form:
-        return cls(_name(array.dtype), array.shape[1:])
+        return cls(_dtype_name(array.dtype), array.shape[1:])
 
     @property
     def row_bytes(self) -> int:
@@ -129,7 +129,7 @@ class Column:
         from the declaration.
         """
         array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
-        dtype = _name(array.dtype)
+        dtype = _dtype_name(array.dtype)
         if dtype not in self.dtypes:
             raise ValueError(
                 f"{location}: {self.name} is {dtype}, expected {' or '.join(self.dtypes)}"
@@ -263,8 +263,9 @@ def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
     versions = columns.get("weight_version")
     if versions is not None and len(versions):
         recording_versions = columns.get("routing_version", versions[-1])
-        sampled_positions = np.flatnonzero(loss_mask)
-        is_usable[sampled_positions[versions != recording_versions] - 1] = False
+        has_mismatch = versions != recording_versions
+        unusable_targets = np.flatnonzero(loss_mask)[has_mismatch]
+        is_usable[unusable_targets - 1] = False
     return is_usable
 
 
@@ -394,7 +395,8 @@ LOSS_COLUMNS = tuple(
 )
 """The inputs of the loss for each token, in the optimiser step that trained on it. Only saved batches have them.
 
-All responses with a gradient have log pi, and whether the token trained. If the loss had them, responses also have
-log pi', log pi at TopK(mu) and the entropy of pi. If the mask compares a divergence with a threshold, responses have
-the divergence. Responses without a gradient have none of these columns.
+All responses with a gradient have log pi (``loss_log_probs``), and whether the token trained. If the loss had them,
+responses also have log pi' (``loss_recomputed_log_probs``), log pi at TopK(mu) and the entropy of pi. If the mask
+compares a divergence with a threshold, responses have the divergence. Responses without a gradient have none of these
+columns.
 """

@@ -152,7 +152,7 @@ class _RenamedTokenizer:
         if model.get("unk_token") is not None:
             model["unk_token"] = self._new_name(model["unk_token"])
         self._tokenizer = Tokenizer.from_str(json.dumps(settings))
-        # The library may number added tokens anew.
+        # The library may number added tokens anew. Map their new ids to the original's ids.
         self._original_id: dict[int | None, int] = {}
         for token in settings["added_tokens"]:
             self._original_id[self._tokenizer.token_to_id(token["content"])] = token["id"]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 LONGEST_ANSWER = 500
-"""Characters. A longer text is a derivation, and slow to parse."""
+"""Largest number of characters of an answer. A longer text is a derivation, and slow to parse."""
 
 BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")

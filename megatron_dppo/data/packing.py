@@ -30,7 +30,7 @@ class PackedBatch:
         token_ids, position_ids, target_ids: int64 [T]. The target is 0 at the last token of a sequence.
         cu_seqlens: int32 [S + 1], the bounds of the sequences.
         max_seqlen: Length of the longest sequence.
-        loss_mask: Bool [T]; the target was sampled and trains.
+        loss_mask: Bool [T]: whether the target was sampled and trains.
         advantages: float32 [T], 0 outside ``loss_mask``.
         sequence_index: int64 [S], positions of the trajectories in their batch: equal for the branches of one
             trajectory, -1 for the padding.
@@ -168,6 +168,7 @@ def pack(
         sequence_index += [index] * len(t.branch_lengths)
     lengths = [padded_length(branch.length, sequence_multiple) for branch in branches]
     branch_tokens = sum(lengths)
+    # A pack without trajectories consists of padding alone.
     padding = pad_multiple
     if branches:
         padding = -branch_tokens % pad_multiple

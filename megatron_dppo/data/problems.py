@@ -146,7 +146,7 @@ class ProblemSet:
     parts: tuple[FilePart, ...] = ()
     unanswered: tuple[tuple[int, str], ...] = ()
 
-    def place(self, problem_id: int) -> str:
+    def line_of(self, problem_id: int) -> str:
         """The line of the problem in its file, in words; with the file's path if the set has several files."""
         if len(self.parts) < 2:
             unit = self.parts[0].unit if self.parts else "line"
@@ -159,10 +159,10 @@ class ProblemSet:
 
     def location(self, path: str, problem_id: int) -> str:
         """The file and the line of the problem, in words, for a set that was read from ``path``."""
-        place = self.place(problem_id)
+        line = self.line_of(problem_id)
         if len(self.parts) > 1:
-            return place
-        return f"{path}, {place}"
+            return line
+        return f"{path}, {line}"
 
     def __len__(self) -> int:
         return len(self.problems)

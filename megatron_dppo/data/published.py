@@ -422,7 +422,7 @@ class Preparation:
         """Add the row's problem, or count the reason why it is left out."""
         self.rows += 1
         try:
-            reason = self._reason_against(record, schema)
+            reason = self._try_to_add(record, schema)
         except RowError as error:
             reason = UNUSABLE
             if len(self.faults) < _SHOWN:
@@ -454,8 +454,11 @@ class Preparation:
             count = len(self.instructed)
             yield f"  {count:,} without the publisher's instructions (data.prompt_template sets yours)"
 
-    def _reason_against(self, record: Mapping[str, Any], schema: Schema) -> str | None:
-        """Add the row's problem, or return the reason why it is left out. Raises RowError for an unusable row."""
+    def _try_to_add(self, record: Mapping[str, Any], schema: Schema) -> str | None:
+        """Add the row's problem and return None, or return the reason why the row is left out.
+
+        Raises RowError for an unusable row.
+        """
         published = self.published
         text = prompt_text(value_at(record, schema.prompt))
         published_answer = answer_text(value_at(record, schema.answer))

@@ -308,9 +308,9 @@ def _faults_named(path: Path) -> Iterator[None]:
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with the content as text."""
 Keys = tuple[tuple[str, ...], ...]
-"""Rows of column names; upper and lower case are equal. The names of a row have one meaning. A record's value comes
-from the first row that names a column with a value in the record. If the record has several columns of this row, their
-values must be equal."""
+"""Rows of column names; upper and lower case are equal. All names of a row have the same meaning. The first row is used
+that names a column which is not blank in the record. If the record has several such columns of this row, their values
+must be equal."""
 PROMPT_KEYS: Keys = (
     ("prompt",),
     ("problem", "question", "query", "instruction"),

@@ -3,8 +3,9 @@
     frame      magic, 4 bytes; length of the content, 8 bytes, little endian; XXH3 of the content, 16 bytes; the content
     content    safetensors: ``token_ids``, ``loss_mask`` and one array per column; JSON in the metadata has the rest
 
-A process may die while it appends a frame, so the last frame of a file may be incomplete. It is not read, and
-``open_frames`` removes it. A frame whose content does not have the hash in the frame is skipped.
+A process may die while it appends a frame, so the last frame of a file may be incomplete. ``read_frames`` does not
+return an incomplete frame, and ``open_frames`` removes it. ``read_frames`` skips a frame whose content does not have
+the hash in the frame.
 """
 
 from __future__ import annotations
@@ -87,11 +88,13 @@ def read_frames(path: Path) -> Iterator[ScoredResponse]:
     with open(path, "rb") as file:
         while len(header := file.read(_HEADER)) == _HEADER:
             length = _content_length(header)
+            # A damaged length may be larger than the file, and then perhaps larger than the memory.
             if not header.startswith(_MAGIC) or length > path.stat().st_size:
                 log.warning("%s: damaged before byte %d; the rest is not used", path, file.tell())
                 return
             content = file.read(length)
             if len(content) < length:
+                # The last frame is incomplete.
                 return
             if xxhash.xxh3_128_digest(content) != header[-_HASH:]:
                 log.warning("%s: a response before byte %d is damaged", path, file.tell())

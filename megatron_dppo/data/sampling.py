@@ -223,8 +223,8 @@ class ReturningSampler:
     def take(self, positions: Sequence[int]) -> None:
         """Draw exactly these positions. The next draws return the positions that were skipped for this.
 
-        Ranks that were restarted and repeat a step draw the same positions as before the restart. A usual draw might
-        return others, because the order of drawing may have depended on rewards.
+        Ranks that were restarted and repeat a step must draw the same positions as before the restart. ``next`` might
+        return other positions, because the order of drawing may have depended on rewards.
         """
         for position in positions:
             while position not in self._returned:

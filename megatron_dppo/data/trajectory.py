@@ -103,7 +103,7 @@ class Trajectory:
         problem_id: The problem's id.
         sample_index: The response's number in its group.
         token_ids: int32 [S].
-        loss_mask: Bool [S]; the policy sampled the token. False for a prompt, a tool's output or an environment's turn.
+        loss_mask: Bool [S]: whether the policy sampled the token. False for prompts and an environment's observations.
         columns: Arrays by the names of ``data/columns.py``.
         finish_reason: Why the response ended.
         text: Text of the last sampled turn.
@@ -118,8 +118,8 @@ class Trajectory:
             speculation.
         ended_by: The limit that cut an episode off, in words.
         turn_rewards: An environment's rewards of the turns, in the order of the tokens.
-        turn_times: The position of each turn in the order of sampling; empty if the turns were sampled in the order of
-            the tokens.
+        turn_times: The position of each turn in the order of sampling. If it is empty, the turns were sampled in the
+            order of the tokens.
         wants_score: Whether the run's rewards score ``text``, in addition to an environment's rewards.
 
     Raises:
@@ -212,6 +212,7 @@ class Trajectory:
             columns[name] = np.concatenate(arrays)
         branch_numbers = np.arange(len(parts), dtype=np.uint16)
         branch_of_token = np.repeat(branch_numbers, [part.length for part in parts])
+        # ``branch`` is a column of the input: the last token has no row.
         columns["branch"] = branch_of_token[:-1]
         return replace(
             parts[0],
@@ -404,8 +405,8 @@ class Trajectory:
     def digests(self) -> dict[str, str]:
         """The contents of the trajectory as name -> text.
 
-        The text of the prompt, the tokens, the loss mask and each column has the number of rows and the hash. The text
-        of ``finish_reason`` is the reason.
+        Prompt, tokens, loss mask and each column are arrays: the text of an array is its number of rows and its hash.
+        The text of ``finish_reason`` is the reason.
         """
         arrays = {
             "prompt_ids": self.prompt_ids,

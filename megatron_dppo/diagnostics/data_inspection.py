@@ -203,7 +203,7 @@ def _answers(
         f"themselves with {inspection.reward.name}"
     )
     for row, reason in bad[:_SHOWN_FAULTS]:
-        yield f"  {problem_set.place(row)}: {reason}"
+        yield f"  {problem_set.line_of(row)}: {reason}"
 
 
 def _alike(

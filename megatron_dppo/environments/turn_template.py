@@ -45,7 +45,7 @@ _USER = {"role": "user", "content": "1"}
 
 
 class TurnTemplateError(DataError):
-    """The text that the chat template inserts after a turn depends on earlier messages."""
+    """The chat template can't write an episode's messages, or the text after a turn depends on earlier messages."""
 
 
 class TurnTemplate:
@@ -89,7 +89,7 @@ class TurnTemplate:
         if is_chat:
             self._check(role)
             prompt = self._render([_USER])
-            bare_prompt = self._render([_USER], asks=False)
+            bare_prompt = self._render([_USER], add_generation_prompt=False)
             generation_prompt = prompt.removeprefix(bare_prompt)
             self.generation_tokens = len(self._encoded(generation_prompt))
 
@@ -104,8 +104,8 @@ class TurnTemplate:
         if not self._is_chat:
             return [*problem.prompt_ids, *self._plain(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
-        # The observation comes before the generation prompt.
-        bare_prompt = self._render(messages, problem.tools, asks=False)
+        # The observation comes before the generation prompt, so the new prompt begins without it.
+        bare_prompt = self._render(messages, problem.tools, add_generation_prompt=False)
         bare_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
 
         def with_observation(hold: _Hold) -> str:
@@ -239,16 +239,16 @@ class TurnTemplate:
         messages: Sequence[Message],
         tools: Sequence[Message] = (),
         *,
-        asks: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Render messages. ``asks``: whether to add the generation prompt. Raises TurnTemplateError."""
+        """Render messages, with or without the generation prompt. Raises TurnTemplateError."""
         try:
             return render(
                 self._tokenizer,
                 messages,
                 tools=tools,
                 arguments=self._arguments,
-                asks=asks,
+                add_generation_prompt=add_generation_prompt,
             )
         except ChatTemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages[-3:])

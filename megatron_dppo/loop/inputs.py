@@ -218,7 +218,7 @@ class RunData:
                     "%s: %d problems were left out because their answers can't be used, the first in %s: %s",
                     name,
                     problem_set.bad_answers,
-                    problem_set.place(row),
+                    problem_set.line_of(row),
                     fault,
                 )
         self._check_set_size()

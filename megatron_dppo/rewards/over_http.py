@@ -266,7 +266,9 @@ class RewardModel:
         content = self._control_tokens.hold(record.response, self._control_tokens.special)
         turns = [*record.messages, {"role": "assistant", "content": content}]
         # Render to text and encode it without adding special tokens: the template has written them already.
-        return self._control_tokens.encode(render(self._tokenizer, turns, asks=False))
+        return self._control_tokens.encode(
+            render(self._tokenizer, turns, add_generation_prompt=False)
+        )
 
 
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:

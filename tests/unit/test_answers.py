@@ -63,7 +63,7 @@ def test_a_run_reads_the_files_of_folders(run_data, tmp_path, caplog):
         data = run_data([], train=train)
     assert [p.answer for p in data.train.problems] == ["1", "$", "2", "3"]
     assert [data.files.of(i) for i in range(4)] == ["sums", "sums", "more", "more"]
-    assert data.train.place(3) == f"{tmp_path}/more/b.jsonl, line 1"
+    assert data.train.line_of(3) == f"{tmp_path}/more/b.jsonl, line 1"
     assert "README.md" in caplog.text
     with pytest.raises(DataError, match=f"{tmp_path}/sums/b.jsonl, line 1: "):
         data.refuse_or_drop(data.bad_answers())

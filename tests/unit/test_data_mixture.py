@@ -38,7 +38,7 @@ def test_a_joined_set_places_a_problem_in_its_file():
         part(0, records=4), parts=(FilePart("b.csv", 2, "row"), FilePart("c.jsonl", 2, "line"))
     )
     assert one.location("a.jsonl (q)", 2) == "a.jsonl (q), line 3"
-    places = [joined([one, other]).place(i) for i in range(7)]
+    places = [joined([one, other]).line_of(i) for i in range(7)]
     assert places == [
         "a.jsonl, line 1", "a.jsonl, line 2", "a.jsonl, line 3", "b.csv, row 1", "b.csv, row 2",
         "c.jsonl, line 1", "c.jsonl, line 2",

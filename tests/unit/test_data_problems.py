@@ -278,7 +278,7 @@ def test_parquet_holds_the_same_problems(tmp_path, tokenizer):
     messages = ({"role": "user", "content": "1+1"},)
     assert found.problems == (Problem(0, "1+1", "2", ids, messages),)
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert found.place(4) == "row 5"
+    assert found.line_of(4) == "row 5"
     pq.write_table(pa.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=r"set\.parquet, row 2: 'prompt' "):
         load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
@@ -685,7 +685,7 @@ def test_a_table_with_names_in_its_first_line(tmp_path, tokenizer, name, delimit
     assert problems_of(path, tokenizer) == [(text, "2"), ("3", "")]
     loaded = load_problems(path, tokenizer, max_prompt_tokens=100, form=PromptForm(False))
     assert [row for row, _ in loaded.unanswered] == [1]
-    assert loaded.place(1) == "row 2"
+    assert loaded.line_of(1) == "row 2"
 
 
 @pytest.mark.parametrize(
@@ -748,7 +748,7 @@ def test_no_file_in_a_folder_or_a_glob(folder, tokenizer, path):
 def test_a_problem_of_a_folder_has_the_place_in_its_file(folder, tokenizer):
     path = f"{folder}/"
     found = load_problems(path, tokenizer, max_prompt_tokens=100, form=PromptForm(False))
-    places = [found.place(problem.problem_id) for problem in found.problems]
+    places = [found.line_of(problem.problem_id) for problem in found.problems]
     expected = [
         "a.csv, row 1", "b.jsonl, line 1", "b.jsonl, line 2", "c.jsonl.gz, line 1", "d.PARQUET, row 1",
     ]  # fmt: skip
