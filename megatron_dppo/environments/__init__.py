@@ -1,7 +1,7 @@
 """Environments answer and reward the policy's turns. This module has the interface and two small environments.
 
-To add an environment, write a class and, to ship it with the package, a row of ``ENVIRONMENTS``
-(``docs/environments.md``). This module imports no environment's libraries.
+To add an environment, write a class (``docs/environments.md``). An environment of this package also needs a row in
+``ENVIRONMENTS``. This module imports no environment's libraries.
 """
 
 from __future__ import annotations

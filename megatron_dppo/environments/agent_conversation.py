@@ -199,6 +199,7 @@ class Conversation:
         call.has_client = True
         try:
             yield call.completion
+            # The block has ended without an exception, so the client has received the answer.
             self._undelivered.remove(call)
         finally:
             call.has_client = False

@@ -192,7 +192,7 @@ def result_of(output: str) -> AgentResult:
     """Return the result in the last line of a command's output: its ``reward``, or else its ``answer``.
 
     Returns None if the last line is no JSON object with one of these fields. Raises ValueError if the reward is no
-    number, or if the answer is not text or a number.
+    number, or if the answer is neither text nor a number.
     """
     last_line = output.rpartition("\n")[2]
     try:

@@ -1,12 +1,13 @@
 """Episodes: the turns of a policy and the answers of an environment as one trajectory, token by token.
 
-The prompt of a turn has all tokens of its branch so far, exactly as they were sampled or given. The tokens that the
-chat template inserts (``TurnTemplate``) follow; their loss mask is False. Each call requests recorded routing only for
-the missing rows. So the version, log-probability and routing of each token come from the call that sampled the token.
+The prompt of a turn begins with all earlier tokens of its branch, exactly as they were sampled or inserted. Then come
+the tokens that the chat template inserts before the turn (``TurnTemplate``); their loss mask is False. Each sampled
+token keeps the weight version and the log-probability of the engine call that sampled it. A call requests recorded
+routing only for those rows that the earlier calls of the branch did not record.
 
 A new branch begins with a prompt that the template renders from messages. If the messages contain turns of other
 branches, the tokens of these turns are part of the prompt, with a loss mask of False. So each sampled token is trained
-on once, in the branch that it was sampled in.
+on once, in the branch in which it was sampled.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class EpisodeLimits:
         turns: largest number of turns of the policy.
         tokens: largest number of tokens of a trajectory: the sum over all branches, with their prompts.
         observation_tokens: largest number of tokens of one observation, including the template's tokens.
-        retries: number of faults of the environment after which the episode is played again. After one more fault,
-            another sample replaces the episode.
-        answers_cut_turns: whether an episode continues after a turn that was cut off.
+        retries: how many times an episode is played again because its environment failed. If the environment fails
+            once more, another sample replaces the episode.
+        answers_cut_turns: whether the environment answers a turn that was cut off, so that the episode continues.
     """
 
     turns: int
@@ -68,7 +69,7 @@ class _Episode:
         branch_numbers: branch of each sampled turn, in the order of sampling.
         turn: sampled turn without an answer yet.
         delta: tokens between the last turn and the next turn. For a new branch: the whole prompt.
-        turn_limit: configuration key that limits the present turn.
+        turn_limit: the limit that decides how long the present turn may be: a configuration key, or words.
         finish_reason: why the episode ended; None while it continues.
         ended_by: limit that ended the episode, in words.
     """
@@ -138,9 +139,11 @@ class Episodes:
     ) -> Trajectory:
         """Play an episode that begins with ``request`` and return its trajectory.
 
-        After more faults of the environment than allowed, the trajectory is ``failed`` and has only the prompt. A fault
-        costs no sampled token: the turns are replayed in a new environment. The turns are sampled again only if the new
-        environment's answers differ. ``ask`` sends a request to the engine and returns the response.
+        If the environment fails, the turns so far are replayed in a new environment, so no sampled token is lost. The
+        turns are sampled again only if the new environment's answers differ. If the environment fails more often than
+        ``EpisodeLimits.retries``, the trajectory is ``failed`` and has only the prompt.
+
+        ``ask`` sends a request to the engine and returns the response.
         """
         episode = _Episode(request)
         fault_count = 0
@@ -185,9 +188,11 @@ class Episodes:
         A text is added to the prompt; a ChatCall replaces the prompt. If the earlier attempt had an equal first
         observation, the episode keeps its turns. Otherwise the turns are removed and sampled again.
         """
+        # True for an equal observation in a later attempt, and for an empty text in the first attempt.
         if observation == episode.first_observation:
             return
         prompt_ids: Sequence[int] = problem.prompt_ids
+        # An empty text adds nothing to the problem's prompt. A ChatCall counts as true.
         if observation:
             prompt_ids = self._encoded(partial(self.template.opening, problem, observation))
         if not isinstance(observation, ChatCall):
@@ -252,16 +257,18 @@ class Episodes:
             response = await ask(self._request(episode))
             branches = episode.branches
             number = episode.branch
-            if number < len(branches):
-                branches[number] = join(branches[number], response)
-            else:
+            begins_branch = number == len(branches)
+            if begins_branch:
                 branches.append(response)
+            else:
+                branches[number] = join(branches[number], response)
             episode.branch_numbers.append(number)
             turn_ids = tuple(response.response_ids.tolist())
             prompt_length = len(response.prompt_ids)
             turn = Turn(response.text, turn_ids, response.truncated, prompt_length)
             episode.turn = turn
         step = await environment.step(turn)
+        # With ``answers_cut_turns``, a turn that was cut off ends the episode only if the environment ends it too.
         if turn.is_truncated and (step.done or not self.limits.answers_cut_turns):
             self._end_truncated(episode, turn, is_done=step.done)
         elif step.done:
@@ -295,18 +302,22 @@ class Episodes:
                 f"branch {episode.branch}, expected one of the {len(episode.branches)} there are, or the next"
             )
         if isinstance(observation, ChatCall) and observation.branch == len(episode.branches):
-            # The prompt of a new branch repeats turns of other branches, so the limit of an observation does not apply.
+            # The call begins a new branch. Its prompt may repeat turns of other branches, so the limit of an
+            # observation does not apply.
             delta = self._encoded(partial(self.template.prompt, observation))
         else:
             last_token = episode.branches[episode.branch].token_ids[-1:].tolist()
             delta = self._encoded(partial(self.template.delta, last_token, observation))
             self._check_length(len(delta))
         if not delta:
+            # The loss mask alone separates two turns: at least one token between them must have False.
             raise EnvironmentFaultError(
                 "an observation of no tokens, expected one: nothing would tell two turns apart"
             )
         episode.delta = delta
-        if len(episode.answered_turns) + 1 == limits.turns:
+        # ``answered_turns`` does not contain the present turn yet.
+        turn_count = len(episode.answered_turns) + 1
+        if turn_count == limits.turns:
             episode.finish_reason = "length"
             episode.ended_by = f"all {limits.turns} turns were used (environment.max_turns)"
         elif episode.length + len(delta) >= limits.tokens:
@@ -333,9 +344,10 @@ class Episodes:
             seed = seed_of(seed, "branch", number)
         sampling = replace(first_request.sampling, max_new_tokens=max_tokens, seed=seed)
         request = replace(first_request, sampling=sampling)
-        if number < len(episode.branches):
-            return request_after(request, episode.branches[number], max_tokens, episode.delta)
-        return replace(request, prompt_ids=episode.delta)
+        begins_branch = number == len(episode.branches)
+        if begins_branch:
+            return replace(request, prompt_ids=episode.delta)
+        return request_after(request, episode.branches[number], max_tokens, episode.delta)
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         """Count and log a fault. ``is_last``: whether the episode is given up."""
@@ -349,12 +361,13 @@ class Episodes:
 def _finished(episode: _Episode) -> Trajectory:
     """Return the trajectory of an episode that has ended."""
     assert episode.finish_reason is not None
-    # The trajectory has the turns branch by branch, each with its position in the order of sampling.
+    # The trajectory has the turns branch by branch. List their positions in the order of sampling. The sort is stable:
+    # within a branch, the turns stay in the order of sampling.
     branch_numbers = episode.branch_numbers
-    turn_times = sorted(range(len(branch_numbers)), key=branch_numbers.__getitem__)
+    sampling_positions = sorted(range(len(branch_numbers)), key=branch_numbers.__getitem__)
     turn_rewards: list[float] = []
-    for time in turn_times:
-        _, step = episode.answered_turns[time]
+    for position in sampling_positions:
+        _, step = episode.answered_turns[position]
         turn_rewards.append(float(step.reward))
     last_turn, last_step = episode.answered_turns[-1]
     scored_text = last_step.scored_text
@@ -366,7 +379,7 @@ def _finished(episode: _Episode) -> Trajectory:
         ended_by=episode.ended_by,
         text=scored_text,
         turn_rewards=tuple(turn_rewards),
-        turn_times=tuple(turn_times),
+        turn_times=tuple(sampling_positions),
         wants_score=last_step.is_scored,
     )
 

@@ -115,10 +115,11 @@ async def run_snippet(
     memory_mib: int = 256,
     longest_output: int = 900,
 ) -> str:
-    """Run ``snippet`` and return its output, with the message of its exception, without surrounding white space.
+    """Run ``snippet`` and return its output without surrounding white space.
 
-    A text in brackets follows if the snippet was stopped, or ended with an exit code other than 0. This process runs at
-    most as many snippets at the same time as there are cores. Raises SandboxError if the sandbox does not start.
+    If the snippet raises an exception, the output ends with its type and message. If the snippet was stopped, or ended
+    with an exit code other than 0, a text in brackets follows. This process runs at most as many snippets at the same
+    time as there are cores. Raises SandboxError if the sandbox does not start.
     """
     async with _snippet_slots(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):

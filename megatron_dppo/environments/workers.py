@@ -69,8 +69,8 @@ class EnvironmentSpec:
         memory_gib: limit of a worker's address space.
         largest_bytes: largest number of bytes of an answer, as JSON.
         passed_variables: as in EnvironmentConfig.
-        sampling: the run's sampling settings by their names in OpenAI's requests, for environments whose programs
-            may ask for them (``note_sampling``).
+        sampling: the run's sampling settings by their names in OpenAI's requests. An environment with a method
+            ``note_sampling`` receives them: its programs may repeat them in their requests.
     """
 
     name: str
@@ -83,7 +83,7 @@ class EnvironmentSpec:
 
     @property
     def variable_names(self) -> list[str]:
-        """Return the names of the environment variables with credentials that a worker receives."""
+        """Return the names of the secret environment variables that a worker receives; it receives no others."""
         return [*self.passed_variables, *named_in_options(self.options)]
 
 
@@ -264,12 +264,12 @@ class EnvironmentWorker(RestrictedWorker):
         return answer["result"]
 
     def _note_end_in_loop(self, _: Any) -> None:
-        # At the end of a run no request waits, and the loop is closed.
+        # If the loop is closed, the run has ended, and no request waits.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._note_end)
 
     def _note_end(self) -> None:
-        """Store whether the process had several episodes at its end. The number falls as the requests fail.
+        """Store whether the process has several episodes now, at its end. Later the number falls as the requests fail.
 
         A process that did not start counts as not shared, because no episode is at fault then.
         """
@@ -306,6 +306,7 @@ def _step_of(answer: dict[str, Any]) -> Step:
 def _read_json(content: bytes) -> Any:
     """Decode JSON, and replace half a surrogate pair by a question mark: no tokenizer and no file accepts a half."""
     values = json.loads(content)
+    # A worker's JSON is ASCII: it writes half a pair as an escape, for example ``\ud83d``.
     if rb"\ud" not in content:
         return values
     text = json.dumps(values, ensure_ascii=False)
