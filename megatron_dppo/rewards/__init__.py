@@ -206,8 +206,9 @@ class Reward:
         gold_target: Path, like ``target``, of the function that checks a gold answer before the run: it scores an
             answer 1 if responses can match it, and ignores the response. None: ``target`` is called with the answer as
             the response, and any score counts as a match.
-        answer_target: Path, like ``target``, of a function for messages: it extracts the part of a response that the
-            reward compares with the answer. It imports no library. None: the reward has no function for this.
+        answer_target: Path, like ``target``, of a function that extracts the part of a response that the reward
+            compares with the answer. ``reason`` calls it to explain a score. It imports no library. None: the reward
+            has no function for this.
         reads_solutions: Whether gold answers may be worked solutions. The reward then gets the final answer of the
             solution. A user's own reward gets the answer unchanged.
     """

@@ -51,10 +51,11 @@ def bad_answers(
     for term in reward.terms.values():
         term_reward = find_reward(term.name)
         changes: dict[str, Any] = {}
-        # A separate function, without the reward's options, checks the answers.
         if not term_reward.checks_itself:
+            # The reward's separate function checks the answers, without the reward's options.
             changes = {"name": term_reward.gold_target, "options": {}}
         if not scores:
+            # One worker is enough to read the form.
             changes["workers"] = 1
         with Verifier.of(term.model_copy(update=changes)) as verifier:
             form = verifier.form()

@@ -18,7 +18,7 @@ def noun_of(text: str) -> str | None:
     return match[2].casefold().removesuffix("s")
 
 
-# "inche" is "inches" without its s.
+# ``unit_of`` also removes a final s, so "inches" becomes "inche".
 _UNIT_NAMES = {
     "mm": "mm millimeter millimetre",
     "cm": "cm centimeter centimetre",

@@ -21,6 +21,7 @@ _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\
 _DISPLAYED = (("$$", "$$"), (r"\[", r"\]"))
 _SENTENCE_END = re.compile(r"[.!](?:\s|$)")
 _REASON = re.compile(r"(?i),?\s+(?:because|since|as|so|not)\s.*")
+"""The rest of a sentence after its answer: a reason, or what the answer is not."""
 _DENIAL = re.compile(
     r"(?i)\b(?:not|isn't|cannot|can't|never|neither|nor|wrong)\b|\u4e0d\u662f|\u4e0d\u4e3a"
 )
@@ -35,6 +36,7 @@ _BOX_SEPARATOR = re.compile(
 )
 """The text between two boxes that are one answer: a comma, a semicolon or "and", perhaps followed by ``y =``."""
 _FORMULA_SEPARATOR = re.compile(r"(?i)\s*(?:,|;|\bor\b|\u6216)\s*(?:or\b)?\s*")
+"""The text between two formulas of one list."""
 _STYLE = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|bm|boldsymbol)\s*\{")
 _PARENTHESISED_NUMBER = re.compile(r"\(\s*([+-]?\d+(?:\.\d+)?)\s*\)")
 _LEADING_MARKUP = re.compile(r"(?:[\s$*~`#]|\\[,;:!])*")

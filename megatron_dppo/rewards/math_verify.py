@@ -118,7 +118,8 @@ def _differ(part: object, expected_part: object) -> bool:
 def _is_wrong_statement(value: object) -> bool:
     """Whether ``value`` is an equation of numbers whose sides differ by more than ``_STATEMENT_TOLERANCE``.
 
-    A chain of equations is wrong if one of its equations is wrong. Equations from the first variable on do not count.
+    A chain of equations is wrong if one of its equations is wrong. The first equation with a variable, and all
+    equations after it, do not count.
     """
     for equation in _equations(value):
         if equation.free_symbols:

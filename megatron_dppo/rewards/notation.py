@@ -25,6 +25,8 @@ _LAYOUT_SPACE = re.compile(r"~|(?<!\\)\\[,;: ]|\\!|\\q?quad(?![a-zA-Z])")
 _REPEATING = re.compile(
     r"(\d*)\.(\d*?)(?:\\overline\s*\{(\d+)\}|\\bar\s*\{(\d+)\}|\\dot\s*\{(\d)\}|\((\d+)\))"
 )
+r"""A repeating decimal: ``0.1\overline{6}``, ``0.1\bar{6}``, ``0.1\dot{6}`` or ``0.1(6)``. Each of these forms has its
+own group for the period."""
 _MIXED_NUMBER = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)")
 _LATEX_MIXED_NUMBER = re.compile(r"([+-]?\d+)\s+(\\[dtc]?frac)")
 _EXPONENT = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)[eE]([+-]?\d+)")

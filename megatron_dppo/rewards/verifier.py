@@ -13,10 +13,10 @@ Any other exception of the reward ends the worker with a traceback.
 The worker answers in JSON: the code of a response may run in the worker, so the verifier must not unpickle anything
 from it. The worker imports the reward and nothing heavier.
 
-The worker's first process is called the guard. Checks run in a child of the guard. Processes that a check starts are
-ended after the check, even in another session or with another parent. Processes that the reward's module started at its
-import live as long as the worker. The guard ends all these processes when the child dies, or when the verifier has
-closed the connection.
+The worker's first process is called the guard. Checks run in a child of the guard. After a check, all processes that
+the check started are ended, even processes in another session or with another parent. Processes that the reward's
+module started at its import live as long as the worker. The guard ends all these processes when the child dies, or when
+the verifier has closed the connection.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BACK_OFF_S = 0.5
 LONGEST_BACK_OFF_S = 60.0
 GRACE_S = 5.0
 """The worker ends itself this many seconds after the verifier's limit, in case the verifier is gone. For an
-asynchronous reward, the verifier's limit is this many seconds after ``timeout_s``, which the worker applies itself."""
+asynchronous reward, the worker itself applies ``timeout_s``, and the verifier's limit is this many seconds longer."""
 _MAX_REFUSAL = 200
 """Largest number of characters of a reward's error in a refusal."""
 OnScore = Callable[[], None]
@@ -297,7 +297,7 @@ class Verifier:
     ) -> list[Score]:
         """Score ``inputs`` in one call. Repeat the call for unavailable rewards, up to the number of attempts."""
         scores = use.scores(inputs)
-        # A timeout or crash of a batch is in all of its scores.
+        # After a timeout or crash of a call, all of its scores are marked. So it is enough to test the first score.
         has_failed = scores[0].timed_out or scores[0].crashed
         if form.takes_many and len(inputs) > 1 and has_failed:
             # One input of the batch is the cause: score each input in a separate call.
@@ -424,27 +424,31 @@ class RewardWorker(RestrictedWorker):
             answer = self.ask(pickle.dumps(list(inputs)), limit_s)
         except TimeoutError:
             timeout = Score(0.0, timed_out=True)
-            score = self._without_service_fault(form, timeout, f"no answer within {limit_s:g} s")
+            score = self._unavailable_after_service_fault(
+                form, timeout, f"no answer within {limit_s:g} s"
+            )
             return [score] * len(inputs)
         except WorkerLostError as lost:
             crash = self._crash(lost, inputs)
-            score = self._without_service_fault(
+            score = self._unavailable_after_service_fault(
                 form, crash, f"its process ended within {limit_s:g} s"
             )
             return [score] * len(inputs)
-        scores = _scores_of_call(answer, len(inputs))
+        scores = _parsed_scores(answer, len(inputs))
         if any(score.crashed for score in scores):
             # End the process, because the cause would remain in it: full memory, or code of a response that writes
             # answers.
             self.kill()
         reason = "its process had no memory left, or was to exit"
-        return [self._without_service_fault(form, score, reason) for score in scores]
+        return [self._unavailable_after_service_fault(form, score, reason) for score in scores]
 
-    def _without_service_fault(self, form: RewardForm, score: Score, reason: str) -> Score:
-        """Make a score that timed out or crashed unavailable if a service, not the response, counts as the cause.
+    def _unavailable_after_service_fault(
+        self, form: RewardForm, score: Score, reason: str
+    ) -> Score:
+        """Replace a score that timed out or crashed by an unavailable score, if a service counts as the cause.
 
-        A service counts as the cause for asynchronous rewards, and with ``on_timeout: unavailable``. Other scores are
-        returned unchanged.
+        For asynchronous rewards, and with ``on_timeout: unavailable``, a service counts as the cause. Otherwise the
+        response counts as the cause. All other scores are returned unchanged.
         """
         has_failed = score.timed_out or score.crashed
         is_service_fault = form.is_async or self._on_timeout == "unavailable"
@@ -476,7 +480,7 @@ class RewardWorker(RestrictedWorker):
         )
 
 
-def _scores_of_call(content: bytes, count: int) -> list[Score]:
+def _parsed_scores(content: bytes, count: int) -> list[Score]:
     """Parse a worker's answer. Any content other than ``count`` scores counts as a crash."""
     try:
         scores = [Score(*row) for row in json.loads(content)]
