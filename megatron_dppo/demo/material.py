@@ -2,12 +2,13 @@
 
     python -m megatron_dppo.demo.material [--task sums] [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
 
-The program makes ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint), ``warm/`` (the policy that RL
-starts from, a Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, the problems of a task. The
-problems of ``sums`` are sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10:
+The program makes the folder ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint) and ``warm/`` (the policy
+that RL starts from, a Hugging Face folder). It writes the data as JSON Lines, in the form of DAPO-Math and AIME files:
 
 ``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both. ``warm_start.jsonl``:
 ``{"prompt", "response"}`` for supervised learning, on expressions of the training split only.
+
+The problems of the task ``sums`` are sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10.
 
 The warm start imitates the mixed styles of a base model's training text. 40% of its responses are worked out: ``8 6 =
 10`` has the running totals, then the answer. The other responses are estimates, ``= 12``, which are wrong by up to
@@ -127,7 +128,7 @@ def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]
     if style == "estimate":
         yield {"prompt": messages, "response": estimate(expression, rng)}
         return
-    # Factors have one digit.
+    # Both factors have one digit, so the product has three characters.
     product, remainder = expression[:3], expression[3:]
     value = calculate(product)
     calculations = [product]
@@ -361,7 +362,7 @@ def prepare(
     made_from = fingerprint(seed, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with open(root / f"seed-{seed}.lock", "w") as lock:
-        # A second demo waits here.
+        # A second demo with this seed waits here until the first demo has made the material.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _stamp(folder) == made_from:
             print(f"material: {folder} is there", flush=True)
@@ -481,8 +482,8 @@ def main() -> None:
 EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 2.0}
 """Largest accepted difference of one token's log-probability, nats.
 
-In bfloat16 a token differs by up to 0.04 if trainer and export choose its experts alike, and by up to 1.13 if a near
-tie of a router sends it to other experts (tiny gpt_oss).
+In bfloat16 a token differs by up to 0.04 if trainer and export choose the same experts for it. It differs by up to 1.13
+if they choose different experts after a near tie in the router (tiny gpt_oss).
 """
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
 _SHARED_GPU = (
@@ -495,9 +496,9 @@ _SHARED_GPU = (
 def trainer_overrides(gpus: int) -> tuple[str, ...]:
     """Return overrides for the warm start and the run.
 
-    Without GPUs, and with three or more GPUs, the run has the recipe's two ranks. With one or two GPUs it has one rank,
-    because the server needs a GPU too. Transformer Engine and SGLang's CUDA server work in bfloat16. The overrides for
-    GPUs have not been run on a GPU.
+    Without GPUs, and with three or more GPUs, the run has the recipe's two ranks. With one or two GPUs the run has only
+    one rank, because the server needs a GPU too. Transformer Engine and SGLang's CUDA server work in bfloat16. The
+    overrides for GPUs have not been run on a GPU.
     """
     if gpus == 0:
         return ()
