@@ -224,14 +224,15 @@ so many tokens to expert 0 of every layer."""
 def check_recording(routed: np.ndarray, experts: int) -> None:
     """Raise ValueError unless each token goes to distinct experts of 0 .. ``experts`` - 1.
 
-    ``routed`` [rows, L, E] of any integer type: recorded expert choices (R3, arXiv 2510.11370), with L = MoE layers and
-    E = experts per token. A trajectory of S tokens has uint8 or uint16 [S - 1, L, E]: row t has the experts of token t
-    in each MoE layer. The last token is never fed back to the engine, so it has no row.
+    ``routed``, [rows, L, E] of any integer type, has the recorded expert choices (R3, arXiv 2510.11370); L = MoE
+    layers, E = experts per token. A trajectory of S tokens has uint8 or uint16 [S - 1, L, E]: row t has the experts of
+    token t in each MoE layer. The last token is never fed back to the engine, so it has no row.
     """
     if routed.size == 0:
         return
     if routed.min() < 0 or routed.max() >= experts:
         raise ValueError(f"routed expert outside 0..{experts - 1}")
+    # With one expert per token, a short recording may truly have only zeros (``is_unwritten``).
     if routed.shape[-1] > 1 and not routed.any():
         raise ValueError("routed experts are all 0: the engine recorded nothing")
     # A repeated expert would break the dispatch of tokens.

@@ -230,8 +230,8 @@ def load_problems(
     metadata = records.metadata
     unanswered = records.unanswered
     locations = records.locations
-    # Records may lack an answer, because not every reward needs one. But a key from the configuration must exist in
-    # some record.
+    # Records may lack an answer, because not every reward needs one. But with a key from the configuration, some record
+    # must have an answer.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
     positions = short_enough(tokenizer, prompts, max_prompt_tokens)

@@ -584,8 +584,7 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
 
 
 def _is_structure(record: Mapping[str, Any], path: str) -> bool:
-    """Whether the first key of ``path`` has an object. If so, a missing value is a missing field, not a missing column.
-
+    """Whether the column of ``path`` has an object. If so, a field that this object lacks counts as a blank value.
     ``path``: ``a`` for a column, ``a.b`` for a field of a structure.
     """
     return isinstance(record.get(path.partition(".")[0]), Mapping)

@@ -42,19 +42,19 @@ Raises KeyError, TypeError or ValueError for a call that can't be parsed.
 """
 
 
-def of_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
+def parse_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
     """Parse a text with any number of calls ``<tool_call>{"name", "arguments"}</tool_call>``."""
     calls = [json.loads(call) for call in _CALL.findall(text)]
     return _CALL.sub("", text).strip(), [(call["name"], call["arguments"]) for call in calls]
 
 
-def of_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
+def parse_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
     """Parse ``{"name", "parameters"}``: one call, without other text."""
     call = json.loads(text)
     return "", [(call["name"], call["parameters"])]
 
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": of_hermes, "llama3_json": of_llama3}
+TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": parse_hermes, "llama3_json": parse_llama3}
 """Parser of each ``environment.options.tool_format``."""
 
 
@@ -130,7 +130,7 @@ class Conversation:
         self,
         ignored: frozenset[str] = frozenset(),
         most_branches: int = MOST_BRANCHES,
-        tool_format: ToolFormat = of_hermes,
+        tool_format: ToolFormat = parse_hermes,
         sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
