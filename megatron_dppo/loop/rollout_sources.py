@@ -87,8 +87,8 @@ class RolloutSource(Protocol):
     def collect(self, step: int) -> RolloutBatch:
         """Return the batch of ``step``; the caller requests steps in order."""
 
-    def settle(self, version: int) -> None:
-        """Wait for the responses that a weight update must not interrupt. ``version``: version of trainer's weights."""
+    def wait_before_update(self, version: int) -> None:
+        """Wait for the responses that a weight update must not interrupt. ``version``: the trainer's weights."""
 
     def run_ahead(self, version: int) -> None:
         """Start to generate, in the background, every further batch that the trainer's weight ``version`` allows."""
@@ -191,7 +191,7 @@ class GeneratedRollouts:
             self._judge(draft, version)
         return self._batch(draft, sampler_state)
 
-    def settle(self, version: int) -> None:
+    def wait_before_update(self, version: int) -> None:
         """Wait for all running batches if weight updates do not interrupt them."""
         if self._drains:
             for draft in self._drafts:
@@ -458,7 +458,7 @@ class ReplayedRollouts:
         self._check_prompts(step, trajectories)
         return trajectories, saved.seal
 
-    def settle(self, version: int) -> None:
+    def wait_before_update(self, version: int) -> None:
         """Return at once: no request is running."""
 
     def run_ahead(self, version: int) -> None:

@@ -227,6 +227,7 @@ class Run:
             self.store = self._checkpoint_store()
             stack.callback(self.store.close)
             self.sampler = data.sampler()
+            # Step of the newest checkpoint that a start may load; 0 without one.
             self.saved_step = 0
             self.state = self._resume()
             self.spool = self._open_spool()
@@ -247,6 +248,7 @@ class Run:
             config.profile, config.run.directory, self.trainer.topology.rank
         )
         self._unsaved_batch: _UnsavedBatch | None = None
+        # Examples of the last batch. At the end, the export is compared with the trainer on them.
         self.examples: list[Example] = []
         self._recorded_updates = (0, 0)
         """Numbers of committed and of verified weight updates that are in the metrics already."""
@@ -459,7 +461,7 @@ class Run:
         try:
             self.evaluations.before_update(step)
             with patience("others generate"):
-                self.source.settle(step)
+                self.source.wait_before_update(step)
             # Before a repeated step, whose responses are stored, only an evaluation needs servers with these weights.
             if not self._repeats(step + 1) or self._has_lost_evaluation(step):
                 measured |= self._update_weights()

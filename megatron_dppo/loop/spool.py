@@ -43,12 +43,10 @@ log = logging.getLogger(__name__)
 _SETTINGS = "settings"
 _TRAINED = "trained.jsonl"
 _DRAWS = "draws.jsonl"
-Key = tuple[int, int]
-"""Key of a response: (position of its group, index in the group).
-
-In the spool's files, the position is the position in the whole batch. In arguments and results of ``StepPart``, it is
-the position in this rank's job.
-"""
+BatchKey = tuple[int, int]
+"""Key of a response in the spool's files: (position of its group in the whole batch, index in the group)."""
+JobKey = tuple[int, int]
+"""Key of a response in this rank's job: (position of its problem in the job, index in the group)."""
 
 
 @dataclass
@@ -95,7 +93,7 @@ class ResponseSpool:
         # Step n makes weight version n.
         self.known_digests = {version: digest for version, digest in trained if version <= step}
         self.trained_digests = {version: digest for version, digest in trained if version > step}
-        self._draws = {(number, round_): problems for number, round_, problems in draws}
+        self._draws = {(drawn_step, round_): problems for drawn_step, round_, problems in draws}
 
     @property
     def last_trained(self) -> int:
@@ -119,7 +117,7 @@ class ResponseSpool:
         """Return this rank's part of a step's batch. ``positions``: positions of its groups in the batch."""
         return StepPart(self, step, tuple(positions))
 
-    def found(self, step: int) -> dict[Key, ScoredResponse]:
+    def found(self, step: int) -> dict[BatchKey, ScoredResponse]:
         """Return this rank's stored responses of a step by key.
 
         Two kinds are left out: damaged responses, and responses with tokens of weights that are too old for the step.
@@ -130,7 +128,7 @@ class ResponseSpool:
         if not path.is_file():
             return {}
         oldest_version = self.oldest_version(step)
-        responses: dict[Key, ScoredResponse] = {}
+        responses: dict[BatchKey, ScoredResponse] = {}
         for response in read_frames(path):
             versions = {span.weight_version for span in response.trajectory.version_spans}
             if all(oldest_version <= version < step for version in versions):
@@ -172,7 +170,7 @@ class ResponseSpool:
         self._files.clear()
 
     def _compare(self, step: int, digest: str) -> None:
-        """Compare the weights of a repeated step; if they differ, discard the responses of later weights."""
+        """Compare the weights of a repeated step. If they differ, discard the responses of unfinished batches."""
         expected_hash = self.trained_digests[step]
         if digest == expected_hash:
             log.info(
@@ -305,26 +303,27 @@ class StepPart:
     step: int
     positions: tuple[int, ...]
 
-    def found(self, problems: Sequence[Problem]) -> dict[Key, tuple[Trajectory, Score]]:
+    def found(self, problems: Sequence[Problem]) -> dict[JobKey, tuple[Trajectory, Score]]:
         """Return the stored responses to ``problems``, the job's problems, with their scores."""
         job_position_of = {position: i for i, position in enumerate(self.positions)}
-        scored_responses: dict[Key, tuple[Trajectory, Score]] = {}
+        scored_responses: dict[JobKey, tuple[Trajectory, Score]] = {}
         for (batch_position, index), response in self.spool.found(self.step).items():
             job_position = job_position_of.get(batch_position)
             if job_position is None:
                 continue
+            # Earlier ranks may have drawn another problem at this position.
             if response.trajectory.problem_id != problems[job_position].problem_id:
                 continue
             scored_responses[job_position, index] = response.trajectory, Score(**response.score)
         return scored_responses
 
-    def keep(self, key: Key, trajectory: Trajectory, score: Score) -> None:
+    def keep(self, key: JobKey, trajectory: Trajectory, score: Score) -> None:
         """Store a response, unless its reward has no value to train on."""
         if score.unavailable is None and score.refusal is None:
             score_values = {**asdict(score), "components": dict(score.components)}
             job_position, index = key
-            spool_key = (self.positions[job_position], index)
-            self.spool.keep(self.step, ScoredResponse(spool_key, trajectory, score_values))
+            batch_key = (self.positions[job_position], index)
+            self.spool.keep(self.step, ScoredResponse(batch_key, trajectory, score_values))
 
 
 def _nothing() -> None:

@@ -170,7 +170,7 @@ def steps(
             batches.append(source.collect(step))
             engine.events.append(f"train {step}")
             engine.now += 3
-            source.settle(step)
+            source.wait_before_update(step)
             engine.version = step
             engine.events.append(f"update {step}")
             source.run_ahead(step)
@@ -228,7 +228,7 @@ def restarted(
             spool.flush()
             dist.barrier()
             spool.note_trained(step, f"weights {step}")
-            source.settle(step)
+            source.wait_before_update(step)
             engine.version = step
             source.run_ahead(step)
         if not source._drafts:
@@ -248,7 +248,7 @@ def restarted(
         batch = source.collect(2)
         second.append([digests(batch), upcoming(batch)])
         spool.note_trained(2, "weights 2" if same_weights else "others")
-        source.settle(2)
+        source.wait_before_update(2)
         repeated = list(engine.asked)
         source.run_ahead(2)
         source.collect(3)

@@ -374,7 +374,7 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
             batches = []
             for step in range(1, STEPS + 1):
                 batches.append(source.collect(step))
-                source.settle(step)
+                source.wait_before_update(step)
                 session.update_weights(step)
                 source.run_ahead(step)
         found[mode] = {
