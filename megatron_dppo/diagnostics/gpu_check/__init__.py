@@ -1,7 +1,8 @@
 """``megatron-dppo gpu-check``, the first command to run on a GPU machine (docs/gpu_check.md).
 
-A part of the check is a function with the decorator ``@part`` in a module of ``parts/``. The check finds the function
-there without a list. This module also has what the parts share: models, and a trainer's configuration without a run.
+A part of the check is a function with the decorator ``@part`` in a module of ``parts/``. The check finds all such
+functions, so no list names them. This module also has what the parts share: models, batches, and a trainer's
+configuration without a run.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def random_batch(
     pad_multiple: int = 1,
     sequence_multiple: int = 1,
 ) -> PackedBatch:
-    """Return a micro-batch of sequences of random tokens; in each, the first token is the prompt.
+    """Return a micro-batch of sequences of random tokens. The first token of each sequence is the prompt.
 
     ``pad_multiple`` and ``sequence_multiple`` are arguments of ``pack``.
     """

@@ -1,4 +1,4 @@
-"""Count a trainer's memory, one tensor at a time: storages, and the tensors that autograd saves."""
+"""Count the bytes of a trainer's tensors: of given tensors, of tensors that autograd saves, and of new tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SavedPeak:
 
     live: int = 0
     peak: int = 0
-    # Both tables have the addresses of storages as keys: the number of saved tensors, and the bytes.
+    # Address of a storage -> the number of saved tensors in the storage, and the storage's bytes.
     _users: dict[int, int] = field(default_factory=dict)
     _bytes: dict[int, int] = field(default_factory=dict)
 
@@ -57,18 +57,18 @@ class _SavedTensor:
 
 @contextmanager
 def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
-    """Count the bytes that autograd saves within the block, without the storages of ``ignored`` (the weights)."""
-    peak = SavedPeak()
+    """Count the bytes that autograd saves within the block. The storages of ``ignored`` (the weights) do not count."""
+    saved_bytes = SavedPeak()
     ignored_storages = {t.untyped_storage()._cdata for t in ignored}
 
     def pack(tensor: Tensor) -> _SavedTensor:
         saved = _SavedTensor(tensor)
         if tensor.untyped_storage()._cdata not in ignored_storages:
-            weakref.finalize(saved, peak.drop, peak.add(tensor))
+            weakref.finalize(saved, saved_bytes.drop, saved_bytes.add(tensor))
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        yield peak
+        yield saved_bytes
 
 
 class LiveTensors(TorchDispatchMode):
@@ -92,6 +92,7 @@ class LiveTensors(TorchDispatchMode):
                 inputs.add(value.untyped_storage()._cdata)
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
+                # The result of an operation in place, or a view, has the storage of an input.
                 storage = x.untyped_storage()
                 if storage._cdata not in inputs | self._storages:
                     self._add(storage)

@@ -71,9 +71,9 @@ def run_part(
     result = PartResult(part.name, part.shows)
     start_time = time.monotonic()
     deadline = start_time + limit_s
-    start = json.dumps([package, part.name, str(folder.resolve()), gpus]).encode()
+    part_arguments = json.dumps([package, part.name, str(folder.resolve()), gpus]).encode()
     with open(folder / LOG, "wb") as log:
-        worker = WorkerProcess(_MODULE, start, environment=os.environ, output=log.fileno())
+        worker = WorkerProcess(_MODULE, part_arguments, environment=os.environ, output=log.fileno())
     code = None
     try:
         _receive_rows(worker, deadline, result, on_row)
@@ -106,6 +106,7 @@ def _receive_rows(
             result.rows.append(message)
             on_row(message)
         else:
+            # A text is the message of a LackingError.
             result.verdict = "lacking"
             result.why = message
 

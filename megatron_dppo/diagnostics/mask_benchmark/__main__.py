@@ -2,10 +2,10 @@
 
     megatron-dppo bench-mask --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
 
-All implementations run in the same processes on the same logits, interleaved; the command reports
-medians and interquartile ranges. The overhead of a mask is the time of an update with the mask
-minus the time of the update without a mask in the same repetition. The thresholds are so high that
-the masks block nothing. The last row shows what skipping rows of logits saves.
+All implementations run in the same processes on the same logits, interleaved. The command reports
+medians and interquartile ranges. The overhead of a mask compares the time of an update with the mask
+and the time of the update without a mask in the same repetition. The thresholds are so high that
+the masks block nothing. The last row shows what an update saves if it skips rows of logits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
         "OMP_NUM_THREADS": str(options.threads),
         "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
     }
-    # At SIGTERM leave by SystemExit: Python then ends the ranks, because they are daemons.
+    # At SIGTERM, raise SystemExit: when Python exits, it ends the ranks, because they are daemons.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     multiprocessing.spawn(_rank, (options, result), options.tp, daemon=True)
 

@@ -25,7 +25,7 @@ NEVER = {
     "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
     "kl_bound": 1e9, "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "largest_shift": 1e9,
 }  # fmt: skip
-"""Thresholds that no token exceeds: every mask runs and blocks nothing."""
+"""Thresholds that no token exceeds, so that every mask runs and blocks nothing."""
 
 
 MASKS = (
@@ -155,15 +155,16 @@ class Update:
 def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     """Measure the update without a mask, every mask, and row skipping; return a row for each, in this order.
 
-    ``overhead``: median over repetitions of (with mask - without) / without, for the whole update, with its
-    interquartile range. ``loss_overhead``: the difference of the loss alone / the update without a mask. It has less
-    noise, but leaves out the cost of Top-K in the statistics.
+    ``overhead``: median over repetitions of (time with mask - time without) / time without, for the whole update.
+    ``loss_overhead``: (time of the loss with mask - time of the loss without) / median time of the whole update without
+    a mask. It has less noise, but leaves out the cost of Top-K in the statistics. Both have an interquartile range.
     """
     # Masks that read mu of the whole vocabulary need a vocabulary so small that an engine can return all of it.
     is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY
     masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
-    names = ["pg-is", *masks, QUADRATIC]
-    algorithms = [build_algorithm(n, _never(n, bench.options.topk)) for n in names[:-1]]
+    names = ["pg-is", *masks]
+    algorithms = [build_algorithm(n, _never(n, bench.options.topk)) for n in names]
+    names.append(QUADRATIC)
     algorithms.append(build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3}))
     updates = [Update(bench, algorithm) for algorithm in algorithms]
     skipped = evenly_spread(bench.options.tokens, bench.options.masked_share)
@@ -176,8 +177,9 @@ def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     runs: list[list[dict[str, float]]] = [[] for _ in updates]
     for repetition in range(bench.options.repetitions):
         for i in range(len(updates)):
-            turn = (i + repetition) % len(updates)
-            runs[turn].append(updates[turn].run())
+            # Each repetition begins with another update.
+            index = (i + repetition) % len(updates)
+            runs[index].append(updates[index].run())
     labels = [*names, f"pg-is, {float(skipped.float().mean()):.1%} of rows skipped"]
     rows: list[dict[str, Any]] = []
     for label, update_runs, counts in zip(labels, runs, collectives, strict=True):
@@ -214,7 +216,7 @@ def _overheads(
     runs: list[dict[str, float]],
     unmasked: list[dict[str, float]],
 ) -> dict[str, float]:
-    """Compare the times of an update with the times of the update without a mask, repetition by repetition."""
+    """Return the row's times: an update compared with the update without a mask, repetition by repetition."""
     unmasked_ms = statistics.median(run["total"] for run in unmasked)
     overheads: list[float] = []
     loss_overheads: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform as machine
+import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ CHECKED_ROWS = 16
 class RankBench:
     """The logits of this rank, a buffer for the computations, and the token ids.
 
-    ``checked``: the first rows of all ranks' logits, in float64. ``coefficients``: gradient of the log-probabilities.
+    ``checked``: the first rows of all ranks' logits, in float64. ``coefficients``: gradient of a loss with respect to
+    the log-probabilities.
     """
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
@@ -84,17 +85,18 @@ class RankBench:
         }
 
     def compare(self) -> list[dict[str, Any]]:
-        """Time all implementations in turns whose order rotates; returns one row for each."""
+        """Time all implementations in turns, each repetition in another order; returns one row for each."""
         runnable = contenders(self.device, self.ranks, self.options.compile)
         # These untimed calls are also the warm-up.
         rows = [self.facts(c) for c in runnable]
         times: list[list[dict[str, float]]] = [[] for _ in runnable]
         for repetition in range(self.options.repetitions):
             for i in range(len(runnable)):
-                turn = (i + repetition) % len(runnable)
-                times[turn].append(self.run(runnable[turn]))
+                index = (i + repetition) % len(runnable)
+                times[index].append(self.run(runnable[index]))
         bandwidth = copy_bandwidth(self.device, self.logits.numel(), self.logits.dtype)
-        # The least memory traffic: forward reads the logits, backward reads them and writes the gradient in place.
+        # The least memory traffic of any implementation: the forward pass reads the logits, and the backward pass reads
+        # them and writes the gradient in their place.
         floor_mb = 3 * self.logits.numel() * self.logits.element_size() / 1e6
         for row, runs in zip(rows, times, strict=True):
             for name in ("forward_ms", "backward_ms", "cpu_ms"):
@@ -153,7 +155,7 @@ class RankBench:
 
     def machine(self) -> dict[str, Any]:
         """Return what the times depend on: processor, version of torch, number of threads and vector unit."""
-        name = machine.processor() or machine.machine()
+        name = platform.processor() or platform.machine()
         if self.device == "cuda":
             name = torch.cuda.get_device_name()
         elif Path("/proc/cpuinfo").exists():

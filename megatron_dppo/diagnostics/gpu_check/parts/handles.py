@@ -26,6 +26,7 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     device = "cuda" if bench.gpus else "cpu"
     data = shared_empty(BUCKET_BYTES, device)
     data.random_(0, 256)
+    # The bucket has two bfloat16 tensors: one element of each takes four bytes together.
     elements = BUCKET_BYTES // 4
     header = WireHeader(("a", "b"), ("bfloat16",) * 2, ((elements,), (elements,)), BUCKET_BYTES)
     (payload,) = shared_payloads(header, data, ranks=1)
@@ -51,10 +52,10 @@ def main() -> None:
     from megatron_dppo.engine.shared_buckets import open_payload
     from megatron_dppo.tensor_hash import tiled_hash
 
-    index_of = {}
+    index_by_uuid = {}
     for index in range(torch.cuda.device_count()):
-        index_of[str(torch.cuda.get_device_properties(index).uuid)] = index
-    data = open_payload(sys.stdin.read(), index_of)["flattened_tensor"]
+        index_by_uuid[str(torch.cuda.get_device_properties(index).uuid)] = index
+    data = open_payload(sys.stdin.read(), index_by_uuid)["flattened_tensor"]
     print(json.dumps({"hash": tiled_hash(data), "device": str(data.device)}))
 
 

@@ -83,8 +83,8 @@ class KernelCase:
         """Return the case of a tensor-parallel rank, with a copy of its columns; C must be a multiple of ``ranks``."""
         width = self.logits.shape[1] // ranks
         # Copy: the backward pass overwrites the logits.
-        part = self.logits[:, rank * width : (rank + 1) * width].clone()
-        return KernelCase(part, self.targets, self.topk, self.weights, self.vocab)
+        columns = self.logits[:, rank * width : (rank + 1) * width].clone()
+        return KernelCase(columns, self.targets, self.topk, self.weights, self.vocab)
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,10 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
     assert leaf.grad is not None
     assert whole_logits.grad is not None
     gradient = leaf.grad.double()
-    first = rank * leaf.shape[1]
-    expected_gradient = whole_logits.grad[:, first : first + leaf.shape[1]]
-    padding = gradient[:, max(case.vocab - first, 0) :]
+    width = leaf.shape[1]
+    first_column = rank * width
+    expected_gradient = whole_logits.grad[:, first_column : first_column + width]
+    padding = gradient[:, max(case.vocab - first_column, 0) :]
     return KernelErrors(
         _largest(stats.log_probs, dense.log_probs),
         _largest(stats.topk_log_probs, dense.topk_log_probs),
@@ -211,7 +212,7 @@ def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
 
     ranks = 2
     if bench.gpus:
-        # The largest power of two that is at most 8 and the number of GPUs.
+        # The largest power of two that is at most 8 and at most the number of GPUs.
         ranks = 1 << (min(bench.gpus, 8).bit_length() - 1)
     torch.multiprocessing.spawn(
         _worker, (ranks, free_port(), bench.gpus > 0, str(bench.folder)), ranks
@@ -249,7 +250,7 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
         timeout=_TIMEOUT,
     )
     tokens, vocab = (512, 151_936) if on_gpus else (8, 8_990)
-    # Fill up to a multiple of 64 columns on each rank, and add 64 more, so that there is padding in any case.
+    # Pad to a multiple of 64 columns on each rank. Add 64 more columns for each rank, so that there always is padding.
     padding = -vocab % (64 * ranks) + 64 * ranks
     errors_by_dtype = {}
     for dtype in DTYPES:
@@ -342,7 +343,7 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
 
 
 def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> dict[str, float]:
-    """Measure the seconds of the second of two forward and backward passes, and the peak memory of the first.
+    """Run a forward and a backward pass twice. Return the peak memory of the first and the seconds of the second.
 
     The unit of the peak is one chunk of logits. The peak excludes the gradient of the hidden states.
     """
@@ -351,7 +352,7 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
     from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
     from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
 
-    main = torch.zeros_like(weight, dtype=torch.float32)
+    main_grad = torch.zeros_like(weight, dtype=torch.float32)
     hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
     live, seconds = LiveTensors(), 0.0
     # The first pass is also the warm-up. Counting tensors takes time, so the second pass runs without it.
@@ -360,7 +361,7 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
             torch.cuda.synchronize()
         start_time = time.perf_counter()
         with context:
-            factor = HeadFactor(hidden, leaf, main)
+            factor = HeadFactor(hidden, leaf, main_grad)
             options = HeadOptions(chunk, dtype)
             stats = head_stats([factor], ids, vocab_size=len(weight), options=options)
             (gradient,) = torch.autograd.grad(stats.log_probs.sum(), hidden)
@@ -479,7 +480,7 @@ def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:
             holds = error <= LOG_PROB_LIMIT
         numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
         yield CheckRow(f"TP{ranks}, {measured['name']}", text, expectation, holds, numbers)
-    # The first update has no mask.
+    # Leave out the first update: it has no mask.
     for update in result["masks"][1:]:
         text = (
             f"{update['overhead']:+.2%} ± {update['overhead_iqr']:.2%} of the update, "

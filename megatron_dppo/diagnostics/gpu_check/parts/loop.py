@@ -174,11 +174,10 @@ def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
         if cause == "numerics":
             expected_text, holds = f"at most {bound:.2g}", gap <= bound
         yield CheckRow(f"part: {cause}", f"{gap:.2e}", expected_text, holds, {"part": gap})
-    exact = next((rung for rung in ladder["rungs"] if rung["fixes"] == "precision"), None)
-    if exact is not None:
-        yield CheckRow(
-            "numerics with a float32 trainer", f"{exact['gap']:.2e}", figures={"gap": exact["gap"]}
-        )
+    for rung in ladder["rungs"]:
+        if rung["fixes"] == "precision":
+            gap = rung["gap"]
+            yield CheckRow("numerics with a float32 trainer", f"{gap:.2e}", figures={"gap": gap})
 
 
 UPDATE_LABELS = {
@@ -308,9 +307,13 @@ class InterruptedServer:
         *,
         probe: bool = False,
     ) -> None:
-        """Let the server receive a bucket, and send the bucket: the group's first if ``probe``, else all weights."""
+        """Let the server receive a bucket, and send it: the weights, or with ``probe`` the first bucket of a new group.
+
+        The first bucket connects the ranks of the group.
+        """
         calls = self.engines.start(lambda engine: engine.receive(header, group.name))
         if not probe:
+            # After this time the server waits in the broadcast.
             time.sleep(_ENTER_S)
             in_broadcast()
         sent = group.connect(header.bytes) if probe else group.broadcast(self._bytes())
@@ -372,10 +375,11 @@ def interrupted_rows(
     yield CheckRow(
         f"{what}: the update fails and names the server", str(fault), "it is named", is_named
     )
-    # Add a minute for a busy machine. The sum stays far below the limits of torch and SGLang, 30 minutes.
+    # Add a minute for a busy machine. The sum is still far below the 30 minutes after which torch and SGLang would end
+    # the broadcast themselves.
     limit = _ENTER_S + UPDATE_LIMIT_S + 2 * GRACE_S + 60
     yield at_most(f"{what}: seconds until then", seconds, limit, " s")
-    # Wait, because NCCL's watchdog would end this process only seconds after the failure.
+    # Wait: if the failure had reached NCCL's watchdog, the watchdog would end this process seconds later.
     time.sleep(GRACE_S)
     total = float(server._bytes().sum(dtype=torch.int64))
     yield CheckRow(f"{what}: this process and its device still work", f"{total:.0f}", "a sum", True)

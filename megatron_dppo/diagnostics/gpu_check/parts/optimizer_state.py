@@ -28,9 +28,9 @@ STEPS = 2
 LIMIT = 0.1
 """Largest allowed difference from plain Adam's weights, relative to plain Adam's change of the weights.
 
-bfloat16 weights and moments keep 8 bits, and Adam's first steps depend on the sign of small gradients. On one machine
-the difference is 0 with torch's plain kernels (ATEN_CPU_CAPABILITY=default) and 0.034 with AVX2. Another update rule
-differs by about 1.
+bfloat16 weights and moments keep 8 bits, and Adam's first steps depend on the sign of small gradients. So rounding
+matters: on one machine the difference is 0 with torch's plain kernels (ATEN_CPU_CAPABILITY=default), and 0.034 with its
+AVX2 kernels. Another update rule differs by about 1.
 """
 NARROW: Mapping[str, Any] = {PRECISION_AWARE: True, **dict.fromkeys(MOMENT_DTYPES, "bfloat16")}
 """Options of bfloat16 moments. They need Transformer Engine's FusedAdam."""
@@ -51,11 +51,11 @@ def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
     _train(plain, 2 * STEPS)
     expected = _weights(plain)
     plain.close()
-    for label, table in KINDS.items():
-        if table is NARROW and importlib.util.find_spec("transformer_engine") is None:
+    for label, options in KINDS.items():
+        if options is NARROW and importlib.util.find_spec("transformer_engine") is None:
             yield CheckRow(label, "not here: Transformer Engine is not installed")
             continue
-        weights, resumed = _with_restart(folder, table, bench.folder / label.replace(" ", "_"))
+        weights, resumed = _with_restart(folder, options, bench.folder / label.replace(" ", "_"))
         change = _norm(expected, before)
         difference = _norm(weights, expected) / change
         yield at_most(f"{label}: changes against plain Adam's", difference, LIMIT)
@@ -64,20 +64,20 @@ def optimizer_state(bench: Bench) -> Iterator[CheckRow]:
 
 def _with_restart(
     folder: Path,
-    table: Mapping[str, Any],
+    options: Mapping[str, Any],
     checkpoints: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights of an uninterrupted trainer, and of a trainer that continues from its checkpoint."""
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
-    trainer = _trainer(folder, table)
+    trainer = _trainer(folder, options)
     _train(trainer, STEPS)
     store = CheckpointStore(checkpoints, 1)
     store.save(trainer, STEPS, {})
     _train(trainer, STEPS)
     weights = _weights(trainer)
     trainer.close()
-    resumed = _trainer(folder, table)
+    resumed = _trainer(folder, options)
     store = CheckpointStore(checkpoints, 1)
     store.load(resumed, store.survey().complete[-1])
     _train(resumed, STEPS)
@@ -86,14 +86,14 @@ def _with_restart(
     return weights, resumed_weights
 
 
-def _trainer(folder: Path, table: Mapping[str, Any]) -> Trainer:
+def _trainer(folder: Path, options: Mapping[str, Any]) -> Trainer:
     from megatron_dppo.trainer.trainer import Trainer
 
     config = policy_config(
         folder,
         "bfloat16",
         optimizer={"lr": 1e-3, "distributed": True},
-        megatron_optimizer=table,
+        megatron_optimizer=options,
     )
     return Trainer(config)
 

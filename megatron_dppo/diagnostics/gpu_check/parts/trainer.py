@@ -272,22 +272,25 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - steady
     tensors_by_part = trainer.held_tensors()
-    sizes = {part: held_memory.storage_bytes(t) for part, t in tensors_by_part.items()}
+    sizes = {name: held_memory.storage_bytes(t) for name, t in tensors_by_part.items()}
     return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
 
 
 def _memory(held_bytes: HeldBytes, facts: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
-    """Yield a row for each kind of memory. Without ``is_planned``, the rows of a step's memory cannot fail."""
+    """Yield a row for each kind of memory.
+
+    If ``is_planned`` is false, the planner does not know the layers, so the rows of a step's memory cannot fail.
+    """
     state = state_bytes(facts, 0)
     # The trainer has one rank, which has all experts: no rank is busier than another.
     live = activation_bytes(facts, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
     yield compared("optimizer", held_bytes.optimizer, state.optimizer, STATE_TOLERANCE)
-    pairs = {"kept for backward": (held_bytes.saved, live.saved)}
+    step_memory = {"kept for backward": (held_bytes.saved, live.saved)}
     if held_bytes.peak is not None:
-        pairs["peak of a step above its start"] = held_bytes.peak, live.total
-    for label, (measured, planned) in pairs.items():
+        step_memory["peak of a step above its start"] = held_bytes.peak, live.total
+    for label, (measured, planned) in step_memory.items():
         row = compared(label, measured, planned, SAVED_TOLERANCE)
         if not is_planned:
             row = replace(row, holds=None)
@@ -334,9 +337,13 @@ def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[CheckRow]:
     digest_seconds = _seconds(trainer.weights_digest), _seconds(trainer.weights_digest)
     yield _speed_row("the hash of the weights", held_bytes.weights, digest_seconds)
     parked_bytes = held_bytes.weights + held_bytes.optimizer
-    rounds = [(_seconds(trainer.park), _seconds(trainer.unpark)) for _ in range(2)]
-    for name, seconds in zip(("parking", "unparking"), zip(*rounds, strict=True), strict=True):
-        yield _speed_row(name, parked_bytes, seconds)
+    parking_seconds: list[float] = []
+    unparking_seconds: list[float] = []
+    for _ in range(2):
+        parking_seconds.append(_seconds(trainer.park))
+        unparking_seconds.append(_seconds(trainer.unpark))
+    yield _speed_row("parking", parked_bytes, parking_seconds)
+    yield _speed_row("unparking", parked_bytes, unparking_seconds)
 
 
 def _seconds(action: Callable[[], object]) -> float:
@@ -346,6 +353,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
+    """Return a row of the ``seconds`` that ``size`` bytes took in a first and a second call."""
     first, second = seconds
     figures = {"first_seconds": first, "seconds": second, "bytes_per_second": size / second}
     text = f"{first:.3g} s at first, then {second:.3g} s, {size / second / 1e9:.3g} GB/s"
@@ -390,11 +398,11 @@ def context(bench: Bench) -> Iterator[CheckRow]:
     one = _ranks_step(1, {**settings, "name": "one", "megatron": {}})
     for name, megatron in options_by_exchange.items():
         two = _ranks_step(RANKS, {**settings, "name": name, "megatron": megatron})
-        yield compared_row(name, dtype, one, two)
+        yield exchange_row(name, dtype, one, two)
     yield _layout_row(bench)
 
 
-def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> CheckRow:
+def exchange_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> CheckRow:
     """Return a row that holds if a step of two ranks (``two``) agrees with the same step of one rank (``one``)."""
     log_prob_limit, norm_limit = LIMITS[dtype]
     pairs = zip(two["log_probs"], one["log_probs"], strict=True)
