@@ -164,8 +164,8 @@ def measure(
         trainer.close()
 
 
-def parts(results: Sequence[RungResult]) -> dict[str, float]:
-    """Split the gap of the first pass: map each cause to the decrease by its fix, and ``numerics`` to the rest.
+def split_gap(results: Sequence[RungResult]) -> dict[str, float]:
+    """Return the parts of the first pass's gap: for each cause the decrease by its fix, for ``numerics`` the rest.
 
     A part is negative if the fix increased the gap. ``precision`` is not a part: its pass shows how much of the
     numerics a float32 trainer would remove.
@@ -262,7 +262,7 @@ class Parts:
             for result in measure(ladder, build, config.training.micro_batch_tokens, batch):
                 results.append(result)
                 bar.advance()
-        return cls(has_routing, rollout_log_probs(batch), results, parts(results))
+        return cls(has_routing, rollout_log_probs(batch), results, split_gap(results))
 
     @property
     def routing(self) -> str:

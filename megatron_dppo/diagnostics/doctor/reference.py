@@ -97,7 +97,7 @@ class Reference(Policy):
         for trajectory in batch:
             self.check_ids(trajectory)
         branches = [branch for t in batch for branch in t.branches]
-        # Pad with id 0 at the end: attention is causal, so that no real position sees the padding.
+        # Pad with id 0 at the end: attention is causal, so no real position sees the padding.
         ids = torch.zeros(len(branches), max(b.length for b in branches), dtype=torch.int64)
         for row, b in zip(ids, branches, strict=True):
             row[: b.length] = torch.from_numpy(b.token_ids.astype(np.int64))

@@ -105,7 +105,7 @@ def explain(options: argparse.Namespace) -> None:
     shown_tables = list(tables)
     if options.rows:
         tokens = page.all_tokens(responses)
-        shown_tables.append(page.notable(algorithm.name, tokens, options.rows))
+        shown_tables.append(page.notable_table(algorithm.name, tokens, options.rows))
     console = show_facts(title, facts, width=200)
     for table in shown_tables:
         show(console, table)
@@ -155,7 +155,7 @@ def as_trained(
     saved = SeenStep.of(batch, trained_with)
     source = check_agreement(saved, options.run, step)
     decisions = saved.decisions(algorithm)
-    if not saved.is_of(algorithm):
+    if not saved.was_trained_with(algorithm):
         source += f" for {trained_with.name}, which the run trained with"
     texts = TokenTexts(load_tokenizer(checkpoint))
     responses = [

@@ -59,15 +59,15 @@ def summary_tables(name: str, responses: Sequence[Response]) -> list[SummaryTabl
     tokens = all_tokens(responses)
     _, _, mask_only, ppo_only = verdicts(name)
     return [
-        counts(name, tokens),
-        metrics(responses),
-        frequent(f"Most often blocked by {name}", tokens, lambda t: not t.trains),
-        frequent("Disagreement: only Clip-Higher would block", tokens, ppo_only.holds),
-        frequent(f"Disagreement: only {name} blocks", tokens, mask_only.holds),
+        counts_table(name, tokens),
+        metrics_table(responses),
+        frequent_table(f"Most often blocked by {name}", tokens, lambda t: not t.trains),
+        frequent_table("Disagreement: only Clip-Higher would block", tokens, ppo_only.holds),
+        frequent_table(f"Disagreement: only {name} blocks", tokens, mask_only.holds),
     ]
 
 
-def counts(name: str, tokens: Sequence[Token]) -> SummaryTable:
+def counts_table(name: str, tokens: Sequence[Token]) -> SummaryTable:
     """Return the table of the numbers of tokens, by verdict and sign of the advantage."""
     rows = []
     for verdict in verdicts(name):
@@ -88,7 +88,7 @@ def counts(name: str, tokens: Sequence[Token]) -> SummaryTable:
     return SummaryTable("Tokens", ("", "A > 0", "A < 0", "all", "share"), rows, note)
 
 
-def metrics(responses: Iterable[Response]) -> SummaryTable:
+def metrics_table(responses: Iterable[Response]) -> SummaryTable:
     """Return the table of the run's metrics, computed over the explained tokens."""
     total = MetricSums()
     for response in responses:
@@ -98,7 +98,7 @@ def metrics(responses: Iterable[Response]) -> SummaryTable:
     return SummaryTable("The run's metrics, of these tokens", ("metric", "value", "meaning"), rows)
 
 
-def frequent(
+def frequent_table(
     title: str,
     tokens: Sequence[Token],
     is_chosen: Callable[[Token], bool],
@@ -148,7 +148,7 @@ NOTABLE_COLUMNS = (
 )  # fmt: skip
 
 
-def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
+def notable_table(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
     """Return the table of the first ``count`` tokens, in this order: blocked tokens, then the other tokens.
 
     A token is blocked if the algorithm's mask or Clip-Higher blocks it. Each of the two kinds is sorted by descending
@@ -170,7 +170,7 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
 
 
 def _blocked_first(token: Token) -> tuple[bool, float]:
-    """Return the sorting key of ``notable``."""
+    """Return the sorting key of ``notable_table``."""
     no_mask_blocks = token.trains and token.ppo_trains
     return no_mask_blocks, -token.binary_tv
 

@@ -123,8 +123,8 @@ def compare(options: argparse.Namespace) -> None:
         "The tokens are the run's own responses, with pi and mu as each step's loss computed them.",
     ]
     tables = [
-        by_step(compared_steps, trained_with.name, algorithm.name),
-        *by_sign(compared_steps),
+        step_table(compared_steps, trained_with.name, algorithm.name),
+        *sign_tables(compared_steps),
     ]
     console = show_facts(title, facts, width=160)
     for table in tables:
@@ -193,7 +193,7 @@ def compare_step(run: Path, step: int, algorithm: Algorithm) -> ComparedStep:
     return ComparedStep(step, len(token_positions), tokens)
 
 
-def by_step(steps: Sequence[ComparedStep], run: str, other: str) -> SummaryTable:
+def step_table(steps: Sequence[ComparedStep], run: str, other: str) -> SummaryTable:
     """Return the table of blocked tokens, with a row for each step and one for all steps.
 
     ``run`` and ``other`` are the names of the two algorithms.
@@ -225,7 +225,7 @@ def by_step(steps: Sequence[ComparedStep], run: str, other: str) -> SummaryTable
 _POSITIVE, _NEGATIVE, _ZERO = "A > 0", "A < 0", "A = 0"
 
 
-def by_sign(steps: Sequence[ComparedStep]) -> Iterator[SummaryTable]:
+def sign_tables(steps: Sequence[ComparedStep]) -> Iterator[SummaryTable]:
     """Yield a table for each of the two algorithms, about the tokens that only this algorithm blocks.
 
     A row has the number of tokens with one sign of A, their mean mu and their mean pi.

@@ -95,7 +95,7 @@ class SeenStep:
         """Ids of the tokens, int64 [T]."""
         return _token_ids(self.responses)
 
-    def is_of(self, algorithm: Algorithm) -> bool:
+    def was_trained_with(self, algorithm: Algorithm) -> bool:
         """Return whether the run trained with this algorithm and the same numbers."""
         return (algorithm.name, algorithm.numbers) == (self.algorithm.name, self.algorithm.numbers)
 
@@ -104,7 +104,7 @@ class SeenStep:
 
         Raises ValueError if the mask of another algorithm reads a value that was not saved.
         """
-        if self.is_of(algorithm):
+        if self.was_trained_with(algorithm):
             return self._own_decisions()
         return self._other_decisions(algorithm)
 
@@ -195,7 +195,7 @@ def explain_seen(
     columns = token_columns(inputs, response_decisions) | {"exact_tv": None, "exact_kl": None}
     # The saved divergence belongs to the run's own algorithm. For another algorithm, ``columns`` already has the
     # divergence.
-    if step.divergence is not None and algorithm.reads_topk and step.is_of(algorithm):
+    if step.divergence is not None and algorithm.reads_topk and step.was_trained_with(algorithm):
         divergence_name = "kl"
         if "tv_threshold" in algorithm.numbers:
             divergence_name = "tv"

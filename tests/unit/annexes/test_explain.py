@@ -29,9 +29,9 @@ from megatron_dppo.diagnostics.explain.explanation import explain_response, thre
 from megatron_dppo.diagnostics.explain.replay import (
     BlockedToken,
     ComparedStep,
-    by_sign,
-    by_step,
     derivation_overrides,
+    sign_tables,
+    step_table,
     trained_steps,
 )
 from tests.messages import mentioning
@@ -276,7 +276,7 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
     )  # fmt: skip
     tables = [
         *page.summary_tables("dppo-binary-tv", [response]),
-        page.notable("dppo-binary-tv", response.tokens, 9),
+        page.notable_table("dppo-binary-tv", response.tokens, 9),
     ]
     html = page.render("a <title>", ["<fact>"], tables, "dppo-binary-tv", [response])
     spans = Spans()
@@ -304,7 +304,7 @@ def test_tokens_without_advantage_count_for_neither_sign(model, log_pi):
         0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
         temperature=TEMPERATURE, texts=Hostile(),
     )  # fmt: skip
-    rows = page.counts("dppo-binary-tv", response.tokens).rows
+    rows = page.counts_table("dppo-binary-tv", response.tokens).rows
     assert {row[1:3] for row in rows} == {("0", "0")}
     assert sum(int(row[3]) for row in rows) == len(response.tokens)
 
@@ -360,7 +360,7 @@ def test_two_rules_are_compared_by_sign_and_tokens_without_advantage_are_neither
         token(a, by_run=by_run)
         for a, by_run in ((1.0, True), (-1.0, False), (0.0, False), (0.0, False))
     ]
-    only_run, only_other = by_sign([ComparedStep(1, 9, tokens)])
+    only_run, only_other = sign_tables([ComparedStep(1, 9, tokens)])
     assert only_run.rows == [("A > 0", "1", "0.2500", "0.5000")]
     assert only_other.rows == [
         ("A < 0", "1", "0.2500", "0.5000"),
@@ -378,8 +378,8 @@ def test_a_batch_that_no_step_was_trained_on_is_left_out(tmp_path):
 
 def test_two_rules_of_one_name_have_columns_of_their_own():
     steps = [ComparedStep(1, 4, [])]
-    assert by_step(steps, "grpo", "dppo-binary-tv").columns[2:4] == ("grpo", "dppo-binary-tv")
-    assert by_step(steps, "grpo", "grpo").columns[2:4] == ("grpo (run)", "grpo (replayed)")
+    assert step_table(steps, "grpo", "dppo-binary-tv").columns[2:4] == ("grpo", "dppo-binary-tv")
+    assert step_table(steps, "grpo", "grpo").columns[2:4] == ("grpo (run)", "grpo (replayed)")
 
 
 def test_a_derivation_uploads_traces_and_reports_nothing(tmp_path):
@@ -430,7 +430,7 @@ def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
     tokens = [
         BlockedToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in "ab"
     ]
-    for table in (by_step([ComparedStep(1, 9, tokens)], "ppo", "grpo"), *by_sign([])):
+    for table in (step_table([ComparedStep(1, 9, tokens)], "ppo", "grpo"), *sign_tables([])):
         shown = io.StringIO()
         explain.show(Console(file=shown, width=200), table)
         text = " ".join(shown.getvalue().split())
