@@ -514,11 +514,11 @@ def _print(
 
 def _meta_faults(questions: Sequence[Question]) -> list[str]:
     """Build each layout's modules on the meta device and list the differences from the conversion's rules."""
-    from megatron_dppo.trainer.model import compare
+    from megatron_dppo.trainer.model import compare_with_rules
 
     faults: list[str] = []
     for question in questions:
-        comparison = compare(question.config, question.shape)
+        comparison = compare_with_rules(question.config, question.shape)
         print(comparison.summary(), file=sys.stderr)
         faults += comparison.faults
     return faults

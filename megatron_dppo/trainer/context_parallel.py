@@ -131,16 +131,16 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         log_probs=all_rows["log_probs"].squeeze(1),
         entropy=all_rows["entropy"].squeeze(1) if "entropy" in all_rows else None,
         sum_squares=squares,
-        topk_log_probs=_like_share(all_rows.get("topk_log_probs"), stats.topk_log_probs),
+        topk_log_probs=_like_own(all_rows.get("topk_log_probs"), stats.topk_log_probs),
         fault_counts=fault_counts,
     )
 
 
-def _like_share(all_rows: Tensor | None, share: Tensor | None) -> Tensor | None:
-    """Detach ``all_rows`` unless the rank's ``share`` requires a gradient. (If one of the gathered columns requires a
-    gradient, ``_Gather`` lets all columns require one.)
+def _like_own(all_rows: Tensor | None, own_rows: Tensor | None) -> Tensor | None:
+    """Detach ``all_rows`` unless ``own_rows``, this rank's part, requires a gradient. (If one of the gathered columns
+    requires a gradient, ``_Gather`` lets all columns require one.)
     """
-    if all_rows is None or share is None or share.requires_grad:
+    if all_rows is None or own_rows is None or own_rows.requires_grad:
         return all_rows
     return all_rows.detach()
 
@@ -149,10 +149,10 @@ class _Gather(torch.autograd.Function):
     """Gather [t, ...] of every rank to [T, ...] in the pack's order. ``order`` int64 [T]: from ``gathered_rows``."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, own: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
         ctx.rows = order.chunk(group.size())[group.rank()]
-        gathered = share.new_empty(len(order), *share.shape[1:])
-        dist.all_gather_into_tensor(gathered, share.contiguous(), group=group)
+        gathered = own.new_empty(len(order), *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
         return torch.empty_like(gathered).index_copy_(0, order, gathered)
 
     @staticmethod

@@ -123,6 +123,7 @@ class LinearAdapter(torch.nn.Module):
     def weight_delta(self, expert: int | None = None) -> Tensor:
         """Compute ``scale * B A``, fp32, for this rank's part of the linear's weight. ``expert``: a local expert."""
         a, b = self._stacked()
+        # Experts that share their adapters have one A and one B.
         if expert is not None and self.linear.experts:
             a, b = a[expert], b[expert]
         return self.options.adapters.scale * (b.detach().float() @ a.detach().float())
@@ -198,6 +199,7 @@ class DenseAdapter(LinearAdapter):
         """Return the context of the random state for dropout. Ranks with equal inputs drop the same elements."""
         has_equal_inputs = self.linear.axis == 0 and not self.options.sequence_parallel
         if has_equal_inputs:
+            # Tensor-parallel ranks have the same default random state. The tracker's state differs between them.
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 

@@ -307,7 +307,7 @@ def library_fields(table: str) -> forwarded.LibraryFields:
 
 
 def library_values(rules: forwarded.ForwardedTable, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the ``values`` of a table to the types of the library's fields. Names of enumerations become members.
+    """Convert the ``values`` of a table to the types of the library's fields. Names of enum members become the members.
 
     ``rules``: the rules of the table. Raises ValueError with a line for each key that is no field, or that another
     section sets, and for each value that does not fit.

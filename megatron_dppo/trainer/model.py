@@ -59,11 +59,11 @@ def build_chunks(
 
     ``spec`` returns the layer spec of a chunk; None: the platform's function.
     """
-    chunks = make_chunks(transformer, shape, spec)
+    chunks = _build_on_default_device(transformer, shape, spec)
     return [chunk.to(platform.current().device) for chunk in chunks]
 
 
-def make_chunks(
+def _build_on_default_device(
     transformer: TransformerConfig,
     shape: ModelShape,
     spec: LayerSpecFunction | None = None,
@@ -297,7 +297,7 @@ class MetaComparison:
         )
 
 
-def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
+def compare_with_rules(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
     """Compare the parameters of the first and the last rank of ``config``'s layout with the conversion rules.
 
     The function builds both ranks' modules on the meta device and compares the name and shape of every parameter with
@@ -350,7 +350,7 @@ def meta_parameters(
     # Skip the initialization: tensors on the meta device have no values.
     transformer = replace(transformer, perform_initialization=False)
     with _fake_world(layout, rank), torch.device("meta"):
-        parameters = named_parameters(make_chunks(transformer, shape))
+        parameters = named_parameters(_build_on_default_device(transformer, shape))
     return {key: tuple(parameter.shape) for key, parameter in parameters.items()}
 
 

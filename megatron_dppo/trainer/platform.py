@@ -72,7 +72,7 @@ def set_missing_variables(environment: MutableMapping[str, str]) -> list[str]:
 
 
 log = logging.getLogger(__name__)
-_lines: list[str] = []
+_environment_lines: list[str] = []
 """The lines that ``environment_lines`` returns. ``prepare`` adds them."""
 _WGRAD_LINES: Mapping[str | None, str] = {
     "apex": "weight gradients: accumulated in fp32 by apex's kernel",
@@ -141,15 +141,15 @@ def prepare() -> None:
     leave_out_deep_ep()
     # Set the variables before the first CUDA call: CUDA reads some of them only once.
     if any(gpus.DEVICES.glob("nvidia[0-9]*")):
-        _lines.extend(set_missing_variables(os.environ))
-        _lines.extend(toolkit.offer_tools(os.environ))
-        _lines.extend(toolkit.offer_cudnn(os.environ))
+        _environment_lines.extend(set_missing_variables(os.environ))
+        _environment_lines.extend(toolkit.offer_tools(os.environ))
+        _environment_lines.extend(toolkit.offer_cudnn(os.environ))
     if has_cuda():
-        _lines.append(_WGRAD_LINES[fused_weight_gradients()])
+        _environment_lines.append(_WGRAD_LINES[fused_weight_gradients()])
         if not has_transformer_engine():
             from megatron_dppo.trainer.cpu import megatron_shim
 
-            _lines.append(_TORCH_LAYERS_LINE)
+            _environment_lines.append(_TORCH_LAYERS_LINE)
             megatron_shim.patch_torch_layers()
     else:
         from megatron_dppo.trainer.cpu import megatron_shim
@@ -191,7 +191,7 @@ def _make_output_layer_without_apex() -> None:
 
 def environment_lines() -> list[str]:
     """Return a line about each setting of this process on GPUs: variables of CUDA and NCCL, compilers, kernels."""
-    return list(_lines)
+    return list(_environment_lines)
 
 
 @cache

@@ -58,7 +58,7 @@ def export(
         trainer.adapted.export(adapters, trainer.config.model.hf_checkpoint)
     if examples is None:
         return None
-    sequences = [_check_sequence(example) for example in examples[:SEQUENCES_TO_CHECK]]
+    sequences = [_sequence_to_check(example) for example in examples[:SEQUENCES_TO_CHECK]]
     return max_log_prob_difference(trainer, folder, sequences, trainer.config.temperature)
 
 
@@ -70,7 +70,7 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     barrier()
 
 
-def _check_sequence(example: Trajectory | Problem) -> Trajectory:
+def _sequence_to_check(example: Trajectory | Problem) -> Trajectory:
     """Return the sequence to compare: a trajectory, or the prompt of a problem.
 
     Of the problem's prompt, the first token counts as the prompt, and the other tokens count as the response.

@@ -367,7 +367,7 @@ class Trainer:
         return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
     def _check_faults(self, fault_counts: list[Tensor]) -> None:
-        """Raise on every rank if any rank has counted a fault in a micro-batch. Collective."""
+        """Raise an error on every rank if any rank has counted a fault in a micro-batch. Collective."""
         totals = torch.zeros(len(FAULTS), device=self.device)
         if fault_counts:
             totals += torch.stack(fault_counts).sum(0)

@@ -31,13 +31,13 @@ def worker() -> dict[str, Any]:
     """By case (ranks, parameters, problems); and what a comparison of different shapes says."""
     from megatron_dppo.config import load_config
     from megatron_dppo.model.families import load_model_shape
-    from megatron_dppo.trainer.model import compare, differences
+    from megatron_dppo.trainer.model import compare_with_rules, differences
 
     shape = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
     recipe = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"
     out: dict[str, Any] = {}
     for name, (changes, _) in CASES.items():
-        found = compare(load_config(recipe, changes), shape)
+        found = compare_with_rules(load_config(recipe, changes), shape)
         out[name] = [list(found.ranks), found.parameters, list(found.faults)]
     made = {(0, "a.weight"): (2, 3), (0, "b.weight"): (4,)}
     out["differences"] = list(differences(made, {(0, "a.weight"): (3, 2), (1, "c.weight"): (5,)}))

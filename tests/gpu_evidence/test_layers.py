@@ -27,7 +27,7 @@ def compared() -> dict[str, list[Any]]:
     with as_on_gpus("meta"):
         from megatron_dppo.config import load_config
         from megatron_dppo.model.families import load_model_shape
-        from megatron_dppo.trainer.model import compare
+        from megatron_dppo.trainer.model import compare_with_rules
 
         recipes = ROOT / "examples" / "recipes"
         cases = {
@@ -48,7 +48,7 @@ def compared() -> dict[str, list[Any]]:
             shape = load_model_shape(ROOT / "examples" / "model_configs" / folder)
             key = repr((shape, config.parallel, config.megatron))
             if key not in of_shape:
-                done = compare(config, shape)
+                done = compare_with_rules(config, shape)
                 of_shape[key] = [done.layout, done.parameters, list(done.faults)]
             found[name] = of_shape[key]
     return found

@@ -462,15 +462,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _default_facts() -> dict[str, Any]:
     """Return the default values of ModelShape's fields, by name, in the form that a manifest has."""
-    facts: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in fields(ModelShape):
         value = field.default
         if value is MISSING:
             continue
         if is_dataclass(value) and not isinstance(value, type):
             value = asdict(value)
-        facts[field.name] = json.loads(json.dumps(value))
-    return facts
+        defaults[field.name] = json.loads(json.dumps(value))
+    return defaults
 
 
 def _model_facts(trainer: Trainer) -> dict[str, Any]:
