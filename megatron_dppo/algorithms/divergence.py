@@ -28,8 +28,8 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """Compute mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    The result D is inf if pi = 0 < mu. Near p = 1, where log p is about -(1 - p), both have the same relative error.
-    This error depends on the library that computed log p:
+    The result D is inf if pi = 0 < mu. Near p = 1, log p is about -(1 - p), so 1 - p and log p have the same relative
+    error. This error depends on the library that computed log p:
 
     - ``policy_stats`` computes log pi with a relative error e, also near 0. In float32, e is below 1e-5, and the error
       of D is below e (1 + D).
@@ -45,8 +45,8 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     # expm1 keeps the relative precision. 1 - exp(log p) would have the absolute error of numbers near 1, and D could
     # become negative.
     complement = -torch.expm1(log_p)
-    log_half_unit = math.log(0.5 * torch.finfo(log_probs.dtype).eps)
-    log_complement = torch.where(log_p == 0, log_half_unit, complement.log())
+    log_half_eps = math.log(0.5 * torch.finfo(log_probs.dtype).eps)
+    log_complement = torch.where(log_p == 0, log_half_eps, complement.log())
     sampled_term = _kl_term(log_p[0].exp(), log_p[0], log_p[1])
     complement_term = _kl_term(complement[0], log_complement[0], log_complement[1])
     return (sampled_term + complement_term).clamp(min=0)

@@ -295,14 +295,14 @@ class Trainer:
         micro_batches: list[PackedBatch],
         temperature: float | None = None,
     ) -> list[Tensor]:
-        """Compute log pi of every target under the current weights, nats, without gradient.
+        """Compute log pi of the targets in ``loss_mask`` under the current weights, nats, without gradient.
 
         Args:
             micro_batches: the micro-batches of this replica; the same number on every rank.
             temperature: divides the logits; None: ``config.temperature``.
 
         Returns:
-            fp32 [T] for each micro-batch, on the trainer's device; the same on all ranks of a
+            fp32 [T] for each micro-batch, 0 at other targets, on the trainer's device; the same on all ranks of a
             replica.
 
         Raises (on every rank):
