@@ -17,7 +17,7 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import hash_fault
@@ -277,7 +277,7 @@ def _stored_bytes(folder: Path, config: Path | None = None) -> int:
         return sum(path.stat().st_size for path in files)
     # A torch_dist folder: compute the number from the model's config.json.
     shape = load_model_shape(config or folder, quantized=True)
-    return ITEM_BYTES[shape.dtype] * parameters(shape)
+    return ITEM_BYTES[shape.dtype] * parameter_count(shape)
 
 
 @contextmanager

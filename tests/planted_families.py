@@ -49,7 +49,7 @@ def _forget() -> None:
     mapping.own_dtypes.cache_clear()
     mapping.file_dtypes.cache_clear()
     mapping.packed_names.cache_clear()
-    mapping.parameters.cache_clear()
+    mapping.parameter_count.cache_clear()
     resharding._engine_segments.cache_clear()
 
 

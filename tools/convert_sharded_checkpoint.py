@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import (
-    FILE,
+    CERTIFICATE,
     TORCH_DTYPES,
     Certificate,
     certificate_of,
@@ -40,7 +40,7 @@ class ShardedFolder(Closing):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        body = read_body(folder / FILE)
+        body = read_body(folder / CERTIFICATE)
         if body["form"] != "sharded":
             raise CheckpointError(f"{folder}: is of form {body['form']}, expected sharded")
         self.certificate: Certificate = certificate_of(body)

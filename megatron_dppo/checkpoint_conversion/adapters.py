@@ -86,6 +86,7 @@ class AdapterFolder:
         tensors: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype,
     ) -> None:
+        """Write a folder with this configuration and ``tensors``, as ``write_peft`` does."""
         write_peft(out_dir, self.adapters, self.shape, tensors, base=self.base, dtype=dtype)
 
 
@@ -335,7 +336,8 @@ def modules_of(
     selected: set[str] = set()
     for matrix in candidates:
         is_excluded = bool(excluded) and _matches(excluded, matrix)
-        # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices.
+        # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices. Folders that were
+        # written with earlier versions have tensors of experts.
         is_missed_by_peft = ".experts." in matrix and not has_experts
         if not is_excluded and not is_missed_by_peft:
             selected.add(matrix)
@@ -483,9 +485,9 @@ def _merged_rows(
         for start, count in tensor_store.row_blocks(base.specs[name]):
             end = start + count
             rows = (
-                residual_weight[start:end]
-                if residual_weight is not None
-                else base.read_rows(name, start, count)
+                base.read_rows(name, start, count)
+                if residual_weight is None
+                else residual_weight[start:end]
             )
             # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
             delta = adapters.scale * (b[start:end] @ a)

@@ -59,7 +59,8 @@ class TensorHashes(Closing):
 
 
 Form = Literal["huggingface", "torch_dist"]
-FILE = "conversion.json"
+CERTIFICATE = "conversion.json"
+"""Name of the certificate's file."""
 VERSION = 1
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file with the name of the current checkpoint in a folder. A conversion writes `release` there."""
@@ -78,8 +79,8 @@ class Certificate:
         dtypes: Name -> type of the tensors that have another type.
         source_dtype: Type of the tensors that were read; the names of several types are joined by ``+``. 8-bit weights
             (``float8_e4m3fn``) were multiplied by their scales.
-        tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
-            The hash does not depend on the layout. Tensors that the family carries along come last.
+        tensors: Name -> SHA-256 (hex) of the tensor's bytes in its stored type and Hugging Face's shape, row-major. The
+            hash does not depend on the layout. Tensors that the family carries along come last.
         files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
     """
 
@@ -96,7 +97,7 @@ class Certificate:
         files = {path.name: sha256_of(path) for path in side_files(folder)}
         body = replace(self, files=files)._body()
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
-        (folder / FILE).write_text(text + "\n")
+        (folder / CERTIFICATE).write_text(text + "\n")
 
     def _body(self) -> dict[str, Any]:
         body = {
@@ -121,16 +122,16 @@ class Certificate:
                 present_digest = sha256_of(path)
             if present_digest != digest:
                 raise MismatchError(
-                    f"{path}: its SHA-256 is {present_digest}, {FILE} recorded {digest}; if it was changed on purpose, "
-                    f"convert again, or take {FILE} away from a folder in Hugging Face's format"
+                    f"{path}: its SHA-256 is {present_digest}, {CERTIFICATE} recorded {digest}; if it was changed on "
+                    f"purpose, convert again, or take {CERTIFICATE} away from a folder in Hugging Face's format"
                 )
 
     def check_tensor(self, name: str, digest: str, folder: Path) -> None:
         """Raise MismatchError if ``digest`` is not the recorded hash of the tensor."""
         if digest != self.tensors.get(name):
             raise MismatchError(
-                f"{folder}: {name} has SHA-256 {digest}, {FILE} recorded {self.tensors.get(name)}; if its weights were "
-                f"changed on purpose, remove {FILE}"
+                f"{folder}: {name} has SHA-256 {digest}, {CERTIFICATE} recorded {self.tensors.get(name)}; if its "
+                f"weights were changed on purpose, remove {CERTIFICATE}"
             )
 
 
@@ -140,7 +141,7 @@ def load_certificate(folder: str | Path) -> Certificate:
     Raises CheckpointError if conversion.json is missing, altered or of another version or form, and MismatchError if a
     file beside the weights is missing or altered.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / CERTIFICATE
     body = read_body(path)
     if body.get("form") == "sharded":
         raise CheckpointError(
@@ -168,12 +169,12 @@ def source_certificate(hf_dir: str | Path) -> Certificate | None:
 
     Raises what ``load_certificate`` raises, and CheckpointError if the certificate's form is not ``huggingface``.
     """
-    if not (Path(hf_dir) / FILE).exists():
+    if not (Path(hf_dir) / CERTIFICATE).exists():
         return None
     certificate = load_certificate(hf_dir)
     if certificate.form != "huggingface":
         raise CheckpointError(
-            f"{hf_dir}: {FILE} says that the folder is of the form {certificate.form!r}, expected 'huggingface'"
+            f"{hf_dir}: {CERTIFICATE} says that the folder is of the form {certificate.form!r}, expected 'huggingface'"
         )
     return certificate
 
@@ -224,7 +225,7 @@ def side_files(folder: str | Path) -> list[Path]:
         has_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         is_hidden = path.name.startswith(".")
         # The certificate lists the hashes of these files. It cannot list its own hash.
-        is_certificate = path.name == FILE
+        is_certificate = path.name == CERTIFICATE
         if path.is_file() and not (has_weights or is_hidden or is_certificate):
             paths.append(path)
     return paths

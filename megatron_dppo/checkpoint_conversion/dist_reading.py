@@ -30,7 +30,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """``sizes`` elements along each axis, from ``offsets``."""
+    """A block of a tensor: along each axis, ``sizes`` elements from ``offsets`` on."""
 
     offsets: Dims
     sizes: Dims
@@ -52,7 +52,7 @@ class Box:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, values: torch.Tensor, origin: Dims) -> torch.Tensor:
-        """The view of this box in ``values``, whose first element is at ``origin``."""
+        """The view of this box in ``values``. ``origin`` is the position of the first element of ``values``."""
         for axis, (offset, size, start) in enumerate(
             zip(self.offsets, self.sizes, origin, strict=True)
         ):
@@ -88,7 +88,7 @@ def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
     if start >= stop:
         return
     if len(dims) <= 1:
-        # One axis, or no axis: then the tensor has one element, and the box has no offsets and no sizes.
+        # A tensor without axes has one element, and its box has no offsets and no sizes.
         yield Box((start,) * len(dims), (stop - start,) * len(dims))
         return
     row_elements = math.prod(dims[1:])
@@ -215,15 +215,14 @@ def _enum_member(kind: object, name: object) -> Enum:
 class StoredTensor:
     """A tensor of a checkpoint: its shape, its dtype, and the boxes that store it.
 
-    Each box has size 1 on the first ``lead`` axes. ``by_lead`` has the boxes by their offsets on these axes. ``count``
-    is the number of boxes.
+    Each box has size 1 on the first ``lead`` axes. ``by_lead`` has the boxes by their offsets on these axes.
     """
 
     dims: Dims
     dtype: torch.dtype
     lead: int
     by_lead: dict[Dims, list[Box]]
-    count: int
+    box_count: int
 
     @classmethod
     def of(cls, tensor: dcp_metadata.TensorStorageMetadata) -> StoredTensor:
@@ -242,7 +241,7 @@ class StoredTensor:
         """Yield (stored box, its overlap with ``requested``) for each stored box that overlaps ``requested``."""
         # The candidates are offsets on the first ``lead`` axes: the offsets of all stored boxes, or all offsets in
         # ``requested``. Try the smaller set.
-        if math.prod(requested.sizes[: self.lead]) > self.count:
+        if math.prod(requested.sizes[: self.lead]) > self.box_count:
             candidates: Iterator[Dims] = iter(self.by_lead)
         else:
             axes = zip(requested.offsets[: self.lead], requested.sizes[: self.lead], strict=True)
@@ -365,6 +364,7 @@ class StoredBlocks(Closing):
         stored_width = stored.sizes[axis + 1 :]
         part_width = part.sizes[axis + 1 :]
         row_bytes = math.prod(stored_width) * tensor.dtype.itemsize
+        # Number of the first row of ``part`` among the rows of the stored box.
         first_row = 0
         for i in range(axis + 1):
             first_row = first_row * stored.sizes[i] + part.offsets[i] - stored.offsets[i]

@@ -262,6 +262,7 @@ def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
     segments = chunk.parameter.segments
     if len(segments) == 1:
         return read(segments[0].hf_name, chunk.start, chunk.count)
+    # Every other chunk consists of whole Hugging Face tensors.
     end = chunk.start + chunk.count
     chunk_segments = [s for s in segments if chunk.start <= s.local_start < end]
     lengths = Counter[str]()
@@ -284,8 +285,8 @@ _WITHOUT_EXTRA_STATE = (
 def _extra_states(shape: ModelShape) -> Iterable[str]:
     """Return the keys of the modules' extra states: one key for each layer, or for each layer and expert.
 
-    A key is ``<module>._extra_state/shard_<index>_<sizes>``: the index and the sizes of the axes over which the module
-    is stacked, or 0 and 1 without any.
+    A key is ``<module>._extra_state/shard_<index>_<sizes>``, with the index and the sizes of the axes over which the
+    module is stacked. For a module that is not stacked, the index is 0 and the size is 1.
     """
     # The keys of a dict are an ordered set: the parameters of one module give one key.
     keys: dict[str, None] = {}

@@ -35,6 +35,7 @@ class Buffers:
 
     def next(self, elements: int, like: Tensor) -> Tensor:
         """The next buffer: 1-D with ``elements``, with the type and device of ``like``."""
+        # Exchange the two: the buffer of the call before the last is then first.
         self._buffers.reverse()
         buffer = self._buffers[0]
         if buffer is None or buffer.numel() < elements or buffer.dtype != like.dtype:

@@ -90,7 +90,10 @@ class StagedFolder:
         if not os.path.samestat(os.fstat(self._lock), staged):
             raise self._lost_race()
         for path in self.folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         try:
             # Check again: another process may have renamed its folder to ``out`` before mkdir. From here on, only this
             # process can rename a folder to ``out``, because it holds the lock.
@@ -136,8 +139,7 @@ def copy_side_files(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy ``side_files``, but not Megatron's tracker: a function that writes a Megatron checkpoint also writes the
-    tracker.
+    """Copy ``side_files`` except Megatron's tracker: functions that write a Megatron checkpoint write a new tracker.
 
     config.json is copied byte for byte if its dtype is ``dtype``, it has no quantization, and ``quantization`` is None.
     Otherwise it is written again with ``dtype`` and ``quantization``.
@@ -239,9 +241,11 @@ class SafetensorsReader(Closing):
     def _split_experts(self) -> None:
         family_tensors = packed_experts(self.folder)
         for name, file in list(self._file_of.items()):
-            templates, is_transposed = _transformers_templates(name), False
             if family_tensors:
                 templates, is_transposed = _family_templates(name, family_tensors)
+            else:
+                templates = _transformers_templates(name)
+                is_transposed = False
             shape = file.entries[name].shape
             # A tensor of a wrong shape stays whole, so that ``check`` reports its name.
             if not templates or len(shape) < 2 or shape[1] % len(templates):

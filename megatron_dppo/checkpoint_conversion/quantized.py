@@ -106,6 +106,7 @@ _MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of E2M1 by their lower three bits; the fourth bit is the sign."""
 _MXFP4_BIAS = 127
 _MXFP4_BLOCK = 32
+"""Number of elements in a row that share one exponent."""
 
 
 def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -113,8 +114,8 @@ def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     ``blocks`` is uint8 [..., groups, 16], ``scales`` uint8 [..., groups].
     """
-    pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    values = torch.cat([_MXFP4_VALUES, -_MXFP4_VALUES])[pairs.int()]
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    values = torch.cat([_MXFP4_VALUES, -_MXFP4_VALUES])[codes.int()]
     exponents = scales.int() - _MXFP4_BIAS
     return torch.ldexp(values, exponents[..., None]).flatten(-2)
 

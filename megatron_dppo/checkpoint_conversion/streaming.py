@@ -27,7 +27,7 @@ from megatron_dppo.checkpoint_conversion.torch_dist import CARRIED, TorchDistChe
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
-from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, parameters
+from megatron_dppo.model.mapping import carried_names, file_dtypes, hf_tensors, parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 Progress = Callable[[int], None]
@@ -102,7 +102,7 @@ def write_megatron(
         written.update(name, cast)
         return cast
 
-    staged = hf_folder.StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target])
+    staged = hf_folder.StagedFolder(out_dir, parameter_count(shape) * ITEM_BYTES[target])
     with staged as folder, stored, written:
         (folder / "release").mkdir()
         write_torch_dist(folder / "release", shape, dtypes, read)

@@ -37,9 +37,9 @@ MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class PackedIn:
-    """A packed tensor of a file, [``experts``, rows, ...]: its parts are matrices of single experts.
+    """A packed tensor of a file. Its parts are matrices of single experts.
 
-    With ``is_transposed`` it is [``experts``, columns, rows].
+    The shape is [``experts``, rows, ...], and with ``is_transposed`` [``experts``, columns, rows].
     """
 
     name: str
@@ -238,6 +238,7 @@ class SafetensorsFileWriter:
             self.entries[name] = Entry(
                 spec.shape, spec.dtype, offset=base + begins[name], is_transposed=is_transposed
             )
+        # Name of a transposed matrix -> the matrix, and the number of its rows that were written.
         self._unfinished: dict[str, tuple[torch.Tensor, int]] = {}
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         file_failpoint("create", self.path.name)
@@ -350,7 +351,8 @@ def read_slice(
 ) -> torch.Tensor:
     """Read ``tensor.narrow(dim, start, length)`` of a stored tensor, contiguous, with memory for one more block."""
     dims = store.specs[name].shape
-    length = dims[dim] - start if length is None else length
+    if length is None:
+        length = dims[dim] - start
     if dim == 0:
         return store.read_rows(name, start, length)
     out_dims = list(dims)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_dppo.checkpoint_conversion import tensor_store
 from megatron_dppo.checkpoint_conversion.certificate import (
-    FILE,
+    CERTIFICATE,
     TRACKER,
     Certificate,
     TensorHashes,
@@ -104,7 +104,8 @@ class TorchDistFolder(Closing):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a single-rank parameter."""
-        return self._find(name)[1].dtype
+        _, tensor = self._find(name)
+        return tensor.dtype
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Return the shape of a single-rank parameter. A padded vocabulary may have more rows than the model."""
@@ -205,7 +206,7 @@ class TorchDistCheckpoint(Closing):
         self.folder = Path(folder)
         self.shape = shape
         self.certificate: Certificate | None = None
-        if (self.folder / FILE).exists():
+        if (self.folder / CERTIFICATE).exists():
             self.certificate = load_certificate(self.folder)
             _check_same_model(self.certificate.shape, shape, self.folder)
         checkpoint_folder = find_torch_dist(folder)
@@ -232,7 +233,9 @@ class TorchDistCheckpoint(Closing):
         lost_names = [name for name in recorded_names if name not in self.specs]
         if lost_names:
             self.close()
-            raise MismatchError(f"{self.folder}: has no {lost_names[0]}, which {FILE} recorded")
+            raise MismatchError(
+                f"{self.folder}: has no {lost_names[0]}, which {CERTIFICATE} recorded"
+            )
 
     def _check(self) -> torch.dtype:
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
@@ -369,8 +372,8 @@ def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] 
     return s.local_start + first, s.hf_start + first * s.hf_step, rows
 
 
-class Store(tensor_store.TensorStore, Protocol):
-    """A folder's tensors."""
+class FolderStore(tensor_store.TensorStore, Protocol):
+    """The tensors of a folder whose files are open."""
 
     @property
     def folder(self) -> Path:
@@ -386,7 +389,7 @@ class CheckedReader(Closing):
     Without a certificate (a folder that was not converted by this package) nothing is compared.
     """
 
-    def __init__(self, store: Store, certificate: Certificate | None) -> None:
+    def __init__(self, store: FolderStore, certificate: Certificate | None) -> None:
         self._store = store
         self._certificate = certificate
         self._checked: set[str] = set()
@@ -447,7 +450,7 @@ def open_checkpoint(folder: str | Path) -> CheckedReader:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    if not (folder / FILE).exists():
+    if not (folder / CERTIFICATE).exists():
         return CheckedReader(SafetensorsReader(folder), None)
     certificate = load_certificate(folder)
     if certificate.form == "huggingface":

@@ -7,11 +7,7 @@ import logging
 from fnmatch import fnmatch
 from pathlib import Path
 
-from megatron_dppo.checkpoint_conversion.certificate import FILE as CERTIFICATE
-from megatron_dppo.checkpoint_conversion.certificate import (
-    certificate_of,
-    read_body,
-)
+from megatron_dppo.checkpoint_conversion.certificate import CERTIFICATE, certificate_of, read_body
 from megatron_dppo.model.errors import CheckpointError
 
 log = logging.getLogger(__name__)

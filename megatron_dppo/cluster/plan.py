@@ -48,7 +48,7 @@ from megatron_dppo.cluster.planner.weight_plan import weight_plan
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
-from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.resharding import figures_table
 from megatron_dppo.system.errors import RunError
 
@@ -123,7 +123,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
     rollout = facts.rollout
     batches = facts.batches()
     yield (
-        f"{trainer.shape.family}, {parameters(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
+        f"{trainer.shape.family}, {parameter_count(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
         f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
         f"{trainer.recompute}, {'distributed' if trainer.distributed else 'plain'} optimizer"
     )

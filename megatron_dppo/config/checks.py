@@ -212,7 +212,7 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
     sizes = [options.get(name) for name in ("tp_size", "ep_size", REPLICAS)]
     tensor, expert, replicas = [1 if size is None else size for size in sizes]
     if any(not isinstance(n, int) or isinstance(n, bool) for n in (tensor, expert, replicas)):
-        # The check against SGLang's own fields reports this value.
+        # The check against SGLang's own fields reports such a value.
         return
     faults = list(engine_size_faults(tensor, expert, replicas))
     if not faults:
@@ -265,6 +265,7 @@ def length_faults(
     if evaluation.max_response_tokens is not None:
         longest_responses["evaluation"] = evaluation.max_response_tokens
     for owner, positions in limits.items():
+        # An option that is not set is no limit.
         if not isinstance(positions, int):
             continue
         if prompt > positions - prompt_spare:
@@ -358,7 +359,8 @@ def _value_fault(key: str, value: Any) -> str | None:
             return f"got {len(value)} characters, expected at most {max_characters}"
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
-    if isinstance(value, int | float) and key.endswith("_s") and value > LONGEST_WAIT_S:
+    is_time = key.endswith("_s")
+    if isinstance(value, int | float) and is_time and value > LONGEST_WAIT_S:
         return f"got {given(value)}, expected at most {LONGEST_WAIT_S} s: clocks can't wait longer"
     return None
 
@@ -382,10 +384,10 @@ def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout
             f"engine.quantization: got {value} with model.dtype {config.model.dtype}, expected bfloat16: SGLang "
             "computes with FP8 weights in 16 bits only"
         )
-    if model.family not in quantization.FAMILIES:
+    if model.family not in quantization.FP8_FAMILIES:
         yield (
             f"engine.quantization: got {value} for a model of the family {model.family}, expected one of "
-            f"{', '.join(quantization.FAMILIES)}"
+            f"{', '.join(quantization.FP8_FAMILIES)}"
         )
     if updates_adapters(config.lora):
         yield (
@@ -657,7 +659,7 @@ def _upload(repository: str | None, *, exports: bool) -> layout.Faults:
 
 
 def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.Faults:
-    """Report settings of interrupted, stale and surplus responses that the run can't have."""
+    """Report contradictory settings of interrupted, stale and surplus responses."""
     if rollout.interrupt == "retract" and updates_adapters(lora):
         yield (
             "rollout.interrupt: got retract, expected drain or abort where updates send only adapters: a retracted "

@@ -594,7 +594,7 @@ class ForwardedTable:
         return value is None or _is_off(value, self.neutral.get(key, _USUALLY_OFF))
 
     def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the free keys and their values. They are passed on to the library."""
+        """Return the free keys, which are neither owned nor fixed, with their values. The library receives them."""
         return {k: v for k, v in values.items() if k not in self.owned and k not in self.fixed}
 
     def library_faults(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:

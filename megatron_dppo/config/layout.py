@@ -14,8 +14,8 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import (
     Layout,
     LayoutSizes,
+    largest_all_to_all_context,
     model_faults,
-    most_all_to_all,
     size_faults,
 )
 from megatron_dppo.model.shape import ModelShape
@@ -182,7 +182,7 @@ def _exchange_faults(sizes: LayoutSizes, exchange: Any, model: ModelShape) -> Fa
     elif exchange not in EXCHANGES:
         yield f"{key}, expected {' or '.join(EXCHANGES)}, which take packed sequences"
     elif exchange == "a2a":
-        max_context = most_all_to_all(sizes.tensor, model)
+        max_context = largest_all_to_all_context(sizes.tensor, model)
         if max_context % sizes.context:
             yield (
                 f"{key} with parallel.context {sizes.context} and parallel.tensor {sizes.tensor}, expected a context "

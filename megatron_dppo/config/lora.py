@@ -134,17 +134,17 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
         )
         return
     modules = set(adapters.modules)
-    of_experts = sorted(modules & set(module_groups(shape).get(EXPERTS, ())))
-    if of_experts:
+    expert_modules = sorted(modules & set(module_groups(shape).get(EXPERTS, ())))
+    if expert_modules:
         yield (
-            f"lora.update: got 'adapters' with {of_experts} of experts, expected 'merged', or lora.target_modules "
+            f"lora.update: got 'adapters' with {expert_modules} of experts, expected 'merged', or lora.target_modules "
             "of the attention and dense MLP only: SGLang's LoRA of experts runs in GPU kernels that are not tested here"
         )
-    of_head = sorted(modules & set(module_groups(shape).get(HEAD, ())))
-    if of_head:
+    head_modules = sorted(modules & set(module_groups(shape).get(HEAD, ())))
+    if head_modules:
         yield (
-            f"lora.target_modules: got {of_head} with lora.update 'adapters', expected no output layer, or 'merged': "
-            "an adapter beside SGLang's logits is not tested here"
+            f"lora.target_modules: got {head_modules} with lora.update 'adapters', expected no output layer, or "
+            "'merged': an adapter beside SGLang's logits is not tested here"
         )
     for group in _FUSED_IN_ENGINE:
         adapted_modules = modules & set(group)

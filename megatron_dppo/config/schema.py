@@ -42,8 +42,8 @@ class RunConfig(Section):
     """
     max_restarts: int = Field(default=3, ge=0)
     """Largest number of restarts of the trainer's ranks within ``restart_window_s``; the servers keep running
-    meanwhile. The death of a rank beyond this number ends the run. 0: the first death ends the run. An error that the
-    user can correct always ends the run.
+    meanwhile. After this number of restarts, the next death of a rank ends the run. 0: the first death ends the run. An
+    error that the user can correct always ends the run.
     """
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a restart of the ranks no longer counts."""
@@ -137,7 +137,7 @@ class RolloutConfig(Section):
     these texts; the verifier sees the part before the text.
     """
     topk_log_probs: int = Field(default=0, ge=0)
-    """K of the engine's TopK(mu) log-probabilities to record, also for an algorithm that does not need them. 0: the
+    """K: the engine records the log-probabilities of TopK(mu), also for an algorithm that does not need them. 0: the
     algorithm's own K. For an algorithm with its own K, only 0 and this K are valid.
     """
     max_concurrent_requests: int = Field(default=256, gt=0)
@@ -538,8 +538,8 @@ class MemoryChecksConfig(Section):
     """
 
     optimizer: bool = True
-    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint, and compare the hashes at
-    the checkpoint and before the next step.
+    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint. Hash them again at the
+    checkpoint and before the next step; the hashes must be equal.
     """
     engines_every: int = Field(default=10, ge=0)
     """Hash the engines' weights before every n-th weight update, and compare the hashes with the hashes of the version

@@ -39,8 +39,8 @@ from megatron_dppo.metrics.sums import (
     means,
 )
 from megatron_dppo.model.shape import (
-    BACKWARD_FORWARDS,
-    FROZEN_BACKWARD_FORWARDS,
+    BACKWARD_PRODUCTS,
+    FROZEN_BACKWARD_PRODUCTS,
     TOKENS,
     SequenceCost,
     forward_flops,
@@ -527,9 +527,9 @@ class Learner:
         Activation recomputation and passes without gradient are not counted as FLOP.
         """
         # The FLOP of a backward pass, as a multiple of the FLOP of a forward pass.
-        backward_forwards = BACKWARD_FORWARDS
+        backward_forwards = BACKWARD_PRODUCTS
         if self._config.lora.rank:
-            backward_forwards = FROZEN_BACKWARD_FORWARDS
+            backward_forwards = FROZEN_BACKWARD_PRODUCTS
         flops = (1 + backward_forwards) * sum(plan.cost for plan in batch.plans)
         world_size = self._trainer.layout.world_size
         return {

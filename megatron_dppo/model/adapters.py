@@ -68,8 +68,10 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     for rule in _rules_in_layers(shape):
         if _is_linear(rule):
             groups[_group_of(rule)].append(rule)
-    if shape.is_moe and all(_is_linear(rule) for rule in family.expert):
-        # Experts with biases have no adapters: PEFT has no names for matrices in a tensor of all experts.
+    # A family whose experts have biases packs all experts of a layer in one tensor of its files. PEFT has no names for
+    # the single matrices of such a tensor, so these experts have no adapters.
+    experts_have_biases = not all(_is_linear(rule) for rule in family.expert)
+    if shape.is_moe and not experts_have_biases:
         groups[EXPERTS] += family.expert
     if not shape.tied_embeddings:
         groups[HEAD].append(family.output)
@@ -85,8 +87,9 @@ def _is_cut_evenly(rule: Rule, index: int, shape: ModelShape, ranks: int) -> boo
     for rank in range(ranks):
         shard = mapping.shard_of(rule.split, rule.sources, shape, rank, ranks)
         length = sum(block.length for block in shard.blocks if block.source == index)
-        whole_length = sizes[rule.sources[index].dims[shard.blocks[0].dim]]
-        if length * ranks != whole_length:
+        # All blocks of a shard are cut along one dimension.
+        cut_dim = rule.sources[index].dims[shard.blocks[0].dim]
+        if length * ranks != sizes[cut_dim]:
             return False
     return True
 
@@ -150,7 +153,7 @@ def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Ite
             if adapters.rank > min(dims):
                 yield f"rank {adapters.rank} is over the {min(dims)} of {_last_name(source)} {dims[0]} x {dims[1]}"
             if not _is_cut_evenly(rule, index, shape, ranks):
-                # Ranks of one group multiply tensors of the same shape, and gradients are reduced over them.
+                # The ranks of a group multiply tensors of the same shape, and reduce gradients over the group.
                 yield (
                     f"{_last_name(source)} is not cut evenly over {ranks} tensor-parallel ranks, "
                     "expected every rank to hold as much of it"
@@ -184,7 +187,8 @@ class AdapterPart:
         module: Full name of the matrix, with ``{expert}`` for an expert's number.
         dims: (out, in) of the whole matrix.
         axis: The axis along which ranks cut the matrix: 0, B's rows; 1, A's columns.
-        ranges: This rank's share along the axis. Only a delta net's matrix of queries, keys and values has several.
+        ranges: This rank's share along the axis. Only a delta net's matrix of queries, keys and values has several
+            ranges.
         blocks: The matrix's blocks in the rank's fused parameter.
         is_whole: Whether every tensor-parallel rank holds the whole matrix. Then no rank cuts A or B.
     """
@@ -213,15 +217,15 @@ class AdapterPart:
             start += indices.length
         raise AdapterError(f"{self.module}: no part of this rank begins at {block.source_start}")
 
-    def whole(self, which: str, rank: int) -> Dims:
+    def whole_dims(self, which: str, adapter_rank: int) -> Dims:
         """Return the dimensions of A or B in the whole model. ``which``: LORA_A or LORA_B."""
         if which == LORA_A:
-            return (rank, self.dims[1])
-        return (self.dims[0], rank)
+            return (adapter_rank, self.dims[1])
+        return (self.dims[0], adapter_rank)
 
-    def local(self, which: str, rank: int) -> Dims:
-        """Return the dimensions of A or B on this rank."""
-        dims = list(self.whole(which, rank))
+    def local_dims(self, which: str, adapter_rank: int) -> Dims:
+        """Return the dimensions of A or B on this rank of the layout."""
+        dims = list(self.whole_dims(which, adapter_rank))
         if self.is_cut(which):
             dims[self.axis] = self.length
         return tuple(dims)
@@ -278,17 +282,19 @@ def adapted_linears(
     linears = []
     for chunk in range(layout.chunks):
         for local_layer, layer in enumerate(local_layers(shape, layout, coordinates.pp, chunk)):
-            numbers = chunk, local_layer, layer
+            position = chunk, local_layer, layer
             rules = (*family.rules_of(shape, layer), *family.expert_rules_of(shape, layer))
             for rule in rules:
                 if _adapted_sources(adapters, rule):
-                    linears.append(_linear(adapters, shape, layout, coordinates, rule, numbers))
-    if coordinates.pp < layout.pipeline - 1:
+                    linears.append(_linear(adapters, shape, layout, coordinates, rule, position))
+    is_last_stage = coordinates.pp == layout.pipeline - 1
+    if not is_last_stage:
         return linears
-    numbers = layout.chunks - 1, 0, shape.num_layers
+    # The output layer has no local number. The 0 is not used.
+    position = layout.chunks - 1, 0, shape.num_layers
     for rule in _outputs(shape):
         if _adapted_sources(adapters, rule):
-            linears.append(_linear(adapters, shape, layout, coordinates, rule, numbers))
+            linears.append(_linear(adapters, shape, layout, coordinates, rule, position))
     return linears
 
 
@@ -303,7 +309,7 @@ def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
             for part in linear.parts:
                 for which in (LORA_A, LORA_B):
                     name = f"{_module(part, expert)}.{which}"
-                    tensors[name] = part.whole(which, adapters.rank)
+                    tensors[name] = part.whole_dims(which, adapters.rank)
     return tensors
 
 
@@ -314,7 +320,7 @@ def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: b
     routers.
     """
     if adapters is None:
-        return mapping.parameters(shape)
+        return mapping.parameter_count(shape)
     elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
     if routers:
         elements += len(shape.moe_layers) * shape.num_experts * shape.hidden_size
@@ -366,11 +372,11 @@ def _parameter(
     is_shared = linear.of_experts and not linear.experts
     is_cut = part.is_cut(which) and not is_shared
     if is_cut:
-        dims = part.local(which, adapters.rank)
+        dims = part.local_dims(which, adapters.rank)
         axis = part.axis
         ranges = part.ranges
     else:
-        dims = part.whole(which, adapters.rank)
+        dims = part.whole_dims(which, adapters.rank)
         axis = 0
         ranges = (IndexRange(0, dims[0]),)
     segments = []
@@ -400,9 +406,9 @@ def _linear(
     layout: Layout,
     coordinates: RankCoordinates,
     rule: Rule,
-    numbers: tuple[int, int, int],
+    position: tuple[int, int, int],
 ) -> AdaptedLinear:
-    chunk, local_layer, layer = numbers
+    chunk, local_layer, layer = position
     of_experts = rule in family_of(shape).expert
     rank, ranks = coordinates.tp, layout.tensor
     if of_experts:

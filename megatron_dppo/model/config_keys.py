@@ -1,6 +1,6 @@
-"""Keys of a config.json that no family reads: keys that must have a neutral value, and keys without an effect.
+"""Keys of a config.json that its family does not read: keys that must have a neutral value, and keys without an effect.
 
-A family reads its own keys (``model/families.py``). A key that neither the family reads nor this module lists is
+Each family reads other keys (``model/families.py``). A key that neither the family reads nor this module lists is
 unknown. It may change the model's arithmetic, so the start of a run and the converter print a warning with the key.
 """
 

@@ -257,8 +257,9 @@ def read_decoder_shape(
         facts.require_each("layer_types", "full_attention")
     heads = facts.positive("num_attention_heads")
     # transformers uses its default only if the key is absent. The value null means ``heads``.
-    is_absent = "num_key_value_heads" not in facts.values
-    groups_default = (is_absent and key_value_heads_default) or heads
+    groups_default = heads
+    if key_value_heads_default is not None and "num_key_value_heads" not in facts.values:
+        groups_default = key_value_heads_default
     hidden = facts.positive("hidden_size")
     theta, scaling = facts.rope(
         rotary_fraction,
@@ -457,8 +458,8 @@ def layer_rule(
 ) -> Rule:
     """Return a layer's rule from names without the layer's prefix.
 
-    ``engine`` is SGLang's name and cut if they differ from the trainer's. ``dtype`` is the type of the trainer's tensor
-    and ``engine_dtype`` the type of SGLang's tensor, if they are not the model's type.
+    ``engine`` is SGLang's name and cut if they differ from the trainer's. ``dtype`` is the type of the trainer's
+    tensor, which files may have too, and ``engine_dtype`` the type of SGLang's tensor. None: the model's type.
     """
     layer_sources = tuple(Source(HF_LAYER + name, dims, dtype, dtype) for name, dims in sources)
     rule = Rule(MEGATRON_LAYER + megatron, split, layer_sources)
@@ -684,7 +685,7 @@ class Family:
         layer: the rows of a layer, before its experts.
         expert: the rows of each expert in a layer with experts.
         engine: SGLang's tensors in a layer that combine the sources of several rows, or hold a part of a row's sources.
-            These tensors replace the tensors that the rows of the sources imply.
+            If they have all sources of a row, they replace the tensors that ``Rule.in_engine`` returns for the row.
         carries: the tensors of published checkpoints that are only copied: not trained, and not sent to engines.
         megatron: fields of Megatron's TransformerConfig that cannot be derived from the shape and the table.
         engine_keeps_output: whether SGLang's model has an output matrix beside the embedding even if both are tied.
@@ -1345,7 +1346,7 @@ def _leading_dense_layers(facts: ConfigFacts) -> int:
     return count
 
 
-def _dense_layers_of_both(facts: ConfigFacts) -> tuple[int, ...]:
+def _agreed_dense_layers(facts: ConfigFacts) -> tuple[int, ...]:
     """Return the numbers of the first layers, whose MLP is dense.
 
     transformers reads ``mlp_layer_types``, SGLang reads ``first_k_dense_replace``: both must agree.
@@ -1376,7 +1377,7 @@ def read_glm4_moe_lite(facts: ConfigFacts) -> ModelShape:
         "glm4_moe_lite",
         Router("sigmoid", has_bias=True, scale=1.8),
         768,
-        dense_layers=_dense_layers_of_both(facts),
+        dense_layers=_agreed_dense_layers(facts),
         norm_eps=facts.number("rms_norm_eps", 1e-5),
     )
 
@@ -1526,6 +1527,7 @@ DELTA_INPUTS_BY_HEAD = replace(
 )
 """The input matrices of a delta net if checkpoints and SGLang order their rows by key head."""
 HYBRID_MOE = (
+    # These two rules replace the two rules of ``moe_router``: another norm, and the same router.
     gemma_norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     moe_router()[1],
     *shared_expert(),
@@ -1665,7 +1667,7 @@ def read_hy_v3(facts: ConfigFacts) -> ModelShape:
         experts_per_token=facts.positive("num_experts_per_tok"),
         moe_ffn_hidden_size=width,
         shared_ffn_hidden_size=facts.positive("num_shared_experts", default=1) * width,
-        dense_layers=_dense_layers_of_both(facts),
+        dense_layers=_agreed_dense_layers(facts),
         router=Router("sigmoid", has_bias=True, scale=facts.number("router_scaling_factor", 2.826)),
         norm_eps=facts.number("rms_norm_eps", 1e-5),
     )
@@ -1785,8 +1787,11 @@ def read_qwen3_5_moe(facts: ConfigFacts) -> ModelShape:
     return _read_qwen3_5(facts, "qwen3_5_moe")
 
 
-def _limited_expert(name: str, *, transposed: bool) -> PackedExperts:
-    """Return the packed tensor ``name`` of a gpt-oss file. An example of a name: ``gate_up_proj_bias``."""
+def _gpt_oss_packed(name: str, *, transposed: bool) -> PackedExperts:
+    """Return the packed tensor ``name`` of a gpt-oss file: weights if ``transposed``, else biases.
+
+    An example of a name: ``gate_up_proj_bias``.
+    """
     kind = "weight" if transposed else "bias"
     matrix = f"{HF_LAYER}mlp.experts.{{expert}}.{name.removesuffix('_bias')}.{kind}"
     return PackedExperts(f"{HF_LAYER}mlp.experts.{name}", (matrix,), transposed)
@@ -1848,10 +1853,10 @@ GPT_OSS_LAYER = (
     layer=GPT_OSS_LAYER,
     expert=GPT_OSS_EXPERT,
     packed=(
-        _limited_expert("gate_up_proj", transposed=True),
-        _limited_expert("gate_up_proj_bias", transposed=False),
-        _limited_expert("down_proj", transposed=True),
-        _limited_expert("down_proj_bias", transposed=False),
+        _gpt_oss_packed("gate_up_proj", transposed=True),
+        _gpt_oss_packed("gate_up_proj_bias", transposed=False),
+        _gpt_oss_packed("down_proj", transposed=True),
+        _gpt_oss_packed("down_proj_bias", transposed=False),
     ),
     engine_keeps_output=True,
     needs_direct_placement=True,
@@ -1863,7 +1868,8 @@ def read_gpt_oss(facts: ConfigFacts) -> ModelShape:
     facts.require("swiglu_alpha", 1.702, 1.702)
     facts.require("hidden_act_alpha", 1.702, 1.702)
     experts_per_token = facts.positive("num_experts_per_tok", default=4)
-    # The model's first code has these other names for the same numbers.
+    # The model's first code has two other names: ``experts_per_token``, and ``initial_context_length`` for
+    # ``original_max_position_embeddings``.
     facts.require("experts_per_token", experts_per_token, experts_per_token)
     facts.ignore("initial_context_length")
     if not facts.values.get("rope_scaling") and not facts.values.get("rope_parameters"):
@@ -1894,7 +1900,7 @@ def _read_window(facts: ConfigFacts) -> AttentionWindow:
     kinds = facts.values.get("layer_types")
     layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
     if kinds is None:
-        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
+        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     facts.ignore("layer_types")
     known_kinds = ("sliding_attention", "full_attention")
     if (

@@ -183,9 +183,9 @@ def hf_buckets_plan(
         layout: The trainer's layout.
         bucket_bytes: Largest size of a bucket.
         item_bytes: Bytes of an element when it is sent.
-        spread: True: gather each tensor on its ``best_receiver``, and alternate between receivers, so that one receiver
-            sends a bucket while other receivers gather their buckets. False: gather all tensors on rank 0, in model
-            order.
+        spread: True: gather each tensor on its ``largest_holder``, and alternate between receivers, so that one
+            receiver sends a bucket while other receivers gather their buckets. False: gather all tensors on rank 0, in
+            model order.
         ranks_per_node: Above 1, ``spread`` has one receiver on each node of that many ranks (``node_receivers``).
     """
     units = _units(gather_plan(shape, layout), tensors_sent_together(shape))
@@ -253,10 +253,10 @@ def _buckets_in_turn(
     return buckets
 
 
-def best_receiver(tensor: TensorSources, ranks_per_node: int = 1) -> int:
-    """Return the rank, or the node of ``ranks_per_node`` ranks, that holds most of ``tensor``. If several hold the same
-    amount, return the lowest number."""
-    return _largest_holder(elements_held(tensor, ranks_per_node))
+def largest_holder(tensor: TensorSources, ranks_per_node: int = 1) -> int:
+    """Return the number of the rank, or of the node of ``ranks_per_node`` ranks, that holds most of ``tensor``. If
+    several hold the same amount, return the lowest number."""
+    return _key_of_most(elements_held(tensor, ranks_per_node))
 
 
 def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
@@ -265,13 +265,13 @@ def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> lis
     All tensors of a node have the same receiver: the node's rank that holds most of these tensors. A node is a run of
     ``ranks_per_node`` consecutive ranks.
     """
-    nodes = [best_receiver(tensor, ranks_per_node) for tensor in tensors]
+    nodes = [largest_holder(tensor, ranks_per_node) for tensor in tensors]
     elements_by_node: dict[int, Counter[int]] = defaultdict(Counter)
     for tensor, node in zip(tensors, nodes, strict=True):
         for rank, elements in elements_held(tensor).items():
             if rank // ranks_per_node == node:
                 elements_by_node[node][rank] += elements
-    receivers = {node: _largest_holder(held) for node, held in elements_by_node.items()}
+    receivers = {node: _key_of_most(held) for node, held in elements_by_node.items()}
     return [receivers[node] for node in nodes]
 
 
@@ -294,7 +294,7 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
     """
     elements = 0
     for tensor in gather_plan(shape, layout):
-        elements += gathered_elements(tensor, best_receiver(tensor))
+        elements += gathered_elements(tensor, largest_holder(tensor))
     return elements
 
 
@@ -306,7 +306,8 @@ def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int
     return elements
 
 
-def _largest_holder(elements: Counter[int]) -> int:
+def _key_of_most(elements: Counter[int]) -> int:
+    """Return the rank or node with most elements; of several, the lowest number."""
     most_elements = max(elements.values())
     return min(holder for holder, count in elements.items() if count == most_elements)
 
@@ -319,6 +320,7 @@ def _groups(
     """Yield the tensors of each bucket: first the buckets of the model's type, then the buckets of each other type."""
     units_by_dtype: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
+        # All tensors of a unit have the same type.
         units_by_dtype.setdefault(unit[0].dtype, []).append(unit)
     for dtype, units_of_dtype in units_by_dtype.items():
         dtype_bytes = item_bytes if dtype is None else ITEM_BYTES[dtype]
@@ -332,7 +334,7 @@ def _fill_groups(
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     group_bytes = 0
-    # Keep the order, although a better packing could save a bucket: all ranks then compute the same plan.
+    # Keep the order of the units, although another order could save a bucket.
     for unit in units:
         unit_bytes = sum(tensor.elements for tensor in unit) * item_bytes
         if group and group_bytes + unit_bytes > bucket_bytes:

@@ -84,7 +84,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions. ``data`` is the number of replicas of the attention part.
+    """Sizes of the parallel dimensions. ``data`` is the number of data-parallel ranks of the dense layers.
 
     Raises LayoutError if the sizes do not fit each other. ``model_faults`` checks whether they fit a model.
     """
@@ -133,8 +133,8 @@ class Layout:
         """Return the layout with the fewest ranks: the least data parallelism that the experts need."""
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
         expert_ranks = expert * sizes.expert_tensor_size
-        # Compute the quotient only for sizes of at least 1. The constructor raises an error for smaller sizes.
-        # The ranks of a stage, tensor * data, must be a multiple of ``expert_ranks``.
+        # The ranks of a stage, tensor * data, must be a multiple of ``expert_ranks``. For sizes below 1 there is no
+        # such number, and the constructor raises an error.
         data = 1
         if min(tensor, expert_ranks) > 0:
             data = math.lcm(tensor, expert_ranks) // tensor
@@ -174,7 +174,7 @@ class Layout:
 
     @property
     def expert_data(self) -> int:
-        """Replicas of the expert part."""
+        """Data-parallel ranks of the experts."""
         return self.stage_ranks // (self.expert * self.expert_tensor)
 
     def coordinates(self, rank: int) -> RankCoordinates:
@@ -250,7 +250,7 @@ def size_faults(sizes: LayoutSizes) -> list[LayoutFault]:
 
 def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
     """Return the reasons why the model's parameters cannot be divided by ``sizes``. The sizes must fit each other."""
-    faults = list(_attention_faults(sizes, shape))
+    faults = [*_stage_faults(sizes, shape.num_layers), *_attention_faults(sizes, shape)]
     if len(shape.moe_layers) < shape.num_layers:
         faults += _dense_faults(sizes, shape)
     if shape.is_moe:
@@ -266,9 +266,12 @@ def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
     return [*holding_faults(sizes, shape), *_training_faults(sizes, shape)]
 
 
-def most_all_to_all(tensor: int, shape: ModelShape) -> int:
-    """Return the largest ``context`` whose ranks can exchange heads for tokens: the greatest common divisor of the
-    query heads and the key-value heads of a rank. Divisors of the result are possible too."""
+def largest_all_to_all_context(tensor: int, shape: ModelShape) -> int:
+    """Return the largest ``context`` whose ranks can exchange heads for tokens.
+
+    The result is the greatest common divisor of a rank's query heads and its key-value heads. Every divisor of the
+    result is possible too.
+    """
     return math.gcd(shape.num_attention_heads // tensor, max(1, shape.num_query_groups // tensor))
 
 
@@ -335,7 +338,6 @@ def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
 
 
 def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
-    yield from _stage_faults(sizes, shape.num_layers)
     tensor = sizes.tensor
     heads = shape.num_attention_heads
     groups = shape.num_query_groups
@@ -354,6 +356,7 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
         yield _divisor("tensor", tensor, f"{groups} key-value heads, as its attention has a gate")
     if shape.delta is not None and shape.delta.key_heads % tensor:
         yield _divisor("tensor", tensor, f"{shape.delta.key_heads} key heads of delta nets")
+    # If the ranks are a multiple of the key-value heads, they cut the fused matrix by rows, not by heads.
     rows = (heads + 2 * groups) * shape.head_dim
     if tensor % groups == 0 and rows % tensor:
         yield _divisor("tensor", tensor, f"{rows} rows of queries, keys and values")
@@ -376,18 +379,18 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
     if sizes.pipeline == 1:
         # With one stage, ``size_faults`` rejects the keys.
         return
-    stages = sizes.pipeline - len(given_stages)
-    layers = num_layers - sum(given_stages)
+    other_stages = sizes.pipeline - len(given_stages)
+    other_layers = num_layers - sum(given_stages)
     # If both keys are set, report the last key: the first key may be right.
     first_key, last_key = _STAGE_KEYS
     key = first_key if sizes.last_stage_layers is None else last_key
-    if stages == 0 and layers != 0:
+    if other_stages == 0 and other_layers != 0:
         expectation = f"{num_layers - given_stages[0]}, the rest of the model's {num_layers} layers"
         yield LayoutFault(key, given_stages[-1], expectation)
-    if stages > 0 and (layers < 1 or layers % (stages * chunks)):
+    if other_stages > 0 and (other_layers < 1 or other_layers % (other_stages * chunks)):
         expectation = (
-            f"a number that leaves a positive multiple of {stages * chunks} of the model's {num_layers} layers for "
-            f"{stages} other stages, not {layers}"
+            f"a number that leaves a positive multiple of {other_stages * chunks} of the model's {num_layers} layers "
+            f"for {other_stages} other stages, not {other_layers}"
         )
         yield LayoutFault(key, given_stages[-1], expectation)
 

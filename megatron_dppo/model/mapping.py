@@ -83,6 +83,7 @@ class Segment:
         negative if the part is empty.
         """
         step = self.hf_step
+        # ``-(-a // b)`` is a / b, rounded up.
         first = max(0, -(-(start - self.hf_start) // step))
         end = min(self.length, -(-(start + count - self.hf_start) // step))
         return first, end - first
@@ -165,7 +166,8 @@ def own_dtypes(shape: ModelShape) -> dict[str, str]:
 
 @cache
 def file_dtypes(shape: ModelShape) -> dict[str, str]:
-    """Return a second type that some Hugging Face tensors may have in checkpoint files, besides the model's type."""
+    """Return the second type that a Hugging Face tensor may have in checkpoint files besides the model's type, by the
+    tensor's name. Tensors without a second type are left out."""
     dtypes: dict[str, str] = {}
     for name, source in _hf_sources(shape):
         if source.file_dtype is not None:
@@ -197,7 +199,7 @@ def packed_names(shape: ModelShape) -> dict[str, PackedName]:
 
 
 @cache
-def parameters(shape: ModelShape) -> int:
+def parameter_count(shape: ModelShape) -> int:
     """Return the number of elements of the whole model. Tied embeddings count once."""
     return sum(math.prod(dims) for dims in hf_tensors(shape).values())
 
@@ -231,24 +233,25 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
     ep_rank, etp_rank = divmod(rank, engine.expert_tensor)
     parameters = []
     for row in _engine_rows(shape, engine, ep_rank):
-        rule = row.rule
-        is_first_copy = rule.split is not replicated or rank == 0
+        engine_row = row.rule
+        is_first_copy = engine_row.split is not replicated or rank == 0
+        # ``part``: a rank, and the number of ranks among which the tensor is divided.
         if row.is_expert:
             part = (etp_rank, engine.expert_tensor)
         else:
-            ranks = dividing_ranks(shape, engine, rule)
+            ranks = dividing_ranks(shape, engine, engine_row)
             part = (rank % ranks, ranks)
             is_first_copy = is_first_copy and rank < ranks
-        shard = shard_of(rule.split, rule.sources, shape, *part)
+        shard = shard_of(engine_row.split, engine_row.sources, shape, *part)
         parameters.append(
             EngineParameter(
                 chunk=0,
-                name=rule.name.format(layer=row.layer, expert=row.local_expert),
+                name=engine_row.name.format(layer=row.layer, expert=row.local_expert),
                 shape=shard.shape,
                 segments=_segments(shard, row),
                 is_primary=is_first_copy,
-                dtype=rule.dtype_in(shape),
-                adds_one=rule.adds_one,
+                dtype=engine_row.dtype_in(shape),
+                adds_one=engine_row.adds_one,
             )
         )
     return parameters

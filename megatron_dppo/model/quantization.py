@@ -29,7 +29,7 @@ SCHEME: dict[str, Any] = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 """``quantization_config`` of a config.json."""
-FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FP8_FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families in which SGLang holds exactly the tensors of ``is_quantized`` in FP8."""
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""
@@ -46,7 +46,8 @@ def scale_dims(dims: Dims) -> Dims:
 
 
 def stored_bytes(hf_name: str, dims: Dims, item_bytes: int, *, quantized: bool) -> int:
-    """Return the bytes that an engine receives for a tensor; if the engine is ``quantized``, with the scales."""
+    """Return the bytes that an engine receives for a tensor. A ``quantized`` engine receives an FP8 tensor and its
+    scales for each tensor of ``is_quantized``."""
     elements = math.prod(dims)
     if quantized and is_quantized(hf_name):
         return elements + SCALE_BYTES * math.prod(scale_dims(dims))
@@ -97,6 +98,7 @@ def check_block_widths(shape: ModelShape, engine: EngineLayout) -> None:
 
     SGLang's kernels read activations in groups of 128 columns, and each part of a fused matrix must have whole blocks.
     """
+    # All ranks have shares of equal sizes, so the shares of the first rank are enough.
     first_rank = 0
     for parameter in engine_parameters(shape, engine, first_rank):
         if not holds_quantized(parameter):

@@ -74,7 +74,7 @@ def check_filled(
                 f"{location}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
             )
     intervals = sorted((s.local_start, s.length) for s in parameter.segments)
-    end = _run(location, intervals)
+    end = _end_of_intervals(location, intervals)
     if any(s.dim != dim for s in parameter.segments):
         raise ProofError(f"{location}: segments along different dimensions")
     if end != parameter.shape[dim] and not may_have_padding:
@@ -102,13 +102,14 @@ def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> 
         intervals = [
             (s.hf_start // step, s.length) for s in segments if s.hf_start % step == remainder
         ]
-        end = _run(name, sorted(intervals)) * step + remainder
+        # The dimension is a multiple of the step, so each remainder has dims[dim] / step indices.
+        end = _end_of_intervals(name, sorted(intervals)) * step + remainder
         expected_end = dims[dim] + remainder
         if end != expected_end:
             raise ProofError(f"{name}: covered up to {end} of {expected_end} along dim {dim}")
 
 
-def _run(location: str, intervals: list[tuple[int, int]]) -> int:
+def _end_of_intervals(location: str, intervals: list[tuple[int, int]]) -> int:
     """Return the end of the intervals ``(start, length)``. Raises ProofError unless they begin at 0, without gap or
     overlap."""
     end = 0
@@ -202,18 +203,22 @@ def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, li
     return landings
 
 
-def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
+def _check_copies(tensor: TensorSources, landings: list[_Landing]) -> None:
     """Check that the blocks cover every element equally often, and that no parameter holds a block twice."""
-    if not landed:
+    if not landings:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
     # Several ranks may hold copies of a block (replicas, shared K/V heads). Copies have equal intervals, so count the
     # equal intervals.
-    copies = Counter((s.dim, s.hf_start, s.length, s.hf_step) for *_, s in landed)
+    copies = Counter[tuple[int, ...]]()
+    blocks: dict[tuple[int, ...], mapping.Segment] = {}
+    for *_, s in landings:
+        interval = (s.dim, s.hf_start, s.length, s.hf_step)
+        copies[interval] += 1
+        blocks[interval] = s
     if len(set(copies.values())) != 1:
         raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(copies)}")
-    blocks = {(s.dim, s.hf_start, s.length, s.hf_step): s for *_, s in landed}
     check_tiling(f"{tensor.name} in the engine", tensor.shape, blocks.values())
-    if len({(rank, name, s.hf_start) for rank, name, s in landed}) != len(landed):
+    if len({(rank, name, s.hf_start) for rank, name, s in landings}) != len(landings):
         raise ProofError(f"{tensor.name}: a block lands twice in a parameter of an engine rank")
 
 
@@ -293,6 +298,7 @@ def _engine_table(engine: EngineLayout, report: ReshardingReport) -> Table:
 
 
 def figures_table(title: str, *headings: str) -> Table:
+    """Return a table without rows, whose columns are aligned to the right."""
     columns = (Column(heading, justify="right") for heading in headings)
     return Table(*columns, title=title, title_justify="left")
 

@@ -148,7 +148,7 @@ class DeltaNet:
         return 2 * self.key_width + self.value_width
 
     @property
-    def weights_per_input(self) -> int:
+    def input_rows(self) -> int:
         """Rows of the input matrix: queries, keys, values, the values' gates, and two numbers of each value head."""
         return self.convolved_width + self.value_width + 2 * self.value_heads
 
@@ -325,10 +325,10 @@ def _delta_sizes(delta: DeltaNet) -> dict[str, int]:
     }
 
 
-BACKWARD_FORWARDS = 2
+BACKWARD_PRODUCTS = 2
 """Matrix products of a backward pass for each product of the forward pass: one for the gradient of the inputs, one for
 the gradient of the weights."""
-FROZEN_BACKWARD_FORWARDS = 1
+FROZEN_BACKWARD_PRODUCTS = 1
 """Matrix products of a backward pass for each product with frozen weights: only for the gradient of the inputs. The
 products of adapters are not counted."""
 
@@ -350,7 +350,7 @@ class SequenceCost:
 
 
 TOKENS = SequenceCost(1.0, 0.0)
-"""The cost in tokens, without attention."""
+"""The number of tokens as a cost, without attention."""
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -396,7 +396,7 @@ def _delta_parameters(shape: ModelShape) -> int:
     if shape.delta is None:
         return 0
     delta = shape.delta
-    matrices = shape.hidden_size * (delta.weights_per_input + delta.value_width)
+    matrices = shape.hidden_size * (delta.input_rows + delta.value_width)
     return matrices + delta.convolved_width * delta.kernel_size
 
 
@@ -410,10 +410,10 @@ def forward_flops(shape: ModelShape) -> SequenceCost:
     softmax are not counted.
     """
     sizes = shape.sizes()
-    # The output layer counts for every token, because it is computed also for tokens that were not sampled.
     values = sizes["query"] if shape.latent is None else sizes["attention"]
     windows = 0 if shape.window is None else len(shape.window.layers)
     quadratic = float(sizes["query"] + values) * (shape.attention_layers - windows)
+    # This counts the output layer for every token, because it is computed also for tokens that were not sampled.
     linear = 2.0 * active_parameters(shape)
     if shape.window is not None:
         linear += 2.0 * (sizes["query"] + values) * windows * shape.window.tokens

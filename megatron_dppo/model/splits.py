@@ -183,23 +183,24 @@ def delta_inputs_by_head(sources: Sequence[Dims], shape: ModelShape, rank: int, 
     """
     delta = _delta_of(shape)
     heads = _share(delta.key_heads, size, "key heads of a delta net")
-    values = delta.value_heads // delta.key_heads
-    widths = (
+    value_heads = delta.value_heads // delta.key_heads
+    # The source and the rows of a key head in q, k, v, z, b and a.
+    sections = (
         (0, delta.key_size),
         (0, delta.key_size),
-        (0, values * delta.value_size),
-        (0, values * delta.value_size),
-        (1, values),
-        (1, values),
+        (0, value_heads * delta.value_size),
+        (0, value_heads * delta.value_size),
+        (1, value_heads),
+        (1, value_heads),
     )
     rows_per_head = [0, 0]
-    for source, width in widths:
+    for source, width in sections:
         rows_per_head[source] += width
     # Rows of the sections so far, within a head of each source.
     offsets = [0, 0]
     blocks: list[Block] = []
     row = 0
-    for source, width in widths:
+    for source, width in sections:
         for head in range(rank * heads, (rank + 1) * heads):
             start = head * rows_per_head[source] + offsets[source]
             blocks.append(Block(source, 0, start, row, width))

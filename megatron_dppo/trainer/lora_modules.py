@@ -130,7 +130,7 @@ class LinearAdapter(torch.nn.Module):
 
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
         """Return the shape of the parameter for ``part``'s A or B: ``which`` is LORA_A or LORA_B."""
-        return list(part.local(which, self.options.adapters.rank))
+        return list(part.local_dims(which, self.options.adapters.rank))
 
     def _mark_parameters(self) -> None:
         """Set attributes on A and B. They tell Megatron-Core how A and B are divided and how to reduce gradients."""
@@ -323,7 +323,7 @@ class SharedExpertAdapter(LinearAdapter):
         return self.options.adapters.scale * F.linear(F.linear(x, a), b)
 
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
-        return list(part.whole(which, self.options.adapters.rank))
+        return list(part.whole_dims(which, self.options.adapters.rank))
 
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
         """Return A and B with only this rank's columns of A, or only this rank's rows of B."""

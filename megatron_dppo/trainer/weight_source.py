@@ -172,7 +172,7 @@ class AdapterWeights(TrainerWeights):
         (whole_bucket,) = self.plan(sys.maxsize, spread=False)
         elements = 0
         for tensor in whole_bucket.tensors:
-            receiver = gather_plan.best_receiver(tensor)
+            receiver = gather_plan.largest_holder(tensor)
             elements += gather_plan.gathered_elements(tensor, receiver)
         return elements * self._trainer.dtype.itemsize
 

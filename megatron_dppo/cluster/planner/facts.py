@@ -198,7 +198,7 @@ class Trained:
             stacked = max(1, len(linear.experts))
             for part in linear.parts:
                 for factor in (LORA_A, LORA_B):
-                    dims_of = part.whole if is_shared else part.local
+                    dims_of = part.whole_dims if is_shared else part.local_dims
                     dims = dims_of(factor, adapter_rank)
                     group.append((math.prod(dims) * stacked, 1))
         if self.routers:

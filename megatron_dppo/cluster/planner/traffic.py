@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.cluster.planner.devices import GB, Device
 from megatron_dppo.cluster.planner.facts import RunFacts
-from megatron_dppo.model.mapping import hf_tensors, parameters
+from megatron_dppo.model.mapping import hf_tensors, parameter_count
 from megatron_dppo.model.quantization import stored_bytes
 
 BROADCAST_EFFICIENCY = 0.6
@@ -58,7 +58,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     elements count.
     """
     trainer = facts.trainer
-    model_elements = parameters(trainer.shape)
+    model_elements = parameter_count(trainer.shape)
     trained_elements = model_elements
     if trainer.trained is not None:
         trained_elements = trainer.trained.elements(trainer.shape)
@@ -87,7 +87,7 @@ def _sent_bytes(facts: RunFacts) -> int:
     """Return the bytes of all weights as servers receive them: the trainer's dtype, or block FP8."""
     item_bytes = facts.trainer.item_bytes
     if not facts.engine.quantized:
-        return parameters(facts.trainer.shape) * item_bytes
+        return parameter_count(facts.trainer.shape) * item_bytes
     total = 0
     for name, dims in hf_tensors(facts.trainer.shape).items():
         total += stored_bytes(name, dims, item_bytes, quantized=True)
@@ -105,7 +105,7 @@ def _gathered(facts: RunFacts) -> int:
     # An expert has three matrices.
     expert_size = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     expert_elements = len(shape.moe_layers) * shape.num_experts * expert_size
-    dense_elements = parameters(shape) - expert_elements
+    dense_elements = parameter_count(shape) - expert_elements
     # The share of the dense weights that the senders hold before they gather. A stage's sender holds 1 / TP of each of
     # the stage's weights.
     dense_share = 1 / layout.tensor

@@ -27,7 +27,7 @@ from megatron_dppo.config.schema import LoraConfig, TrainConfig
 from megatron_dppo.model.adapters import trained_elements
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.mapping import parameter_count
 from megatron_dppo.model.shape import ITEM_BYTES, checkpoint_bytes
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
@@ -109,7 +109,7 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
     except ModelError:
         # A model that can't be read is no node's fault. The check of the configuration refuses such a model.
         return 0, 0, 0
-    weight_bytes = parameters(shape) * ITEM_BYTES[dtype]
+    weight_bytes = parameter_count(shape) * ITEM_BYTES[dtype]
     update_bytes = weight_bytes
     if updates_adapters(lora):
         update_bytes = trained * ITEM_BYTES[dtype]

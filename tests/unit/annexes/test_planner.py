@@ -69,7 +69,7 @@ from megatron_dppo.model.mapping import (
     EngineLayout,
     engine_parameters,
     local_parameters,
-    parameters,
+    parameter_count,
 )
 from megatron_dppo.model.quantization import holds_quantized, scale_parameter
 from megatron_dppo.model.shape import active_parameters
@@ -317,7 +317,7 @@ def test_fp8_rollouts_in_the_plan():
     updates = [traffic(f, DEVICES["h100"]).update for f in (plain, fp8)]
     # 29.9 G elements have one byte, and 1 / 4096 of it in scales; embedding, output matrix and routers have two.
     quantized = 48 * (2048 * 9216 + 128 * 3 * 2048 * 768)
-    assert updates[0] == 2 * parameters(MOE)
+    assert updates[0] == 2 * parameter_count(MOE)
     assert updates[0] - updates[1] == quantized - 4 * quantized // 128**2
 
 
@@ -363,14 +363,14 @@ def test_attention_replicas_in_the_plan():
 
 def test_update_and_checkpoint_by_hand():
     found = traffic(facts(), DEVICES["h100"], storage=10e9)
-    assert parameters(MOE) == 30_532_122_624
-    assert found.update == 2 * parameters(MOE)
-    assert found.checkpoint == 14 * parameters(MOE)
+    assert parameter_count(MOE) == 30_532_122_624
+    assert found.update == 2 * parameter_count(MOE)
+    assert found.checkpoint == 14 * parameter_count(MOE)
     assert found.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
     assert found.buckets == 114  # one node holds every first copy: 61.06 GB in buckets of 512 MiB
     assert found.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
     experts = 48 * 128 * 3 * 2048 * 768
-    dense = parameters(MOE) - experts
+    dense = parameter_count(MOE) - experts
     assert found.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
     holders = traffic(facts("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
     assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
@@ -387,7 +387,7 @@ def test_an_update_of_adapters_by_hand():
     assert found.buckets == 1
     assert found.update_seconds == pytest.approx(1 + 2 * found.update / 5e9)
     merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
-    assert merged.update == 2 * parameters(MOE)
+    assert merged.update == 2 * parameter_count(MOE)
     assert merged.checkpoint == found.checkpoint == 7 * found.update
 
 
@@ -581,7 +581,7 @@ def test_every_rank_copies_its_share_of_a_checkpoint():
     assert len(set(trainers)) == 1
     # 14 bytes x 30.53 B / 16 ranks are 24.9 GiB (and replicated norms); a pinned buffer of 32 GiB holds them.
     assert trainers == [8 * 32 * 2**30] * 2
-    assert written_bytes(facts()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
+    assert written_bytes(facts()) * 16 == pytest.approx(14 * parameter_count(MOE), rel=0.02)
     lora = facts("qwen3_30b_a3b_base_lora")
     share = 14 * lora.trainer.trained.elements(MOE) / 16
     assert written_bytes(lora) == pytest.approx(share, rel=1e-6)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.certificate import FILE, Certificate
+from megatron_dppo.checkpoint_conversion.certificate import CERTIFICATE, Certificate
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf, verify
 from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 from megatron_dppo.model.errors import CheckpointError, MismatchError
@@ -57,11 +57,11 @@ def write_old(hf: Path, folder: Path, layout: Layout) -> Path:
         n: hashlib.sha256(tensors[n].numpy().tobytes()).hexdigest() for n in hf_tensors(shape)
     }
     Certificate("torch_dist", shape, "float32", "float32", digests).save(folder)
-    body = json.loads((folder / FILE).read_text())
+    body = json.loads((folder / CERTIFICATE).read_text())
     del body["sha256"]
     body = {**body, "form": "sharded", "layout": dataclasses.asdict(layout)}
     digest = hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
-    (folder / FILE).write_text(json.dumps({**body, "sha256": digest}))
+    (folder / CERTIFICATE).write_text(json.dumps({**body, "sha256": digest}))
     return folder
 
 

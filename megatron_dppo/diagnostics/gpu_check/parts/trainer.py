@@ -310,11 +310,11 @@ def compared(label: str, measured: int, planned: int, tolerance: float) -> Check
 
 
 def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
-    from megatron_dppo.model.shape import BACKWARD_FORWARDS, forward_flops
+    from megatron_dppo.model.shape import BACKWARD_PRODUCTS, forward_flops
     from megatron_dppo.trainer import platform
 
     cost = forward_flops(trainer.shape)
-    flops = (1 + BACKWARD_FORWARDS) * sum(cost(length) for length in lengths)
+    flops = (1 + BACKWARD_PRODUCTS) * sum(cost(length) for length in lengths)
     start_time = time.perf_counter()
     for _ in range(STEPS):
         # The step reads the gradient's norm from the device, so it includes all of the GPU's work.
