@@ -290,7 +290,7 @@ class RunView:
         newest: dict[str, list[Any]] = {}
         for record in recorded:
             values = {name: value for name, value in record.items() if value is not None}
-            for name, finding in check.step(values).items():
+            for name, finding in check.compare(values).items():
                 normal = METRICS[name].normal
                 newest[name] = [step_of(record), finding, normal.why if normal else ""]
         return sorted(newest.values(), key=itemgetter(0), reverse=True)

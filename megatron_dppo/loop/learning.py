@@ -133,16 +133,17 @@ class LossRecord:
 
 def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
     """Return the rows of each response's sampled tokens. ``statistics``: tensors [T, ...], aligned with ``batch``."""
-    sampled_positions = torch.nonzero(batch.loss_mask).squeeze(1)
+    token_indices = torch.nonzero(batch.loss_mask).squeeze(1)
     arrays: dict[str, np.ndarray] = {}
     for name, values in statistics.items():
-        arrays[name] = values[sampled_positions].cpu().numpy()
+        arrays[name] = values[token_indices].cpu().numpy()
     # Number of sampled tokens before each sequence's end. The rows of one sequence are adjacent in ``arrays``.
-    sequence_ends = batch.cu_seqlens[1:].to(sampled_positions)
-    ends = torch.searchsorted(sampled_positions, sequence_ends).cpu().numpy()
+    sequence_ends = batch.cu_seqlens[1:].to(token_indices)
+    ends = torch.searchsorted(token_indices, sequence_ends).cpu().numpy()
     starts = [0, *ends[:-1]]
     columns: LossColumns = {}
     for position, start, end in zip(batch.sequence_index.tolist(), starts, ends, strict=True):
+        # Padding has no sampled token.
         if end <= start:
             continue
         # An episode's response may have several branches, each a sequence of its own. Append the rows to the rows of
@@ -253,6 +254,7 @@ def plan_mini_batches(
         trained_lengths = [t.sampled for t in part if trains(t, algorithm)]
         denominator = denominator_of(trained_lengths, constant)
         if denominator == 0:
+            # No response of this mini-batch trains.
             continue
         # The branches of a response stay in one micro-batch, because some rules need the whole response.
         lengths: list[int] = []

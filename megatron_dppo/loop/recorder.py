@@ -212,7 +212,7 @@ class Recorder(Closing):
         for name, value in values.items():
             if metric_names.accuracy_set(name) is not None:
                 accuracies[name] = value
-        self._console.step(step, accuracies)
+        self._console.print_step(step, accuracies)
 
     def mark(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
@@ -256,7 +256,7 @@ class Recorder(Closing):
             self._write_or_keep("metrics", records.RECORDS_FILE, line, write)
             if self._trackers is not None:
                 self._trackers.scalars(step, record)
-        self._console.step(step, figures)
+        self._console.print_step(step, figures)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
         """Write the tokens that the step's mask blocked most often."""

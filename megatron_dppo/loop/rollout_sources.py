@@ -176,6 +176,7 @@ class GeneratedRollouts:
         draft = self._drafts[0]
         assert draft.step == step
         version = step - 1
+        # If weight updates wait for running requests, begin further batches only after this batch has its responses.
         if not self._drains:
             self.run_ahead(version)
         self._complete(draft, version)

@@ -374,7 +374,7 @@ class Run:
             self.stop("the batch was not trained on", suspect=True)
             raise
         except BaseException:
-            # Write the failure to the log before the stack closes the run's objects: closing may fail too.
+            # Note the time of the failure before the stack closes the run's objects, which may take long.
             note_failure()
             raise
 

@@ -108,8 +108,8 @@ class NormalityCheck:
         self.dtype = dtype
         self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=HISTORY))
 
-    def step(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Compare one step; returns metric -> finding, for the unusual metrics only."""
+    def compare(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Compare the metrics of one step. Returns metric -> finding, for the unusual metrics only."""
         unusual: dict[str, str] = {}
         for name, normal in metric_table.BY_METRIC.items():
             value = values.get(name)
@@ -171,9 +171,9 @@ class StepTable:
         self._rows = 0
         self._step_width = 2 * len(str(total_steps)) + 1
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def print_step(self, step: int, values: Mapping[str, float]) -> None:
         """Print the row of ``step``; ``values``: metric name -> value, as in the metrics file."""
-        unusual = self._check.step(values)
+        unusual = self._check.compare(values)
         if self._rows % HEADER_EVERY == 0:
             self._print(self._header())
         self._rows += 1

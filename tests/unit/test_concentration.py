@@ -96,4 +96,4 @@ def test_a_group_of_equal_responses_is_a_warning_of_the_step():
     equal, opposite = drawn(half, [0], 2), drawn(half, [1], 2)
     for group, is_normal in (([equal] * 3, False), ([equal, equal, opposite], True)):
         figures = generated_figures([GroupRow.of(group)])
-        assert (names.CONCENTRATION in NormalityCheck("float32").step(figures)) is not is_normal
+        assert (names.CONCENTRATION in NormalityCheck("float32").compare(figures)) is not is_normal

@@ -46,7 +46,7 @@ def lines_of(printed):
 
 def test_one_plain_unfolded_line_a_step_with_every_figure():
     printed = console()
-    StepTable("float32", 60, console=printed).step(12, VALUES)
+    StepTable("float32", 60, console=printed).print_step(12, VALUES)
     *header, line = lines_of(printed)
     assert " ".join(line.split()) == (
         "12/60 0.412 0.500 2.0e-06 3.1e-03 0.02% 0.10% 0.830 41.2 5.00% 0.21 11.9 7.1 4.0 0.6 950"
@@ -57,7 +57,7 @@ def test_one_plain_unfolded_line_a_step_with_every_figure():
 
 def test_figures_stand_under_their_headers():
     printed = console()
-    StepTable("float32", 60, console=printed).step(12, VALUES)
+    StepTable("float32", 60, console=printed).print_step(12, VALUES)
     _, bottom, line = lines_of(printed)
     assert bottom.index("reward") + len("reward") == line.index("0.412") + len("0.412")
     assert bottom.index("sync") + len("sync") == line.index("0.6 ") + len("0.6")
@@ -65,7 +65,7 @@ def test_figures_stand_under_their_headers():
 
 def test_what_was_not_measured_stays_empty():
     printed = console()
-    StepTable("float32", 60, console=printed).step(0, {names.accuracy("held_out"): 0.25})
+    StepTable("float32", 60, console=printed).print_step(0, {names.accuracy("held_out"): 0.25})
     assert lines_of(printed)[-1].split() == ["0/60", "0.250"]
 
 
@@ -73,7 +73,7 @@ def test_the_header_comes_back():
     printed = console()
     steps = StepTable("float32", 60, console=printed)
     for step in range(HEADER_EVERY + 1):
-        steps.step(step, VALUES)
+        steps.print_step(step, VALUES)
     assert sum("entropy" in line for line in lines_of(printed)) == 2
 
 
@@ -81,7 +81,7 @@ def test_an_unusual_figure_is_marked_each_time_and_explained_once():
     printed = console()
     steps = StepTable("float32", 60, console=printed)
     for step in (1, 2):
-        steps.step(step, {**VALUES, names.GAP_ON_POLICY: 2e-3})
+        steps.print_step(step, {**VALUES, names.GAP_ON_POLICY: 2e-3})
     text = printed.file.getvalue()
     assert text.count("2.0e-03!") == 2
     explanation = "|pi-mu| at equal weights 0.002: expected at most 0.0001 in float32. Trainer and"
@@ -105,11 +105,11 @@ def test_every_marked_column_has_a_normal_range_or_needs_none():
     ],
 )
 def test_the_expected_gap_depends_on_the_precision(dtype, gap, odd):
-    assert bool(NormalityCheck(dtype).step({names.GAP_ON_POLICY: gap})) is odd
+    assert bool(NormalityCheck(dtype).compare({names.GAP_ON_POLICY: gap})) is odd
 
 
 def test_bounds_from_below_and_figures_in_percent():
-    odd = NormalityCheck("float32").step({names.TOPK_MASS: 0.95, names.BAD_UPDATE: 0.0125})
+    odd = NormalityCheck("float32").compare({names.TOPK_MASS: 0.95, names.BAD_UPDATE: 0.0125})
     assert odd[names.TOPK_MASS] == "mass of the engine's top K 0.95: expected at least 0.99"
     assert odd[names.BAD_UPDATE].endswith("1.25%: expected at most 0.5%")
 
@@ -117,27 +117,27 @@ def test_bounds_from_below_and_figures_in_percent():
 def test_a_cliff_of_the_entropy_is_seen_and_a_slow_fall_is_not():
     check = NormalityCheck("float32")
     for value in (1.0, 0.9, 0.8, 0.7, 0.6):
-        assert check.step({names.ENTROPY: value}) == {}
-    assert check.step({names.ENTROPY: 0.5}) == {}
+        assert check.compare({names.ENTROPY: value}) == {}
+    assert check.compare({names.ENTROPY: 0.5}) == {}
     # the five before: 0.9 .. 0.5, mean 0.7; 40% of it is 0.28
-    assert "was 0.7" in check.step({names.ENTROPY: 0.27})[names.ENTROPY]
+    assert "was 0.7" in check.compare({names.ENTROPY: 0.27})[names.ENTROPY]
 
 
 def test_a_jump_of_the_gradient_norm_needs_a_history():
     check = NormalityCheck("float32")
-    assert check.step({names.GRAD_NORM: 100.0}) == {}
+    assert check.compare({names.GRAD_NORM: 100.0}) == {}
     for _ in range(5):
-        check.step({names.GRAD_NORM: 0.2})
-    assert check.step({names.GRAD_NORM: 0.99}) == {}
+        check.compare({names.GRAD_NORM: 0.2})
+    assert check.compare({names.GRAD_NORM: 0.99}) == {}
     # mean of 0.2, 0.2, 0.2, 0.2, 0.99 is 0.358; five times that is 1.79
-    assert names.GRAD_NORM in check.step({names.GRAD_NORM: 1.8})
+    assert names.GRAD_NORM in check.compare({names.GRAD_NORM: 1.8})
 
 
 def test_zeros_are_no_history_to_compare_with():
     check = NormalityCheck("float32")
     for _ in range(5):
-        check.step({names.GRAD_NORM: 0.0, names.ENTROPY: 0.0})
-    assert check.step({names.GRAD_NORM: 0.5, names.ENTROPY: 0.0}) == {}
+        check.compare({names.GRAD_NORM: 0.0, names.ENTROPY: 0.0})
+    assert check.compare({names.GRAD_NORM: 0.5, names.ENTROPY: 0.0}) == {}
 
 
 def test_a_short_wait_without_a_terminal_says_nothing():
@@ -225,6 +225,6 @@ def test_a_quiet_rank_shows_nothing():
 def test_a_metric_without_a_bound_on_its_drop_may_fall_below_zero():
     check = NormalityCheck("float32")
     for _ in range(HISTORY):
-        assert check.step({names.TWINS: 1e-6, names.ENTROPY: 1.0}) == {}
-    assert check.step({names.TWINS: -1e-3}) == {}
-    assert list(check.step({names.ENTROPY: 0.25})) == [names.ENTROPY]
+        assert check.compare({names.TWINS: 1e-6, names.ENTROPY: 1.0}) == {}
+    assert check.compare({names.TWINS: -1e-3}) == {}
+    assert list(check.compare({names.ENTROPY: 0.25})) == [names.ENTROPY]
