@@ -254,9 +254,10 @@ class ExpectedChecksums:
         self._unfinished: list[Callable[[], None]] = []
         for name, parts in tensors.parts.items():
             for part in parts:
-                if self._byte(part) % WORD:
+                first_byte = self._first_byte(part)
+                if first_byte % WORD:
                     raise IncompleteWeightsError(
-                        f"weight update: {name} begins at byte {self._byte(part)} of {part.tensor} in the engine; "
+                        f"weight update: {name} begins at byte {first_byte} of {part.tensor} in the engine; "
                         f"expected a multiple of {WORD}, which checksums need"
                     )
 
@@ -269,9 +270,9 @@ class ExpectedChecksums:
         for name, tensor in bucket:
             self._check(name, tensor)
             for part in self._tensors.parts[name]:
-                tensor_hash = self._hash(part.rank, part.tensor)
+                tensor_hash = self._unfinished_hash(part.rank, part.tensor)
                 engine_values = part.cut(tensor, self._engine_dtype(part.tensor))
-                parts.append((tensor_hash, engine_values, self._byte(part)))
+                parts.append((tensor_hash, engine_values, self._first_byte(part)))
         self._unfinished.append(add_parts(parts))
 
     def partial(self) -> Any:
@@ -334,7 +335,7 @@ class ExpectedChecksums:
                 f"expected {tuple(shape)} {expected_dtype}"
             )
 
-    def _hash(self, rank: int, tensor: str) -> TiledHash:
+    def _unfinished_hash(self, rank: int, tensor: str) -> TiledHash:
         """Return the unfinished hash of an engine tensor; start it if there is none."""
         key = (rank, tensor)
         if key not in self._hashes:
@@ -345,6 +346,6 @@ class ExpectedChecksums:
     def _engine_dtype(self, tensor: str) -> torch.dtype:
         return self._tensors.dtype_of(tensor, self._dtype)
 
-    def _byte(self, part: EnginePart) -> int:
+    def _first_byte(self, part: EnginePart) -> int:
         """Return the position of the part's first byte in its engine tensor."""
         return part.start * self._engine_dtype(part.tensor).itemsize

@@ -229,7 +229,7 @@ class HttpClient:
 
         Raises the errors of ``request``, and EngineAnswerError if the answer is no JSON object.
         """
-        return self._object(path, await self.request("GET", path, timeout_s=timeout_s))
+        return self._json_object(path, await self.request("GET", path, timeout_s=timeout_s))
 
     async def control(
         self,
@@ -250,7 +250,7 @@ class HttpClient:
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> dict[str, Any]:
         """Send a POST as ``control`` does; return the JSON object in the answer."""
-        return self._object(path, await self.control(path, body, timeout_s=timeout_s))
+        return self._json_object(path, await self.control(path, body, timeout_s=timeout_s))
 
     async def is_answering(self, timeout_s: float = 10.0) -> bool:
         """Whether an SGLang server answers in time; an error status counts as an answer.
@@ -284,7 +284,7 @@ class HttpClient:
             return False
         return True
 
-    def _object(self, path: str, text: bytes) -> dict[str, Any]:
+    def _json_object(self, path: str, text: bytes) -> dict[str, Any]:
         """Return the JSON object in an answer's ``text``. Raises EngineAnswerError for anything else."""
         try:
             value = orjson.loads(text)

@@ -236,15 +236,15 @@ class TensorPlaces:
         Raises UnplaceableError for a tensor that the model does not have, or of another shape.
         """
         tensors = [(name, tuple(tensor.shape), tensor.reshape(-1)) for name, tensor in bucket]
-        self._copies_of(tensors).carry_out()
+        self._copies_of_tensors(tensors).carry_out()
 
     def load_received(self, bucket: ReceivedBucket) -> None:
         """Copy the blocks of a bucket's tensors to their places; raises as ``load``."""
-        self._copies(bucket).carry_out()
+        self._copies_of_bucket(bucket).carry_out()
 
     def kept_copies(self, bucket: ReceivedBucket) -> _Copies:
         """Return the copies of ``load_received``, to be carried out later, with blocks in host memory."""
-        return self._copies(bucket).to_host()
+        return self._copies_of_bucket(bucket).to_host()
 
     def kept_changes(self, bucket: ReceivedBucket) -> KeptChanges:
         """Return the changes of a bucket (``engine/changes.py``) to the blocks of this rank.
@@ -292,7 +292,7 @@ class TensorPlaces:
             sources.append(place.target)
         torch._foreach_copy_(targets, sources)
         apply_changes(whole.data, kept.changes)
-        self._copies(whole).carry_out()
+        self._copies_of_bucket(whole).carry_out()
 
     def _empty_bucket(
         self,
@@ -319,11 +319,12 @@ class TensorPlaces:
                 if place.part is None:
                     yield _block(flat, dims, place), place
 
-    def _copies(self, bucket: ReceivedBucket) -> _Copies:
+    def _copies_of_bucket(self, bucket: ReceivedBucket) -> _Copies:
         """Return the copies of a whole bucket's blocks to their places."""
-        return self._copies_of(zip(bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True))
+        tensors = zip(bucket.names, bucket.shapes, bucket.flat_tensors(), strict=True)
+        return self._copies_of_tensors(tensors)
 
-    def _copies_of(self, tensors: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> _Copies:
+    def _copies_of_tensors(self, tensors: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> _Copies:
         """Return the copies of the blocks of received tensors (name, shape, the tensor as a vector) to their places."""
         copies = _Copies([], [], [])
         for name, dims, flat in tensors:
@@ -465,7 +466,7 @@ class DirectLoader:
         return not self._uses_own_loader
 
     def read_next_from(self, folder: Path) -> None:
-        """Make the next call read ``folder`` itself: SGLang's iterator yields the folder's tensors one by one."""
+        """Make the next call read ``folder`` directly, instead of one tensor after the other from SGLang's iterator."""
         self._folder = folder
 
     def __call__(

@@ -89,7 +89,7 @@ def keep_snapshots_private() -> None:
     load_snapshot.shm_path_for = private_path
 
 
-def listen_where(host: str, *, several: bool = False) -> None:
+def listen_on_interface_of(host: str, *, several: bool = False) -> None:
     """Make gloo and SGLang's queues listen on the interface of the server's ``host``.
 
     Do nothing unless ``host`` is loopback or the server runs on ``several`` hosts.
@@ -251,7 +251,7 @@ def _run(keys: dict[str, Any], folders: list[Path]) -> None:
     server_args = prepare_server_args([*sys.argv[1:], *flags])
     for name in KEY_FIELDS:
         setattr(server_args, name, keys[name])
-    listen_where(server_args.host, several=bool(flags))
+    listen_on_interface_of(server_args.host, several=bool(flags))
     if server_args.enable_lora:
         os.environ[VARIABLE] = "1"
     _change_sglang()

@@ -279,7 +279,7 @@ class EngineWeights:
 
     async def pause(self) -> None:
         """Pause generation: the server holds back every request, including running requests."""
-        await self._order("/pause_generation", {"mode": "in_place"})
+        await self._call("/pause_generation", {"mode": "in_place"})
 
     async def interrupt(self) -> None:
         """Pause in the middle of responses.
@@ -289,16 +289,16 @@ class EngineWeights:
         """
         # Mode ``in_place`` would continue with keys and values of the old weights. At the pause, the old weights may
         # still compute a token. Mode ``in_place`` would label this token with the new version.
-        await self._order("/pause_generation", {"mode": "retract"})
+        await self._call("/pause_generation", {"mode": "retract"})
         await self.flush()
 
     async def resume(self) -> None:
         self.occupation.check("generate")
-        await self._order("/continue_generation")
+        await self._call("/continue_generation")
 
     async def set_version(self, label: str) -> None:
         """Set the ``weight_version`` of the server's responses, and check that the server reports ``label``."""
-        await self._order(
+        await self._call(
             "/update_weight_version", {"new_version": label, "abort_all_requests": False}
         )
         version = await self.version()
@@ -407,7 +407,7 @@ class EngineWeights:
         if not await self._flush(0):
             raise EngineAnswerError(f"{self.url}: can't release memory: requests are running")
         with self.occupation.changing("release", "resident", "released", tags):
-            await self._bare_order("/release_memory_occupation", {"tags": list(tags)})
+            await self._memory_call("/release_memory_occupation", {"tags": list(tags)})
 
     async def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
         """Allocate the memory of ``tags`` again (None: all released tags). The server stays paused.
@@ -418,7 +418,7 @@ class EngineWeights:
             # If no memory is released, ``changing`` below raises MemoryOrderError for all tags.
             tags = self.occupation.released or TAGS
         with self.occupation.changing("restore", "released", "resident", tags):
-            await self._bare_order("/resume_memory_occupation", {"tags": list(tags)})
+            await self._memory_call("/resume_memory_occupation", {"tags": list(tags)})
 
     async def open_group(
         self,
@@ -448,7 +448,7 @@ class EngineWeights:
             "group_name": name,
             "backend": backend,
         }
-        await self._long_order("/init_weights_update_group", body)
+        await self._long_call("/init_weights_update_group", body)
 
     async def close_group(self, name: str) -> None:
         """Make every engine rank leave the broadcast group ``name``, within a short time limit."""
@@ -460,11 +460,11 @@ class EngineWeights:
         """Open an update session, after closing a session that a failed update left open."""
         self.occupation.check("update weights", "weights")
         try:
-            await self._order("/begin_weight_update", _SERVED)
+            await self._call("/begin_weight_update", _SERVED)
         except EngineRequestError:
             # The server rejects a second session: close the open one first.
-            await self._order("/end_weight_update")
-            await self._order("/begin_weight_update", _SERVED)
+            await self._call("/end_weight_update")
+            await self._call("/begin_weight_update", _SERVED)
 
     async def abandon(self) -> None:
         """Close an update session that a failed update left open. Changes that the engine received are not applied."""
@@ -483,7 +483,7 @@ class EngineWeights:
             "flush_cache": False,
             **_SERVED,
         }
-        await self._move("/update_weights_from_distributed", body)
+        await self._call_on_weights("/update_weights_from_distributed", body)
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
         """Make the engine open a bucket in shared memory, and return when the bucket is loaded."""
@@ -493,16 +493,16 @@ class EngineWeights:
             "flush_cache": False,
             **_SERVED,
         }
-        await self._move("/update_weights_from_tensor", body)
+        await self._call_on_weights("/update_weights_from_tensor", body)
 
     async def load_folder(self, folder: str) -> None:
         """Make the engine load the safetensors of ``folder``. The folder must hold every weight."""
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
-        await self._move("/update_weights_from_disk", body)
+        await self._call_on_weights("/update_weights_from_disk", body)
 
     async def end(self) -> None:
         """Close the update session."""
-        await self._move("/end_weight_update", {})
+        await self._call_on_weights("/end_weight_update", {})
 
     async def checksums(self) -> list[dict[str, str]]:
         """Return, for each engine rank, the checksum of each tensor that the engine holds now."""
@@ -522,7 +522,7 @@ class EngineWeights:
 
     async def _by_rank(self, action: str) -> list[dict[str, str]]:
         """Return the answer of each engine rank to an ``action`` of ``/weights_checker``."""
-        answer = await self._move("/weights_checker", {"action": action, **_SERVED})
+        answer = await self._call_on_weights("/weights_checker", {"action": action, **_SERVED})
         with self._reading("/weights_checker"):
             by_rank: dict[int, dict[str, str]] = {}
             for rank_answer in answer["ranks"]:
@@ -555,7 +555,8 @@ class EngineWeights:
         without the adapter. Raises EngineAnswerError if the server's response has no digests.
         """
         # Do not use SGLang's other endpoint: it receives tensors over HTTP and unpickles them.
-        answer = await self._move("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        body = {"lora_name": name, "lora_path": folder}
+        answer = await self._call_on_weights("/load_lora_adapter", body)
         loaded_adapters = answer.get("loaded_adapters") or {}
         if ADAPTER_DIGESTS not in loaded_adapters:
             raise EngineAnswerError(
@@ -569,7 +570,7 @@ class EngineWeights:
         """Make the engine unload every adapter except ``kept``."""
         for name in await self.adapter_names():
             if name != kept:
-                await self._move("/unload_lora_adapter", {"lora_name": name})
+                await self._call_on_weights("/unload_lora_adapter", {"lora_name": name})
 
     async def adapter_names(self) -> list[str]:
         """Return the names of the adapters that the engine has loaded."""
@@ -642,23 +643,23 @@ class EngineWeights:
         """Return a new ExpectedChecksums for the buckets of an update."""
         return ExpectedChecksums(self.tensors, self._dtype)
 
-    async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+    async def _call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Send a call that neither moves weights nor generates."""
         await self.client.control_json(path, body, timeout_s=self._patience)
 
-    async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call_on_weights(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a call that moves or hashes weights. The weights must be resident."""
         self.occupation.check(f"POST {path}", "weights")
-        return await self._long_order(path, body)
+        return await self._long_call(path, body)
 
-    async def _long_order(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _long_call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a call that may take as long as a transfer of weights."""
         # A caller that waits for several engines has ``timeout_s`` as its own limit, and a more detailed error. The
         # slack lets the caller's limit end first.
         limit = self._timeout + _SLACK_S
         return await self.client.control_json(path, body, timeout_s=limit)
 
-    async def _bare_order(self, path: str, body: Mapping[str, Any]) -> None:
+    async def _memory_call(self, path: str, body: Mapping[str, Any]) -> None:
         """Send a call that copies or maps memory; its response is null."""
         answer = await self.client.control(path, body, timeout_s=self._timeout + _SLACK_S)
         if orjson.loads(answer or b"null") is not None:

@@ -431,7 +431,7 @@ class WeightUpdater:
                 compared_tensors = self._verify(phases, all_partials)
             self._share(phases.error, title)
             trainer_scores = self._trainer_scores(phases) if score else None
-            self._hand_back(phases, title)
+            self._hand_over_devices(phases, title)
             canary_report = None
             if trainer_scores is not None:
                 canary_report = self._canary(phases, trainer_scores)
@@ -719,7 +719,7 @@ class WeightUpdater:
                 return self.source.score(prompts, quantized=True)
             return self.source.score(prompts)
 
-    def _hand_back(self, phases: Phases, title: str) -> None:
+    def _hand_over_devices(self, phases: Phases, title: str) -> None:
         """On shared devices: free the trainer's memory, then restore the engines' memory. Elsewhere do nothing."""
         if self.leave_devices is not None:
             self.leave_devices()

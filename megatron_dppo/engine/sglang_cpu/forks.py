@@ -40,7 +40,7 @@ def _select_forks(result: Any, *_: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     importlib.import_module(LIBRARIES)
-    # Apply hooks that were registered after SGLang's plugins; a spawned process would apply them itself.
+    # Apply the hooks that were registered after SGLang had applied its own. A spawned process does this at its start.
     HookRegistry.apply_hooks()
     multiprocessing.set_start_method("fork", force=True)
     if not _server_pid:
