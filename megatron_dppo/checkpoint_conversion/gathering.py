@@ -65,7 +65,7 @@ def gather(
         plan: The buckets.
         rank: This rank.
         values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients).
-            All have one dtype, except the tensors that have a fixed dtype.
+            All have one dtype, except tensors with a dtype of their own (``TensorSources.dtype``).
         buffers: Memory for the buckets' tensors. One flat buffer holds the tensors of a bucket end to end. The tensors
             of a bucket stay valid until the second bucket after this bucket. None: a new buffer for each bucket.
     """

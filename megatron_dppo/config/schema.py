@@ -149,8 +149,8 @@ class RolloutConfig(Section):
     responses. The metric ``rollout/timed_out`` counts the aborted responses.
     """
     responses_per_call: int = Field(default=1, gt=0)
-    """Responses that share one HTTP call. Several responses in a call save the engine work if responses have only a few
-    dozen tokens. The responses of a call finish, time out and are lost together.
+    """Responses that share one HTTP call. If responses have only a few dozen tokens, several responses in a call are
+    less work for the engine. The responses of a call finish, time out and are lost together.
     """
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Largest number of weight versions that a token may lag behind the trainer, and number of batches that are
@@ -401,8 +401,8 @@ class EngineConfig(Section):
     same devices, and the waiting side keeps its memory on the host; see docs/colocation.md.
     """
     parked: list[TrainerPart] | None = Field(default=None, min_length=1)
-    """Parts that a colocated trainer moves to the host while servers generate; ``megatron-dppo plan`` prints which
-    parts must move at least. Empty: all parts.
+    """Parts that a colocated trainer moves to the host while servers generate; ``megatron-dppo plan`` prints the parts
+    that must move. Empty: all parts.
     """
     deterministic: bool = False
     """Sample every response with its own seed, by computations that do not depend on the other responses of a batch. A

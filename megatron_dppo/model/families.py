@@ -950,7 +950,7 @@ def with_language_model_values(
 
 
 _READ_METHODS = ("fp8", "mxfp4")
-"""Values of quant_method in config.json whose weights conversion reads."""
+"""The ``quant_method`` in config.json of weights that the converter reads."""
 
 
 def _refuse_quantization(facts: ConfigFacts, *, reads_quantized: bool) -> None:
@@ -1573,7 +1573,7 @@ def read_hybrid_moe(facts: ConfigFacts, family: str, **extra: Any) -> ModelShape
         facts,
         family,
         key_value_heads_default=2,
-        # No layer has a dense MLP.
+        # No layer has a dense MLP of this width.
         ffn_hidden_size=shared_width,
         rotary_fraction=_rotary_size(facts, head_dim, default=0.25) / head_dim,
         head_dim=head_dim,
