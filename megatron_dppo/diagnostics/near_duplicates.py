@@ -58,6 +58,7 @@ def near_duplicates(
     17,000 training problems and 30 evaluation problems take one or two seconds.
     """
     sizes = []
+    # Shingle -> positions of the evaluation problems that contain it.
     index: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for position, text in enumerate(evaluation):
         evaluation_shingles = shingles(text)

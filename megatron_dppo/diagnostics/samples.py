@@ -24,7 +24,7 @@ from megatron_dppo.system.files import write_atomically
 
 
 class SampleKind(NamedTuple):
-    """A kind of samples: a clause that describes it, and a function that returns whether a sample is of this kind."""
+    """A kind of samples: a clause about it, and a function that returns whether a sample is of this kind."""
 
     clause: str
     includes: Callable[[Sample], bool]

@@ -297,7 +297,7 @@ class RunView:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file, which show that the file has changed; None without the file."""
+    """Return modification time and size of a file, by which a change of the file is noticed; None without the file."""
     try:
         status = path.stat()
     except OSError:

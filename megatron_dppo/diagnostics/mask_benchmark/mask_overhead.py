@@ -65,7 +65,7 @@ class Update:
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(tokens, generator=generator) * 0.05
         with torch.no_grad():
-            start = self.statistics(bench.fresh(), topk=True)
+            start = self.policy_statistics(bench.fresh(), topk=True)
         assert start.topk_log_probs is not None
         self.rollout = start.log_probs + noise.to(bench.device)
         self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
@@ -80,8 +80,8 @@ class Update:
         # Number of ids that are neither in the Top-K nor sampled.
         self.tail = torch.full_like(self.responses, max(0, vocab_size - k - 1))
 
-    def statistics(self, logits: Tensor, topk: bool, *, entropy: bool = True) -> PolicyStats:
-        """Call policy_stats as the trainer does."""
+    def policy_statistics(self, logits: Tensor, topk: bool, *, entropy: bool = True) -> PolicyStats:
+        """Compute the policy's statistics as the trainer does."""
         inputs = self.bench.inputs
         return policy_stats(
             logits,
@@ -98,7 +98,7 @@ class Update:
         """Compute the bound of a whole optimiser step in a pass without gradient; None without such a bound."""
         if self.algorithm.step_bound is None:
             return None
-        stats = self.statistics(logits, topk=False, entropy=False)
+        stats = self.policy_statistics(logits, topk=False, entropy=False)
         log_ratio = stats.log_probs - self.rollout
         # All tokens are on this rank: sums need no reduction over replicas.
         bound = self.algorithm.step_bound(log_ratio, self.advantages, lambda sums: sums)
@@ -135,7 +135,7 @@ class Update:
         clock = Clock(self.bench.device)
         step_bound = self.step_bound(leaf)
         reads_topk = self.algorithm.topk > 0 or self.algorithm.needs_full_distribution
-        stats = self.statistics(leaf, topk=reads_topk)
+        stats = self.policy_statistics(leaf, topk=reads_topk)
         statistics_ms = self._read_ms(clock)
         clock = Clock(self.bench.device)
         loss = policy_loss(self.algorithm, self.inputs(stats, step_bound)).loss

@@ -136,7 +136,7 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 
 def _replay_config(config: PolicyConfig) -> PolicyConfig:
-    """Return a configuration whose routers use the recorded choices."""
+    """Return ``config`` with router replay: override the property, because PolicyConfig has no option for it."""
     from megatron_dppo.config.schema import PolicyConfig
 
     class ReplayConfig(PolicyConfig):
