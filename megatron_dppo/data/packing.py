@@ -239,8 +239,8 @@ def _columns(
         forms: As in ``pack``.
         input_rows: The rows of the pack that columns of the input have, int64 [t].
     """
-    # These arrays have each token's row in a column. All tokens have a row in columns of sampled tokens. In columns of
-    # the input only the tokens ``input_rows`` have a row; -1 stands for no row.
+    # Each of these arrays maps a token to its row in a column. In columns of sampled tokens, every token has a row. In
+    # columns of the input, only the tokens ``input_rows`` have a row; -1 stands for no row.
     sampled_column_rows = np.arange(tokens)
     input_column_rows = np.full(tokens, -1)
     input_column_rows[input_rows] = np.arange(len(input_rows))

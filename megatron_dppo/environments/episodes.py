@@ -46,14 +46,14 @@ class EpisodeLimits:
         observation_tokens: largest number of tokens of one observation, including the template's tokens.
         retries: how many times an episode is played again because its environment failed. If the environment fails
             once more, another sample replaces the episode.
-        answers_cut_turns: whether the environment answers a turn that was cut off, so that the episode continues.
+        continues_after_cut: whether the environment answers a turn that was cut off, so that the episode continues.
     """
 
     turns: int
     tokens: int
     observation_tokens: int
     retries: int
-    answers_cut_turns: bool = False
+    continues_after_cut: bool = False
 
 
 @dataclass(eq=False)
@@ -268,8 +268,8 @@ class Episodes:
             turn = Turn(response.text, turn_ids, response.truncated, prompt_length)
             episode.turn = turn
         step = await environment.step(turn)
-        # With ``answers_cut_turns``, a turn that was cut off ends the episode only if the environment ends it too.
-        if turn.is_truncated and (step.done or not self.limits.answers_cut_turns):
+        # With ``continues_after_cut``, a turn that was cut off ends the episode only if the environment ends it too.
+        if turn.is_truncated and (step.done or not self.limits.continues_after_cut):
             self._end_truncated(episode, turn, is_done=step.done)
         elif step.done:
             episode.finish_reason = "stop"

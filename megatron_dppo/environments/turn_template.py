@@ -312,6 +312,7 @@ class TurnTemplate:
                 f"the chat template drops a message of {role} after a turn (environment.role), expected it in "
                 f"{text_after!r}"
             )
+        # The text after a turn must not depend on earlier messages: compare it after other histories.
         earlier_turn = {"role": "assistant", "content": "2"}
         longer_history = [_USER, earlier_turn, {"role": role, "content": "3"}]
         histories: list[Sequence[Message]] = [longer_history]
@@ -325,6 +326,7 @@ class TurnTemplate:
                     f"the chat template is not stable: after a turn stands {text_after!r}, but {other_text!r} where "
                     f"{len(history)} messages precede it; expected the same, as sampled tokens are never encoded again"
                 )
+        # ``delta`` encodes the text after a turn alone, so it must have the same tokens alone.
         whole_ids = self._encoded(text_before + text_after)
         if whole_ids != self._encoded(text_before) + self._encoded(text_after):
             raise TurnTemplateError(

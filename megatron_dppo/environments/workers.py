@@ -98,6 +98,7 @@ class EnvironmentPool:
         self.name = spec.name
         self._spec = spec
         self._shared_workers = WorkerPool(self._start_worker, workers)
+        # Processes with one episode each, and the slots that bound their number.
         self._lone_workers: set[EnvironmentWorker] = set()
         self._lone_slots = asyncio.Semaphore(max(workers, os.cpu_count() or 1))
 
@@ -205,6 +206,7 @@ class EnvironmentWorker(RestrictedWorker):
                 return await self._call(operation, episode, values)
         except TimeoutError:
             pass
+        # Cancel the call, and so learn whether the process is blocked.
         try:
             async with asyncio.timeout(_CANCEL_S):
                 await self._call("cancel", episode, {})
@@ -430,6 +432,7 @@ def main() -> None:
     # Raise the limit of open files: a session of an agent has about five, and a worker has many sessions.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    # The commands of agents may lift the limit of memory, so it is not final.
     connection, start, settings = connect_restricted(descriptor, is_final=False)
     asyncio.run(EnvironmentHost(connection, EnvironmentSpec(**settings)).serve(start))
 

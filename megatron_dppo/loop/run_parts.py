@@ -115,12 +115,12 @@ def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
         config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0
     )
     # With "answer", an episode continues after a turn that was cut off: the environment answers the turn.
-    answers_cut_turns = environment.cut_turns == "answer"
+    continues_after_cut = environment.cut_turns == "answer"
     limits = EpisodeLimits(
         environment.max_turns,
         environment.longest(config.data.max_prompt_tokens, max_response_tokens),
         environment.max_observation_tokens,
         environment.retries,
-        answers_cut_turns=answers_cut_turns,
+        continues_after_cut=continues_after_cut,
     )
     return Episodes(EnvironmentPool(spec, environment.workers), turns, limits)

@@ -175,6 +175,7 @@ class _Cache(OrderedDict[Hashable, Any]):
         for key in keys:
             self[key] = self.get(key) or asyncio.get_running_loop().create_future()
             self.move_to_end(key)
+        # Keep the futures of this call: the cache may drop their keys.
         futures = {key: self[key] for key in keys}
         while len(self) > self._size:
             self.popitem(last=False)

@@ -269,6 +269,7 @@ class Verifier:
         batch: list[tuple[RewardInput, Future[Score]]] = []
         try:
             self._fill(batch, 1)
+            # The batch is empty if another thread took this response in its own batch, or if it was cancelled.
             if batch:
                 form = use.worker.form()
                 self._fill(batch, form.calls_at_once(self._batch_size))

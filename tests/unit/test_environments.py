@@ -257,7 +257,7 @@ def test_a_truncated_turn_is_the_last_one(caplog):
 
 def test_a_truncated_turn_is_answered_where_the_run_says_so():
     """The template ends the turn that the policy did not, and only that token is not sampled."""
-    limits = replace(LIMITS, answers_cut_turns=True)
+    limits = replace(LIMITS, continues_after_cut=True)
     engine = Engine({0: [LONG, "5", "6"]})
     (t,), _ = play(engine, limits=limits)
     cut = engine.tokenizer(LONG)["input_ids"][:16]
@@ -276,7 +276,7 @@ def test_a_truncated_turn_is_answered_where_the_run_says_so():
         (replace(LIMITS, turns=2), "environment.max_turns"),
         (replace(LIMITS, tokens=20), "environment.max_tokens"),
         (replace(LIMITS, tokens=10), "environment.max_tokens"),
-        (replace(LIMITS, tokens=10, answers_cut_turns=True), "environment.max_tokens"),
+        (replace(LIMITS, tokens=10, continues_after_cut=True), "environment.max_tokens"),
     ],
 )
 def test_an_episode_says_which_limit_ended_it(limits, key):
