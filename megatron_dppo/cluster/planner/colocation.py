@@ -14,7 +14,7 @@ from megatron_dppo.model.shape import TrainerPart
 HOST_LINK = 24 * GIB
 """Bytes/s between a GPU and pinned host memory in one direction. torch_memory_saver#111 measured 24.4 GiB/s to the host
 and 23.5 GiB/s back over PCIe 4 x16; PCIe 5 doubles the rate."""
-HAND_OVER = 3.0
+SWITCH_OVERHEAD = 3.0
 """Seconds that both switches of a step add to the transfer of bytes: barriers, the requests that make the engine
 release and resume its memory, the allocators' pages. Assumption."""
 KEPT_BY_SERVER = 2 * GIB
@@ -120,7 +120,7 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
     stages = shared_ranks(facts, device)
     if not stages:
         return 0.0
-    return max(stage.travels for stage in stages) / HOST_LINK + HAND_OVER
+    return max(stage.travels for stage in stages) / HOST_LINK + SWITCH_OVERHEAD
 
 
 def sharing_faults(shared_gpus: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:

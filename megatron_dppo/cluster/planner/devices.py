@@ -37,7 +37,7 @@ def power_of_two(count: int) -> int:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU and its share of a node.
+    """A kind of GPU, and the nodes that it is usually in.
 
     Attributes:
         memory: bytes that nvidia-smi shows as total.

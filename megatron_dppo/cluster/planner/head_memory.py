@@ -6,8 +6,8 @@ from megatron_dppo.cluster.planner.facts import TrainerFacts
 from megatron_dppo.model.splits import padded_vocab_size
 
 _STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
-"""Bytes of statistics per token: log-sum-exp, fp64; place, target id and the target's column, int64; and six fp32
-values (log pi, mu, advantage, loss, mask, gradient)."""
+"""Bytes of statistics per token: log-sum-exp, fp64; the token's position, the target's id and the target's column,
+int64; and six fp32 values (log pi, mu, advantage, loss, mask, gradient)."""
 
 
 _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4

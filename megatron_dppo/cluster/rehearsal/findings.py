@@ -34,8 +34,8 @@ def findings(
     steps = round(sum(record.get(metric_names.OPTIMIZER_STEPS) or 0 for record in records))
     grad_norm = _largest(records, metric_names.GRAD_NORM)
     resume = "resumed" if was_resumed else "ended before the stop"
-    sets = summary["eval_accuracy_by_set"]
-    has_all_sets = set(sets) == set(config.data.evaluation_files)
+    accuracy_by_set = summary["eval_accuracy_by_set"]
+    has_all_sets = set(accuracy_by_set) == set(config.data.evaluation_files)
     rows = [
         VerdictRow("layout", str(summary["layout"]), "the recipe's"),
         VerdictRow("optimiser steps", str(steps), "2 or more", steps >= 2),
@@ -52,7 +52,7 @@ def findings(
         ),
         VerdictRow("gradient norm", _small(grad_norm), "above 0", bool(grad_norm)),
         VerdictRow("stop and resume", resume, "", None),
-        VerdictRow("evaluation", _accuracies(sets), "each set", has_all_sets),
+        VerdictRow("evaluation", _accuracies(accuracy_by_set), "each set", has_all_sets),
         _bounded(
             "export in transformers, nats",
             summary["hf_export_max_logprob_diff"],
@@ -98,9 +98,9 @@ def _largest(records: Sequence[Record], name: str) -> float | None:
     return max(values, default=None)
 
 
-def _accuracies(sets: Mapping[str, Any]) -> str:
+def _accuracies(accuracy_by_set: Mapping[str, Any]) -> str:
     """Return the last accuracy of each held-out set as text."""
-    return ", ".join(f"{name} {end:.2f}" for name, (_, end) in sets.items()) or "none"
+    return ", ".join(f"{name} {end:.2f}" for name, (_, end) in accuracy_by_set.items()) or "none"
 
 
 def _small(value: float | None) -> str:

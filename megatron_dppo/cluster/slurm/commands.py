@@ -102,7 +102,7 @@ def allocation_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that describe the allocation of this process; none outside of an allocation.
 
     sbatch passes its variables to the new job. The job would take these variables for a description of its own
-    allocation.
+    allocation, so ``submit`` deletes them first.
     """
     if "SLURM_JOB_ID" not in environment:
         return []

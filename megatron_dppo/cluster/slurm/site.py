@@ -107,7 +107,7 @@ def prologue_words(lines: str) -> tuple[str, ...]:
         return ()
     script = (
         "set -e; trap 'echo \"prologue: failed: $BASH_COMMAND\" >&2' ERR\n"
-        # The command reads its variables with keys from standard input, so the lines must not read standard input.
+        # The command reads variables that hold secrets from standard input, so the lines must not read that input.
         f'{{\n{lines.strip()}\n}} </dev/null\ntrap - ERR\nexec "$@"'
     )
     return ("bash", "--login", "-c", script, "prologue")

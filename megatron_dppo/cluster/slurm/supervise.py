@@ -286,7 +286,7 @@ class Steps:
             hosts: hosts of any groups.
             output: file for the tasks' output; it is replaced.
             tolerant: whether the other tasks continue after a task's error.
-            needs_keys: whether the tasks read the variables with keys from their standard input.
+            needs_keys: whether the tasks read the variables that hold secrets from their standard input.
         """
         output.unlink(missing_ok=True)
         variables = without_secrets(os.environ)

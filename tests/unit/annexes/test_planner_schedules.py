@@ -174,7 +174,7 @@ def test_a_switch_moves_what_is_parked_out_and_back():
     assert shared.parked == ("gradients", "reference", "optimizer")
     # 12 bytes of 3.6 B of experts over four ranks, and of 0.39 B over eight
     assert shared.travels == pytest.approx(2 * 12 * (3.624e9 / 4 + 0.39e9 / 8), rel=0.02)
-    seconds = shared.travels / colocation.HOST_LINK + colocation.HAND_OVER
+    seconds = shared.travels / colocation.HOST_LINK + colocation.SWITCH_OVERHEAD
     assert colocation.switch_seconds(run, H100.device) == pytest.approx(seconds)
     assert colocation.switch_seconds(facts(ON_POLICY), H100.device) == 0
     fuller = facts(COLOCATED, *SIXTEEN, "sglang.mem_fraction_static=0.85")
