@@ -74,7 +74,6 @@ def shared_bytes(
     constant = server_constant + rank_constant
     generating = constant + engine.weights + max(0, engine.kv_pool) + server_memory.LEAST_RESERVED
     generating += rank.state.total
-    # The rank's weights are back on the GPU during a weight update, other parked state is not.
     updating = constant + engine.weights + KEPT_BY_SERVER + rank.state.total + rank.update_buckets
     travels = 0
     parked_parts = []
@@ -85,6 +84,7 @@ def shared_bytes(
         parked_parts.append(part)
         travels += copies * size
         generating -= size
+        # During a weight update, the rank's weights are back on the GPU. The other parked parts are not.
         if part != "weights":
             updating -= size
     return SharedBytes(
@@ -117,10 +117,10 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
     The stage that copies the most bytes counts. The server's weights are not copied: the server drops them and receives
     them again in the weight update.
     """
-    stages = shared_ranks(facts, device)
-    if not stages:
+    shared_gpus = shared_ranks(facts, device)
+    if not shared_gpus:
         return 0.0
-    return max(stage.travels for stage in stages) / HOST_LINK + SWITCH_OVERHEAD
+    return max(gpu.travels for gpu in shared_gpus) / HOST_LINK + SWITCH_OVERHEAD
 
 
 def sharing_faults(shared_gpus: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:

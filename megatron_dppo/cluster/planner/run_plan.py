@@ -145,7 +145,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     shared_bytes: tuple[SharedBytes, ...] = ()
     if engine is not None and is_colocated:
         shared_bytes = shared_ranks(facts, cluster.device)
-    parked_bytes = max((stage.host for stage in shared_bytes), default=0)
+    parked_bytes = max((gpu.host for gpu in shared_bytes), default=0)
     hosts = []
     for node in nodes:
         host = host_memory.host_bytes(

@@ -116,7 +116,9 @@ def tiny_sizes(
     *,
     all_to_all: bool = False,
 ) -> TinySizes:
-    """Return the smallest sizes that ``layout`` divides, of a model with the same parts as the recipe's model.
+    """Return the smallest sizes that the ranks of ``layout`` divide evenly.
+
+    The model has the same kinds of parts as the recipe's model.
 
     Args:
         layout: layout of the trainer.
