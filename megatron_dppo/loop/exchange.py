@@ -487,7 +487,7 @@ class ColumnExchange:
         @cache
         def share_of(group: HostGroup) -> Share:
             parts = parts_for(group.ranks, group.replica, group.stages)
-            # Parts from one source are adjacent in the buffer, so that one piece holds many of them.
+            # Sort by source: parts from one source are then adjacent in the buffer, and one piece holds many of them.
             return directory.share(sorted(parts, key=lambda p: directory.source(p, group.head)))
 
         rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
@@ -498,6 +498,7 @@ class ColumnExchange:
         own_group = next(group for group in groups if topology.rank in group.ranks)
         shares = {group.head: share_of(group) for group in groups}
         received = self._received(own_group, shares, directory, arrays)
+        # The group's buffer may also have parts that only other ranks of the group need.
         by_position: dict[int, dict[ColumnPart, np.ndarray]] = {}
         for part in parts_for([topology.rank], topology.dp_rank, [topology.pp_rank]):
             by_position.setdefault(part.position, {})[part] = received[part]

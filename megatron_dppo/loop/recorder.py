@@ -201,9 +201,9 @@ class Recorder(Closing):
         if self._writer is not None and self.failure is None:
             with self._keeping_failure("metrics"):
                 try:
-                    completed_values = self._writer.complete(step, values, COUNTS)
+                    new_values = self._writer.complete(step, values, COUNTS)
                     if self._trackers is not None:
-                        self._trackers.scalars(step, completed_values)
+                        self._trackers.scalars(step, new_values)
                 except records.RecordsError as error:
                     log.warning(
                         "report and summary will lack the evaluation of step %d: %s", step, error
@@ -217,9 +217,9 @@ class Recorder(Closing):
     def mark(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of ``step`` stores about the records: a step, and the hash of the records up to it.
 
-        Usually the stored step is ``step``. If the last record lacks its evaluation, a later start may add the
-        evaluation to this record, so the stored step is the step before the last record. After a failed write, the mark
-        also holds the lines that the files lack.
+        Usually the stored step is ``step``. If the last record has no evaluation, a later start may add an evaluation
+        to this record, so the stored step is the step before the last record. After a failed write, the mark also holds
+        the lines that the files lack.
         """
         unwritten: dict[str, Any] = {}
         if self._unwritten:

@@ -33,10 +33,10 @@ recomputed policy and mu."""
 class GroupRow(NamedTuple):
     """The figures of one group: most of them are sums over its responses.
 
-    ``responses``: number of responses. ``reward``: sum of their rewards. ``flat``: whether all responses, and all their
-    turns, have the same reward. ``tokens``: number of sampled tokens. ``truncated``: number of truncated responses.
-    ``distinct``: number of different responses. ``twins``: ordered pairs of equal rare responses, minus the number
-    expected of independent draws (``twins_beyond_chance``). ``turns`` to ``verify_steps``: sums of these counts.
+    ``responses``: number of responses. ``reward``: sum of their rewards. ``flat``: whether all responses have the same
+    reward, and none has an advantage. ``tokens``: number of sampled tokens. ``truncated``: number of truncated
+    responses. ``distinct``: number of different responses. ``twins``: ordered pairs of equal rare responses, minus the
+    number expected of independent draws (``twins_beyond_chance``). ``turns`` to ``verify_steps``: sums of these counts.
     ``concentration``: the group's concentration (``concentration_of``).
     """
 
@@ -86,8 +86,8 @@ def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
 
     v_i is the sum of e_y - mu over the tokens y of response i. e_y is the one-hot vector of y, and mu is the
     distribution that y was drawn from. So v_i is the gradient of the response's log-probability with respect to a bias
-    of the logits. mu counts as 0 at ids outside of TopK(mu) except the sampled id. Returns None if a response has no
-    TopK(mu), or if all v_i are 0.
+    of the logits. mu counts as 0 at ids outside of TopK(mu), except at the sampled id. Returns None if a response has
+    no TopK(mu), or if all v_i are 0.
 
     The value is near 1 for independent, different responses, and n for n equal responses.
 
@@ -98,6 +98,7 @@ def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     responses: list[Trajectory] = []
     largest_id = 0
     for t in group:
+        # An outline has no columns.
         if not isinstance(t, Trajectory) or "topk_ids" not in t.columns:
             return None
         responses.append(t)

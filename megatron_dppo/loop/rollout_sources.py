@@ -472,6 +472,7 @@ class ReplayedRollouts:
 
         ``problems``: the problem id of each saved response.
         """
+        # Compare one id for each group.
         saved_ids = list(dict.fromkeys(problems))
         expected_ids = list(dict.fromkeys(p.problem_id for p in wanted_problems))
         if saved_ids != expected_ids:
@@ -568,6 +569,7 @@ class BatchSeals:
             raise SealError.of(step, faults)
         if saved_seal is not None:
             return saved_seal
+        # The seal has the hashes of the versions that sampled the batch, and of the version that the step trains.
         needed_versions = sampled_versions(batch.outlines) | {step - 1}
         weights = {version: self._weights[version] for version in sorted(needed_versions)}
         row_digests: dict[int, str] = {}
