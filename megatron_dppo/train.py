@@ -111,7 +111,7 @@ def _check(options: argparse.Namespace) -> int:
             raise
         raise ConfigError([*error.faults, *_further_faults(remainder, options)], source) from error
     layout, faults = _stage_faults(config, options)
-    # Only the check before a start, in a child process, has the option.
+    # Only the check before a start, in a child process, has the option ``ANSWERS``.
     precedes_start = options.answers is not None
     if faults:
         # Before a start, the parent process has checked the machine already.
