@@ -13,9 +13,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
@@ -165,8 +166,11 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
         )
     try:
         header = json.loads(os.pread(fd, length, 8))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    # json raises ValueError for text that is no JSON, and RecursionError for text that is nested too deeply.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected a table")
     header.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
     for name, facts in header.items():
@@ -188,19 +192,30 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
+class _HeaderEntry(BaseModel):
+    """The facts of a tensor in a header. ``data_offsets``: its first byte and the byte after its last one."""
+
+    model_config = ConfigDict(strict=True)
+
+    dtype: str
+    shape: list[NonNegativeInt]
+    data_offsets: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
+
+
+def _entry(path: Path, name: str, facts: Any, base: int) -> Entry:
+    """Return the entry of a tensor from its facts in the header. ``base``: position of the first tensor in the file."""
     try:
-        code = facts["dtype"]
-        shape = tuple(facts["shape"])
-        begin, end = facts["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
+        checked = _HeaderEntry.model_validate(facts)
+    except ValidationError as error:
         raise CheckpointError(f"{path}: header entry {name} is malformed ({facts})") from error
+    code = checked.dtype
     if code not in DTYPES:
         raise CheckpointError(f"{path}: {name} has dtype {code}, expected one of {sorted(DTYPES)}")
-    entry = Entry(shape, DTYPES[code], offset=base + begin)
+    begin, end = checked.data_offsets
+    entry = Entry(tuple(checked.shape), DTYPES[code], offset=base + begin)
     if end - begin != entry.bytes:
         raise CheckpointError(
-            f"{path}: {name} of shape {tuple(shape)} and dtype {code} has {end - begin} bytes"
+            f"{path}: {name} of shape {entry.shape} and dtype {code} has {end - begin} bytes"
         )
     return entry
 

@@ -316,7 +316,9 @@ def environment_faults(
             f"environment.role: got {given(environment.role)}, expected letters, digits, '_' and '-', as in "
             "user and tool"
         )
-    if environment.credit == "turn" and PRESETS[algorithm].sequences:
+    # Another check reports an unknown algorithm.
+    has_sequence_rule = algorithm in PRESETS and PRESETS[algorithm].sequences
+    if environment.credit == "turn" and has_sequence_rule:
         yield (
             f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: its rule is of whole "
             "responses with one advantage"

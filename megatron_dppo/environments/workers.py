@@ -261,8 +261,8 @@ class EnvironmentWorker(RestrictedWorker):
             self.kill(f"its answer is no JSON: {error}")
             raise self._fault_of_end() from None
         if "fault" in answer:
-            fault = f"{answer['fault']}{withheld_hint(answer['fault'], _PASSED_KEY)}"
-            raise EnvironmentFaultError(f"{self._spec.name}: {fault}")
+            fault = answer["fault"]
+            raise EnvironmentFaultError(f"{self._spec.name}: {fault}{self._withheld_hint(fault)}")
         return answer["result"]
 
     def _note_end_in_loop(self, _: Any) -> None:
@@ -289,10 +289,13 @@ class EnvironmentWorker(RestrictedWorker):
             reason = str(lost)
             if output:
                 reason += f": {output}"
-            reason += withheld_hint(reason, _PASSED_KEY)
+            reason += self._withheld_hint(reason)
         return EnvironmentFaultError(
             f"{self._spec.name}: {reason}", is_shared=bool(self._was_shared)
         )
+
+    def _withheld_hint(self, text: str) -> str:
+        return withheld_hint(text, self._spec.variable_names, _PASSED_KEY)
 
 
 def _read_exception(future: asyncio.Future[bytes]) -> None:

@@ -957,9 +957,10 @@ def _refuse_quantization(facts: ConfigFacts, *, reads_quantized: bool) -> None:
     scheme = facts.values.get("quantization_config")
     if scheme is None:
         return
-    method = scheme
-    if isinstance(scheme, Mapping):
-        method = scheme.get("quant_method")
+    if not isinstance(scheme, Mapping):
+        facts.fault(f"quantization_config is {scheme!r}, expected a table")
+        return
+    method = scheme.get("quant_method")
     if method not in _READ_METHODS:
         way_out = "use the model's unquantised release"
     elif reads_quantized:
@@ -1337,7 +1338,10 @@ def read_deepseek_v3(facts: ConfigFacts) -> ModelShape:
 def _leading_dense_layers(facts: ConfigFacts) -> int:
     """Count the dense layers before the first layer with experts; one if ``mlp_layer_types`` is missing."""
     layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
-    kinds = facts.values.get("mlp_layer_types") or ["dense"]
+    kinds = facts.values.get("mlp_layer_types")
+    # ``require`` below reports a value that is no list.
+    if not kinds or not isinstance(kinds, list):
+        kinds = ["dense"]
     count = 0
     while count < min(layers - 1, len(kinds)) and kinds[count] == "dense":
         count += 1
@@ -1437,12 +1441,13 @@ def _rotary_size(facts: ConfigFacts, head_dim: int, default: float = 1) -> int:
     """Return the size of a head's rotated part, by ``partial_rotary_factor`` of the file or of its table of rotary
     parameters.
 
-    ``default`` is the factor that transformers assumes if neither has the key.
+    ``default`` is the factor that transformers assumes if neither has the key. A factor that is no share of a head
+    is ignored here; ``ConfigFacts.rope`` reports it.
     """
     tables = (facts.values, facts.values.get("rope_parameters"), facts.values.get("rope_scaling"))
     for table in tables:
         factor = table.get("partial_rotary_factor") if isinstance(table, Mapping) else None
-        if isinstance(factor, int | float):
+        if isinstance(factor, int | float) and 0 < factor <= 1:
             return round(factor * head_dim)
     return round(default * head_dim)
 

@@ -400,6 +400,7 @@ class RewardWorker(RestrictedWorker):
         self._name = name
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
+        self._variable_names = variable_names
 
     def form(self) -> RewardForm:
         """The reward's form. Waits until the worker is ready. Raises VerifierError if the worker cannot start."""
@@ -471,7 +472,8 @@ class RewardWorker(RestrictedWorker):
 
         ``inputs``: the inputs of the call during which the process exited; empty for an exit at the process's start.
         """
-        hint = withheld_hint(lost.output, "passed_variables of this reward")
+        list_name = "passed_variables of this reward"
+        hint = withheld_hint(lost.output, self._variable_names, list_name)
         call = ""
         if inputs:
             count = f" (the first of {len(inputs)})" if len(inputs) > 1 else ""

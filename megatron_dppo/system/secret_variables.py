@@ -19,7 +19,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,18 +112,21 @@ def named_in_options(options: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def withheld_hint(text: str, list_name: str) -> str:
-    """Return a hint for the error message ``text`` of a worker if ``text`` names a secret variable; otherwise "".
+def withheld_hint(text: str, received: Collection[str], list_name: str) -> str:
+    """Return a hint for the error message ``text`` of a worker if it names a secret that the worker lacks; else "".
 
     A worker receives a secret variable only if the configuration names the variable, for example in its list
-    ``list_name``. The hint says that this process has the variable, and the worker does not.
+    ``list_name``. ``received``: the names of the variables that the worker received. The hint says that this process
+    has the variable, and the worker does not.
     """
-    names = [name for name in secrets_of(os.environ) if re.search(rf"\b{re.escape(name)}\b", text)]
-    if not names:
+    withheld_names: list[str] = []
+    for name in secrets_of(os.environ):
+        if name not in received and re.search(rf"\b{re.escape(name)}\b", text):
+            withheld_names.append(name)
+    if not withheld_names:
         return ""
-    return (
-        f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {list_name}"
-    )
+    names = ", ".join(sorted(withheld_names))
+    return f"; {names}: set, but not passed to this process; name it in {list_name}"
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:

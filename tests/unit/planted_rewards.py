@@ -261,6 +261,11 @@ def key_on_request(response: str) -> float:
     return float(len(os.environ[response]))
 
 
+def key_named_in_an_error(response: str) -> float:
+    """Raise an error that names the variable in the response."""
+    raise LookupError(f"the service refuses {response}")
+
+
 class VariablesSeen:
     """As ``variables_seen``, with a key that its options name."""
 

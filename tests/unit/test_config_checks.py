@@ -424,6 +424,10 @@ REFUSED = [
         ["environment.name=calculator", "environment.credit=turn", "algorithm.name=gspo"],
         "environment.credit: got turn with algorithm.name gspo, expected trajectory: its rule is of whole",
     ),
+    (
+        ["environment.name=calculator", "environment.credit=turn", "algorithm.name=unknown"],
+        "algorithm: unknown algorithm 'unknown'",
+    ),
 ]
 
 

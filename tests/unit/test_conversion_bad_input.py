@@ -51,6 +51,19 @@ def rewritten(folder: Path, change) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_header(folder: Path, header: object) -> None:
+    """Write a file with this header and no tensors."""
+    content = json.dumps(header).encode()
+    file = len(content).to_bytes(8, "little") + content
+    (folder / "model.safetensors").write_bytes(file)
+
+
+def write_entry(folder: Path, **facts: object) -> None:
+    """Write a file with one tensor of no bytes; ``facts`` are the facts that differ."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], **facts}
+    write_header(folder, {"model.norm.weight": entry})
+
+
 BAD_INPUTS = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither"),
     "truncated": (lambda d: truncate(d / "model.safetensors"), "truncated or overwritten"),
@@ -58,6 +71,34 @@ BAD_INPUTS = {
     "not safetensors": (
         lambda d: (d / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"notjson!"),
         "not JSON",
+    ),
+    "a header that is a list": (lambda d: write_header(d, []), "its header is a list"),
+    "a header that is nested too deeply": (
+        lambda d: (d / "model.safetensors").write_bytes(
+            (10**5).to_bytes(8, "little") + b"[" * 10**5
+        ),
+        "not JSON",
+    ),
+    "an entry that is a number": (
+        lambda d: write_header(d, {"model.norm.weight": 5}),
+        "model.norm.weight is malformed",
+    ),
+    "a list as dtype": (lambda d: write_entry(d, dtype=[]), "model.norm.weight is malformed"),
+    "texts as offsets": (
+        lambda d: write_entry(d, data_offsets=["0", "0"]),
+        "model.norm.weight is malformed",
+    ),
+    "three offsets": (
+        lambda d: write_entry(d, data_offsets=[0, 0, 0]),
+        "model.norm.weight is malformed",
+    ),
+    "a negative shape": (
+        lambda d: write_entry(d, shape=[-1, -1]),
+        "model.norm.weight is malformed",
+    ),
+    "a fraction in a shape": (
+        lambda d: write_entry(d, shape=[0.0]),
+        "model.norm.weight is malformed",
     ),
     "missing tensor": (
         lambda d: rewritten(d, lambda t: t.pop("model.norm.weight")),

@@ -398,6 +398,7 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*'gptq'"),
         ({"quantization_config": "int4"}, "quantization_config.*'int4'"),
+        ({"quantization_config": "fp8"}, "quantization_config.*'fp8'.*a table"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"scale_emb": 12}, "scale_emb"),
         ({"sliding_window": 4096, "model_type": "llama"}, "sliding_window"),

@@ -23,6 +23,7 @@ from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.system.secret_variables import (
     is_secret,
     program_environment,
+    withheld_hint,
     worker_environment,
 )
 from tests.ranks import ROOT
@@ -252,3 +253,17 @@ def test_a_reward_that_misses_a_key_is_told_how_to_get_it():
     with Verifier(PLANTED + "key_on_request", 60.0, 1, passed_variables=["HF_TOKEN"]) as verifier:
         (score,) = verifier.score([given("HF_TOKEN")])
     assert score.value == len("HF_TOKEN of the run")
+
+
+@pytest.mark.usefixtures("keys")
+def test_an_error_about_a_key_that_was_passed_has_no_hint():
+    passed = ["HF_TOKEN"]
+    assert withheld_hint("no HF_TOKEN", [], "the list")
+    assert withheld_hint("no HF_TOKEN", passed, "the list") == ""
+    reward = PLANTED + "key_named_in_an_error"
+    with (
+        Verifier(reward, 60.0, 1, passed_variables=passed) as verifier,
+        pytest.raises(VerifierError, match="HF_TOKEN") as caught,
+    ):
+        verifier.score([given("HF_TOKEN")])
+    assert "passed_variables" not in str(caught.value)

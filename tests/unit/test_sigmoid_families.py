@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def test_minimax_is_read_as_transformers_reads_it() -> None:
         ({"use_routing_bias": False}, "use_routing_bias"),
         ({"shared_intermediate_size": 1536}, "shared_intermediate_size"),
         ({"attn_type_list": [0] + 61 * [1]}, "attn_type_list"),
+        ({"rotary_dim": None, "partial_rotary_factor": math.nan}, "partial_rotary_factor"),
+        ({"rotary_dim": None, "partial_rotary_factor": math.inf}, "partial_rotary_factor"),
+        ({"rotary_dim": None, "partial_rotary_factor": 10**400}, "partial_rotary_factor"),
     ],
 )
 def test_a_minimax_that_would_be_trained_otherwise_is_refused(
@@ -114,6 +118,8 @@ def test_hy3_is_read_as_transformers_reads_it() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 80}, "layer_types"),
+        ({"mlp_layer_types": 5}, "mlp_layer_types"),
+        ({"mlp_layer_types": {"dense": 1}}, "mlp_layer_types"),
     ],
 )
 def test_a_hy3_that_would_be_trained_otherwise_is_refused(
