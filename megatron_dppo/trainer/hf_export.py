@@ -131,7 +131,7 @@ def export_plan(
     sources = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
     assigned_bytes = [0] * layout.world_size
     writer_of: dict[str, int] = {}
-    tensors: dict[int, list[TensorSources]] = {}
+    tensors_by_writer: dict[int, list[TensorSources]] = {}
     for file, specs in files.items():
         held_bytes = [0] * layout.world_size
         for name in specs:
@@ -140,7 +140,8 @@ def export_plan(
                 for rank, elements in elements_held(sources[name]).items():
                     held_bytes[rank] += elements * item_bytes
         size = sum(spec.bytes for spec in specs.values())
-        # Costs count in bytes written. The cost of writing this file is the same on every rank, so leave it out.
+        # A cost is a time, in units of the time that writing a byte takes. It leaves out the time to write this file,
+        # which is the same on every rank.
         costs = []
         for rank in range(layout.world_size):
             gather_cost = (size - held_bytes[rank]) // _WRITE_OVER_GATHER
@@ -149,8 +150,8 @@ def export_plan(
         writer_of[file] = writer
         assigned_bytes[writer] += size
         gathered_tensors = [sources[name] for name in specs if name in sources]
-        tensors.setdefault(writer, []).extend(gathered_tensors)
-    return buckets_in_turn(tensors, BUCKET_BYTES, item_bytes), writer_of
+        tensors_by_writer.setdefault(writer, []).extend(gathered_tensors)
+    return buckets_in_turn(tensors_by_writer, BUCKET_BYTES, item_bytes), writer_of
 
 
 @contextmanager

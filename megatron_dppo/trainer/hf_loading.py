@@ -55,6 +55,7 @@ def load_hf(
             for segment in entry.segments:
                 span = segment.hf_end - segment.hf_start
                 part = reader.read(segment.hf_name, segment.dim, segment.hf_start, span)
+                # The segment may have only every n-th index of the span.
                 part = stepped(part, segment.dim, 0, segment.length, segment.hf_step)
                 tensor_store.require_finite(part, segment.hf_name, 0, str(hf_dir))
                 segment.of_local(parameter).copy_(part)

@@ -229,6 +229,7 @@ class AdaptedPolicy:
         self.base_sha256 = shared_digest(hf_checkpoint, topology)
         reduce_grads = transformer.finalize_model_grads_func
 
+        # Megatron-Core's reduction does not sum over expert-tensor-parallel ranks.
         def reduce_all_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
             reduce_grads(chunks, num_tokens, **kwargs)
             lora_modules.sum_expert_tensor_grads(chunks)

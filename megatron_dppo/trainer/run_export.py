@@ -31,7 +31,7 @@ SEQUENCES_TO_CHECK = 16
 """Number of sequences whose log-probabilities the check compares."""
 
 Example = tuple[int, list[int], list[bool]]
-"""Position in the batch, tokens and loss mask of a trajectory's first branch, as plain values."""
+"""A trajectory's position in the batch, and the tokens and the loss mask of its first branch, as plain values."""
 
 
 def export(

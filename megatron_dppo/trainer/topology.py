@@ -89,7 +89,7 @@ def init_distributed(
         interface: network interface of all sockets that listen. None: the rendezvous listens on MASTER_ADDR, and gloo
             and NCCL choose an interface themselves. But if MASTER_ADDR is loopback and all ranks are on this machine,
             gloo listens on loopback.
-        limit_s: a longer collective ends this process with a report.
+        limit_s: time limit of a collective in seconds. A longer collective ends this process with a report.
 
     Raises:
         ValueError: WORLD_SIZE is not ``world_size``.
