@@ -20,6 +20,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -200,16 +201,23 @@ class ResponseSpool:
         try:
             is_known = path.is_file() and path.read_text() == settings
             if is_fresh or not is_known:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.folder.mkdir(parents=True)
-                write_atomically(path, settings)
+                self._empty(settings)
                 return [[], []]
             self.forget_until(step)
             return [self._read_trained(step), self._read_draws()]
         except (OSError, RunError, KeyError) as error:
             log.warning("spool: nothing of earlier ranks is used: %s", error)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            # If this fails too, the first response that is stored reports it.
+            with suppress(OSError):
+                self._empty(settings)
             return [[], []]
+
+    def _empty(self, settings: str) -> None:
+        """Remove all files, and write ``settings`` anew, so that the next start finds the responses of this start."""
+        assert self.folder is not None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        write_atomically(self.folder / _SETTINGS, settings)
 
     def _read_trained(self, step: int) -> list[tuple[int, str]]:
         """Return pairs (step, hash of the step's weights), and rewrite the file with only these pairs.

@@ -55,7 +55,7 @@ class Line:
     Attributes:
         panel: title of the panel that has the line.
         legend: name of the line.
-        stroke: style of the line. ``bound``: the line is a lower bound for another line of the panel.
+        stroke: style of the line. ``bound``: the line is a bound for another line of the panel.
         scale: factor of the values.
         right: whether the line belongs to the right axis.
     """

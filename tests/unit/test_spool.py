@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_dppo.data.sampling import ProblemSampler, ReturningSampler
 from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.loop import spool as spool_module
 from megatron_dppo.loop.scorer import PendingScore
 from megatron_dppo.loop.spool import ResponseSpool
 from megatron_dppo.rewards.verifier import Score
@@ -44,6 +45,26 @@ def test_only_young_responses_to_the_same_problem_are_found(tmp_path: Path) -> N
     spool.forget_until(5)
     assert spool.found(5) == {}
     spool.close()
+
+
+def test_responses_after_a_damaged_file_are_found_by_the_next_start(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(spool_module, "on_rank_0", lambda function: function())
+    folder = tmp_path / "spool"
+    first = spool_in(folder)
+    first.open("settings", 0, is_fresh=True)
+    first.close()
+    (folder / "trained.jsonl").write_bytes(b"\xff\xfe\n")
+    second = spool_in(folder)
+    second.open("settings", 4, is_fresh=False)
+    second.part(5, [0]).keep((0, 0), response(PROBLEMS[0], 4), Score(1.0))
+    second.flush()
+    second.close()
+    third = spool_in(folder)
+    third.open("settings", 4, is_fresh=False)
+    assert sorted(third.found(5)) == [(0, 0)]
+    third.close()
 
 
 def test_a_spool_that_cannot_be_written_is_named_once(tmp_path: Path, caplog) -> None:

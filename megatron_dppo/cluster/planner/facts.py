@@ -601,9 +601,6 @@ def facts_of(
             longest_response=longest_of(turn_tokens),
             every=config.evaluation.every,
         )
-    roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
-    if schedule.is_colocated:
-        roles = replace(roles, first_device=0)
     servers = config.engine.servers_to_start
     if settings.replay_from is not None:
         servers = 0
@@ -612,7 +609,7 @@ def facts_of(
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
         engine=_engine_facts(servers, config.sglang, quantized=quantized),
-        roles=roles,
+        roles=_roles(config, schedule),
         schedule=schedule,
         bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         checkpoint_every=config.checkpoint.every,
@@ -624,6 +621,15 @@ def facts_of(
         changes_only=config.weight_sync.changes_only,
         atomic_updates=config.engine.atomic_updates,
     )
+
+
+def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
+    """Return the ranks and servers of a run, placed as in ``schedule``. The configuration may place them otherwise."""
+    sections = ServerSections.of(config).where_generated
+    if sections is not None:
+        engine = sections.engine.model_copy(update={"placement": schedule.placement})
+        sections = replace(sections, engine=engine)
+    return Roles.of(config.parallel.world_size, sections)
 
 
 def _uncounted_settings(config: TrainConfig) -> tuple[str, ...]:

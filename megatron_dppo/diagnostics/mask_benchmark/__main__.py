@@ -79,7 +79,9 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
     """
     from torch import multiprocessing
 
-    # Set the variables before ranks start: torch reads them when it is imported.
+    from megatron_dppo.diagnostics.mask_benchmark.measure import write_measurements
+
+    # Set the variables before ranks start: a rank's torch reads them when it is imported.
     os.environ |= {
         "WORLD_SIZE": str(options.tp),
         "MASTER_ADDR": "127.0.0.1",
@@ -89,16 +91,7 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
     }
     # At SIGTERM, raise SystemExit: when Python exits, it ends the ranks, because they are daemons.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    multiprocessing.spawn(_rank, (options, result), options.tp, daemon=True)
-
-
-def _rank(rank: int, options: argparse.Namespace, result: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    from megatron_dppo.diagnostics.mask_benchmark.measure import measure
-
-    measured = measure(options)
-    if rank == 0:
-        result.write_text(json.dumps(measured))
+    multiprocessing.spawn(write_measurements, (options, result), options.tp, daemon=True)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,17 @@ def test_search_ranks_all_schedules_and_says_how_to_get_there():
     assert [p.seconds for p in shown] == sorted(p.seconds for p in shown)
 
 
+def test_a_colocated_recipe_is_searched_for_separate_layouts_too():
+    """The servers of a separate layout do not begin on the ranks' devices."""
+    cluster = Cluster(DEVICES["h200"], 2)
+    config = load_config(RECIPE, ["engine.placement=colocated"])
+    found = search_schedules(Question(config, MOE, cluster))
+    separate = [p for p in found if p.question.schedule == ON_POLICY]
+    own_question = Question(load_config(RECIPE), MOE, cluster)
+    assert [p.seconds for p in separate] == [p.seconds for p in search(own_question)]
+    assert "engine.placement=separate" in separate[0].changes
+
+
 def test_the_command_tells_seconds_idle_placement_and_staleness(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     layout = ["parallel.world_size=8", "engine.servers=2", "training.recompute=full"]
