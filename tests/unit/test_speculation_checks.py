@@ -1,4 +1,4 @@
-"""Speculative decoding: which algorithms, and which runs with them, the checks of a configuration admit."""
+"""Speculative decoding: the algorithms, and the runs with them, that the checks of a configuration admit."""
 
 import pytest
 
@@ -25,7 +25,7 @@ DELTA_NETS = {
 
 @pytest.fixture
 def keys(tmp_path):
-    """Returns a function: overrides -> the keys at fault."""
+    """Return a function from overrides to the keys of the configuration that the checks reject."""
 
     def keys_of(*overrides, model=MOE):
         return {fault.partition(":")[0] for fault in faults_of(tmp_path, *overrides, model=model)}
@@ -81,8 +81,8 @@ def test_runs_that_would_lose_or_change_a_draft_are_refused(keys, overrides, key
 
 
 def test_the_served_model_is_no_draft_of_its_own(keys, tmp_path):
-    own = eagle(speculative_draft_model_path=tmp_path / "model")
-    assert keys(*own) == {"sglang.speculative_draft_model_path"}
+    overrides = eagle(speculative_draft_model_path=tmp_path / "model")
+    assert keys(*overrides) == {"sglang.speculative_draft_model_path"}
 
 
 @pytest.mark.parametrize(

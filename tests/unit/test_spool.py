@@ -1,4 +1,4 @@
-"""The spool of scored responses, on one rank: what it finds again, and how it ends."""
+"""The spool of scored responses, on one rank: which stored responses it returns, and when it stops writing."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.unit.config_files import minimal
 def answer(
     *spans: tuple[int, int], reward: float = 0.0, reason: FinishReason = "stop"
 ) -> Trajectory:
-    """A response made of (version, tokens) pieces."""
+    """Return a response that consists of pieces (weight version, number of tokens)."""
     versions = np.concatenate([np.full(tokens, version, np.int32) for version, tokens in spans])
     return Trajectory.of_response(
         [1], [2] * len(versions), problem_id=7, sample_index=2, finish_reason=reason,
@@ -62,9 +62,9 @@ def test_weights_that_the_trainer_never_had_are_refused():
 
 
 def test_the_gap_of_a_stale_batch_is_not_called_one_at_equal_weights():
-    learned = {names.GAP_ON_POLICY: 0.25, "loss/mean": 1.0}
-    assert with_stale_gap_renamed(learned, {"rollout/staleness_max": 0}) == learned
-    assert with_stale_gap_renamed(learned, {"rollout/staleness_max": 1}) == {
+    figures = {names.GAP_ON_POLICY: 0.25, "loss/mean": 1.0}
+    assert with_stale_gap_renamed(figures, {"rollout/staleness_max": 0}) == figures
+    assert with_stale_gap_renamed(figures, {"rollout/staleness_max": 1}) == {
         names.GAP_STALE: 0.25,
         "loss/mean": 1.0,
     }
@@ -107,15 +107,15 @@ def test_figures_are_those_of_all_generated_groups():
     assert figures["rollout/generation_rounds"] == 2
 
 
-def drawn_group(draw: np.random.Generator, answers: list[float], seeds: list[int]) -> GroupRow:
-    """One response for each of ``seeds``, of two tokens, the second by the probabilities ``answers``."""
-    picks = {seed: int(draw.choice(len(answers), p=answers)) for seed in sorted(set(seeds))}
+def sample_group(rng: np.random.Generator, probs: list[float], seeds: list[int]) -> GroupRow:
+    """Return the row of a group with a response for each of ``seeds``. ``probs``: probabilities of its second token."""
+    answer_of = {seed: int(rng.choice(len(probs), p=probs)) for seed in sorted(set(seeds))}
     return GroupRow.of(
         [
             Trajectory.of_response(
                 [1],
-                [2, 3 + picks[seed]],
-                columns={"rollout_log_probs": [0.0, math.log(answers[picks[seed]])]},
+                [2, 3 + answer_of[seed]],
+                columns={"rollout_log_probs": [0.0, math.log(probs[answer_of[seed]])]},
             )
             for seed in seeds
         ]
@@ -123,23 +123,24 @@ def drawn_group(draw: np.random.Generator, answers: list[float], seeds: list[int
 
 
 def test_repetition_by_equal_seeds_is_told_from_chance():
-    """Half of the mass lies on one answer, the rest on 128 rare ones. Two servers with equal seeds draw all twice."""
-    draw, answers = np.random.default_rng(0), [0.5, *[0.5 / 128] * 128]
-    alone = [drawn_group(draw, answers, [*range(8)]) for _ in range(500)]
-    twice = [drawn_group(draw, answers, [*range(4), *range(4)]) for _ in range(500)]
-    by_chance, by_seed = generated_figures(alone), generated_figures(twice)
+    """One answer has half of the probability, 128 rare answers share the rest. Two servers may use the same seeds."""
+    rng, probs = np.random.default_rng(0), [0.5, *[0.5 / 128] * 128]
+    different_seeds = [sample_group(rng, probs, [*range(8)]) for _ in range(500)]
+    equal_seeds = [sample_group(rng, probs, [*range(4), *range(4)]) for _ in range(500)]
+    by_chance, by_seed = generated_figures(different_seeds), generated_figures(equal_seeds)
     assert abs(by_chance["rollout/twins"]) < 0.02  # 4000 responses: a standard error of 0.003
-    # Half of the responses are rare. Each has its twin and 6 others, of 7 that are expected to equal it by chance.
+    # Half of the responses are rare. Each equals its twin, and by chance 6 others, with probability 0.5 / 128 each. The
+    # figure subtracts what chance gives for 7 others: 7 * 0.5 / 128.
     assert by_seed["rollout/twins"] == pytest.approx(0.5 * (1 - 0.5 / 128), abs=0.03)
     assert by_seed["rollout/distinct"] < 0.5 < by_chance["rollout/distinct"]
 
 
 def test_twins_by_hand():
-    """Four equal responses: of probability 1/2 they tell nothing; of 1/1000 each has 3 twins, 3/1000 by chance."""
-    one = np.random.default_rng(0)
-    likely = drawn_group(one, [0.5, 0.5], [0] * 4)
+    """Equal responses of probability 1/2 don't count. At 1/1000, each of 4 has 3 twins; chance explains 3/1000."""
+    rng = np.random.default_rng(0)
+    likely = sample_group(rng, [0.5, 0.5], [0] * 4)
     assert (likely.distinct, likely.twins) == (1, 0.0)
-    rare = drawn_group(one, [0.001] * 1000, [0] * 4)
+    rare = sample_group(rng, [0.001] * 1000, [0] * 4)
     assert (rare.distinct, rare.twins) == (1, pytest.approx(4 * 3 - 4 * 3 * 0.001))
 
 
@@ -152,7 +153,10 @@ def test_the_overlap_is_the_share_that_nobody_waited_for():
 
 
 def test_recorded_routing_in_figures():
-    """Three responses of 4, 4 and 6 tokens; the last two are recorded, one by two versions."""
+    """Three sequences of 4, 4 and 6 tokens with their prompt. The last two have recorded routing.
+
+    Two weight versions sampled the third response; the routing of the older version's 2 tokens is discarded.
+    """
     batch = [answer((5, 3)), answer((5, 3)), answer((4, 2), (5, 3))]
     figures = routing_figures(batch, {1, 2}, Form("uint16", (4, 2)))
     assert figures == {
@@ -162,7 +166,8 @@ def test_recorded_routing_in_figures():
     }
 
 
-def guard(tmp_path, dtype="float32", **sections) -> GapGuard:
+def make_guard(tmp_path, dtype="float32", **sections) -> GapGuard:
+    """Return the guard of a configuration. ``sections``: settings by the section that they are added to."""
     tree = minimal(tmp_path)
     tree["model"]["dtype"] = dtype
     for name, values in sections.items():
@@ -190,26 +195,26 @@ def guard(tmp_path, dtype="float32", **sections) -> GapGuard:
     ],
 )
 def test_a_gap_beyond_what_rounding_explains_stops_the_run(tmp_path, dtype, sections, largest):
-    guard(tmp_path, dtype, **sections).check(largest, is_stale=False)
+    make_guard(tmp_path, dtype, **sections).check(largest, is_stale=False)
     with pytest.raises(GapError, match=mentioning(f"{largest * 1.01:.3g}")):
-        guard(tmp_path, dtype, **sections).check(largest * 1.01, is_stale=False)
+        make_guard(tmp_path, dtype, **sections).check(largest * 1.01, is_stale=False)
 
 
 def test_where_the_weights_may_differ_a_gap_is_told_and_stops_nothing(tmp_path, caplog):
-    guard(tmp_path).check(0.9, is_stale=True)
-    guard(tmp_path).check(float("nan"), is_stale=False)
+    make_guard(tmp_path).check(0.9, is_stale=True)
+    make_guard(tmp_path).check(float("nan"), is_stale=False)
     assert not caplog.text
     for sections in ({"rollout": {"replay_from": "x"}}, {"lora": {"rank": 4, "dropout": 0.1}}):
         caplog.clear()
-        guard(tmp_path, **sections).check(0.35, is_stale=False)
+        make_guard(tmp_path, **sections).check(0.35, is_stale=False)
         assert mentions(caplog.text, 0.35)
 
 
 def test_a_gap_is_told_again_where_it_has_doubled(tmp_path, caplog):
-    watching = guard(tmp_path)
+    guard = make_guard(tmp_path)
     gaps = (1e-7, 1e-4, 1.1e-4, 2e-4, 2.1e-4, 2.3e-4, 5e-4)
-    warned_of = [gap for gap in gaps if watching.check(gap, is_stale=False)]
-    assert warned_of == [1.1e-4, 2.3e-4, 5e-4]
+    reported_gaps = [gap for gap in gaps if guard.check(gap, is_stale=False)]
+    assert reported_gaps == [1.1e-4, 2.3e-4, 5e-4]
     assert [line.split(" is ")[1].split()[0] for line in caplog.messages] == [
         "0.00011",
         "0.00023",
@@ -218,7 +223,7 @@ def test_a_gap_is_told_again_where_it_has_doubled(tmp_path, caplog):
 
 
 class BegunBatches(GeneratedRollouts):
-    """A source that notes which batches it begins, in the place of generating them."""
+    """A source that only records which batches it begins, and generates nothing."""
 
     def _begin(self, step: int) -> None:
         self._newest_step = step
@@ -230,18 +235,18 @@ class BegunBatches(GeneratedRollouts):
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_a_batch_begins_once_its_oldest_token_can_keep_the_bound(tmp_path, max_staleness):
-    """Batch n trains version n - 1, so version v allows batches up to v + 1 + max_staleness, to the last."""
+    """Batch n trains version n - 1, so tokens of version v fit batches up to v + 1 + max_staleness. The last is 6."""
     rollout = TrainConfig(**minimal(tmp_path)).rollout
     rollout = rollout.model_copy(update={"max_staleness": max_staleness})
     unused = cast(Any, None)
     source = BegunBatches(rollout, *[unused] * 8, steps=6)
-    begun = []
+    begun_batches = []
     for version in range(6):
         if not source._drafts:
             source._begin(version + 1)
         source.run_ahead(version)
-        begun.append([draft.step for draft in source._drafts])
+        begun_batches.append([draft.step for draft in source._drafts])
         source._drafts.popleft()
-    assert begun == [
+    assert begun_batches == [
         list(range(version + 1, min(version + 1 + max_staleness, 6) + 1)) for version in range(6)
     ]

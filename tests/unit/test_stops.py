@@ -1,4 +1,4 @@
-"""What asks a supervisor to end, by hand."""
+"""Signals and deadlines that request a stop of the supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_signals_and_deadlines_come_in_order_and_patient_ones_once():
         {TIME: 110.0, OVERTIME: 120.0},
         lambda: clock[0],
     )
-    before = signal.getsignal(signal.SIGUSR1)
+    previous_handler = signal.getsignal(signal.SIGUSR1)
     with stops.listening():
         assert stops.requested() == []
         clock[0] = 110.0
@@ -35,7 +35,7 @@ def test_signals_and_deadlines_come_in_order_and_patient_ones_once():
         assert OVERTIME not in stops.requested()
         clock[0] = 120.0
         assert stops.requested()[-1] == OVERTIME
-    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.getsignal(signal.SIGUSR1) == previous_handler
 
 
 def test_a_time_limit_that_moves_moves_what_did_not_come_yet():
@@ -50,7 +50,7 @@ def test_a_time_limit_that_moves_moves_what_did_not_come_yet():
     assert stops.requested() == [TIME]
 
 
-STOPPED = """
+STOPPED_PROGRAM = """
 import sys, time
 from megatron_dppo.launch.stops import exit_by_code, terminal_stops
 exit_by_code()
@@ -72,13 +72,13 @@ sys.exit(code)
 
 @pytest.mark.parametrize("moment", ["before the run", "in the run"])
 def test_two_hundred_sigterms_end_in_a_shell_s_exit_code(moment):
-    """They go on until the process has ended; the clean-up after the run ends all the same."""
+    """The signals continue until the process has ended, and must not interrupt the clean-up after the run."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, moment], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STOPPED_PROGRAM, moment], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    ready = {"before the run": "ready", "in the run": "listening"}[moment]
-    while process.stdout.readline().strip() != ready:
+    awaited_line = {"before the run": "ready", "in the run": "listening"}[moment]
+    while process.stdout.readline().strip() != awaited_line:
         assert process.poll() is None
     for _ in range(200):
         if process.poll() is not None:

@@ -1,5 +1,4 @@
-"""The supervisor with real child processes: every way a run can end, and that nothing is left after
-each."""
+"""The supervisor with real child processes: every way in which a run can end, and that no process is left."""
 
 import contextlib
 import errno
@@ -43,24 +42,23 @@ note("saved")
 """
 
 
-def noted(word: str) -> str:
-    """Code that waits until both ranks have noted ``word``."""
+def wait_for_both_ranks(word: str) -> str:
+    """Return code that waits until both ranks have noted ``word``."""
     return f"while not exists('notes') or read('notes').count({word!r}) < 2: time.sleep(0.02)\n"
 
 
 class Run:
-    """A supervised run in ``directory``; ``pids`` are those of the children that noted one as ``pid
-    <n>``."""
+    """A supervised run in ``directory``. ``rank``, ``engine``: Python code of the processes (``supervised_run.py``)."""
 
     def __init__(self, directory: Path, rank: str, engine: tuple[str, ...], world_size: int = 2,
-                 max_restarts: int = 1, others: tuple[tuple[str, ...], ...] = (),
+                 max_restarts: int = 1, other_engines: tuple[tuple[str, ...], ...] = (),
                  router: tuple[str, ...] = (), attached: tuple[str, ...] = (),
                  rank_restarts: int = 0, rank_pause_s: float = 0.05) -> None:  # fmt: skip
         self.directory = directory
         directory.mkdir(exist_ok=True)
         spec = {
             "directory": str(directory), "rank": rank, "world_size": world_size,
-            "servers": [engine, *others] if engine else [], "router": router,
+            "servers": [engine, *other_engines] if engine else [], "router": router,
             "attached": attached, "max_restarts": max_restarts,
             "rank_restarts": rank_restarts, "rank_pause_s": rank_pause_s,
         }  # fmt: skip
@@ -113,7 +111,7 @@ def start(tmp_path):
         run.process.kill()
         run.process.wait()
         for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):  # its own parent's end was its end
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended with its parent
                 process.kill()
 
 
@@ -122,17 +120,19 @@ def exit_code(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; a zombie that nobody has reaped yet has."""
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether the process has not ended. A zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all end in time."""
-    return happens(lambda: not any(map(runs, processes)), 10, lambda: [p.pid for p in processes])
+def all_end(processes: list[psutil.Process]) -> bool:
+    """Return whether all processes end within 10 s."""
+    return happens(
+        lambda: not any(map(is_alive, processes)), 10, lambda: [p.pid for p in processes]
+    )
 
 
 def test_a_run_ends_well_and_takes_everything_with_it(start):
@@ -150,7 +150,7 @@ def test_a_run_ends_well_and_takes_everything_with_it(start):
     assert run.output == "hello\n"
     assert (run.directory / "logs" / "rank0.out").read_text() == "stray 0\nhello\n"
     assert (run.directory / "logs" / "rank1.out").read_text() == "stray 1\n"
-    assert gone(family)
+    assert all_end(family)
     assert run.endpoint() is None
 
 
@@ -210,7 +210,7 @@ LOGS = (
 
 
 def test_the_rank_that_failed_first_is_the_cause_though_it_was_the_last_to_speak(start):
-    """Rank 1 fails, and goes on talking while it closes what is open; rank 0 notices, and is gone first."""
+    """Rank 1 fails first and still logs while it shuts down. Rank 0 fails because of it and exits first."""
     rank = RANK + LOGS + (
         "import atexit\n"
         "def close(): time.sleep(3); print('closing', flush=True)\n"
@@ -227,7 +227,7 @@ def test_the_rank_that_failed_first_is_the_cause_though_it_was_the_last_to_speak
 
 
 def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
-    """The terminal, rank 0's standard output and its own log on /dev/full; only standard error is left."""
+    """The terminal, rank 0's standard output and its log are on /dev/full. Only standard error can be written."""
     rank = "rank = 0\n" + LOGS + (
         "import logging\n"
         "from megatron_dppo.logging import shared_console\n"
@@ -239,25 +239,25 @@ def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
     with open("/dev/full", "wb") as full:
-        process = supervised(tmp_path, rank, full.fileno())
+        process = start_supervised(tmp_path, rank, full.fileno())
     assert exit_code(process) == 0
     assert (tmp_path / "notes").read_text() == "done\n"
-    [said] = (tmp_path / "logs" / "rank0.out").read_text().splitlines()
-    assert mentions(said, "rank0.log", os.strerror(errno.ENOSPC))
+    [line] = (tmp_path / "logs" / "rank0.out").read_text().splitlines()
+    assert mentions(line, "rank0.log", os.strerror(errno.ENOSPC))
 
 
 def test_a_console_on_a_full_disk_leaves_the_exit_code_as_it_is():
-    """Python gives 120 where it can't write at its end what a buffer still holds."""
+    """Python exits with 120 if it cannot flush its output buffers at the end."""
     code = (
         "from megatron_dppo.logging import configure_logging, shared_console\n"
         "import logging; configure_logging(None, None)\n"
         "logging.getLogger('megatron_dppo').info('a line'); shared_console().print('a row')\n"
     )
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False
         )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_a_killed_rank_ends_the_run_at_once(start):
@@ -271,22 +271,22 @@ def test_a_killed_rank_ends_the_run_at_once(start):
     assert run.end() == 1
     assert mentions(run.errors(), "rank 1", "SIGKILL")
     assert "rank 0 failed" not in run.errors()
-    assert gone(family)
+    assert all_end(family)
 
 
-STARTS = RANK + "start = int(os.environ['MEGATRON_DPPO_START'])\n"
-DIES = "os.kill(os.getpid(), signal.SIGKILL)\n"
+RANK_AND_START = RANK + "start = int(os.environ['MEGATRON_DPPO_START'])\n"
+KILL_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)\n"
 
 
 def test_ranks_start_again_after_a_death_and_the_servers_keep_running(start):
-    rank = STARTS + (
+    rank = RANK_AND_START + (
         "note(f'{start} {rank} {wait_published()[\"pid\"]}')\n"
         "if start == 1:\n"
         "    wait_for('engine0-healthy1')\n"
         "    if rank == 1: child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
         "    if rank == 1: note(f'orphan {child.pid}')\n"
         "    while rank == 1 and '1 0 ' not in read('notes'): time.sleep(0.02)\n"
-        "    if rank == 1: " + DIES + "    " + SLEEP
+        "    if rank == 1: " + KILL_ITSELF + "    " + SLEEP
     )  # fmt: skip
     run = start(rank, STAYS_UP, rank_restarts=1)
     assert run.end() == 0
@@ -301,7 +301,9 @@ def test_ranks_start_again_after_a_death_and_the_servers_keep_running(start):
 
 def test_restarts_of_ranks_are_bounded(start):
     run = start(
-        STARTS + "if rank == 0: note(str(start)); " + DIES + SLEEP, STAYS_UP, rank_restarts=2
+        RANK_AND_START + "if rank == 0: note(str(start)); " + KILL_ITSELF + SLEEP,
+        STAYS_UP,
+        rank_restarts=2,
     )
     assert run.end() == 1
     assert run.notes() == ["1", "2", "3"]
@@ -318,16 +320,16 @@ def test_restarts_of_ranks_are_bounded(start):
     ],
 )
 def test_which_errors_of_a_rank_start_the_ranks_again(start, ending, starts, code):
-    """A refusal never, no error that came before the run had trained, and no second one without progress."""
-    trains = "def train(): open(path_of('trained'), 'w').close()\n"
-    rank = STARTS + trains + f"note(str(start))\n{ending}\n"
+    """A refusal (exit code 2), an error before any training and a second error without progress end the run."""
+    define_train = "def train(): open(path_of('trained'), 'w').close()\n"
+    rank = RANK_AND_START + define_train + f"note(str(start))\n{ending}\n"
     run = start(rank, STAYS_UP, world_size=1, rank_restarts=9)
     assert run.end() == code
     assert run.notes() == [str(number + 1) for number in range(starts)]
 
 
 def test_a_stop_before_the_ranks_start_again_ends_the_run(start):
-    run = start(RANK + "note('up')\n" + DIES, STAYS_UP, rank_restarts=1, rank_pause_s=300.0)
+    run = start(RANK + "note('up')\n" + KILL_ITSELF, STAYS_UP, rank_restarts=1, rank_pause_s=300.0)
     run.wait_until(lambda: "restart 1 of 1" in run.errors())
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
@@ -343,14 +345,14 @@ def test_one_signal_stops_cleanly(start, number, code):
     assert run.end() == code
     assert run.notes() == ["ready", "ready", "saved", "saved"]
     assert "stopping:" in run.errors()
-    assert gone(family)
+    assert all_end(family)
 
 
 def test_a_lost_server_is_ended_while_the_run_stops_and_not_started_again(start):
-    """A colocated trainer waits for its devices before it saves."""
-    # Published before it is stopped: a server that still starts would be ended, and never be.
-    loses = "report_lost(1)\nwhile published(): time.sleep(0.02)\n"
-    run = start("wait_published()\n" + STOPS_CLEANLY + loses, STAYS_UP, world_size=1)
+    """A colocated trainer waits for its devices before it saves, so the supervisor must still end a lost server."""
+    # The rank first waits until the server is published: a stop during its start would end it and never publish it.
+    report = "report_lost(1)\nwhile published(): time.sleep(0.02)\n"
+    run = start("wait_published()\n" + STOPS_CLEANLY + report, STAYS_UP, world_size=1)
     run.wait_until(lambda: len(run.notes()) == 1)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
@@ -366,15 +368,15 @@ def test_a_stop_before_the_ranks_listen(start):
 
 
 def test_a_second_signal_ends_at_once(start):
-    deaf = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
-    run = start(deaf, STAYS_UP)
+    ignores_sigterm = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
+    run = start(ignores_sigterm, STAYS_UP)
     run.wait_until(lambda: len(run.notes()) == 2)
     family = run.family()
     run.process.send_signal(signal.SIGINT)
     run.wait_until(lambda: run.notes().count("deaf") == 2)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
-    assert gone(family)
+    assert all_end(family)
 
 
 def test_an_error_during_a_clean_stop_is_a_failure(start):
@@ -391,7 +393,7 @@ def test_children_die_with_a_killed_supervisor(start):
     family = run.family()
     assert len(family) == 3
     run.process.kill()
-    assert gone(family)
+    assert all_end(family)
 
 
 def test_after_a_kill_the_next_run_takes_the_directory_over(start):
@@ -399,7 +401,7 @@ def test_after_a_kill_the_next_run_takes_the_directory_over(start):
     first.wait_until(first.endpoint)
     first.process.kill()
     first.process.wait()
-    assert first.endpoint() is not None  # a stale one
+    assert first.endpoint() is not None  # a stale endpoint is left
     second = start("note('stale' if published() else 'clean')")
     assert second.end() == 0
     assert second.notes()[-2:] == ["clean", "clean"]
@@ -423,21 +425,22 @@ def test_another_start_that_takes_over_ends_the_run_and_keeps_what_it_published(
     holder = files.holder()
     assert run.notes() == [holder.nonce] * 2
     files.install(replace(holder, nonce="2" * 16, host="b", pid=88, job="12", attempt=1))
-    theirs = {**run.endpoint(), "url": "http://b:1"}
+    other_endpoint = {**run.endpoint(), "url": "http://b:1"}
     write_private(
-        run.directory / "engine" / "fleet.json", json.dumps({"servers": {"engine0": theirs}})
+        run.directory / "engine" / "fleet.json",
+        json.dumps({"servers": {"engine0": other_endpoint}}),
     )
     assert run.end() == 1
     assert mentions(run.errors(), "process 88", "b", "job 12", "attempt 1")
-    assert run.endpoint() == theirs
-    assert gone(family)
+    assert run.endpoint() == other_endpoint
+    assert all_end(family)
 
 
 def test_a_dead_engine_is_started_again(start):
-    published = "wait_published()\n"
-    rank = "wait_for('engine0-healthy2')\n" + published + "note(json.dumps(published()))"
-    dies = HEALTHY + published + "print('segfault!', flush=True); os.kill(os.getpid(), 11)"
-    run = start(rank, dies, STAYS_UP, world_size=1)
+    wait = "wait_published()\n"
+    rank = "wait_for('engine0-healthy2')\n" + wait + "note(json.dumps(published()))"
+    crash = HEALTHY + wait + "print('segfault!', flush=True); os.kill(os.getpid(), 11)"
+    run = start(rank, crash, STAYS_UP, world_size=1)
     assert run.end() == 0
     endpoint = json.loads(run.notes()[0])
     assert endpoint["incarnation"] == 2
@@ -459,7 +462,7 @@ def test_restarts_are_bounded(start):
     assert not (run.directory / "engine0-healthy4").exists()
     assert mentions(run.errors(), "engine0", "2 restarts", 3600, "engine.max_restarts")
     assert run.errors().count("    exhausted") == 3
-    assert gone(family)
+    assert all_end(family)
 
 
 def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
@@ -468,8 +471,8 @@ def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
         "wait_for('engine0-healthy2'); wait_published()\n"
         "note(json.dumps(published()))"
     )
-    hangs = HEALTHY + "note(f'pid {os.getpid()}'); os.kill(os.getpid(), signal.SIGSTOP)"
-    run = start(rank, hangs, STAYS_UP, world_size=1)
+    hang = HEALTHY + "note(f'pid {os.getpid()}'); os.kill(os.getpid(), signal.SIGSTOP)"
+    run = start(rank, hang, STAYS_UP, world_size=1)
     assert run.end() == 0
     pid, endpoint = run.notes()
     assert json.loads(endpoint)["incarnation"] == 2
@@ -504,11 +507,11 @@ def test_an_engine_that_never_starts_is_not_tried_again(start):
 
 
 def test_a_first_start_that_failed_beside_one_that_works_is_repeated(start):
-    """The other one comes up later."""
+    """engine0 fails first. It is started again when engine1, which starts later, works."""
     rank = "wait_published(); note(json.dumps(published()))"
-    late = "wait_for('failed'); time.sleep(0.5)\n" + STAYS_UP
-    fails = "open(path_of('failed'), 'w').close(); sys.exit('a blip')"
-    run = start(rank, fails, STAYS_UP, others=((late,),), world_size=1, max_restarts=1)
+    start_late = "wait_for('failed'); time.sleep(0.5)\n" + STAYS_UP
+    fail = "open(path_of('failed'), 'w').close(); sys.exit('a blip')"
+    run = start(rank, fail, STAYS_UP, other_engines=((start_late,),), world_size=1, max_restarts=1)
     assert run.end() == 0
     assert json.loads(run.notes()[0])["incarnation"] == 2
     errors = run.errors()
@@ -518,9 +521,9 @@ def test_a_first_start_that_failed_beside_one_that_works_is_repeated(start):
 
 
 def test_first_starts_that_all_fail_end_the_run(start):
-    slow = "wait_for('failed'); time.sleep(0.5); sys.exit('no such model')"
-    fails = "open(path_of('failed'), 'w').close(); sys.exit('no such model')"
-    run = start(RANK + SLEEP, fails, others=((slow,),), max_restarts=3)
+    fail_late = "wait_for('failed'); time.sleep(0.5); sys.exit('no such model')"
+    fail = "open(path_of('failed'), 'w').close(); sys.exit('no such model')"
+    run = start(RANK + SLEEP, fail, other_engines=((fail_late,),), max_restarts=3)
     assert run.end() == 1
     errors = run.errors()
     assert errors.index("engine0 did not start") < errors.index("engine1 did not start")
@@ -528,7 +531,7 @@ def test_first_starts_that_all_fail_end_the_run(start):
 
 
 def test_servers_are_kept_one_by_one(start):
-    """One dies for good, another hangs once; the rest, and the run, go on."""
+    """engine0 dies until its restarts are used up, engine1 hangs once, and the run goes on with engine1 and engine2."""
     rank = (
         "wait_published('engine1'); report_lost(1, 'engine1')\n"
         "wait_for('engine1-healthy2'); wait_published('engine1')\n"
@@ -536,9 +539,9 @@ def test_servers_are_kept_one_by_one(start):
         "wait_for('done')\n"
         "note(json.dumps(published('engine1'))); note(json.dumps(published('engine2')))"
     )
-    dies = HEALTHY + "wait_published(); sys.exit('out of memory')"
+    die = HEALTHY + "wait_published(); sys.exit('out of memory')"
     run = start(
-        rank, dies, others=((STAYS_UP,), (STAYS_UP,)), world_size=1, max_restarts=1
+        rank, die, other_engines=((STAYS_UP,), (STAYS_UP,)), world_size=1, max_restarts=1
     )  # fmt: skip
     run.wait_until(lambda: "going on with the other servers, 2" in run.errors())
     (run.directory / "done").touch()
@@ -550,15 +553,17 @@ def test_servers_are_kept_one_by_one(start):
 
 
 def test_the_run_ends_with_its_last_server(start):
-    dies = HEALTHY + OUT_OF_MEMORY
-    run = start(RANK + SLEEP, dies, others=((dies,),), max_restarts=0)
+    die = HEALTHY + OUT_OF_MEMORY
+    run = start(RANK + SLEEP, die, other_engines=((die,),), max_restarts=0)
     assert run.end() == 1
     assert "going on with the other servers, 1" in run.errors()
     assert run.errors().count("giving up after 0 restarts") == 2
 
 
 def test_a_checkpoint_comes_first_where_the_last_server_is_given_up(start):
-    run = start(RANK + STOPS_CLEANLY, HEALTHY + noted("ready") + OUT_OF_MEMORY, max_restarts=0)
+    run = start(
+        RANK + STOPS_CLEANLY, HEALTHY + wait_for_both_ranks("ready") + OUT_OF_MEMORY, max_restarts=0
+    )
     run.wait_until(run.family)
     family = run.family()
     assert run.end() == 1
@@ -567,12 +572,14 @@ def test_a_checkpoint_comes_first_where_the_last_server_is_given_up(start):
     assert errors.index("giving up after 0 restarts") < errors.index(
         "no server is left: the trainer"
     )
-    assert gone(family)
+    assert all_end(family)
 
 
 def test_ctrl_c_ends_at_once_where_the_last_server_is_given_up(start):
-    deaf = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
-    run = start(deaf, HEALTHY + noted("up") + OUT_OF_MEMORY, max_restarts=0)
+    ignores_sigterm = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
+    run = start(
+        ignores_sigterm, HEALTHY + wait_for_both_ranks("up") + OUT_OF_MEMORY, max_restarts=0
+    )
     run.wait_until(lambda: run.notes().count("deaf") == 2)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 1
@@ -584,14 +591,14 @@ def test_an_attached_server_is_one_left(start):
     run.wait_until(lambda: "going on with the other servers, 1" in run.errors())
     (run.directory / "done").touch()
     assert run.end() == 0
-    left = json.loads((run.directory / "engine" / "fleet.json").read_text())["servers"]
-    assert list(left) == ["http-elsewhere-1"]
+    servers = json.loads((run.directory / "engine" / "fleet.json").read_text())["servers"]
+    assert list(servers) == ["http-elsewhere-1"]
 
 
 def test_a_dead_router_is_started_again_and_in_the_end_done_without(start):
     rank = "wait_for('router-healthy2')\nwait_for('done')"
-    dies = HEALTHY + "wait_published('router'); wait_published()\n"
-    run = start(rank, STAYS_UP, router=(dies,), max_restarts=1)
+    exit_when_published = HEALTHY + "wait_published('router'); wait_published()\n"
+    run = start(rank, STAYS_UP, router=(exit_when_published,), max_restarts=1)
     run.wait_until(lambda: "going on without a router" in run.errors())
     record = json.loads((run.directory / "engine" / "fleet.json").read_text())
     assert "router" not in record["servers"]
@@ -601,8 +608,8 @@ def test_a_dead_router_is_started_again_and_in_the_end_done_without(start):
     assert "restart 1 of 1" in run.errors()
 
 
-def supervised(directory: Path, rank: str, terminal: int) -> subprocess.Popen[bytes]:
-    """A run of one rank with ``terminal`` as its standard output."""
+def start_supervised(directory: Path, rank: str, terminal: int) -> subprocess.Popen[bytes]:
+    """Start a run of one rank with ``terminal`` as its standard output."""
     spec = {
         "directory": str(directory), "rank": rank, "world_size": 1, "servers": [], "router": [],
         "attached": [], "max_restarts": 0,
@@ -614,7 +621,7 @@ def supervised(directory: Path, rank: str, terminal: int) -> subprocess.Popen[by
 
 
 def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
-    """Bars at the terminal's own width; lines on both; what the libraries print in the file."""
+    """Progress bars go only to the terminal, at its width; console lines to both; library output only to the file."""
     code = (
         "from megatron_dppo.logging import shared_console\n"
         "from megatron_dppo.metrics.progress import progress\n"
@@ -626,19 +633,19 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
     )
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
-    process = supervised(tmp_path, code, terminal)
+    process = start_supervised(tmp_path, code, terminal)
     os.close(terminal)
-    seen = b""
+    terminal_output = b""
     try:
         while chunk := os.read(controller, 1 << 16):
-            seen += chunk
+            terminal_output += chunk
     except OSError:
-        pass  # the terminal's other end is closed
+        pass  # The process has closed the other end of the terminal.
     assert exit_code(process) == 0
-    assert b"generate" in seen
-    assert b"3/3" in seen
-    assert b"stray" not in seen
-    assert b"\x1b[32mstep 7 123\x1b[0m" in seen
+    assert b"generate" in terminal_output
+    assert b"3/3" in terminal_output
+    assert b"stray" not in terminal_output
+    assert b"\x1b[32mstep 7 123\x1b[0m" in terminal_output
     assert (tmp_path / "logs" / "rank0.out").read_text() == "stray\nstep 7 123\n"
 
 
@@ -647,10 +654,10 @@ def test_a_run_outlives_whoever_read_its_output(tmp_path):
         "from megatron_dppo.logging import shared_console\n"
         "wait_for('closed'); shared_console().print('unread'); note('went on')\n"
     )
-    reading, writing = os.pipe()
-    process = supervised(tmp_path, code, writing)
-    os.close(writing)
-    os.close(reading)
+    read_end, write_end = os.pipe()
+    process = start_supervised(tmp_path, code, write_end)
+    os.close(write_end)
+    os.close(read_end)
     (tmp_path / "closed").touch()
     assert exit_code(process) == 0
     assert (tmp_path / "notes").read_text() == "went on\n"

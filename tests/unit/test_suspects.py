@@ -1,4 +1,4 @@
-"""A prompt that servers die of ends a run by name; servers that are killed don't."""
+"""A prompt that crashes every server ends the run, and the error names the prompt. Killed servers don't end the run."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests.unit.test_weight_sync import Engine, Source
 assert one_rank  # a fixture
 
 BAD = 13
-Dies = Callable[[str, int, int], bool]
-"""Of a server's name, its incarnation and a prompt's first token: whether that ends it."""
+CrashRule = Callable[[str, int, int], bool]
+"""Returns whether a prompt kills a server, from the server's name and incarnation and the prompt's first token."""
 
 
-class Restarted(Small):
-    """A session with servers that are replaced when they were reported lost, as by the supervisor."""
+class RestartingFleet(Small):
+    """A session whose servers are replaced when they were reported lost, as the supervisor does."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, dies: Dies):
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, dies: CrashRule):
         super().__init__(folder, monkeypatch, start_timeout_s=20.0)
         self._dies = dies
         self.server.dies_of = lambda token: dies("engine0", 1, token)
-        self.asked = [self.server]
+        self.all_servers = [self.server]
         self.servers = {"engine0": Server("engine0", self.server.url, 1, 17)}
         for number in range(1, count):
             self._start(f"engine{number}", 1)
@@ -60,7 +60,7 @@ class Restarted(Small):
             return engine
 
         monkeypatch.setattr(server_access.ServerAccess, "_connect", connect)
-        self._ends = threading.Event()
+        self._stop = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise)
         self._supervisor.start()
 
@@ -68,19 +68,19 @@ class Restarted(Small):
         server = SmallServer(name)
         server.dies_of = lambda token: self._dies(name, incarnation, token)
         self.runner.run(server.start())
-        self.asked.append(server)
+        self.all_servers.append(server)
         self.servers[name] = Server(name, server.url, incarnation, 17)
         self.record.publish(self.servers[name])
 
     def _supervise(self) -> None:
-        while not self._ends.wait(0.02):
+        while not self._stop.wait(0.02):
             for name, server in list(self.servers.items()):
                 if self.record.take_report(name) == server.incarnation:
                     self.record.withdraw(server)
                     self._start(name, server.incarnation + 1)
 
-    def draw(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Two responses to a prompt of each token."""
+    def generate(self, tokens: Sequence[int]) -> list[list[int]]:
+        """Return two responses for each token, whose prompt begins with the token."""
         self.session.connect()
         self.session.update_weights(1)
         problems = [Problem(i, "p", "a", (token, 7)) for i, token in enumerate(tokens)]
@@ -89,9 +89,9 @@ class Restarted(Small):
         return [t.response_ids.tolist() for t in answers]
 
     def close(self) -> None:
-        self._ends.set()
+        self._stop.set()
         self._supervisor.join()
-        for server in self.asked[1:]:
+        for server in self.all_servers[1:]:
             self.runner.run(server.die())
         super().close()
 
@@ -103,16 +103,16 @@ class Restarted(Small):
 @pytest.fixture
 def open_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int, Dies], Restarted]]:
+) -> Iterator[Callable[[int, CrashRule], RestartingFleet]]:
     monkeypatch.setattr(membership, "_POLL_S", 0.02)
-    opened: list[Restarted] = []
+    fleets: list[RestartingFleet] = []
 
-    def open_one(count: int, dies: Dies) -> Restarted:
-        opened.append(Restarted(tmp_path, monkeypatch, count, dies))
-        return opened[-1]
+    def open_with_servers(count: int, dies: CrashRule) -> RestartingFleet:
+        fleets.append(RestartingFleet(tmp_path, monkeypatch, count, dies))
+        return fleets[-1]
 
-    yield open_one
-    for fleet in opened:
+    yield open_with_servers
+    for fleet in fleets:
         fleet.close()
 
 
@@ -130,24 +130,24 @@ def test_a_prompt_that_servers_die_of_ends_the_run_by_name(open_fleet, tmp_path,
                 f"IndexError: row 515 of 512 in {log.name}\n"
             )
     with pytest.raises(FatalPromptError) as caught:
-        fleet.draw([11, 12, BAD, 14])
+        fleet.generate([11, 12, BAD, 14])
     assert "train.jsonl, line 3" in str(caught.value)
     assert "IndexError: row 515 of 512 in engine0-1.log" in str(caught.value)
-    # At most the losses that make the prompt a suspect, and the question.
+    # A server dies at most three times: while the prompt becomes a suspect, and when it is generated alone.
     assert max(fleet.incarnations.values()) <= 4
 
 
 def test_without_a_known_place_the_problem_is_named(open_fleet):
     fleet = open_fleet(2, lambda name, incarnation, token: token == BAD)
     with pytest.raises(FatalPromptError, match="problem 2"):
-        fleet.draw([11, 12, BAD, 14])
+        fleet.generate([11, 12, BAD, 14])
 
 
 @pytest.mark.parametrize(("count", "kills"), [(1, 2), (2, 1), (3, 1)])
 def test_servers_that_are_killed_end_no_run(open_fleet, count, kills, caplog):
-    """Every request is in flight at two losses at least."""
+    """Every request is in flight at two losses at least, so every prompt is a suspect and is generated alone."""
     fleet = open_fleet(count, lambda name, incarnation, token: incarnation <= kills)
-    assert fleet.draw([11, 12]) == [[11], [11], [12], [12]]
+    assert fleet.generate([11, 12]) == [[11], [11], [12], [12]]
     assert set(fleet.incarnations.values()) == {kills + 1}
     assert fleet.session._connections.client.suspect_count == 0
     assert "asked alone" in caplog.text
@@ -158,7 +158,7 @@ def test_a_server_that_is_killed_while_a_prompt_is_asked_alone_ends_no_run(open_
     fleet = open_fleet(
         2, lambda name, incarnation, token: incarnation <= (2 if name == "engine0" else 1)
     )
-    assert fleet.draw([11, 12]) == [[11], [11], [12], [12]]
+    assert fleet.generate([11, 12]) == [[11], [11], [12], [12]]
 
 
 def test_a_server_that_hangs_at_a_question_ends_no_run(open_fleet, monkeypatch):
@@ -168,10 +168,10 @@ def test_a_server_that_hangs_at_a_question_ends_no_run(open_fleet, monkeypatch):
 
     def start_slow(name: str, incarnation: int) -> None:
         start(name, incarnation)
-        fleet.asked[-1].delay_s = 1.0
+        fleet.all_servers[-1].delay_s = 1.0
 
     fleet._start = start_slow
-    assert fleet.draw([11, 12]) == [[11], [11], [12], [12]]
+    assert fleet.generate([11, 12]) == [[11], [11], [12], [12]]
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed"])

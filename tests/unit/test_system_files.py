@@ -37,10 +37,10 @@ def test_a_failed_replacement_leaves_the_old_file(
     path = tmp_path / "summary.json"
     path.write_text("old")
 
-    def full(*_: object) -> None:
+    def fail_with_full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("megatron_dppo.system.files.os.fsync", full)
+    monkeypatch.setattr("megatron_dppo.system.files.os.fsync", fail_with_full_disk)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         write_atomically(path, "new")
     assert path.read_text() == "old"
@@ -68,19 +68,19 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_after_it(
     events: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 
-    def noted_fsync(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         events.append(("sync", path.name))
         if path.is_file():
             assert path.read_text() == "new"
         fsync(descriptor)
 
-    def noted_replace(source: Path, target: Path) -> None:
+    def record_replace(source: Path, target: Path) -> None:
         events.append(("name", target.name))
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
     write_atomically(tmp_path / "file", "new")
     assert [event for event, _ in events] == ["sync", "name", "sync"]
     assert events[0][1].startswith(".file.")

@@ -1,4 +1,4 @@
-"""Processes and ports: who ends with whom, and what is told of them."""
+"""Child processes that end with their parent, descriptions of exits and logs, and ports that are held for a server."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ PARENT = [
     sys.executable,
     "-c",
     "import subprocess, sys, time\n"
-    "own = subprocess.Popen(['sleep', '300'])\n"
-    "away = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
-    "print(own.pid, away.pid, flush=True); time.sleep(300)",
+    "member = subprocess.Popen(['sleep', '300'])\n"
+    "other = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+    "print(member.pid, other.pid, flush=True); time.sleep(300)",
 ]
+"""A process with two children: the first in its process group, the second in a session of its own."""
 
 
-def ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -91,26 +92,26 @@ def test_the_whole_family_is_killed_also_twice() -> None:
     pids = [int(pid) for pid in child.stdout.readline().split()]
     kill_families([child])
     assert child.poll() == -signal.SIGKILL
-    assert all(ended(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)
     kill_families([child])
 
 
 def test_the_group_of_a_child_that_died_is_killed() -> None:
     child = start(PARENT)
     assert child.stdout is not None
-    own, away = (int(pid) for pid in child.stdout.readline().split())
+    group_member, session_leader = (int(pid) for pid in child.stdout.readline().split())
     try:
         child.kill()
         child.wait()
-        assert not ended(own)
+        assert not has_ended(group_member)
         kill_families([child])
-        assert happens(lambda: ended(own))
+        assert happens(lambda: has_ended(group_member))
     finally:
-        os.kill(away, signal.SIGKILL)
+        os.kill(session_leader, signal.SIGKILL)
 
 
 def test_ended_orphans_are_reaped_and_exit_codes_of_own_children_stay() -> None:
-    # The adopting process is one of its own: this one must not adopt the test's processes.
+    # The orphans are adopted in a process of their own: the pytest process must not adopt those of other tests.
     program = (
         "import os, subprocess, time, psutil\n"
         "from megatron_dppo.system.processes import OrphanReaper, adopt_orphans, start_process\n"
@@ -174,7 +175,10 @@ def test_a_taken_port_is_refused_and_named() -> None:
 
 
 def test_a_free_port_is_for_who_asks_for_it_and_for_nobody_else() -> None:
-    """The system finds ports for others as for a socket that sets nothing."""
+    """A server, which sets SO_REUSEADDR, may bind the held port. A socket without this option may not.
+
+    The system, when it chooses a port for another process, avoids the held port in the same way.
+    """
     port = free_port()
     with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
         other.bind(("127.0.0.1", port))
@@ -199,7 +203,7 @@ def test_a_free_port_is_given_back_when_its_server_has_ended() -> None:
 
 
 def test_a_second_port_is_free_and_held_too(monkeypatch) -> None:
-    """The system's first choice has no free second port."""
+    """The second port of the system's first choice is taken, so another pair must be chosen."""
     candidate = free_port(distance=13)
     give_back_port(candidate)
     choices = [candidate]
@@ -261,5 +265,5 @@ end_now(3)
 
 def test_a_process_that_ends_now_flushes_and_runs_its_exit_handlers_alone():
     command = [sys.executable, "-c", ENDS_NOW]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "buffered exit handler", "")
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "buffered exit handler", "")

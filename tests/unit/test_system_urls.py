@@ -1,4 +1,4 @@
-"""Base URLs of servers: what is taken, and what is refused with its reason."""
+"""Base URLs of servers: which are accepted, and which are refused for which reason."""
 
 import pytest
 

@@ -47,26 +47,27 @@ class World:
 
 
 def world(seed: int, spread: float | list[float], tokens: int = T) -> World:
-    """``spread`` of pi about mu, or that at each place of a response."""
+    """Return a random world. ``spread``: scale of the noise between the logits of pi and mu, or one per position."""
     g = torch.Generator().manual_seed(seed)
     responses = torch.tensor(list(itertools.product(range(V), repeat=tokens)))
-    # The number of a prefix of length t: its digits in base V, after all the shorter ones.
+    # Prefixes are numbered by their length, and prefixes of equal length by their digits in base V.
     powers = torch.tensor([V**i for i in range(tokens)])
     states = torch.stack(
         [powers[:t].sum() + (responses[:, :t] * powers[:t]).sum(1) for t in range(tokens)], 1
     )
     count = sum(V**t for t in range(tokens))
     mu = torch.randn(count, V, generator=g, dtype=torch.float64)
-    places = spread if isinstance(spread, list) else [spread] * tokens
-    at_states = torch.tensor(places, dtype=torch.float64).repeat_interleave(powers)[:, None]
+    spreads = spread if isinstance(spread, list) else [spread] * tokens
+    state_spreads = torch.tensor(spreads, dtype=torch.float64).repeat_interleave(powers)[:, None]
     noise = torch.randn(count, V, generator=g, dtype=torch.float64)
-    pi = (mu + at_states * noise).requires_grad_()
+    pi = (mu + state_spreads * noise).requires_grad_()
 
-    def tokens(logits):
+    def token_log_probs(logits):
         return logits.log_softmax(-1)[states].gather(2, responses[..., None])[..., 0]
 
     rewards = torch.rand(len(responses), generator=g, dtype=torch.float64) * 2 - 1
-    return World(rewards, pi, tokens(pi), tokens(mu), exact_tv(pi, mu)[states], mu, states)
+    divergence = exact_tv(pi, mu)[states]
+    return World(rewards, pi, token_log_probs(pi), token_log_probs(mu), divergence, mu, states)
 
 
 def surrogate(w: World):
@@ -99,18 +100,18 @@ def test_both_bounds_on_the_improvement(seed, spread):
     linear = 4 * xi * (w.weight * w.divergence.sum(1)).sum()
     assert improvement(w) >= surrogate(w) - quadratic - 1e-13
     assert improvement(w) >= surrogate(w) - linear - 1e-13
-    assert w.divergence.max() > spread / 10  # the bounds hold something back
+    assert w.divergence.max() > spread / 10  # pi differs from mu: the bounds are not trivial
 
 
 def test_quadratic_bound_is_second_order_in_the_divergence():
-    """A hundredth of the step leaves a gap ten thousand times smaller, surrogate against truth."""
+    """If pi is 100 times nearer to mu, the gap between improvement and surrogate is about 10,000 times smaller."""
     large, small = (world(3, d) for d in (0.1, 0.001))
     gaps = [(improvement(w) - surrogate(w)).abs() for w in (large, small)]
     assert gaps[1] / gaps[0] < 5e-4
 
 
 def test_expected_policy_loss_has_the_gradient_of_the_surrogate():
-    """Over all responses, weighed by mu, pg-is is an exact gradient of -L'."""
+    """Summed over all responses, each weighed by its probability under mu, pg-is has the gradient of -L'."""
     w = world(1, 0.5)
     tokens = TokenInputs(
         log_probs=w.pi,
@@ -119,23 +120,27 @@ def test_expected_policy_loss_has_the_gradient_of_the_surrogate():
         loss_mask=torch.ones(len(w.pi), T, dtype=torch.bool),
     )
     loss = policy_loss(build_algorithm("pg-is"), tokens).loss
-    (ours,) = torch.autograd.grad(loss, w.pi_logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, w.pi_logits, retain_graph=True)
     (expected,) = torch.autograd.grad(-surrogate(w), w.pi_logits)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-13)
 
 
 def as_tokens(w: World, advantages):
-    """Every response of ``w`` as one of a batch; TopK(mu) is the whole vocabulary, so D is exact."""
+    """Return a batch of every response of ``w``. TopK(mu) is the whole vocabulary, so that D is exact."""
     count, length = w.pi.shape
     log_pi, log_mu = (x.detach().log_softmax(-1)[w.states] for x in (w.pi_logits, w.mu_logits))
-    whole = lambda log_p, sampled: torch.cat([log_p, sampled.detach()[..., None]], -1)  # noqa: E731
-    is_new = torch.arange(V + 1) < V
+
+    def with_sampled(log_p, sampled):
+        return torch.cat([log_p, sampled.detach()[..., None]], -1)
+
+    is_in_topk = torch.arange(V + 1) < V  # the last column repeats the sampled token
     return TokenInputs(
         log_probs=w.pi.detach(), rollout_log_probs=w.mu, advantages=advantages,
         loss_mask=torch.ones(count, length, dtype=torch.bool),
         sequence_ids=torch.arange(count)[:, None].expand(-1, length),
-        topk_log_probs=whole(log_pi, w.pi), rollout_topk_log_probs=whole(log_mu, w.mu),
-        topk_valid=is_new.expand(count, length, -1),
+        topk_log_probs=with_sampled(log_pi, w.pi),
+        rollout_topk_log_probs=with_sampled(log_mu, w.mu),
+        topk_valid=is_in_topk.expand(count, length, -1),
     )  # fmt: skip
 
 
@@ -143,7 +148,7 @@ WEIGHT_MIN = 0.8
 
 
 def region(w: World):
-    """The smallest (d, d_b) with w_t D_t <= d and S_t <= d_b W_t at every prefix, by CPPO's own weights and sums."""
+    """Return the smallest (d, d_b) with w_t D_t <= d and S_t <= d_b W_t at every prefix, by CPPO's weights and sums."""
     x = as_tokens(w, torch.ones_like(w.mu))
     weight, weights_before = sequence_rules.position_weights(x, weight_min=WEIGHT_MIN)
     distance = measure_divergence("topk_tv", x, rollout)
@@ -156,13 +161,13 @@ def region(w: World):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("spread", [0.05, 0.5, 2.0])
 def test_cppos_bound_for_any_reward(seed, spread):
-    """|J(pi) - J(mu) - L'| <= 2 xi T (T - 1) d d_b / w_min (arXiv 2606.10968), at the rewards that are worst."""
+    """|J(pi) - J(mu) - L'| <= 2 xi T (T - 1) d d_b / w_min (arXiv 2606.10968), with the worst rewards |R| <= xi."""
     w = world(seed, spread, LONG)
     d, budget = region(w)
     gap = (w.pi.sum(1).exp() - w.weight - w.weight * (w.ratios - 1).sum(1)).abs().sum()
     bound = 2 * LONG * (LONG - 1) * d * budget / WEIGHT_MIN
     assert gap <= bound
-    assert gap > bound / 300  # it is no bound of anything else
+    assert gap > bound / 300  # the bound is not vacuous
 
 
 def test_cppos_bound_is_below_dppos_where_one_late_step_is_large():
@@ -173,10 +178,10 @@ def test_cppos_bound_is_below_dppos_where_one_late_step_is_large():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_mask_of_cppo_trains_all_of_its_region_and_blocks_beyond_its_slack(seed):
-    """S_t <= d_b W_t and w D <= d imply Z_t <= d + d_b W_(t-1) - S_(t-1) where d_b <= d: the rule's own test."""
+    """S_t <= d_b W_t and w D <= d imply Z_t <= d + d_b W_(t-1) - S_(t-1) where d_b <= d, which the rule checks."""
     w = world(seed, 0.3, LONG)
     d, budget = region(w)
-    x = as_tokens(w, (w.pi - w.mu).detach().sign())  # every update leads further out
+    x = as_tokens(w, (w.pi - w.mu).detach().sign())  # every update leads further away from mu
     numbers = {"weight_min": WEIGHT_MIN, "budget_low": budget, "budget_high": budget}
     mask = partial(sequence_rules.prefix_budget, x, rollout, measure="topk_tv", **numbers)
     assert mask(tv_threshold=d * (1 + 1e-9)).all()

@@ -27,7 +27,7 @@ def test_a_block_that_does_not_end_is_ended():
     use_processor(0.6)
 
 
-def keep_going() -> None:
+def catch_every_exception() -> None:
     while True:
         try:
             loop_for_ever()
@@ -37,7 +37,7 @@ def keep_going() -> None:
 
 def test_code_that_catches_every_exception_is_ended():
     with pytest.raises(TimeLimitError), cpu_time_limit(0.1):
-        keep_going()
+        catch_every_exception()
 
 
 def test_a_block_that_waits_is_not_ended():
