@@ -1,5 +1,5 @@
-"""The demo's material: disjoint splits, right answers, a tokenizer that fits, a cache that
-tells.
+"""The demo's data and model: disjoint splits, correct answers, a tokenizer that has every word, and reuse of what an
+earlier start of the demo has made.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def test_problems_for_tools_are_distinct_and_their_numbers_are_words():
 
 
 def conversations(call, style):
-    """Those about 7*8-5 in which the policy has as many turns as ``style``."""
-    drawn = [list(tool_pairs(call, "7*8-5", random.Random(seed))) for seed in range(400)]
-    return [c for c in drawn if len(c) == 1 + list(TOOL_SHARES).index(style)]
+    """Return those of 400 conversations about 7*8-5 in which the policy has as many turns as in ``style``."""
+    every = [list(tool_pairs(call, "7*8-5", random.Random(seed))) for seed in range(400)]
+    return [c for c in every if len(c) == 1 + list(TOOL_SHARES).index(style)]
 
 
 def test_a_conversation_by_hand():
@@ -123,8 +123,8 @@ def test_a_conversation_by_hand():
     ]
     half_way = conversations("{{ print({}) }}", "half way")
     assert half_way[0][1] == {"prompt": [user, call, value], "response": "= 56"}
-    for style, drawn in (("to the end", to_the_end), ("half way", half_way)):
-        assert len(drawn) / 400 == pytest.approx(TOOL_SHARES[style], abs=0.06)
+    for style, of_style in (("to the end", to_the_end), ("half way", half_way)):
+        assert len(of_style) / 400 == pytest.approx(TOOL_SHARES[style], abs=0.06)
     estimates = {c[0]["response"] for c in conversations("? {}", "estimate")}
     assert estimates == {f"= {n}" for n in range(46, 57)}
 
@@ -140,12 +140,12 @@ def test_every_word_of_a_conversation_is_one_of_the_tokenizer(name, tmp_path):
         text = tokenizer.apply_chat_template(record["prompt"], tokenize=False) + record["response"]
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.unk_token_id not in ids
-    # The environment's answer, too, and what follows a turn does not depend on what came before.
-    spoken = TurnTemplate(tokenizer, "user").delta([tokenizer.eos_token_id], "56\n")
-    assert tokenizer.convert_ids_to_tokens(spoken) == ["<user>", "56", "<assistant>"]
-    recipe, made = load_config(RECIPES / task.recipe), task.root / "seed-1"
+    # The tokenizer has the environment's words, too, and what follows a turn does not depend on earlier messages.
+    observation = TurnTemplate(tokenizer, "user").delta([tokenizer.eos_token_id], "56\n")
+    assert tokenizer.convert_ids_to_tokens(observation) == ["<user>", "56", "<assistant>"]
+    recipe, folder = load_config(RECIPES / task.recipe), task.root / "seed-1"
     assert recipe.environment.name == name
-    assert recipe.model.hf_checkpoint == str(made / "warm")
+    assert recipe.model.hf_checkpoint == str(folder / "warm")
     make_model(tmp_path / "warm", 1, task.words)
     paths = [
         f"model.hf_checkpoint={tmp_path}/warm",
@@ -192,15 +192,15 @@ def test_the_model_is_a_qwen3_moe_in_small(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The warm starts that were run, stood in for by a folder where its result would be."""
-    made = []
+    """Replace the warm start by a folder at the place of its result. Returns the list of its calls."""
+    recorded_calls = []
 
     def stand_in(folder, seed, overrides):
-        made.append((seed, list(overrides)))
+        recorded_calls.append((seed, list(overrides)))
         (folder / "warm").mkdir()
 
     monkeypatch.setattr(prepare_module, "_warm_start", stand_in)
-    return made
+    return recorded_calls
 
 
 def test_material_is_made_once(tmp_path, calls, capsys):
@@ -307,19 +307,19 @@ def test_a_task_asks_for_a_gain_of_its_own():
     assert judge(SUMMARY | {"eval_accuracy_end": 0.75}, 40, gain=0.4)[0].holds is True
 
 
-GAINED = "held-out accuracy 0.350 -> 0.700, expected up by 0.25 or more"
+GAIN = "held-out accuracy 0.350 -> 0.700, expected up by 0.25 or more"
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({}, f"learned: {GAINED}"),
+        ({}, f"learned: {GAIN}"),
         (
             {"eval_accuracy_end": 0.4, "weight_updates_verified": 40},
             "FAILED: held-out accuracy 0.350 -> 0.400, expected up by 0.25 or more; "
             "weight updates verified 40 of 41, expected all; 41 or more",
         ),
-        ({"steps": 39}, f"not judged, as its evaluations or steps are not all there: {GAINED}"),
+        ({"steps": 39}, f"not judged, as its evaluations or steps are not all there: {GAIN}"),
     ],
 )
 def test_a_demo_ends_with_a_verdict(changes, line):
@@ -352,40 +352,40 @@ def test_bfloat16_has_bounds_of_its_own():
     ],
 )
 def test_the_recipe_fits_the_gpus(gpus, ranks, shares_the_gpu, dtype):
-    chosen = [*trainer_overrides(gpus), *engine_overrides(gpus)]
-    config = load_config("examples/tiny_moe/config.yaml", chosen)
+    overrides = [*trainer_overrides(gpus), *engine_overrides(gpus)]
+    config = load_config("examples/tiny_moe/config.yaml", overrides)
     assert (config.parallel.world_size, config.model.dtype) == (ranks, dtype)
     assert (config.sglang.get("base_gpu_id") == 0) is shares_the_gpu
     assert (config.weight_sync.strategy == "tensor") is shares_the_gpu
     if gpus:
         hosts = (Host("here", "127.0.0.1", gpus),)
-        placed = place(
+        placement = place(
             Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
             Allocation(hosts, first_port=None),
         )
-        assert [rank.device for rank in placed.ranks] == list(range(ranks))
-        assert placed.servers[0].first_device == (0 if shares_the_gpu else ranks)
+        assert [rank.device for rank in placement.ranks] == list(range(ranks))
+        assert placement.servers[0].first_device == (0 if shares_the_gpu else ranks)
 
 
 def test_a_demo_goes_on_or_is_set_aside(tmp_path):
     directory = tmp_path / "demo"
 
-    def started(seed, algorithm):
+    def write_run(seed, algorithm):
         directory.mkdir(exist_ok=True)
         config = {"run": {"seed": seed}, "algorithm": {"name": algorithm}}
         (directory / "config.yaml").write_text(json.dumps(config))
 
-    started(1, "dppo-binary-tv")
+    write_run(1, "dppo-binary-tv")
     set_aside(directory, 1, [])
     assert directory.exists()
     set_aside(directory, 1, ["algorithm.name=grpo"])
     assert not directory.exists()
-    started(2, "dppo-binary-tv")
+    write_run(2, "dppo-binary-tv")
     set_aside(directory, 2, ["run.steps=3"])
     assert directory.exists()
     (directory / "summary.json").write_text("{}")
     set_aside(directory, 2, [])
     assert not directory.exists()
-    started(1, "dppo-binary-tv")
+    write_run(1, "dppo-binary-tv")
     set_aside(directory, 1, [], recipe=RECIPES / "calculator.yaml")
     assert not directory.exists()

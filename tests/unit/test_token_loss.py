@@ -1,6 +1,4 @@
-"""From packed micro-batches to summed losses: alignment, Top-K columns, and independence of
-packing.
-"""
+"""From packed micro-batches to summed losses: alignment, Top-K columns, and independence of packing."""
 
 import math
 from dataclasses import replace
@@ -23,14 +21,14 @@ V, K = 17, 4
 
 def samples(count=5, seed=0):
     g = np.random.default_rng(seed)
-    made = []
+    trajectories = []
     for _ in range(count):
         prompt, response = g.integers(1, 4), g.integers(2, 7)
         logs = np.log(g.dirichlet(np.ones(V), response)).astype(np.float32)
         ids = g.integers(0, V, response)
         order = np.argsort(-logs, 1)[:, :K].astype(np.int32)
         sampled = logs[np.arange(response), ids]
-        made.append(
+        trajectories.append(
             trajectory(
                 g.integers(0, V, prompt),
                 ids,
@@ -41,32 +39,34 @@ def samples(count=5, seed=0):
                 topk_log_probs=np.take_along_axis(logs, order, 1),
             )
         )
-    return made
+    return trajectories
 
 
-def packed(every, rows, **options):
-    """Trajectories ``rows`` of ``every``; the fourth has no gradient."""
-    forms = forms_of(every)
-    return pack([every[i] for i in rows], trains=[i != 3 for i in rows], forms=forms, **options)
+def packed(trajectories, rows, **options):
+    """Return the pack of the trajectories at ``rows``. The trajectory at index 3 is not trained."""
+    forms = forms_of(trajectories)
+    return pack(
+        [trajectories[i] for i in rows], trains=[i != 3 for i in rows], forms=forms, **options
+    )
 
 
 def bounded(batch):
-    """With what a rule might have found of the whole step."""
+    """Return the batch with a step bound, which some rules compute from all tokens of the step."""
     return batch.with_columns(step_bound=torch.full((batch.num_tokens,), 0.3))
 
 
 def model(table, batch):
-    """A policy of the current token alone, so that a token's logits do not depend on its pack."""
+    """Return logits that depend only on the current token, so that they do not depend on the pack."""
     return table[batch.token_ids].contiguous()
 
 
 def run(name, packs, **options):
-    """Gradient of the summed loss by the table, and the merged metrics."""
+    """Return the gradient of the summed loss with respect to the table of logits, and the merged metrics."""
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
     algorithm = build_algorithm(name, options)
     token_loss, total, metrics = make_token_loss(algorithm), 0.0, None
-    for given in packs:
-        batch = bounded(given)
+    for unbounded in packs:
+        batch = bounded(unbounded)
         stats = policy_stats(
             model(table, batch), batch.target_ids, vocab_size=V, with_entropy=True,
             topk_ids=batch.columns["topk_ids"].long() if algorithm.topk else None,
@@ -81,19 +81,23 @@ def run(name, packs, **options):
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if "exact" not in n])
 def test_loss_and_metrics_do_not_depend_on_packing(name):
-    every = samples()
+    trajectories = samples()
     options = {"topk": K} if build_algorithm(name).topk else {}
-    grad, metrics = run(name, [packed(every, range(5))], **options)
-    ways = [
-        [packed(every, range(5)[::-1], pad_multiple=16)],
-        [packed(every, [i], pad_multiple=8) for i in range(5)],
-        [packed(every, [0, 1]), packed(every, [2, 3, 4]), packed(every, [], pad_multiple=4)],
+    grad, metrics = run(name, [packed(trajectories, range(5))], **options)
+    packings = [
+        [packed(trajectories, range(5)[::-1], pad_multiple=16)],
+        [packed(trajectories, [i], pad_multiple=8) for i in range(5)],
+        [
+            packed(trajectories, [0, 1]),
+            packed(trajectories, [2, 3, 4]),
+            packed(trajectories, [], pad_multiple=4),
+        ],
     ]
-    for packs in ways:
+    for packs in packings:
         other_grad, other_metrics = run(name, packs, **options)
         torch.testing.assert_close(other_grad, grad, rtol=1e-5, atol=1e-6)
         assert other_metrics == pytest.approx(metrics, rel=1e-5)
-    trained = sum(t.sampled for i, t in enumerate(every) if i != 3)
+    trained = sum(t.sampled for i, t in enumerate(trajectories) if i != 3)
     assert metrics["policy/tokens"] == trained
 
 
@@ -131,7 +135,7 @@ def test_a_batch_without_what_the_statistics_meet_is_refused(missing):
 
 
 def penalty_gradient(name, aggregation, *, weighted=False, **options):
-    """What a reference penalty adds to the gradient of each token of three responses: [T], and their pack."""
+    """Return what a reference penalty adds to each token's gradient [T], the sums with the penalty, and the pack."""
     batch = packed(samples(), range(3))
     reference = batch.columns["rollout_log_probs"] - 0.5
     batch = batch.with_columns(reference_log_probs=reference)
@@ -141,11 +145,11 @@ def penalty_gradient(name, aggregation, *, weighted=False, **options):
         stats = policy_stats(model(table, batch), batch.target_ids, vocab_size=V)
         stats = replace(stats, log_probs=stats.log_probs.requires_grad_())
         algorithm = build_algorithm(name, options)
-        given = {"weighted_reference": True} if weighted else {}
-        token_loss = make_token_loss(algorithm, aggregation, reference_kl=coefficient, **given)
-        loss = token_loss(stats, batch)
-        grads.append((torch.autograd.grad(loss.loss, stats.log_probs)[0], loss))
-    return grads[1][0] - grads[0][0], grads[1][1], batch
+        penalty = {"weighted_reference": True} if weighted else {}
+        token_loss = make_token_loss(algorithm, aggregation, reference_kl=coefficient, **penalty)
+        sums = token_loss(stats, batch)
+        grads.append(torch.autograd.grad(sums.loss, stats.log_probs)[0])
+    return grads[1] - grads[0], sums, batch
 
 
 def test_a_reference_penalty_has_the_aggregation_s_factor_of_each_token():
@@ -153,9 +157,9 @@ def test_a_reference_penalty_has_the_aggregation_s_factor_of_each_token():
     scaled, _, _ = penalty_gradient("pg-is", "sequence-mean-token-mean")
     assert (plain[batch.loss_mask] != 0).all()
     sequence = sequence_ids(batch, branch_ids(batch))
-    trained = torch.bincount(sequence, batch.loss_mask.float())[sequence].clamp(min=1)
-    assert len(set(trained.tolist())) > 2
-    torch.testing.assert_close(scaled, plain / trained, rtol=1e-5, atol=1e-7)
+    trained_counts = torch.bincount(sequence, batch.loss_mask.float())[sequence].clamp(min=1)
+    assert len(set(trained_counts.tolist())) > 2
+    torch.testing.assert_close(scaled, plain / trained_counts, rtol=1e-5, atol=1e-7)
 
 
 def test_a_weighted_reference_penalty_counts_tokens_by_pi_over_mu_up_to_the_cap():
@@ -218,20 +222,20 @@ def test_exact_divergence_is_topk_over_the_whole_vocabulary():
 
 
 def test_each_turn_weighs_by_its_own_advantage():
-    """A twin by hand, token by token: -sum of A of the turn times pi / mu, wherever the turn lies in the pack."""
+    """The loss is the sum, written out here by token, of -A pi / mu with the A of the token's turn, however packed."""
     rng = np.random.default_rng(3)
     table = torch.from_numpy(rng.normal(size=(V, V))).float()
     values = ([0.25, -1.5, 2.0], [-0.75])
     batch = []
-    for of_turns, by_turn in zip(([2, 1, 3], [4]), values, strict=True):
-        mask = np.concatenate([np.arange(n + 2) > 1 for n in of_turns])
+    for turn_lengths, turn_advantages in zip(([2, 1, 3], [4]), values, strict=True):
+        mask = np.concatenate([np.arange(n + 2) > 1 for n in turn_lengths])
         t = Trajectory(0, 0, rng.integers(0, V, len(mask)), mask, advantage=9.0)
         mu = np.log(rng.uniform(0.01, 0.5, t.sampled)).astype(np.float32)
-        batch.append(t.with_columns(rollout_log_probs=mu, advantages=t.by_token(by_turn)))
+        batch.append(t.with_columns(rollout_log_probs=mu, advantages=t.by_token(turn_advantages)))
     expected = 0.0
-    for t, of_turns, by_turn in zip(batch, ([2, 1, 3], [4]), values, strict=True):
+    for t, turn_lengths, turn_advantages in zip(batch, ([2, 1, 3], [4]), values, strict=True):
         row, start = 0, 0
-        for n, advantage in zip(of_turns, by_turn, strict=True):
+        for n, advantage in zip(turn_lengths, turn_advantages, strict=True):
             for i in range(start + 2, start + 2 + n):
                 log_pi = table[t.token_ids[i - 1]].log_softmax(-1)[t.token_ids[i]]
                 expected -= advantage * math.exp(log_pi - t.column("rollout_log_probs")[row])

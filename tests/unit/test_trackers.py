@@ -1,4 +1,4 @@
-"""Experiment trackers: the real libraries in their offline modes, in two starts of one run; and one that fails."""
+"""Experiment trackers: the real libraries, offline, in two starts of one run, and trackers that fail."""
 
 import json
 import logging
@@ -38,40 +38,43 @@ SAMPLE = {
 ROW = SAMPLE | {"components": '{"a": 0.5}'}
 
 
-def tracked(folder: Path, resume_step: int = 0) -> TrackedRun:
+def tracked_run(folder: Path, resume_step: int = 0) -> TrackedRun:
     folder.mkdir(exist_ok=True)
     config = {"run": {"seed": 7}, "data": {"train": [{"path": "x"}]}}
     return TrackedRun(run_id(folder), "sums", "demo", folder, config, resume_step)
 
 
 def two_starts(name: str, folder: Path) -> None:
-    """Steps 0 to 2, then 2 to 4, as after a checkpoint of step 1: reward step/8, a NaN, a sample each, a figure."""
+    """Log steps 0 to 2, and then 2 to 4, as a run does that restarts from its checkpoint of step 1.
+
+    Each step has a reward of step / 8 and a NaN. Each start has one sample and one figure.
+    """
     imsave(folder / "report.png", np.zeros((4, 5, 3)))
     for first in (0, 2):
-        with Trackers(find_trackers([name]), tracked(folder / "run", first)) as told:
+        with Trackers(find_trackers([name]), tracked_run(folder / "run", first)) as run_trackers:
             for step in range(first, first + 3):
-                told.scalars(step, {"reward/mean": step / 8, "policy/entropy": math.nan})
-            told.samples(first, [{**SAMPLE, "step": first}])
-            told.figure("report", folder / "report.png")
-        assert told.lost() == {name: 0}
+                run_trackers.scalars(step, {"reward/mean": step / 8, "policy/entropy": math.nan})
+            run_trackers.samples(first, [{**SAMPLE, "step": first}])
+            run_trackers.figure("report", folder / "report.png")
+        assert run_trackers.lost() == {name: 0}
 
 
 REWARDS_OF_TWO_STARTS = [(0, 0.0), (1, 0.125), (2, 0.25), (2, 0.25), (3, 0.375), (4, 0.5)]
 
 
-def in_a_child(name: str, folder: Path, code: str, **variables: str) -> str:
-    """``code`` after ``two_starts``, with the real package; what it prints."""
-    begin = (
+def run_child(name: str, folder: Path, code: str, **variables: str) -> str:
+    """Run ``two_starts`` and then ``code`` with the real package in a child process. Returns its output."""
+    prelude = (
         "import json, sys; from pathlib import Path; from tests.unit import test_trackers as t\n"
         f"folder = Path(sys.argv[1]); t.two_starts({name!r}, folder)\n"
     )
-    done = run_patiently(
-        [sys.executable, "-c", begin + code, str(folder)],
+    result = run_patiently(
+        [sys.executable, "-c", prelude + code, str(folder)],
         300,
         env=environment_with("trackers", **variables),
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_tensorboard_has_each_step_once_and_text_and_figure(tmp_path):
@@ -86,8 +89,8 @@ def test_tensorboard_has_each_step_once_and_text_and_figure(tmp_path):
 
 def test_wandb_offline_has_both_starts_under_one_id(tmp_path):
     code = "print(json.dumps(t.wandb_histories(folder / 'run' / 'trackers' / 'wandb')))"
-    told = in_a_child("wandb", tmp_path, code, WANDB_MODE="offline")
-    runs = json.loads(told.splitlines()[-1])
+    output = run_child("wandb", tmp_path, code, WANDB_MODE="offline")
+    runs = json.loads(output.splitlines()[-1])
     assert {run for run, _ in runs} == {run_id(tmp_path / "run")}
     rows = [row for _, history in runs for row in history]
     steps = [(int(r["step"]), float(r["reward/mean"])) for r in rows if "reward/mean" in r]
@@ -102,48 +105,50 @@ def test_wandb_offline_has_both_starts_under_one_id(tmp_path):
 
 def test_wandbs_own_process_has_no_keys_in_its_environment(tmp_path):
     keys = {"WANDB_API_KEY": "4711" * 10, "HF_TOKEN": "hf-4711"}
-    told = in_a_child("wandb", tmp_path, "print(t.keys_in_children(folder))", WANDB_MODE="offline", **keys)  # fmt: skip
-    shown, kept = json.loads(told.splitlines()[-1])
-    assert shown == {"wandb-core": False}
-    assert kept == keys
+    code = "print(t.keys_in_children(folder))"
+    output = run_child("wandb", tmp_path, code, WANDB_MODE="offline", **keys)
+    has_key, own_keys = json.loads(output.splitlines()[-1])
+    assert has_key == {"wandb-core": False}
+    assert own_keys == keys
 
 
 def keys_in_children(folder: Path) -> str:
-    """Of each process that wandb starts, whether its environment holds a key; and the keys that are left here."""
+    """Return whether each process that wandb starts has a key in its environment, and the keys of this process."""
     hide_secrets()
-    with Trackers(find_trackers(["wandb"]), tracked(folder / "another")) as told:
-        told.scalars(0, {"reward/mean": 0.5})
+    with Trackers(find_trackers(["wandb"]), tracked_run(folder / "another")) as run_trackers:
+        run_trackers.scalars(0, {"reward/mean": 0.5})
         assert happens(lambda: list((folder / "another").rglob("*.wandb")), 240.0)
         children = psutil.Process().children(recursive=True)
-        shown = {p.name(): "4711" in str(p.environ()) for p in children if p.name() == "wandb-core"}
-    kept = {name: os.environ[name] for name in ("WANDB_API_KEY", "HF_TOKEN")}
-    return json.dumps([shown, kept])
+        wandb_core = [p for p in children if p.name() == "wandb-core"]
+        has_key = {p.name(): "4711" in str(p.environ()) for p in wandb_core}
+    own_keys = {name: os.environ[name] for name in ("WANDB_API_KEY", "HF_TOKEN")}
+    return json.dumps([has_key, own_keys])
 
 
 def wandb_histories(folder: Path) -> list[tuple[str, list[dict[str, str]]]]:
-    """Run id and logged rows of every ``.wandb`` file: blocks of 32 KiB, records cut into pieces (LevelDB's log)."""
+    """Return run id and logged rows of every ``.wandb`` file: blocks of 32 KiB, with split records (LevelDB's log)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     # wandb's own process writes the files, and may be late with their end.
     files = sorted(folder.glob("offline*/*.wandb"))
     assert happens(lambda: all(b"width" in path.read_bytes() for path in files))
-    found = []
+    histories = []
     for path in files:
-        data, at, piece, identity, rows = path.read_bytes(), 7, b"", "", []
-        while at < len(data):
-            if 32768 - at % 32768 < 7:  # no room for a header: the rest of a block is filled up
-                at += 32768 - at % 32768
+        data, offset, piece, identity, rows = path.read_bytes(), 7, b"", "", []
+        while offset < len(data):
+            if 32768 - offset % 32768 < 7:  # no room for a header: the rest of a block is filled up
+                offset += 32768 - offset % 32768
                 continue
-            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-            piece += data[at + 7 : at + 7 + length]
-            at += 7 + length
+            _, length, kind = struct.unpack("<IHB", data[offset : offset + 7])
+            piece += data[offset + 7 : offset + 7 + length]
+            offset += 7 + length
             if kind in (1, 4):  # whole, or the last piece
                 record, piece = Record.FromString(piece), b""
                 identity = record.run.run_id or identity
                 items = record.history.item
                 rows += [{"/".join(i.nested_key) or i.key: i.value_json for i in items}] if items else []  # fmt: skip
-        found.append((identity, rows))
-    return found
+        histories.append((identity, rows))
+    return histories
 
 
 def test_trackio_goes_on_in_the_same_run(tmp_path):
@@ -152,8 +157,8 @@ def test_trackio_goes_on_in_the_same_run(tmp_path):
         "(name,) = s.get_runs('sums')\n"
         "print(json.dumps([name, s.get_logs('sums', name)]))"
     )
-    told = in_a_child("trackio", tmp_path, code, TRACKIO_DIR=str(tmp_path / "trackio"))
-    name, rows = json.loads(told.splitlines()[-1])
+    output = run_child("trackio", tmp_path, code, TRACKIO_DIR=str(tmp_path / "trackio"))
+    name, rows = json.loads(output.splitlines()[-1])
     assert name == f"demo-{run_id(tmp_path / 'run')}"
     steps = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     assert steps == REWARDS_OF_TWO_STARTS
@@ -173,8 +178,8 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path):
         "print(json.dumps([run.info.run_name, run.info.status, run.data.params, history, files]))"
     )
     uri = f"file:{tmp_path / 'mlruns'}"
-    told = in_a_child("mlflow", tmp_path, code, MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true")  # fmt: skip
-    name, status, params, history, files = json.loads(told.splitlines()[-1])
+    output = run_child("mlflow", tmp_path, code, MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true")  # fmt: skip
+    name, status, params, history, files = json.loads(output.splitlines()[-1])
     assert (name, status, params["run.seed"]) == ("demo", "FINISHED", "7")
     assert sorted(map(tuple, history)) == REWARDS_OF_TWO_STARTS
     steps = ["samples/sums/step_000000.json", "samples/sums/step_000002.json"]
@@ -241,7 +246,7 @@ def test_tensorboard_alone_is_the_default():
 # --- failures
 
 
-class Planted:
+class RecordingTracker:
     """Records its calls; fails in the first ``bad_starts`` starts and in ``scalars`` of the steps in ``bad_steps``."""
 
     bad_starts = 0
@@ -251,9 +256,9 @@ class Planted:
         self.calls = []
 
     def start(self, run):
-        Planted.latest = self
-        if Planted.bad_starts:
-            Planted.bad_starts -= 1
+        RecordingTracker.latest = self
+        if RecordingTracker.bad_starts:
+            RecordingTracker.bad_starts -= 1
             raise OSError("no network")
 
     def scalars(self, step, values):
@@ -270,40 +275,44 @@ class Planted:
 
 
 def test_what_fails_is_counted_and_told_of_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(Planted, "bad_steps", frozenset({1, 3}))
-    with caplog.at_level(logging.WARNING), Trackers({"mine": Planted}, tracked(tmp_path)) as told:
+    monkeypatch.setattr(RecordingTracker, "bad_steps", frozenset({1, 3}))
+    with (
+        caplog.at_level(logging.WARNING),
+        Trackers({"mine": RecordingTracker}, tracked_run(tmp_path)) as run_trackers,
+    ):
         for step in range(5):
-            told.scalars(step, {})
-    assert Planted.latest.calls == [0, 2, 4, "finished"]
-    assert told.lost() == {"mine": 2}
+            run_trackers.scalars(step, {})
+    assert RecordingTracker.latest.calls == [0, 2, 4, "finished"]
+    assert run_trackers.lost() == {"mine": 2}
     first, last = [record.getMessage() for record in caplog.records]
     assert mentions(first, "mine", "RuntimeError: 503", "metrics.jsonl")
     assert mentions(last, "mine", 2)
 
 
 def test_a_start_that_failed_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(Planted, "bad_starts", 2)
-    with Trackers({"mine": Planted}, tracked(tmp_path)) as told:
-        told.scalars(0, {})
-        told.scalars(1, {})
-    # Lost with the two starts: the call that only opens it, and step 0.
-    assert (told.lost(), Planted.latest.calls) == ({"mine": 2}, [1, "finished"])
+    monkeypatch.setattr(RecordingTracker, "bad_starts", 2)
+    with Trackers({"mine": RecordingTracker}, tracked_run(tmp_path)) as run_trackers:
+        run_trackers.scalars(0, {})
+        run_trackers.scalars(1, {})
+    # Two calls are lost with the two failed starts: the opening call, and step 0.
+    assert (run_trackers.lost(), RecordingTracker.latest.calls) == ({"mine": 2}, [1, "finished"])
 
 
 def test_one_that_hangs_neither_stalls_nor_grows(tmp_path, caplog, monkeypatch):
     released = threading.Event()
 
-    class Hanging(Planted):
+    class HangingTracker(RecordingTracker):
         def start(self, run):
             released.wait(60)
 
     monkeypatch.setattr(trackers, "FINISH_S", 0.2)
-    told = Trackers({"mine": Hanging}, tracked(tmp_path), longest_queue=3)
+    run_trackers = Trackers({"mine": HangingTracker}, tracked_run(tmp_path), longest_queue=3)
     for step in range(100):
-        told.scalars(step, {})
-    told.close()
-    # The thread has at most the opening call, the queue three (one less for the end): all else is lost.
-    assert 97 <= told.lost()["mine"] <= 101
+        run_trackers.scalars(step, {})
+    run_trackers.close()
+    # The thread has at most the opening call. The queue has at most three calls, one of which may be the end mark. All
+    # other calls are lost.
+    assert 97 <= run_trackers.lost()["mine"] <= 101
     assert mentions(caplog.text, 3, "wait")
     assert "still at work after 0 s, and left behind" in caplog.text
     released.set()
@@ -312,12 +321,12 @@ def test_one_that_hangs_neither_stalls_nor_grows(tmp_path, caplog, monkeypatch):
 def test_values_are_those_of_the_call(tmp_path):
     seen = []
 
-    class Looking(Planted):
+    class ValueRecorder(RecordingTracker):
         def scalars(self, step, values):
             seen.append(dict(values))
 
-    with Trackers({"mine": Looking}, tracked(tmp_path)) as told:
+    with Trackers({"mine": ValueRecorder}, tracked_run(tmp_path)) as run_trackers:
         values = {"reward/mean": 0.5}
-        told.scalars(0, values)
+        run_trackers.scalars(0, values)
         values["reward/mean"] = 0.25
     assert seen == [{"reward/mean": 0.5}]

@@ -16,7 +16,7 @@ from megatron_dppo.trainer.cpu.layer_spec import packed_causal_attention
 from megatron_dppo.trainer.padded_batches import padding_plan
 
 
-def one_by_one(q, k, v, bounds, scale):
+def attend_one_by_one(q, k, v, bounds, scale):
     """softmax(q k^T * scale) v with an explicit mask, sequence by sequence."""
     repeat = q.shape[1] // k.shape[1]
     out = []
@@ -43,12 +43,12 @@ def test_values_and_gradients_equal_one_sequence_at_a_time(lengths: list[int]) -
     ]
     upstream = torch.randn(bounds[-1], 4, 8, dtype=torch.float64)
     plan = padding_plan(torch.tensor(bounds, dtype=torch.int32))
-    ours = packed_causal_attention(*inputs, plan, scale=0.3)
-    theirs = one_by_one(*inputs, bounds, 0.3)
-    assert torch.allclose(ours, theirs, atol=1e-12, rtol=0)
-    got = torch.autograd.grad(ours, inputs, upstream)
-    expected = torch.autograd.grad(theirs, inputs, upstream)
-    for a, b in zip(got, expected, strict=True):
+    packed_output = packed_causal_attention(*inputs, plan, scale=0.3)
+    expected_output = attend_one_by_one(*inputs, bounds, 0.3)
+    assert torch.allclose(packed_output, expected_output, atol=1e-12, rtol=0)
+    actual = torch.autograd.grad(packed_output, inputs, upstream)
+    expected = torch.autograd.grad(expected_output, inputs, upstream)
+    for a, b in zip(actual, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-12, rtol=0)
 
 
@@ -90,8 +90,8 @@ def test_rotary_of_packed_sequences_restarts_in_each(lengths: list[int], ranks: 
     for rank in range(ranks):
         rows = own_rows(cu_seqlens, len(t), ranks, rank)
         group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
-        got = _rotary_thd(t[rows], cu_seqlens, angles[:, None, None], cp_group=group)
-        assert torch.allclose(got, torch.cat(expected)[rows], atol=1e-6)
+        actual = _rotary_thd(t[rows], cu_seqlens, angles[:, None, None], cp_group=group)
+        assert torch.allclose(actual, torch.cat(expected)[rows], atol=1e-6)
 
 
 def test_gradient_of_padding_is_exactly_zero() -> None:

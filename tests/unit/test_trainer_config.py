@@ -39,25 +39,25 @@ def config(parallel: dict[str, Any], **sections: Any) -> s.PolicyConfig:
     )
 
 
-def built(shape: ModelShape, parallel: dict[str, Any], **sections: Any):
+def build(shape: ModelShape, parallel: dict[str, Any], **sections: Any):
     c = config(parallel, **sections)
     return transformer_config(c, shape, Layout.of(c.parallel.sizes))
 
 
 def test_mixture_of_experts_routes_as_transformers_does() -> None:
-    t = built(MOE, {})
+    t = build(MOE, {})
     assert (t.num_moe_experts, t.moe_router_topk, t.moe_ffn_hidden_size) == (8, 2, 32)
     assert (t.moe_router_load_balancing_type, t.moe_aux_loss_coeff) == ("none", 0.0)
     assert (t.moe_router_dtype, t.moe_router_score_function) == ("fp32", "softmax")
     assert not t.moe_router_pre_softmax
-    assert built(replace(MOE, norm_topk_prob=False), {}).moe_router_pre_softmax
+    assert build(replace(MOE, norm_topk_prob=False), {}).moe_router_pre_softmax
     assert t.qk_layernorm
     assert not t.add_qkv_bias
     assert t.calculate_per_token_loss
 
 
 @pytest.mark.parametrize(
-    ("has_engine", "kernel", "library"),
+    ("has_te", "kernel", "library"),
     [
         (True, False, "Transformer Engine"),
         (True, True, "Transformer Engine"),
@@ -66,37 +66,37 @@ def test_mixture_of_experts_routes_as_transformers_does() -> None:
     ],
 )
 def test_weight_gradients_are_accumulated_in_fp32_where_a_library_does(
-    monkeypatch, has_engine, kernel, library
+    monkeypatch, has_te, kernel, library
 ):
-    """On GPUs; with adapters never, for the frozen weights have no gradients."""
+    """This holds on GPUs, and never with adapters: their frozen weights have no gradients."""
     from megatron.core.tensor_parallel import layers
 
     name = "fused_weight_gradient_mlp_cuda"
     monkeypatch.setitem(sys.modules, name, ModuleType(name) if kernel else None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(platform, "has_transformer_engine", lambda: has_engine)
+    monkeypatch.setattr(platform, "has_transformer_engine", lambda: has_te)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     on_gpus = platform._cuda()
     assert platform.fused_weight_gradients() == library
     # Megatron-Core's output layer asks for apex, whose kernel the trainer never calls.
-    assert layers._grad_accum_fusion_available is has_engine
+    assert layers._grad_accum_fusion_available is has_te
     key = "gradient_accumulation_fusion"
     options = {key: on_gpus.transformer_options[key]}  # the others need Transformer Engine
-    found = replace(on_gpus, transformer_options=options)
-    monkeypatch.setattr(platform, "current", lambda: found)
-    assert built(MOE, {}).gradient_accumulation_fusion is (library is not None)
-    assert not built(MOE, {}, lora=s.LoraConfig(rank=2)).gradient_accumulation_fusion
-    assert not built(MOE, {}, megatron={key: False}).gradient_accumulation_fusion
+    gpu_platform = replace(on_gpus, transformer_options=options)
+    monkeypatch.setattr(platform, "current", lambda: gpu_platform)
+    assert build(MOE, {}).gradient_accumulation_fusion is (library is not None)
+    assert not build(MOE, {}, lora=s.LoraConfig(rank=2)).gradient_accumulation_fusion
+    assert not build(MOE, {}, megatron={key: False}).gradient_accumulation_fusion
 
 
 def test_on_cpus_weight_gradients_are_added_without_it(monkeypatch):
     name = "fused_weight_gradient_mlp_cuda"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert not built(MOE, {}).gradient_accumulation_fusion
+    assert not build(MOE, {}).gradient_accumulation_fusion
 
 
 def test_qwen2_has_biases_and_no_qk_norm() -> None:
-    t = built(DENSE, {})
+    t = build(DENSE, {})
     assert t.add_qkv_bias
     assert not t.qk_layernorm
     assert t.num_moe_experts is None
@@ -104,10 +104,10 @@ def test_qwen2_has_biases_and_no_qk_norm() -> None:
 
 def test_a_shared_expert_has_its_width_and_its_gate() -> None:
     shared = {"shared_ffn_hidden_size": 96, "gates_shared_expert": True}
-    t = built(replace(MOE, family="qwen2_moe", **shared), {})
+    t = build(replace(MOE, family="qwen2_moe", **shared), {})
     assert (t.moe_shared_expert_intermediate_size, t.moe_shared_expert_gate) == (96, True)
     assert t.add_qkv_bias
-    assert built(MOE, {}).moe_shared_expert_intermediate_size is None
+    assert build(MOE, {}).moe_shared_expert_intermediate_size is None
 
 
 SIGMOID = Router("sigmoid", True, groups=4, chosen_groups=2, scale=2.5)
@@ -120,14 +120,14 @@ YARN = YarnRopeScaling(40.0, 4096, 32.0, 1.0, 0.7, 0.9)
 
 
 def test_a_router_of_sigmoids_has_a_bias_that_no_step_moves() -> None:
-    t = built(GLM, {})
+    t = build(GLM, {})
     assert (t.moe_router_score_function, t.moe_router_enable_expert_bias) == ("sigmoid", True)
     assert t.moe_router_bias_update_rate == 0
     assert (t.moe_router_num_groups, t.moe_router_group_topk) == (4, 2)
     assert t.moe_router_topk_scaling_factor == 2.5
     assert not t.moe_router_pre_softmax
     assert t.moe_layer_freq == [0, 1, 1, 1]
-    ungrouped = built(replace(GLM, router=Router("sigmoid", True)), {})
+    ungrouped = build(replace(GLM, router=Router("sigmoid", True)), {})
     assert (ungrouped.moe_router_num_groups, ungrouped.moe_router_topk_scaling_factor) == (
         None,
         None,
@@ -135,64 +135,64 @@ def test_a_router_of_sigmoids_has_a_bias_that_no_step_moves() -> None:
 
 
 def test_latent_attention_has_the_sizes_of_the_model() -> None:
-    t = built(DEEPSEEK, {})
+    t = build(DEEPSEEK, {})
     assert type(t).__name__ == "MLATransformerConfig"
     assert (t.q_lora_rank, t.kv_lora_rank, t.qk_head_dim) == (48, 32, 16)
     assert (t.qk_pos_emb_head_dim, t.v_head_dim, t.rotary_base) == (8, 24, 1e6)
     assert t.qk_layernorm  # the norms of the latents
-    plain = built(replace(DEEPSEEK, latent=replace(LATENT, query_rank=None)), {})
+    plain = build(replace(DEEPSEEK, latent=replace(LATENT, query_rank=None)), {})
     assert plain.q_lora_rank is None
 
 
 def test_plain_rope_of_latent_attention_is_not_scaled_and_not_fused(monkeypatch) -> None:
-    """Megatron-Core refuses the fusion, and its defaults scale attention for a factor of 40."""
+    """Megatron-Core rejects the fusion here, and its defaults would scale attention as for a YaRN factor of 40."""
     fused = replace(
         platform.current(), transformer_options={"apply_rope_fusion": True, "use_cpu_initialization": True}
     )  # fmt: skip
     monkeypatch.setattr(platform, "current", lambda: fused)
-    t = built(DEEPSEEK, {})
+    t = build(DEEPSEEK, {})
     assert (t.rope_type, t.apply_rope_fusion) == ("rope", False)
     assert (t.rotary_scaling_factor, t.mscale, t.mscale_all_dim) == (1, 1, 1)
 
 
 def test_yarn_of_latent_attention_has_the_numbers_of_the_model() -> None:
-    t = built(replace(DEEPSEEK, rope_scaling=YARN), {})
+    t = build(replace(DEEPSEEK, rope_scaling=YARN), {})
     assert (t.rope_type, t.rotary_scaling_factor) == ("yarn", 40)
     assert (t.original_max_position_embeddings, t.beta_fast, t.beta_slow) == (4096, 32, 1)
     assert (t.mscale, t.mscale_all_dim) == (0.7, 0.9)
 
 
 def test_norms_of_all_heads_are_no_qk_norm_of_megatron() -> None:
-    """With its flag on, Megatron-Core sums the gradients of different ranks' weights."""
-    assert not built(replace(MOE, family="olmoe", norms_all_heads=True), {}).qk_layernorm
+    """With ``qk_layernorm``, Megatron-Core sums the norms' gradients over ranks, which have different weights here."""
+    assert not build(replace(MOE, family="olmoe", norms_all_heads=True), {}).qk_layernorm
 
 
 def test_pipelines() -> None:
-    plain = built(MOE, {"world_size": 2, "pipeline": 2})
+    plain = build(MOE, {"world_size": 2, "pipeline": 2})
     assert plain.variable_seq_lengths
     assert plain.deallocate_pipeline_outputs
-    interleaved = built(MOE, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2})
+    interleaved = build(MOE, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2})
     assert not interleaved.variable_seq_lengths
     assert interleaved.virtual_pipeline_model_parallel_size == 2
 
 
 def test_precision_and_recompute() -> None:
-    t = built(MOE, {}, dtype="bfloat16", recompute="full")
+    t = build(MOE, {}, dtype="bfloat16", recompute="full")
     assert (t.params_dtype, t.pipeline_dtype, t.bf16) == (torch.bfloat16, torch.bfloat16, True)
     assert (t.recompute_granularity, t.recompute_method, t.recompute_num_layers) == (
         "full", "uniform", 1,
     )  # fmt: skip
-    assert built(MOE, {}, recompute="selective").recompute_modules == ["core_attn"]
+    assert build(MOE, {}, recompute="selective").recompute_modules == ["core_attn"]
 
 
 def test_megatron_table_comes_last_and_is_checked() -> None:
-    assert built(MOE, {}, megatron={"init_method_std": 0.25}).init_method_std == 0.25
-    backend = built(MOE, {}, megatron={"attention_backend": "flash"}).attention_backend
+    assert build(MOE, {}, megatron={"init_method_std": 0.25}).init_method_std == 0.25
+    backend = build(MOE, {}, megatron={"attention_backend": "flash"}).attention_backend
     assert isinstance(backend, Enum)
     assert backend.name == "flash"
     with pytest.raises(ValueError, match=r"megatron\.init_method_sdt"):
-        built(MOE, {}, megatron={"init_method_sdt": 0.25})
+        build(MOE, {}, megatron={"init_method_sdt": 0.25})
     with pytest.raises(ValueError, match=r"parallel\.tensor"):
-        built(MOE, {}, megatron={"tensor_model_parallel_size": 2})
+        build(MOE, {}, megatron={"tensor_model_parallel_size": 2})
     with pytest.raises(ValueError, match="ranks"):
-        built(MOE, {}, megatron={"moe_token_dispatcher_type": "allgather"})
+        build(MOE, {}, megatron={"moe_token_dispatcher_type": "allgather"})

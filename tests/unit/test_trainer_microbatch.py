@@ -13,7 +13,7 @@ from megatron_dppo.trainer.step import NonFiniteLossError, check_micro_batches, 
 from tests.trajectories import trajectory
 
 
-def batch(pad_multiple: int = 1):
+def make_batch(pad_multiple: int = 1):
     def sample(prompt: list[int], response: list[int]) -> Trajectory:
         n = len(response)
         ids, log_probs = np.tile(np.array([3, 4], np.int32), (n, 1)), np.zeros((n, 2), np.float32)
@@ -24,7 +24,7 @@ def batch(pad_multiple: int = 1):
 
 
 def test_model_inputs_are_one_row_of_packed_sequences() -> None:
-    inputs = model_inputs(batch())
+    inputs = model_inputs(make_batch())
     assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 7]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
     packed = inputs["packed_seq_params"]
@@ -35,7 +35,7 @@ def test_model_inputs_are_one_row_of_packed_sequences() -> None:
 
 
 def test_padding_is_one_more_sequence_without_loss() -> None:
-    padded = pad_to(batch(), 10)
+    padded = pad_to(make_batch(), 10)
     assert padded.num_tokens == 10
     assert padded.token_ids.tolist() == [1, 2, 3, 5, 6, 7, 0, 0, 0, 0]
     assert padded.target_ids.tolist() == [2, 3, 0, 6, 7, 0, 0, 0, 0, 0]
@@ -50,7 +50,7 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
     assert padded.columns["rollout_log_probs"].tolist() == [-0.5, -1, 0, 0, -0.5] + [0] * 5
     assert padded.columns["topk_ids"].tolist()[4:] == [[3, 4]] + [[-1, -1]] * 5
     assert padded.columns["topk_log_probs"].shape == (10, 2)
-    same = batch()
+    same = make_batch()
     assert pad_to(same, 6) is same
 
 
@@ -63,13 +63,13 @@ def test_padding_has_no_recorded_routing(dtype) -> None:
 
 
 def test_counts_and_lengths_are_checked() -> None:
-    check_micro_batches([batch(4)] * 4, pad_multiple=4, count_multiple=2)
+    check_micro_batches([make_batch(4)] * 4, pad_multiple=4, count_multiple=2)
     with pytest.raises(ValueError, match=r"3 micro-batches, .* 2"):
-        check_micro_batches([batch()] * 3, pad_multiple=1, count_multiple=2)
+        check_micro_batches([make_batch()] * 3, pad_multiple=1, count_multiple=2)
     with pytest.raises(ValueError, match="0 micro-batches"):
         check_micro_batches([], pad_multiple=1, count_multiple=1)
     with pytest.raises(ValueError, match=r"micro-batch 0 .*6 tokens, .* 4"):
-        check_micro_batches([batch()], pad_multiple=4, count_multiple=1)
+        check_micro_batches([make_batch()], pad_multiple=4, count_multiple=1)
 
 
 def test_error_names_the_places() -> None:
@@ -88,11 +88,11 @@ def test_a_rank_s_own_rows_are_computed_where_the_whole_pack_lies() -> None:
     assert inputs["input_ids"].tolist() == [[2, 3, 7, 7]]
     assert inputs["position_ids"].tolist() == [[1, 2, 4, 5]]
     packed = inputs["packed_seq_params"]
-    # One tensor is all four: Transformer Engine is not told that there is padding.
+    # All four are one tensor, so that Transformer Engine assumes no padding.
     assert packed.cu_seqlens_q is packed.cu_seqlens_kv_padded
     assert packed.cu_seqlens_q_padded is packed.cu_seqlens_kv
     assert packed.cu_seqlens_q.tolist() == [0, 4, 20]
-    # A rank that has all tokens leaves the others out: Transformer Engine would compare them on the device.
+    # A rank that has all tokens omits the padded boundaries: Transformer Engine would compare them on the device.
     alone = model_inputs(whole)["packed_seq_params"]
     assert alone.cu_seqlens_q_padded is None
     assert alone.cu_seqlens_kv_padded is None
@@ -113,4 +113,4 @@ def test_tables_of_positions_have_few_lengths_and_never_the_pack_s(
 
 def test_sequences_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\[3, 3\] tokens, .* 4"):
-        check_micro_batches([batch()], pad_multiple=1, count_multiple=1, sequence_multiple=4)
+        check_micro_batches([make_batch()], pad_multiple=1, count_multiple=1, sequence_multiple=4)

@@ -36,11 +36,11 @@ def test_literals_are_rewritten_at_any_depth() -> None:
 
 
 def plant_sglangs_deep_ep(folder: Path) -> None:
-    """As SGLang's installation: a package that fails by an assertion, and its distribution's name."""
+    """Write SGLang's package ``deep_ep``, whose import fails with an AssertionError, and its distribution's name."""
     (folder / "deep_ep.py").write_text("raise AssertionError('NCCL')\n")
-    described = folder / "sgl_deep_ep-0.1.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-deep-ep\nVersion: 0.1\n")
+    dist_info = folder / "sgl_deep_ep-0.1.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-deep-ep\nVersion: 0.1\n")
 
 
 def worker() -> dict[str, bool]:
@@ -76,12 +76,13 @@ def worker() -> dict[str, bool]:
 
 
 def test_megatron_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where SGLang's packages for GPUs are installed: flash_mla and deep_ep raise no ImportError."""
+    """The import works also beside SGLang's GPU packages flash_mla and deep_ep, which raise other errors than
+    ImportError."""
     (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open')\n")
     plant_sglangs_deep_ep(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1, own_interpreter=True)
-    assert found == dict.fromkeys(found, True)
+    (results,) = run_ranks("tests.unit.test_trainer_shim:worker", 1, own_interpreter=True)
+    assert results == dict.fromkeys(results, True)
 
 
 def test_deep_ep_is_left_out_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +97,10 @@ def test_deep_ep_is_left_out_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
         "    print('left out')\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip().endswith("left out"), done.stderr
+    assert result.stdout.strip().endswith("left out"), result.stderr
 
 
 def test_deep_ep_of_its_own_package_is_kept(
@@ -124,6 +125,6 @@ def test_megatron_imported_before_is_an_error() -> None:
         "sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
         "import megatron_dppo.trainer\n"
     )
-    done = run_patiently([sys.executable, "-c", script], 300)
-    assert done.returncode == 1
-    assert "RuntimeError: megatron.core " in done.stderr
+    result = run_patiently([sys.executable, "-c", script], 300)
+    assert result.returncode == 1
+    assert "RuntimeError: megatron.core " in result.stderr

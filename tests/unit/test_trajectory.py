@@ -1,4 +1,4 @@
-"""The record itself: what it refuses, what it derives, and that nothing changes it in place."""
+"""A trajectory: the values it rejects, the values it derives, and that nothing changes it in place."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,11 @@ def test_several_turns_have_one_prompt_and_all_sampled_tokens():
     assert (turns.length, turns.sampled) == (6, 2)
     assert turns.prompt_ids.tolist() == [1, 2]
     assert turns.response_ids.tolist() == [7, 8]
-    nobody = Trajectory(0, 0, [1, 2], [False, False])
-    assert (nobody.prompt_ids.tolist(), nobody.response_ids.tolist()) == ([1, 2], [])
+    without_response = Trajectory(0, 0, [1, 2], [False, False])
+    assert (without_response.prompt_ids.tolist(), without_response.response_ids.tolist()) == (
+        [1, 2],
+        [],
+    )
 
 
 def test_versions_become_spans_of_sampled_tokens():
@@ -38,8 +41,8 @@ def test_an_update_interrupts_a_turn_and_not_what_lies_between_two():
         )
         assert turns.interruptions == expected
         figures = interruption_figures([turns, trajectory([1], [2, 3])])
-        again = {names.INTERRUPTED: 0.5, names.RECOMPUTED_TOKENS: sum(expected)}
-        assert figures == (again if expected else {})
+        expected_figures = {names.INTERRUPTED: 0.5, names.RECOMPUTED_TOKENS: sum(expected)}
+        assert figures == (expected_figures if expected else {})
 
 
 def test_truncation_is_a_finish_reason():
@@ -48,16 +51,16 @@ def test_truncation_is_a_finish_reason():
 
 
 def test_a_response_is_the_first_to_the_first_problem_unless_it_says_otherwise():
-    made = Trajectory.of_response([1], [2])
-    assert (made.problem_id, made.sample_index) == (0, 0)
-    assert (made.reward, made.advantage) == (0.0, 0.0)
-    made = Trajectory.of_response([1], [2], problem_id=3, sample_index=5)
-    assert (made.problem_id, made.sample_index) == (3, 5)
+    response = Trajectory.of_response([1], [2])
+    assert (response.problem_id, response.sample_index) == (0, 0)
+    assert (response.reward, response.advantage) == (0.0, 0.0)
+    response = Trajectory.of_response([1], [2], problem_id=3, sample_index=5)
+    assert (response.problem_id, response.sample_index) == (3, 5)
 
 
 def test_a_list_becomes_an_array_of_the_usual_type():
-    made = trajectory([1], [2], routed_experts=[[[3, 1]]])
-    assert made.columns["routed_experts"].dtype == np.uint8
+    response = trajectory([1], [2], routed_experts=[[[3, 1]]])
+    assert response.columns["routed_experts"].dtype == np.uint8
 
 
 def test_a_column_has_gaps_where_some_lack_it_or_some_rows_do_not_hold():
@@ -99,7 +102,7 @@ def test_what_each_column_is():
     columns = {name: COLUMNS[name] for name in DTYPES}  # other tests declare further ones
     assert {name: column.dtypes for name, column in columns.items()} == DTYPES
 
-    def where(holds):
+    def names_where(holds):
         return {name for name, column in columns.items() if holds(column)}
 
     loss = {name for name in DTYPES if name.startswith("loss_")}
@@ -107,19 +110,19 @@ def test_what_each_column_is():
     versions = {"weight_version", "routing_version"}
     assert set(LOSS_COLUMNS) == loss
     inputs = {"routed_experts", "branch"}
-    assert where(lambda c: c.rows is Rows.INPUT) == inputs
-    assert where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - inputs
+    assert names_where(lambda c: c.rows is Rows.INPUT) == inputs
+    assert names_where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - inputs
     log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference")}
-    assert where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
-    assert where(lambda c: c.read_by is ReadBy.ALL) == loss | versions | inputs
-    assert where(lambda c: c.fill == -1) == {"topk_ids"}
-    assert where(lambda c: c.fill == 0) == DTYPES.keys() - {"topk_ids"}
-    assert where(lambda c: not c.complete) == loss | inputs | {"routing_version"}
-    assert where(lambda c: not c.packed) == loss | versions | {"branch"}
-    assert where(lambda c: c.usable is not None) == {"routed_experts"}
-    assert where(lambda c: c.trailing == ("topk",)) == topk | {"loss_topk_log_probs"}
+    assert names_where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
+    assert names_where(lambda c: c.read_by is ReadBy.ALL) == loss | versions | inputs
+    assert names_where(lambda c: c.fill == -1) == {"topk_ids"}
+    assert names_where(lambda c: c.fill == 0) == DTYPES.keys() - {"topk_ids"}
+    assert names_where(lambda c: not c.complete) == loss | inputs | {"routing_version"}
+    assert names_where(lambda c: not c.packed) == loss | versions | {"branch"}
+    assert names_where(lambda c: c.usable is not None) == {"routed_experts"}
+    assert names_where(lambda c: c.trailing == ("topk",)) == topk | {"loss_topk_log_probs"}
     assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")
-    assert where(lambda c: c.trailing) == topk | {"loss_topk_log_probs", "routed_experts"}
+    assert names_where(lambda c: c.trailing) == topk | {"loss_topk_log_probs", "routed_experts"}
 
 
 @pytest.mark.parametrize(
@@ -154,12 +157,12 @@ def test_a_complete_column_is_of_all_or_of_none():
 
 def test_arrays_are_read_only_and_the_caller_keeps_its_own():
     tokens, log_probs = np.array([1, 2, 3], np.int32), np.array([-1.0, -2.0], np.float32)
-    made = Trajectory(0, 0, tokens, [False, True, True], {"rollout_log_probs": log_probs})
-    for array in (made.token_ids, made.loss_mask, made.columns["rollout_log_probs"]):
+    response = Trajectory(0, 0, tokens, [False, True, True], {"rollout_log_probs": log_probs})
+    for array in (response.token_ids, response.loss_mask, response.columns["rollout_log_probs"]):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
     with pytest.raises(TypeError):
-        made.columns["rollout_log_probs"] = log_probs  # type: ignore[index]
+        response.columns["rollout_log_probs"] = log_probs  # type: ignore[index]
     assert tokens.flags.writeable
     assert log_probs.flags.writeable
 

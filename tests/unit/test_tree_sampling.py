@@ -30,12 +30,12 @@ PARENTS = (-1, 0, 0, 0, 1, 1, 4, 2)
 TOKENS = (3, 1, 4, 0, 2, 1, 0, 3)
 """A tree: below the root the tokens 1, 4 and 0; below 1 the tokens 2 and 1, ..."""
 PADDED = ((-1, 0, 1, 0, 0, 0, 0, 0), (3, 2, 1, 0, 0, 0, 0, 0))
-"""As SGLang fills a tree of two drafted tokens: children of the root with the token 0."""
+"""A tree of two drafted tokens as SGLang pads it: with children of the root that have the token 0."""
 LEAST_P = 1e-6
 
 
 def ancestors(parents):
-    """Element i, j: whether node j is an ancestor of node i, or i itself."""
+    """Return a matrix whose element i, j is 1 if node j is an ancestor of node i, or i itself."""
     mask = np.eye(len(parents), dtype=np.int64)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -44,12 +44,12 @@ def ancestors(parents):
 
 
 def links(parents, tokens, requests=1):
-    """The first children and next siblings ``[requests, nodes]`` of a tree, and its nodes' positions."""
+    """Return index, first child and next sibling ``[requests, nodes]`` of each node, and the nodes' positions."""
     mask = detach_repetitions(np.array(tokens), ancestors(parents).ravel(), len(parents))
-    return linked(torch.from_numpy(mask).repeat(requests), len(parents), requests)
+    return link(torch.from_numpy(mask).repeat(requests), len(parents), requests)
 
 
-def linked(mask, nodes, requests=1):
+def link(mask, nodes, requests=1):
     positions = torch.zeros(requests * nodes, dtype=torch.int64)
     index, children, siblings = torch.zeros(3, requests, nodes, dtype=torch.int64)
     lengths = torch.full((requests,), 10)
@@ -57,8 +57,8 @@ def linked(mask, nodes, requests=1):
     return index, children, siblings, positions
 
 
-def draw(probs, parents, tokens, requests, generator, verify=verify_by_sampling):
-    """The tokens of ``requests`` verifications of one tree, -1 after the last one: ``[requests, nodes]``."""
+def sample(probs, parents, tokens, requests, generator, verify=verify_by_sampling):
+    """Verify one tree for each request. Returns the tokens ``[requests, nodes]``, padded with -1."""
     nodes = len(parents)
     index, children, siblings, _ = links(parents, tokens, requests)
     predicts = torch.zeros(requests * nodes, dtype=torch.int32)
@@ -80,8 +80,8 @@ def draw(probs, parents, tokens, requests, generator, verify=verify_by_sampling)
     return torch.where(accepted >= 0, predicts[accepted.long()], -1)
 
 
-def assert_drawn_from(probs, parents, tokens, drawn):
-    """The counts of the tokens after each node fit ``probs`` ``[nodes, vocabulary]``."""
+def assert_sampled_from(probs, parents, tokens, sampled):
+    """Assert that the tokens after each node fit ``probs`` ``[nodes, vocabulary]``. Returns the number tested."""
     tested = 0
     for node in range(len(parents)):
         path: list[int] = []
@@ -89,7 +89,9 @@ def assert_drawn_from(probs, parents, tokens, drawn):
         while at > 0:
             path.insert(0, tokens[at])
             at = parents[at]
-        reached = drawn[(drawn[:, : len(path)] == torch.tensor(path, dtype=drawn.dtype)).all(1)]
+        reached = sampled[
+            (sampled[:, : len(path)] == torch.tensor(path, dtype=sampled.dtype)).all(1)
+        ]
         next_tokens = reached[:, len(path)]
         next_tokens = next_tokens[next_tokens >= 0]
         counts = next_tokens.bincount(minlength=VOCABULARY).numpy()
@@ -109,27 +111,27 @@ def random_probs(seed, nodes=NODES):
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_have_the_models_probabilities(seed):
     probs = random_probs(seed)
-    drawn = draw(probs, PARENTS, TOKENS, 3000, torch.Generator().manual_seed(seed))
-    assert assert_drawn_from(probs, PARENTS, TOKENS, drawn) >= 3
+    sampled = sample(probs, PARENTS, TOKENS, 3000, torch.Generator().manual_seed(seed))
+    assert assert_sampled_from(probs, PARENTS, TOKENS, sampled) >= 3
 
 
 def test_a_filled_tree_does_not_favour_the_token_that_fills_it():
     parents, tokens = PADDED
     probs = random_probs(2)
-    drawn = draw(probs, parents, tokens, 3000, torch.Generator().manual_seed(3))
+    sampled = sample(probs, parents, tokens, 3000, torch.Generator().manual_seed(3))
     distinct = (-1, 0, 1, 0), (3, 2, 1, 0)
-    assert assert_drawn_from(probs, *distinct, drawn) >= 2
+    assert assert_sampled_from(probs, *distinct, sampled) >= 2
 
 
 def test_a_repeated_sibling_and_what_is_below_it_is_detached():
     parents = (-1, 0, 0, 2, 3)
     mask = detach_repetitions(np.array((7, 5, 5, 6, 6)), ancestors(parents).ravel(), 5)
     np.testing.assert_array_equal(mask.reshape(5, 5), ancestors((-1, 0, -1, -1, -1)))
-    # Cousins may have the same token, and nodes of another tree.
+    # Nodes with different parents may have the same token, and so may nodes of different trees.
     parents = (-1, 0, 0, 1, 2)
-    two = np.concatenate([ancestors(parents).ravel()] * 2)
-    kept = detach_repetitions(np.array((7, 5, 6, 8, 8) * 2), two, 5)
-    np.testing.assert_array_equal(kept, two)
+    two_trees = np.concatenate([ancestors(parents).ravel()] * 2)
+    kept = detach_repetitions(np.array((7, 5, 6, 8, 8) * 2), two_trees, 5)
+    np.testing.assert_array_equal(kept, two_trees)
 
 
 def test_links_and_positions_follow_the_tree():
@@ -161,11 +163,14 @@ def test_drafts_of_the_whole_probability_leave_a_token_to_draw():
     probs[1] = 0.2
     generator = torch.Generator().manual_seed(0)
 
-    def without_luck(**tensors):
+    def verify_with_largest_draws(**tensors):
         tensors["uniform_samples"].fill_(1 - 2**-24)
         verify_by_sampling(**tensors)
 
-    assert draw(probs, (-1, 0), (3, 1), 3, generator, without_luck).tolist() == [[1, -1]] * 3
+    assert (
+        sample(probs, (-1, 0), (3, 1), 3, generator, verify_with_largest_draws).tolist()
+        == [[1, -1]] * 3
+    )
 
 
 @pytest.mark.parametrize("name", ["threshold_single", "threshold_acc"])
@@ -176,7 +181,7 @@ def test_thresholds_that_accept_more_are_refused(name):
         verify_by_sampling(**tensors, **threshold)
 
     with pytest.raises(ValueError, match=f"{name} is 0.5"):
-        draw(random_probs(0), PARENTS, TOKENS, 1, torch.Generator(), with_threshold)
+        sample(random_probs(0), PARENTS, TOKENS, 1, torch.Generator(), with_threshold)
 
 
 def test_top_k_and_top_p_keep_the_most_probable_tokens():
@@ -214,10 +219,10 @@ def test_other_speculation_keeps_its_class():
 
 
 def test_places_of_accepted_tokens_are_packed():
-    places = torch.arange(100, 108)
+    locations = torch.arange(100, 108)
     front, accepted = torch.zeros(2, 8, dtype=torch.int64)
-    fill_front_locations(torch.tensor([2, 1]), places, front)
+    fill_front_locations(torch.tensor([2, 1]), locations, front)
     assert front.tolist() == [100, 101, 104, 0, 0, 0, 0, 0]
     index = torch.tensor([[0, 3, -1, -1], [4, -1, -1, -1]], dtype=torch.int32)
-    fill_accepted_locations(index, places, accepted, 8)
+    fill_accepted_locations(index, locations, accepted, 8)
     assert accepted.tolist() == [100, 103, 104, 0, 0, 0, 0, 0]

@@ -1,7 +1,7 @@
-"""The Triton kernels in Triton's interpreter, in a process of their own: against the dense twin.
+"""The Triton kernels in Triton's interpreter, compared with the dense backend.
 
-Triton reads TRITON_INTERPRET when it is imported. Where this process was started with it, as ``make
-mutants`` does, the kernels run in it.
+Triton reads TRITON_INTERPRET when it is imported, so the kernels run in a process of their own. If this process was
+started with the variable, as by ``make mutants``, they run in this process.
 """
 
 import math
@@ -16,7 +16,7 @@ from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
 from tests.ranks import run_ranks
 
 T, COLUMNS, V = 6, 9000, 8990
-HERE = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def problem(dtype):
@@ -30,8 +30,8 @@ def problem(dtype):
     return logits, ids, topk, weights
 
 
-def interpreted(dtype_name, with_entropy):
-    """Worker: statistics and gradient from the Triton backend on CPU tensors."""
+def interpreted_stats(dtype_name, with_entropy):
+    """Return statistics and gradient of the Triton backend on CPU tensors. Runs in the interpreter's process."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     logits, ids, topk, weights = problem(getattr(torch, dtype_name))
     leaf = logits.requires_grad_()
@@ -45,32 +45,40 @@ def interpreted(dtype_name, with_entropy):
         loss = loss + (stats.entropy * weights[1]).sum()
         entropy = stats.entropy.detach()
     loss.backward()
-    nan = problem(torch.float32)[0]
-    nan[1, 7000] = math.nan
-    found = ""
+    nan_logits = problem(torch.float32)[0]
+    nan_logits[1, 7000] = math.nan
+    error_text = ""
     try:
-        policy_stats(nan, ids, vocab_size=V, backend="triton")
+        policy_stats(nan_logits, ids, vocab_size=V, backend="triton")
     except ValueError as error:
-        found = str(error)
+        error_text = str(error)
     sums = entropy, stats.sum_squares
-    return stats.log_probs.detach(), stats.topk_log_probs, sums, leaf.grad, found, at_the_edges()
+    return (
+        stats.log_probs.detach(),
+        stats.topk_log_probs,
+        sums,
+        leaf.grad,
+        error_text,
+        gradient_at_edges(),
+    )
 
 
 def edges(dtype):
-    """Logits near 1e4, in one column more than a block has."""
+    """Return logits near 1e4, with one column more than a block has, and the sampled ids."""
     g = torch.Generator().manual_seed(3)
     return (torch.randn(2, 4097, generator=g) * 3 + 1e4).to(dtype), torch.tensor([4096, 0])
 
 
-def at_the_edges():
-    """Gradient at ``edges`` and of no rows, by the Triton backend."""
+def gradient_at_edges():
+    """Return the Triton backend's gradient at ``edges``. Checks inputs without rows and degenerate rows, too."""
     logits, ids = edges(torch.float32)
     leaf, nothing = logits.requires_grad_(), torch.zeros(0, 5, requires_grad=True)
     options = {"backend": "triton", "temperature": 0.5}
     policy_stats(leaf, ids, vocab_size=4097, **options).log_probs.sum().backward()
     policy_stats(nothing, ids[:0], vocab_size=5, **options).log_probs.sum().backward()
     assert nothing.grad.shape == (0, 5)
-    # No mass, p = (1/2, 1/2), and one too rare to change the sum; then columns of padding alone.
+    # The rows have no probability mass; p = (1/2, 1/2); and a second token too rare to change the sum. In the second
+    # round, both columns are padding.
     rows = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0], [0.0, -50.0]])
     for real, expected in ((2, [0, -math.log(2), -50 * math.exp(-50)]), (0, [0, 0, 0])):
         lse, plogp, squares, _ = BACKENDS["triton"].forward(
@@ -84,50 +92,50 @@ def at_the_edges():
     return leaf.grad
 
 
-def answers(monkeypatch, worker, *arguments):
-    """What ``worker`` of this file returns in Triton's interpreter."""
-    if HERE:
+def run_worker(monkeypatch, worker, *arguments):
+    """Run ``worker`` of this file in Triton's interpreter and return its result."""
+    if IS_INTERPRETED:
         return worker(*arguments)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (found,) = run_ranks(
+    (error_text,) = run_ranks(
         f"tests.unit.test_triton_backend:{worker.__name__}", 1, *arguments, own_interpreter=True
     )
-    return found
+    return error_text
 
 
 @pytest.mark.parametrize(
     ("dtype", "with_entropy"), [("float32", True), ("float32", False), ("bfloat16", True)]
 )
 def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_entropy):
-    log_probs, topk_log_probs, (entropy, squares), grad, found, at_edges = answers(
-        monkeypatch, interpreted, dtype, with_entropy
+    log_probs, topk_log_probs, (entropy, squares), grad, error_text, edge_gradient = run_worker(
+        monkeypatch, interpreted_stats, dtype, with_entropy
     )
     logits, ids, topk, weights = problem(getattr(torch, dtype))
     leaf = logits.double().requires_grad_()
-    twin = dense_policy_stats(
+    dense = dense_policy_stats(
         leaf, ids, vocab_size=V, temperature=0.8, topk_ids=topk, with_entropy=with_entropy,
         with_squares=True,
     )  # fmt: skip
-    loss = (twin.log_probs * weights[0]).sum()
-    torch.testing.assert_close(log_probs.double(), twin.log_probs.detach(), rtol=0, atol=2e-6)
-    torch.testing.assert_close(topk_log_probs.double(), twin.topk_log_probs, rtol=0, atol=2e-6)
+    loss = (dense.log_probs * weights[0]).sum()
+    torch.testing.assert_close(log_probs.double(), dense.log_probs.detach(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(topk_log_probs.double(), dense.topk_log_probs, rtol=0, atol=2e-6)
     assert (squares is None) == (dtype == "bfloat16")
     if squares is not None:
-        torch.testing.assert_close(squares.double(), twin.sum_squares, rtol=2e-6, atol=0)
+        torch.testing.assert_close(squares.double(), dense.sum_squares, rtol=2e-6, atol=0)
     if with_entropy:
-        torch.testing.assert_close(entropy.double(), twin.entropy.detach(), rtol=0, atol=2e-6)
-        loss = loss + (twin.entropy * weights[1]).sum()
+        torch.testing.assert_close(entropy.double(), dense.entropy.detach(), rtol=0, atol=2e-6)
+        loss = loss + (dense.entropy * weights[1]).sum()
     loss.backward()
     limit = 1e-6 if dtype == "float32" else 2**-8
     assert (grad.double() - leaf.grad).norm() / leaf.grad.norm() <= limit
     assert (grad[:, V:] == 0).all()
     assert (grad[2] == 0).all()
-    assert "1 rows of logits that hold NaN" in found
+    assert "1 rows of logits that hold NaN" in error_text
     leaf, ids = edges(torch.float64)
     leaf.requires_grad_()
-    twin = dense_policy_stats(leaf, ids, vocab_size=4097, temperature=0.5)
-    twin.log_probs.sum().backward()
-    torch.testing.assert_close(at_edges.double(), leaf.grad, rtol=0, atol=2e-6)
+    dense = dense_policy_stats(leaf, ids, vocab_size=4097, temperature=0.5)
+    dense.log_probs.sum().backward()
+    torch.testing.assert_close(edge_gradient.double(), leaf.grad, rtol=0, atol=2e-6)
 
 
 def test_without_a_gpu_or_the_interpreter_it_says_so(monkeypatch):

@@ -1,5 +1,5 @@
-"""The tokens between two turns, for the chat templates of every family: turns laid end to end are the tokens that the
-template's own rendering of the whole conversation has, and a template that can't say them is refused."""
+"""The tokens between two turns, for the chat templates of every family. Turns that are joined have the same tokens as
+the template's rendering of the whole conversation. A template that can't render a message is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
-SAYS_TOOLS = [name for name, published in PUBLISHED.items() if published.call]
+RENDERS_CALLS = [name for name, published in PUBLISHED.items() if published.call]
 REFUSED = {
     ("qwen2, distilled from R1", "tool"): "is not stable: after a turn",
     ("llama, distilled from R1", "tool"): "is not stable: after a turn",
@@ -52,7 +52,7 @@ def tiny_with(template: str | None) -> Any:
     return tokenizer
 
 
-def encoded(tokenizer: Any, messages: list[dict[str, Any]], *, prompts: bool) -> list[int]:
+def encode(tokenizer: Any, messages: list[dict[str, Any]], *, prompts: bool) -> list[int]:
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False)
     return ids_of(tokenizer, text)
 
@@ -66,7 +66,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def sampled_after(tokenizer: Any, prompt: str, said: str, end: str | None = None) -> list[int]:
-    """A policy's turn as the tokenizer would write it behind the prompt, with ``end`` or the end of text."""
+    """Return the tokens of the policy's turn ``said`` after the prompt, and the token ``end`` or the end of text."""
     before, whole = ids_of(tokenizer, prompt), ids_of(tokenizer, prompt + said)
     assert whole[: len(before)] == before
     end_id = tokenizer.eos_token_id
@@ -78,14 +78,14 @@ def sampled_after(tokenizer: Any, prompt: str, said: str, end: str | None = None
 def conversation(
     name: str, messages: list[dict[str, Any]], tools: Any = None, *, is_kept: bool = False
 ) -> str:
-    """The template's own rendering; unless it ``is_kept``, with what a prompt opens a turn with where a history lacks
-    it."""
+    """Return the template's rendering. Some templates open a turn in the prompt, e.g. by a thought, and drop this text
+    in the history: unless ``is_kept``, it is inserted there again."""
     tokenizer, opened = tokenizer_of(name), PUBLISHED[name].opened
     options = {"tools": tools, "tokenize": False}
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     if opened and not is_kept:
-        unasked = tokenizer.apply_chat_template(messages, **options)
-        header = text.removeprefix(unasked).removesuffix(opened)
+        history = tokenizer.apply_chat_template(messages, **options)
+        header = text.removeprefix(history).removesuffix(opened)
         assert header
         text = text.replace(header + opened, header).replace(header, header + opened)
     return text
@@ -105,7 +105,7 @@ def test_turns_end_to_end_are_the_whole_conversation(name, role):
         ("", "8"),
     ]:
         published = PUBLISHED[name]
-        # The trimming of a history is no concern of what was sampled.
+        # A template that trims its history renders the trimmed turn, so the trimmed turn is sampled.
         text = said.strip() if published.trims else said
         sampled = sampled_after(tokenizer, whole, published.begin + text, published.ends.get(role))
         ids += [*sampled, *turns.delta(sampled, observation)]
@@ -123,11 +123,11 @@ def test_a_family_that_can_not_say_what_a_tool_said_is_refused_at_the_start(name
         TurnTemplate(tokenizer_of(name), role)
 
 
-@pytest.mark.parametrize("name", SAYS_TOOLS)
+@pytest.mark.parametrize("name", RENDERS_CALLS)
 def test_calls_of_tools_end_to_end_are_the_whole_conversation(name):
-    """The policy writes a call as text, an agent sends it back as a message with ``tool_calls``: the template's
-    rendering of that is what was sampled. Two calls at once have two answers, which some templates put in one message;
-    Llama's takes one at a time."""
+    """The policy writes a call as text, and an agent sends it back as a message with ``tool_calls``. The template must
+    render this message as the sampled text. Two calls at once have two answers, which some templates put into one
+    message. Llama's template takes one call at a time."""
     tokenizer, published = tokenizer_of(name), PUBLISHED[name]
     turns = TurnTemplate(tokenizer, "user")
     messages: list[dict[str, Any]] = [
@@ -137,8 +137,8 @@ def test_calls_of_tools_end_to_end_are_the_whole_conversation(name):
     ids = turns.opening(Problem(0, "", "", (1,)), ChatCall(messages, [TOOL]))
     whole = conversation(name, messages, [TOOL], is_kept=True)
     assert ids == ids_of(tokenizer, whole)
-    both = ["3", "5"] if name != "llama" else ["3"]
-    for operands in (both, ["8"]):
+    first_operands = ["3", "5"] if name != "llama" else ["3"]
+    for operands in (first_operands, ["8"]):
         calls = [{"name": "add", "arguments": {"a": int(a)}} for a in operands]
         texts = [
             published.call.format(name="add", arguments=json.dumps({"a": int(a)})) for a in operands
@@ -169,7 +169,7 @@ def test_calls_of_tools_end_to_end_are_the_whole_conversation(name):
     ],
 )
 def test_an_example_whose_calls_the_template_leaves_out_is_refused(name, calls, lost):
-    """Messages that an agent begins with may hold turns of others: their calls of tools must be in the prompt."""
+    """An agent's first messages may hold turns of other models: their calls of tools must be in the prompt."""
     tokenizer = tokenizer_of(name)
     function = {"name": "add", "arguments": {"a": 3}}
     messages: list[dict[str, Any]] = [
@@ -184,10 +184,10 @@ def test_an_example_whose_calls_the_template_leaves_out_is_refused(name, calls, 
         with pytest.raises(TurnTemplateError, match=lost):
             turns.opening(problem, ChatCall(messages))
         return
-    assert turns.opening(problem, ChatCall(messages)) == encoded(tokenizer, messages, prompts=True)
+    assert turns.opening(problem, ChatCall(messages)) == encode(tokenizer, messages, prompts=True)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SAYS_TOOLS])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in RENDERS_CALLS])
 def test_tools_that_the_template_leaves_out_are_refused(name):
     call = ChatCall([{"role": "user", "content": "3+5"}], [TOOL])
     with pytest.raises(TurnTemplateError, match=mentioning("template", "'add'")):
@@ -196,7 +196,7 @@ def test_tools_that_the_template_leaves_out_are_refused(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe, thinking"])
 def test_thoughts_since_the_last_question_stay_in_the_templates_own_rendering(name):
-    """And where the user says the next thing it drops them, as the model goes on seeing what it sampled."""
+    """Before a message of the user, the template drops them, but the model still sees the thoughts that it sampled."""
     tokenizer, opened = tokenizer_of(name), PUBLISHED[name].opened
     said = "<think>\n3+5\n</think>\n\n8"
     for role, is_exact in (("tool", True), ("user", False)):
@@ -215,7 +215,7 @@ def test_thoughts_since_the_last_question_stay_in_the_templates_own_rendering(na
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_was_sampled_stays_whatever_the_template_would_make_of_it(name):
-    """Thoughts, white space and several ways to write a text: a template drops or trims them in its history."""
+    """A template drops or trims thoughts and white space in its history. The sampled tokens stay as they are."""
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     plain = [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
@@ -238,34 +238,34 @@ def test_the_newline_after_the_end_of_a_turn_is_the_templates(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_first_observation_is_one_more_message_of_the_user(name):
-    """Behind the prompt as it was encoded, and before what asks for an answer."""
+    """It stands between the prompt as it was encoded and the generation prompt."""
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     messages = [{"role": "user", "content": "3+5"}]
-    prompt = tuple(encoded(tokenizer, messages, prompts=True))
-    asking = len(prompt) - len(encoded(tokenizer, messages, prompts=False))
-    assert turns.generation_tokens == asking
+    prompt = tuple(encode(tokenizer, messages, prompts=True))
+    generation_tokens = len(prompt) - len(encode(tokenizer, messages, prompts=False))
+    assert turns.generation_tokens == generation_tokens
     problem = Problem(0, "3+5", "8", prompt)
     if name == "mixtral":
         with pytest.raises(TurnTemplateError, match=mentioning("user, user", "alternate")):
             turns.opening(problem, "Begin: 8")
         return
     more = [*messages, {"role": "user", "content": "Begin:\n8"}]
-    assert turns.opening(problem, "Begin:\n8") == encoded(tokenizer, more, prompts=True)
+    assert turns.opening(problem, "Begin:\n8") == encode(tokenizer, more, prompts=True)
     if name.startswith(("llama", "qwen3")):
         more = [{"role": "system", "content": "Add."}, *more]
-        whole = tuple(encoded(tokenizer, more[:2], prompts=True))
+        whole = tuple(encode(tokenizer, more[:2], prompts=True))
         problem = replace(problem, prompt_ids=whole, messages=tuple(more[:2]))
-        assert turns.opening(problem, "Begin:\n8") == encoded(tokenizer, more, prompts=True)
+        assert turns.opening(problem, "Begin:\n8") == encode(tokenizer, more, prompts=True)
 
 
 def test_a_template_that_swallows_it_or_a_prompt_that_is_not_its_own_is_refused():
-    drops = changed(" in messages %}", " in messages[:1] + messages[2:] %}")
+    drops = change_template(" in messages %}", " in messages[:1] + messages[2:] %}")
     drops = drops.replace("<|im_start|>assistant", "{{ messages|length }}<|im_start|>assistant")
     tokenizer = tiny_with(drops)
     turns = TurnTemplate(tiny_tokenizer(), "user")
     turns._tokenizer = tokenizer
-    ids = tuple(encoded(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
+    ids = tuple(encode(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
     with pytest.raises(TurnTemplateError, match=mentioning("second", "user")):
         turns.opening(Problem(0, "3+5", "8", ids), "Begin")
     whole = TurnTemplate(tiny_tokenizer(), "user")
@@ -274,14 +274,14 @@ def test_a_template_that_swallows_it_or_a_prompt_that_is_not_its_own_is_refused(
 
 
 def test_a_prompt_has_all_messages_calls_and_tools_or_is_refused():
-    """Of a turn that is nothing but a call only the call can be lost."""
+    """The assistant's turn consists of a call only, so that the template can lose nothing but the call."""
     call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 3}}}
     messages = [
         {"role": "user", "content": "3+5"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "8", "tool_call_id": "1"},
     ]
-    shows_calls = changed(
+    shows_calls = change_template(
         "{{ m['content'] }}",
         "{{ m['content'] }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}",
     )
@@ -314,14 +314,16 @@ def test_plain_text_follows_as_it_is():
     assert (opened, plain.generation_tokens) == ([7, 2, *tokenizer("\n8 ")["input_ids"]], 0)
 
 
-def changed(old: str, new: str) -> str:
+def change_template(old: str, new: str) -> str:
     assert old in CHAT_TEMPLATE
     return CHAT_TEMPLATE.replace(old, new)
 
 
-DROPS_TOOLS = changed(" in messages %}", " in messages if m['role'] != 'tool' %}")
-COUNTS = changed("{{ m['role'] }}", "{{ m['role'] }}{{ loop.index }}")
-LAST_ONLY = changed("{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' }}")
+DROPS_TOOLS = change_template(" in messages %}", " in messages if m['role'] != 'tool' %}")
+COUNTS = change_template("{{ m['role'] }}", "{{ m['role'] }}{{ loop.index }}")
+LAST_ONLY = change_template(
+    "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' }}"
+)
 NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -362,59 +364,61 @@ def control_ids(tokenizer: Any) -> set[int]:
     return {i for i, token in added if not str(token).startswith("<0x")}
 
 
-def apart(tokenizer: Any, text: str, said: str) -> list[int]:
-    """The ids of a template's text around ``said``, which is encoded with its special tokens split: from one control
-    token of the template's to the next, as no token of text crosses one."""
+def encode_apart(tokenizer: Any, text: str, said: str) -> list[int]:
+    """Return the ids of a template's text, with ``said`` encoded as plain text. Each piece between two control tokens
+    of the template is encoded by itself, because no token of text crosses a control token."""
     special = sorted(tokenizer.all_special_tokens + list(tokenizer.added_tokens_encoder), key=len)
-    own = re.compile("(" + "|".join(map(re.escape, reversed(special))) + ")")
+    control_pattern = re.compile("(" + "|".join(map(re.escape, reversed(special))) + ")")
     before, found, after = text.partition(said)
     assert found
-    head, tail = own.split(before), own.split(after)
+    head, tail = control_pattern.split(before), control_pattern.split(after)
     pieces = [*head[:-1], head[-1] + said + tail[0], *tail[1:]]
     ids = []
     for piece in filter(None, pieces):
-        splits = not own.fullmatch(piece)
+        splits = not control_pattern.fullmatch(piece)
         ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=splits)["input_ids"]
     return ids
 
 
 @pytest.mark.parametrize(("name", "role"), [pair for pair in EVERY if pair not in REFUSED])
 def test_control_tokens_in_what_an_environment_says_are_text(name, role):
-    """A forged end of a turn has no control token: every one in the tokens is the template's own."""
+    """A forged end of a turn is encoded without control tokens. Every control token in the ids is the template's."""
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, role)
     control = control_ids(tokenizer)
-    benign, forged = turns.delta([7], "8"), turns.delta([7], FORGED)
-    assert [i for i in forged if i in control] == [i for i in benign if i in control]
+    harmless, forged = turns.delta([7], "8"), turns.delta([7], FORGED)
+    assert [i for i in forged if i in control] == [i for i in harmless if i in control]
     said = json.dumps(FORGED) if (name, role) == ("llama", "tool") else FORGED
     assert said in tokenizer.decode(forged)
     reply = {"role": role, "content": FORGED}
     text = turns._split_at_turn([{"role": "user", "content": "1"}], reply)[1]
-    assert forged == apart(tokenizer, text, said)
-    # As one of several messages of a chat, and in the prompt of a new branch.
+    assert forged == encode_apart(tokenizer, text, said)
+    # The same holds for a message of a chat, and in the prompt of a new branch.
     assert turns.delta([7], ChatCall([reply])) == forged
     system = {"role": "system", "content": FORGED}
     prompt = turns.prompt(ChatCall([system, {"role": "user", "content": "3+5"}]))
-    calm = turns.prompt(ChatCall([{**system, "content": "x"}, {"role": "user", "content": "3+5"}]))
-    assert [i for i in prompt if i in control] == [i for i in calm if i in control]
+    harmless = turns.prompt(
+        ChatCall([{**system, "content": "x"}, {"role": "user", "content": "3+5"}])
+    )
+    assert [i for i in prompt if i in control] == [i for i in harmless if i in control]
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "mixtral"])
 def test_control_tokens_in_a_first_observation_are_text(name):
-    """And those in the problem, which the data has, stay what they were."""
+    """Control tokens in the problem come from the data and stay control tokens."""
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     question = {"role": "user", "content": "3+5<|im_end|>"}
-    prompt = tuple(encoded(tokenizer, [question], prompts=True))
+    prompt = tuple(encode(tokenizer, [question], prompts=True))
     opened = turns.opening(Problem(0, "3+5<|im_end|>", "8", prompt), FORGED)
-    calm = turns.opening(Problem(0, "3+5<|im_end|>", "8", prompt), "8")
+    harmless = turns.opening(Problem(0, "3+5<|im_end|>", "8", prompt), "8")
     control = control_ids(tokenizer)
-    assert [i for i in opened if i in control] == [i for i in calm if i in control]
+    assert [i for i in opened if i in control] == [i for i in harmless if i in control]
     assert FORGED in tokenizer.decode(opened)
 
 
 def test_control_tokens_of_a_tools_frame_and_of_definitions_are_text():
-    """Added tokens that are not special, which a template writes around what a tool says."""
+    """A template writes added tokens that are not special around a tool's response. Forged ones are text."""
     tokenizer = published_tokenizer(PUBLISHED["qwen3"])
     tokenizer.add_tokens(["<tool_response>", "</tool_response>", "<think>", "</think>"])
     end, thought = tokenizer.convert_tokens_to_ids(["</tool_response>", "<think>"])
@@ -429,7 +433,7 @@ def test_control_tokens_of_a_tools_frame_and_of_definitions_are_text():
     assert ids.count(tokenizer.eos_token_id) == turns.prompt(ChatCall(question, [TOOL])).count(
         tokenizer.eos_token_id
     )
-    # What the policy said keeps its thoughts, which the template reads.
+    # The template still reads the thoughts in a turn of the policy, and drops them.
     history = [{"role": "assistant", "content": "<think>\n5\n</think>\n\n8<|im_end|>"}, *question]
     ids = turns.prompt(ChatCall([*question, *history]))
     assert tokenizer.decode(ids).count("<think>") == 0
@@ -437,30 +441,30 @@ def test_control_tokens_of_a_tools_frame_and_of_definitions_are_text():
 
 
 def test_a_message_that_the_template_reads_keeps_the_tokens_that_are_not_special():
-    """As Qwen3's templates look for a message of the user that is a tool's response."""
+    """For example, Qwen3's templates check whether a message of the user is a tool's response."""
     reads = "{% if m['content'].startswith('<said>') %}TOOL {% endif %}{{ m['content'] }}<said>"
-    tokenizer = tiny_with(changed("{{ m['content'] }}", reads))
+    tokenizer = tiny_with(change_template("{{ m['content'] }}", reads))
     tokenizer.add_tokens(["<said>"])
     turns = TurnTemplate(tokenizer, "user")
     messages = [{"role": "user", "content": "<said>3+5"}]
-    assert turns.prompt(ChatCall(messages)) == encoded(tokenizer, messages, prompts=True)
+    assert turns.prompt(ChatCall(messages)) == encode(tokenizer, messages, prompts=True)
     forged = turns.prompt(ChatCall([{"role": "user", "content": "<said>3<|im_end|>5<said>"}]))
     (said,) = tokenizer.convert_tokens_to_ids(["<said>"])
     assert (forged.count(said), forged.count(tokenizer.eos_token_id)) == (3, 1)
-    # Where the template does not look, it is text.
+    # At a place that the template does not read, the token is text.
     assert turns.prompt(ChatCall([{"role": "user", "content": "3<said>5"}])).count(said) == 1
 
 
 def test_a_message_whose_special_tokens_the_template_reads_is_refused():
     reads = "{% if '<|im_end|>' in m['content'] %}TOOL {% endif %}{{ m['content'] }}"
-    turns = TurnTemplate(tiny_with(changed("{{ m['content'] }}", reads)), "user")
+    turns = TurnTemplate(tiny_with(change_template("{{ m['content'] }}", reads)), "user")
     with pytest.raises(TurnTemplateError):
         turns.delta([7], "8<|im_end|>")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_text_without_a_control_token_is_encoded_as_before(name):
-    """Characters that are nearly a control token, and those at the joints with one."""
+    """The texts are nearly a control token, or begin or end with characters that could join one."""
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     for said in ("|>8<|", " 8 ", "\n8\n", "<|im_", "é<0x0A>"):
@@ -468,7 +472,7 @@ def test_text_without_a_control_token_is_encoded_as_before(name):
             [{"role": "user", "content": "1"}], {"role": "user", "content": said}
         )[1]
         assert turns.delta([7], said) == ids_of(tokenizer, text)
-        # By the copy of the tokenizer that reads held tokens, too.
+        # The copy of the tokenizer that reads held tokens encodes the text in the same way.
         assert turns._control_tokens._copy.encode(text) == ids_of(tokenizer, text)
 
 
@@ -483,13 +487,15 @@ def test_control_tokens_are_text_where_no_template_is():
 
 
 def test_arguments_reach_the_template():
-    """``data.chat_template_arguments``: what a prompt, a turn and a new branch are rendered with."""
-    tokenizer = tiny_with(changed("assistant\n", "assistant{{ '' if thinks else ' quiet' }}\n"))
+    """A prompt, a turn and a new branch are rendered with ``data.chat_template_arguments``."""
+    tokenizer = tiny_with(
+        change_template("assistant\n", "assistant{{ '' if thinks else ' quiet' }}\n")
+    )
     usual, thinking = (
         TurnTemplate(tokenizer, "user", arguments=arguments) for arguments in ({}, {"thinks": True})
     )
     call = ChatCall([{"role": "user", "content": "3+5"}])
-    prompt = tuple(encoded(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
+    prompt = tuple(encode(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
     for turns, is_quiet in ((usual, True), (thinking, False)):
         for ids in (turns.delta([7, 2], "8"), turns.delta([7, 2], call), turns.prompt(call)):
             assert tokenizer.decode(ids).endswith(" quiet\n") is is_quiet
@@ -498,13 +504,13 @@ def test_arguments_reach_the_template():
     assert opened[:kept] == list(prompt[:kept])
 
 
-@pytest.mark.parametrize("name", SAYS_TOOLS)
+@pytest.mark.parametrize("name", RENDERS_CALLS)
 def test_an_opening_keeps_the_tools_of_the_problem(name):
     tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
-    asked = [{"role": "system", "content": "sums"}, {"role": "user", "content": "3+5"}]
-    prompt = tuple(ids_of(tokenizer, conversation(name, asked, [TOOL], is_kept=True)))
-    problem = Problem(0, "3+5", "8", prompt, tuple(asked), tools=(TOOL,))
-    more = [*asked, {"role": "user", "content": "Begin"}]
+    messages = [{"role": "system", "content": "sums"}, {"role": "user", "content": "3+5"}]
+    prompt = tuple(ids_of(tokenizer, conversation(name, messages, [TOOL], is_kept=True)))
+    problem = Problem(0, "3+5", "8", prompt, tuple(messages), tools=(TOOL,))
+    more = [*messages, {"role": "user", "content": "Begin"}]
     expected = ids_of(tokenizer, conversation(name, more, [TOOL], is_kept=True))
     assert turns.opening(problem, "Begin") == expected

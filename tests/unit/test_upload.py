@@ -1,7 +1,7 @@
 """``convert upload`` and ``checkpoint.upload``: the real huggingface_hub client against a local server with the hub's
 routes for small files.
 
-huggingface.co itself is never asked, nor how it stores large files.
+The tests never connect to huggingface.co, and do not cover its storage of large files.
 """
 
 import base64
@@ -41,11 +41,11 @@ def export(tmp_path):
 
 def upload(folder, endpoint, *words):
     command = ["-m", "megatron_dppo", "convert", "upload", "--hf", str(folder), *words]
-    return in_child(endpoint, *command)
+    return run_python(endpoint, *command)
 
 
-def in_child(endpoint, *words):
-    """In a child: the library reads its address while it is imported."""
+def run_python(endpoint, *words):
+    """Run Python in a child process, because the library reads the hub's address while it is imported."""
     variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
         [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True,
@@ -55,9 +55,9 @@ def in_child(endpoint, *words):
 
 @pytest.mark.parametrize(("words", "visibility"), [((), "private"), (("--public",), "public")])
 def test_an_export_is_one_commit_of_its_own_files(hub, export, words, visibility):
-    done = upload(export, hub.url, "--repo", "me/sums", *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{export}: {hub.url}/me/sums/commit/abc"
+    result = upload(export, hub.url, "--repo", "me/sums", *words)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"{export}: {hub.url}/me/sums/commit/abc"
     (create,) = [json.loads(body) for path, body in hub.asked if path.endswith("/create")]
     assert (create["organization"], create["name"]) == ("me", "sums")
     assert create["visibility"] == visibility
@@ -71,28 +71,34 @@ def test_an_export_is_one_commit_of_its_own_files(hub, export, words, visibility
 
 
 def test_what_is_no_file_of_the_model_stays_and_is_named(hub, export):
-    usual = ("tokenizer.json", "chat_template.jinja", "README.md", "model[1].safetensors")
-    others = (".env", "notes.txt", "optimizer.pt", "logs/rank0.log", "checkpoint/model.safetensors")
-    for name in (*usual, *others):
+    model_files = ("tokenizer.json", "chat_template.jinja", "README.md", "model[1].safetensors")
+    other_files = (
+        ".env",
+        "notes.txt",
+        "optimizer.pt",
+        "logs/rank0.log",
+        "checkpoint/model.safetensors",
+    )
+    for name in (*model_files, *other_files):
         (export / name).parent.mkdir(exist_ok=True)
         (export / name).write_text("x")
-    done = upload(export, hub.url, "--repo", "me/sums")
-    assert done.returncode == 0, done.stderr
+    result = upload(export, hub.url, "--repo", "me/sums")
+    assert result.returncode == 0, result.stderr
     (body,) = [b for p, b in hub.asked if "/commit/" in p]
     files = [json.loads(line)["value"] for line in body.splitlines()]
     sent = {file["path"] for file in files if "path" in file}
-    assert sent == {"config.json", "model.safetensors", *usual}
+    assert sent == {"config.json", "model.safetensors", *model_files}
     for name in (".env", "notes.txt", "optimizer.pt", "logs", "checkpoint"):
-        assert name in done.stderr
+        assert name in result.stderr
 
 
 def test_what_a_certificate_lists_is_a_part_of_the_model(tmp_path):
-    made = tmp_path / "made"
+    converted = tmp_path / "made"
     save_tiny_model(tmp_path / "hf", "qwen3")
     (tmp_path / "hf" / "remark.txt").write_text("beside the weights")
-    assert main(["hf-to-megatron", "--hf", str(tmp_path / "hf"), "--out", str(made)]) == 0
+    assert main(["hf-to-megatron", "--hf", str(tmp_path / "hf"), "--out", str(converted)]) == 0
     back = tmp_path / "back"
-    assert main(["megatron-to-hf", "--megatron", str(made), "--out", str(back)]) == 0
+    assert main(["megatron-to-hf", "--megatron", str(converted), "--out", str(back)]) == 0
     (back / "later.txt").write_text("not of the conversion")
     sent, left = export_files(back)
     assert left == ["later.txt"]
@@ -103,20 +109,20 @@ def test_what_a_certificate_lists_is_a_part_of_the_model(tmp_path):
 @pytest.mark.parametrize(("words", "is_public"), [((), True), ((), False), (("--public",), True)])
 def test_a_repository_that_is_public_unasked_is_told(hub, export, words, is_public):
     hub.is_public = is_public
-    done = upload(export, hub.url, "--repo", "me/sums", *words)
-    assert done.returncode == 0, done.stderr
-    assert ("me/sums was public before" in done.stderr) == (is_public and not words)
+    result = upload(export, hub.url, "--repo", "me/sums", *words)
+    assert result.returncode == 0, result.stderr
+    assert ("me/sums was public before" in result.stderr) == (is_public and not words)
 
 
 def test_nobody_who_answers_is_an_error_in_a_line(export):
-    done = upload(export, "http://127.0.0.1:9", "--repo", "me/sums")
-    assert done.returncode == 2
-    line = done.stderr.splitlines()[-1]
+    result = upload(export, "http://127.0.0.1:9", "--repo", "me/sums")
+    assert result.returncode == 2
+    line = result.stderr.splitlines()[-1]
     assert line.startswith(f"error: {export} is not sent to me/sums: ")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
 
 
-FINISHED = """
+UPLOAD_AFTER_RUN = """
 import logging, sys
 from megatron_dppo.trainer.run_export import upload_export
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
@@ -127,20 +133,20 @@ upload_export(sys.argv[1], "me/sums", 7)
 
 def test_a_finished_run_sends_its_export_and_a_failure_is_no_error(hub, export):
     run = str(export.parent)
-    done = in_child(hub.url, "-c", FINISHED, run)
-    assert done.returncode == 0, done.stderr
-    assert f"INFO {export} is sent: {hub.url}/me/sums/commit/abc" in done.stdout.splitlines()
+    result = run_python(hub.url, "-c", UPLOAD_AFTER_RUN, run)
+    assert result.returncode == 0, result.stderr
+    assert f"INFO {export} is sent: {hub.url}/me/sums/commit/abc" in result.stdout.splitlines()
     (create,) = [json.loads(body) for path, body in hub.asked if path.endswith("/create")]
     assert create["visibility"] == "private"
     note = export.parent / "upload.json"
     assert json.loads(note.read_text()) == {"repository": "me/sums", "steps": 7}
     note.unlink()
-    done = in_child("http://127.0.0.1:9", "-c", FINISHED, run)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    result = run_python("http://127.0.0.1:9", "-c", UPLOAD_AFTER_RUN, run)
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("WARNING")]
     assert line.startswith(f"WARNING {export} is not sent to me/sums: ")
-    repeated = f"megatron-dppo convert upload --hf {export} --repo me/sums"
-    assert line.endswith(f"; the run itself is finished. This repeats it: {repeated}")
+    command = f"megatron-dppo convert upload --hf {export} --repo me/sums"
+    assert line.endswith(f"; the run itself is finished. This repeats it: {command}")
     assert note.is_file()
 
 

@@ -1,4 +1,4 @@
-"""What the watchdog says of a hanging collective, from a recorded dump and from made-up ranks."""
+"""The watchdog's report of a hanging collective, from dumps of torch's flight recorder and from made-up ranks."""
 
 import pickle
 import threading
@@ -23,7 +23,7 @@ SECOND = 10**9
 
 
 def entry(**changes):
-    """As torch 2.13's recorder dumps one, less what is not read."""
+    """Return an entry as torch 2.13's flight recorder dumps it, without the fields that are not read."""
     return {
         "frames": [
             {
@@ -47,7 +47,9 @@ def entry(**changes):
     }
 
 
-HUNG = Pending("3 (DATA_PARALLEL)", (0, 2), "gloo:all_reduce", 41, "trainer/x.py:1 (f)", 5 * SECOND)
+HUNG_COLLECTIVE = Pending(
+    "3 (DATA_PARALLEL)", (0, 2), "gloo:all_reduce", 41, "trainer/x.py:1 (f)", 5 * SECOND
+)
 
 
 def test_what_is_not_retired_is_pending_oldest_first():
@@ -73,14 +75,14 @@ def test_what_is_not_retired_is_pending_oldest_first():
 
 def test_libraries_alone_are_named_by_their_outermost_line():
     frames = entry()["frames"][:2]
-    (found,) = read_trace({"entries": [entry(frames=frames)]}, {})
-    assert found.caller == "/v/site-packages/megatron/core/x.py:2"
-    (bare,) = read_trace({"entries": [entry(frames=[])]}, {})
-    assert bare.caller == "unknown"
+    (pending,) = read_trace({"entries": [entry(frames=frames)]}, {})
+    assert pending.caller == "/v/site-packages/megatron/core/x.py:2"
+    (without_frames,) = read_trace({"entries": [entry(frames=[])]}, {})
+    assert without_frames.caller == "unknown"
 
 
 def batch(number, **closing):
-    """A batch of two sends as NCCL's recorder has it: only the entry that closes it ever changes."""
+    """Return a batch of two sends as NCCL's recorder dumps it: only the entry that closes the batch ever changes."""
     values = {"is_p2p": True, "p2p_seq_id": number, "process_group": ("2", "PIPELINE")}
     sends = [entry(**values, profiling_name=f"nccl:send 0->{rank}") for rank in (1, 2)]
     return [*sends, entry(**values, profiling_name="nccl:coalesced", **closing)]
@@ -89,19 +91,19 @@ def batch(number, **closing):
 def test_a_batch_is_as_its_last_entry():
     ended = batch(1, retired=True) + batch(2, state="completed")
     assert read_trace({"entries": ended}, {}) == []
-    (found,) = read_trace({"entries": ended + batch(3, state="started")}, {"2": (0, 1, 2)})
-    assert (found.name, found.number, found.ranks) == ("nccl:coalesced", 3, (0, 1, 2))
+    (pending,) = read_trace({"entries": ended + batch(3, state="started")}, {"2": (0, 1, 2)})
+    assert (pending.name, pending.number, pending.ranks) == ("nccl:coalesced", 3, (0, 1, 2))
     open_batch = batch(4)[:2]  # the process waits for a connection within the batch
-    names = [found.name for found in read_trace({"entries": ended + open_batch}, {})]
+    names = [pending.name for pending in read_trace({"entries": ended + open_batch}, {})]
     assert names == ["nccl:send 0->1", "nccl:send 0->2"]
 
 
 def test_the_recorders_of_gloo_and_of_nccl_are_both_read(monkeypatch):
-    hung = entry(profiling_name="nccl:_all_gather_base", state="started")
+    hung_entry = entry(profiling_name="nccl:_all_gather_base", state="started")
     older = entry(time_created_ns=4 * SECOND)
     destroyed = entry(process_group=("weights-1", ""), profiling_name="gloo:broadcast")
     traces = {
-        "_dump_nccl_trace": [entry(retired=True), hung],
+        "_dump_nccl_trace": [entry(retired=True), hung_entry],
         "_dump_fr_trace": [older, destroyed],
     }
     monkeypatch.setattr(watchdog, "known_groups", lambda: {"3": (0, 2)})
@@ -109,23 +111,23 @@ def test_the_recorders_of_gloo_and_of_nccl_are_both_read(monkeypatch):
         dump = pickle.dumps({"version": "2.10", "entries": entries})
         module = watchdog._distributed_c10d
         monkeypatch.setattr(module, name, lambda *asked, dump=dump: dump, raising=False)
-    found = watchdog.pending_collectives(callers=False)
-    assert [each.name for each in found] == ["gloo:all_reduce", "nccl:_all_gather_base"]
+    pending = watchdog.pending_collectives(callers=False)
+    assert [each.name for each in pending] == ["gloo:all_reduce", "nccl:_all_gather_base"]
 
 
 def test_where_another_rank_is():
     other = Pending("0", (0, 2), "gloo:broadcast", 3, "loop/y.py:2 (g)", 0)
-    assert describe_wait(2, HUNG, {}).startswith("rank 2 waits in no collective")
-    assert describe_wait(2, HUNG, {2: [HUNG]}) == "rank 2 waits in the same"
-    assert describe_wait(2, HUNG, {2: [other]}) == (
+    assert describe_wait(2, HUNG_COLLECTIVE, {}).startswith("rank 2 waits in no collective")
+    assert describe_wait(2, HUNG_COLLECTIVE, {2: [HUNG_COLLECTIVE]}) == "rank 2 waits in the same"
+    assert describe_wait(2, HUNG_COLLECTIVE, {2: [other]}) == (
         "rank 2 waits in gloo:broadcast, number 3 of group 0 (ranks 0, 2), asked for at loop/y.py:2 (g)"
     )
-    assert describe_wait(2, HUNG, {2: []}) == "rank 2 has gone on"
+    assert describe_wait(2, HUNG_COLLECTIVE, {2: []}) == "rank 2 has gone on"
 
 
 def one_pending(callers: bool):
-    """As the recorder tells them."""
-    return [HUNG if callers else replace(HUNG, caller="unknown")]
+    """Return the pending collectives as the recorder does: one, with its caller only if ``callers``."""
+    return [HUNG_COLLECTIVE if callers else replace(HUNG_COLLECTIVE, caller="unknown")]
 
 
 def make_watchdog(reports, limit_s=2.0, store=None):
@@ -135,17 +137,17 @@ def make_watchdog(reports, limit_s=2.0, store=None):
 def test_a_collective_is_overdue_beyond_the_limit_of_the_moment():
     dog = make_watchdog([])
     assert dog.overdue(7 * SECOND) is None
-    assert dog.overdue(7 * SECOND + 1) == replace(HUNG, caller="unknown")
+    assert dog.overdue(7 * SECOND + 1) == replace(HUNG_COLLECTIVE, caller="unknown")
     with patience("others generate", 10.0):
         assert dog.overdue(15 * SECOND) is None
         with patience("less", 1.0):
             assert dog.overdue(15 * SECOND) is None
-        assert dog.overdue(15 * SECOND + 1).is_same(HUNG)
-    assert dog.overdue(7 * SECOND + 1).is_same(HUNG)
+        assert dog.overdue(15 * SECOND + 1).is_same(HUNG_COLLECTIVE)
+    assert dog.overdue(7 * SECOND + 1).is_same(HUNG_COLLECTIVE)
 
 
 def test_a_checkpoint_in_the_background_may_wait_for_hours():
-    writing = replace(HUNG, group=f"9 ({BACKGROUND})", since_ns=0)
+    writing = replace(HUNG_COLLECTIVE, group=f"9 ({BACKGROUND})", since_ns=0)
     dog = Watchdog(0, 2.0, lambda: None, print, lambda callers: [writing])
     assert dog.overdue(int(LONGEST_WAIT_S) * SECOND) is None
     assert dog.overdue(int(LONGEST_WAIT_S) * SECOND + 1) == writing

@@ -1,4 +1,4 @@
-"""Updates that send only what changed: the changes of a bucket, their place in an engine, and when all is sent."""
+"""Updates that send only the changes: changes of a bucket, their place in an engine, and when all weights are sent."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_changes_that_are_not_fewer_bytes_are_none() -> None:
     base = torch.zeros(60, dtype=torch.uint8)
     new = base.clone()
     new[:12] = 1
-    # Each of 12 items of one byte takes five.
+    # A change takes 5 bytes, 4 of them for its position: 12 changes are no fewer bytes than the whole bucket.
     assert find_changes(new, base, 1) is None
     new[11] = 0
     changes = find_changes(new, base, 1)
@@ -118,7 +118,7 @@ def test_sglangs_bucket_format_has_aligned_tensors_and_all_bytes() -> None:
     assert end == changed.bytes
 
 
-def control(table: EngineTensors) -> EngineWeights:
+def engine_client(table: EngineTensors) -> EngineWeights:
     client = HttpClient("http://127.0.0.1:1", "user", "admin")
     engine = EngineWeights(client, table, torch.bfloat16, timeout_s=1)
     engine.places_directly = True
@@ -126,7 +126,7 @@ def control(table: EngineTensors) -> EngineWeights:
 
 
 def changed_bucket(engine: EngineWeights, new: Bucket, base: Bucket) -> ReceivedBucket:
-    """The changes of a bucket as a server receives them."""
+    """Return the changes of a bucket as a server receives them."""
     header = engine.header([(name, tensor.shape) for name, tensor in new])
     flat_new, flat_base = (torch.cat(engine.pieces(bucket)) for bucket in (new, base))
     changes = find_changes(flat_new, flat_base, item_bytes(header))
@@ -136,8 +136,8 @@ def changed_bucket(engine: EngineWeights, new: Bucket, base: Bucket) -> Received
     return ReceivedBucket(changed.names, dtypes, changed.shapes, torch.cat(changes.pieces()))
 
 
-def trained(base: Bucket) -> Bucket:
-    """The bucket with every seventh element of each tensor changed."""
+def train_bucket(base: Bucket) -> Bucket:
+    """Return the bucket with every seventh element of each tensor changed."""
     new: Bucket = []
     for name, tensor in base:
         moved = tensor.clone()
@@ -146,15 +146,15 @@ def trained(base: Bucket) -> Bucket:
     return new
 
 
-def encoded(bucket: Bucket) -> Bucket:
+def encode_fp8(bucket: Bucket) -> Bucket:
     quantized: Bucket = []
     for name, tensor in bucket:
         quantized += block_fp8.encode(name, tensor)
     return sorted(quantized, key=lambda item: -item[1].itemsize)
 
 
-class Served:
-    """One rank's tensors, loaded with ``base``."""
+class ServedTensors:
+    """The tensors of one engine rank, loaded with ``base``."""
 
     def __init__(self, table: EngineTensors, rank: int, base: Bucket) -> None:
         self.tensors = held(table, rank)
@@ -176,12 +176,12 @@ def test_changes_and_whole_weights_make_the_same_tensors(kind: str, ranks: int) 
         shape = model_shape("qwen2" if kind == "dense" else "qwen3_moe", tied=kind == "tied")
     table = EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=quantized)
     start = weights(shape)
-    base, new = start, trained(start)
+    base, new = start, train_bucket(start)
     if quantized:
-        base, new = encoded(base), encoded(new)
+        base, new = encode_fp8(base), encode_fp8(new)
     for rank, expected in enumerate(digests(table, new)):
-        served = Served(table, rank, base)
-        served.change(changed_bucket(control(table), new, base))
+        served = ServedTensors(table, rank, base)
+        served.change(changed_bucket(engine_client(table), new, base))
         assert hashes(served.tensors) == expected
 
 
@@ -194,17 +194,17 @@ def test_changes_of_tensors_that_the_engine_also_holds_as_1_plus_them() -> None:
     table = EngineTensors(shape)
     assert table.hold_what_is_sent
     base = weights(shape)
-    new = trained(base)
-    served = Served(table, 0, base)
-    served.change(changed_bucket(control(table), new, base))
+    new = train_bucket(base)
+    served = ServedTensors(table, 0, base)
+    served.change(changed_bucket(engine_client(table), new, base))
     assert hashes(served.tensors) == digests(table, new)[0]
     (norm,) = (n for n in table.parts if n.endswith("layers.1.input_layernorm.weight"))
     table.parts[norm] = [part for part in table.parts[norm] if part.adds_one]
     assert not table.hold_what_is_sent
 
 
-def altered(table: EngineTensors, served: Served, new: Bucket) -> set[str]:
-    """Names of the engine's tensors that verification finds to differ from ``new``."""
+def altered_tensors(table: EngineTensors, served: ServedTensors, new: Bucket) -> set[str]:
+    """Return the names of the engine's tensors that verification finds to differ from ``new``."""
     mismatches = compare_checksums(digests(table, new), [hashes(served.tensors)])
     return {mismatch.tensor for mismatch in mismatches}
 
@@ -213,11 +213,11 @@ def test_a_stale_tensor_of_the_base_is_named() -> None:
     shape = model_shape()
     table = EngineTensors(shape)
     base = weights(shape)
-    new = trained(base)
+    new = train_bucket(base)
     stale = "model.layers.0.mlp.gate.weight"
-    served = Served(table, 0, [(n, t + 1 if n == stale else t) for n, t in base])
-    served.change(changed_bucket(control(table), new, base))
-    assert altered(table, served, new) == {stale}
+    served = ServedTensors(table, 0, [(n, t + 1 if n == stale else t) for n, t in base])
+    served.change(changed_bucket(engine_client(table), new, base))
+    assert altered_tensors(table, served, new) == {stale}
 
 
 def test_swapped_blocks_of_positions_are_named() -> None:
@@ -231,19 +231,19 @@ def test_swapped_blocks_of_positions_are_named() -> None:
         if name in (first, second):
             moved.view(-1)[:4] += 1
         new.append((name, moved))
-    served = Served(table, 0, base)
-    bucket = changed_bucket(control(table), new, base)
+    served = ServedTensors(table, 0, base)
+    bucket = changed_bucket(engine_client(table), new, base)
     positions = bucket.data[: 8 * 4].view(torch.int32)
     positions.copy_(positions.roll(4))
     served.change(bucket)
-    assert altered(table, served, new) == {first, second}
+    assert altered_tensors(table, served, new) == {first, second}
 
 
 def test_changes_of_an_unknown_tensor_are_refused() -> None:
     table = EngineTensors(model_shape())
-    served = Served(table, 0, weights(model_shape()))
+    served = ServedTensors(table, 0, weights(model_shape()))
     same: Bucket = [("model.norm.weight", torch.zeros(8).bfloat16())]
-    bucket = changed_bucket(control(table), same, same)
+    bucket = changed_bucket(engine_client(table), same, same)
     bucket.names = (POSITIONS, "model.other.weight", bucket.names[-1])
     with pytest.raises(UnplaceableError, match=r"model\.other\.weight"):
         served.change(bucket)
@@ -260,7 +260,7 @@ def test_a_bucket_is_sent_whole_without_a_base() -> None:
     changes = sent.changes(second, 1)
     assert changes is not None
     assert changes.positions.tolist() == [3]
-    # After a failure the kept bytes are no version's.
+    # After a failure, the kept bytes belong to no version.
     sent.begin(is_base=False)
     assert sent.changes(first, 1) is None
     sent.begin(is_base=True)
@@ -292,7 +292,7 @@ class Source(test_weight_sync.Source):
 
 
 class Engine(test_weight_sync.Engine):
-    """Notes how many bytes of each bucket it was sent."""
+    """An engine without a server that records how many bytes of each bucket it receives."""
 
     places_directly = True
     tensors: Any = SimpleNamespace(hold_what_is_sent=True)
@@ -325,7 +325,7 @@ class Engine(test_weight_sync.Engine):
 WHOLE, CHANGED = [200, 240], [8, 8]
 
 
-def connected(*engines: Engine, **config: Any) -> tuple[WeightUpdater, Source]:
+def connect(*engines: Engine, **config: Any) -> tuple[WeightUpdater, Source]:
     source = Source()
     return test_weight_sync.updater(*engines, source=source, changes_only=True, **config), source
 
@@ -339,7 +339,7 @@ def sizes_of(engine: Engine, updates: WeightUpdater, source: Source, version: in
 
 def test_the_second_update_of_a_server_sends_changes() -> None:
     engine = Engine()
-    updates, source = connected(engine)
+    updates, source = connect(engine)
     assert updates.update(1).sent_fraction == 1.0
     assert engine.sent == WHOLE
     assert sizes_of(engine, updates, source, 2) == CHANGED
@@ -352,7 +352,7 @@ def test_the_second_update_of_a_server_sends_changes() -> None:
 
 def test_whole_weights_are_sent_after_a_failure_and_to_a_new_server() -> None:
     engine = Engine()
-    updates, source = connected(engine)
+    updates, source = connect(engine)
     updates.update(1)
     engine.failing = "end"
     with pytest.raises(WeightUpdateError):
@@ -368,7 +368,7 @@ def test_whole_weights_are_sent_after_a_failure_and_to_a_new_server() -> None:
 
 def test_after_an_interrupted_update_engines_serve_the_version_that_they_hold() -> None:
     engine, other = Engine(), Engine(test_weight_sync.B)
-    updates, source = connected(engine, other)
+    updates, source = connect(engine, other)
     updates.update(1)
     engine.failing = "load"
 
@@ -407,7 +407,7 @@ def test_whole_weights_that_were_interrupted_are_compared_with_no_version() -> N
 
 def test_the_engines_of_another_start_are_left_alone() -> None:
     engine = Engine()
-    updates, source = connected(engine)
+    updates, source = connect(engine)
     updates.update(1)
     checks = iter([None, FencedError("taken over")])
 
@@ -425,7 +425,7 @@ def test_the_engines_of_another_start_are_left_alone() -> None:
 
 def test_a_refused_update_keeps_the_base() -> None:
     engine = Engine()
-    updates, source = connected(engine)
+    updates, source = connect(engine)
     updates.update(1)
     engine.idle = False
     with pytest.raises(WeightUpdateError):
@@ -436,7 +436,7 @@ def test_a_refused_update_keeps_the_base() -> None:
 
 def test_an_engine_without_the_base_is_named_and_sent_nothing() -> None:
     engine = Engine()
-    updates, source = connected(engine)
+    updates, source = connect(engine)
     updates.update(1)
     engine.held = {"a": "1", "b": "other"}
     with pytest.raises(AlteredEngineError, match=r"version 1.*b on engine rank 0"):
@@ -448,7 +448,7 @@ def test_an_engine_without_the_base_is_named_and_sent_nothing() -> None:
 
 def test_whole_weights_are_sent_to_a_server_that_was_started_again(caplog) -> None:
     engine, other = Engine(), Engine(test_weight_sync.B)
-    updates, source = connected(engine, other)
+    updates, source = connect(engine, other)
     updates.update(1)
     other.label, other.held = "0", {"a": "start", "b": "start"}
     source.train()
@@ -466,7 +466,7 @@ def test_whole_weights_are_sent_to_a_server_that_was_started_again(caplog) -> No
 
 def test_a_wrong_checksum_of_the_base_is_named() -> None:
     engine = Engine()
-    updates, source = connected(engine)
+    updates, source = connect(engine)
     updates.update(1)
     assert updates._digests is not None
     for by_rank in updates._digests.values():
@@ -478,7 +478,7 @@ def test_a_wrong_checksum_of_the_base_is_named() -> None:
 
 def test_every_update_of_changes_is_verified() -> None:
     engine = Engine()
-    updates, source = connected(engine, verify_every=3)
+    updates, source = connect(engine, verify_every=3)
     updates.update(1)
     for version in (2, 3):
         assert sizes_of(engine, updates, source, version) == CHANGED
@@ -488,7 +488,7 @@ def test_every_update_of_changes_is_verified() -> None:
 def test_servers_with_sglangs_loader_are_sent_whole_weights() -> None:
     engine, other = Engine(), Engine(test_weight_sync.B)
     other.places_directly = False
-    updates, source = connected(engine, other)
+    updates, source = connect(engine, other)
     updates.update(1)
     assert sizes_of(engine, updates, source, 2) == WHOLE
 

@@ -1,4 +1,4 @@
-"""What is compared before a commit: fixed prompts, tolerances, who is told of what."""
+"""The comparisons before a commit: fixed prompts, tolerances, and the engines and tensors that an error names."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_tolerances_that_nobody_set_are_these(
 
 
 def test_five_mismatches_are_named_and_the_rest_counted() -> None:
-    found = [ChecksumMismatch(name, 0, "1", "2") for name in "abcdef"]
-    five, six = (str(ChecksumMismatchError(found[:n])) for n in (5, 6))
+    mismatches = [ChecksumMismatch(name, 0, "1", "2") for name in "abcdef"]
+    five, six = (str(ChecksumMismatchError(mismatches[:n])) for n in (5, 6))
     assert five.startswith("5 ")
     assert all(f"{name} on " in six for name in "abcde")
     assert "f on " not in six
@@ -77,11 +77,11 @@ def test_prompts_without_a_token_are_compared_beside_others() -> None:
     assert report == CanaryReport(0.5, 0.5, 1)
 
 
-FINE = Tolerance(1e-3, 1e-4)
+FP32_TOLERANCE = Tolerance(1e-3, 1e-4)
 SCORES = [[-2.0] * 23 for _ in range(4)]
 
 
-def moved(changes: dict[int, float]) -> list[list[float]]:
+def move_scores(changes: dict[int, float]) -> list[list[float]]:
     """Return SCORES with the second half of each prompt in ``changes`` moved by its value."""
     scores = [list(prompt) for prompt in SCORES]
     for prompt, difference in changes.items():
@@ -90,10 +90,10 @@ def moved(changes: dict[int, float]) -> list[list[float]]:
 
 
 def test_a_near_tie_of_the_router_at_one_prompt_is_no_wrong_arithmetic() -> None:
-    report = compare_canary(SCORES, moved({2: 0.011}), FINE, is_routed=True)
+    report = compare_canary(SCORES, move_scores({2: 0.011}), FP32_TOLERANCE, is_routed=True)
     assert report.has_near_tie
     assert report.max_abs_diff == pytest.approx(0.011)
-    small = compare_canary(SCORES, moved({2: 0.0005}), Tolerance(1e-3, 1e-3), is_routed=True)
+    small = compare_canary(SCORES, move_scores({2: 0.0005}), Tolerance(1e-3, 1e-3), is_routed=True)
     assert not small.has_near_tie
 
 
@@ -111,22 +111,22 @@ def test_a_near_tie_of_the_router_at_one_prompt_is_no_wrong_arithmetic() -> None
 )
 def test_other_differences_of_the_canary_are_refused(changes, is_routed) -> None:
     with pytest.raises(CanaryError):
-        compare_canary(SCORES, moved(changes), FINE, is_routed=is_routed)
+        compare_canary(SCORES, move_scores(changes), FP32_TOLERANCE, is_routed=is_routed)
 
 
 def test_a_tolerance_with_room_for_near_ties_has_no_exception() -> None:
     # The mean over all tokens is 3 x 12 / 92 = 0.39.
     with pytest.raises(CanaryError):
-        compare_canary(SCORES, moved({2: 3.0}), Tolerance(10.0, 0.3), is_routed=True)
+        compare_canary(SCORES, move_scores({2: 3.0}), Tolerance(10.0, 0.3), is_routed=True)
 
 
 def test_one_prompt_alone_has_no_other_to_judge_by() -> None:
     with pytest.raises(CanaryError):
-        compare_canary([[-1.0]], [[-1.1]], FINE, is_routed=True)
+        compare_canary([[-1.0]], [[-1.1]], FP32_TOLERANCE, is_routed=True)
 
 
-class Checked(ConstantScores):
-    """An engine without a server that holds ``held``."""
+class EngineWithDigests(ConstantScores):
+    """An engine without a server. ``held``: the checksums of its tensors, for each rank."""
 
     layout: Any = None
 
@@ -144,31 +144,40 @@ class Checked(ConstantScores):
         self.resumed = True
 
     def expected(self) -> Any:
-        """Digests that tell the layout and the senders' parts: "<ranks>:<parts>"."""
+        """Return digests that name the ranks of the layout and the senders' parts: "<ranks>:<parts>"."""
         ranks, _ = self.layout
         return SimpleNamespace(digests=lambda parts: [{"w": f"{ranks}:{'+'.join(parts)}"}] * ranks)
 
 
-ONE, TWO = (1, "cuda"), (2, "cuda")
+ONE_RANK, TWO_RANKS = (1, "cuda"), (2, "cuda")
 PARTIALS = [["one/first", "two/first"], ["one/second", "two/second"]]
-"""Of two senders, each by layout in the order in which the engines show them."""
+"""The parts of two senders: one for each layout, in the order in which the layouts occur among the engines."""
 HELD_ONE = [{"w": "1:one/first+one/second"}]
 HELD_TWO = [{"w": "2:two/first+two/second"}] * 2
 
 
 def test_engines_of_each_layout_are_compared_with_all_senders_parts_of_it() -> None:
     engines = Engines(
-        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, HELD_TWO), Checked(C, ONE, HELD_ONE)], runner()
+        [
+            EngineWithDigests(A, ONE_RANK, HELD_ONE),
+            EngineWithDigests(B, TWO_RANKS, HELD_TWO),
+            EngineWithDigests(C, ONE_RANK, HELD_ONE),
+        ],
+        runner(),
     )
-    assert (
-        compare_tensors(engines, expected_digests(engines, PARTIALS)) == 4
-    )  # one tensor on 1 + 2 + 1 engine ranks
+    # There is one tensor on 1 + 2 + 1 engine ranks.
+    assert compare_tensors(engines, expected_digests(engines, PARTIALS)) == 4
 
 
 def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
     wrong = [HELD_TWO[0], {"w": "9"}]
     engines = Engines(
-        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, wrong), Checked(C, TWO, HELD_TWO)], runner()
+        [
+            EngineWithDigests(A, ONE_RANK, HELD_ONE),
+            EngineWithDigests(B, TWO_RANKS, wrong),
+            EngineWithDigests(C, TWO_RANKS, HELD_TWO),
+        ],
+        runner(),
     )
     with pytest.raises(EngineFaultError) as failure:
         compare_tensors(engines, expected_digests(engines, PARTIALS))
@@ -179,27 +188,31 @@ def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
 
 
 def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
-    made: list[Any] = []
+    hashers: list[Any] = []
 
-    class Hashing(Checked):
+    class HashingEngine(EngineWithDigests):
         def expected(self) -> Any:
             buckets: list[Any] = []
-            made.append(buckets)
+            hashers.append(buckets)
             return SimpleNamespace(
                 add=buckets.append, partial=lambda: [self.layout[0], list(buckets)]
             )
 
-    members = [Hashing(A, ONE, []), Hashing(B, TWO, []), Hashing(C, ONE, [])]
+    members = [
+        HashingEngine(A, ONE_RANK, []),
+        HashingEngine(B, TWO_RANKS, []),
+        HashingEngine(C, ONE_RANK, []),
+    ]
     expected = ExpectedByLayout(Engines(members, runner()))
     expected.add([("a", None)])  # type: ignore[list-item]
     expected.add([("b", None)])  # type: ignore[list-item]
-    assert len(made) == 2
-    both = [[("a", None)], [("b", None)]]
-    assert expected.partials() == [[1, both], [2, both]]
+    assert len(hashers) == 2
+    buckets = [[("a", None)], [("b", None)]]
+    assert expected.partials() == [[1, buckets], [2, buckets]]
 
 
 def test_the_worst_engines_canary_is_reported() -> None:
-    first, worst = Checked(A, ONE, []), Checked(B, ONE, [])
+    first, worst = EngineWithDigests(A, ONE_RANK, []), EngineWithDigests(B, ONE_RANK, [])
     first.score_value = first.decode_value = -2.25
     worst.score_value = worst.decode_value = -2.5
     engines = Engines([first, worst], runner())

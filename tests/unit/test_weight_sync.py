@@ -1,4 +1,4 @@
-"""The transaction over engines that fail where they are told to; who is blamed; bounded waits."""
+"""The transaction of a weight update with engines that fail at a chosen step: the blamed engines, and bounded waits."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Expected:
 
 
 class Engine(ConstantScores):
-    """An engine without a server: remembers its calls; the one named ``failing`` raises ``error``."""
+    """An engine without a server. It records its calls, and the call named ``failing`` raises ``error``."""
 
     device, ranks, layout = "cpu", 1, (1, "cpu")  # type: ignore[assignment]
 
@@ -240,7 +240,7 @@ def runner() -> AsyncRunner:
 
 
 def opener(engines: Mapping[str, Engine | Exception]) -> OpenEngine:
-    """Opens the engine at a URL, or raises what stands in its place."""
+    """Return a function that opens the engine at a URL, or raises the exception that ``engines`` has instead."""
 
     async def open_engine(url: str) -> EngineWeights:
         if isinstance(found := engines[url], Exception):
@@ -257,7 +257,7 @@ def alone(error: str | None) -> str | None:
 def updater(
     *receivers: Engine, source: Source | None = None, agree: Agree = alone, **config: Any
 ) -> WeightUpdater:
-    """Attached, with the strategy that needs no process group."""
+    """Return an updater that is attached to the engines, with the strategy that needs no process group."""
     by_url = {engine.url: engine for engine in receivers}
     settings = WeightSyncConfig(**{"strategy": "tensor", **config})
     updates = WeightUpdater(source or Source(), settings, agree, opener(by_url), runner())
@@ -276,7 +276,7 @@ def test_a_whole_transaction() -> None:
     assert engine.calls[7:] == ["end", "flush", "checksums", "resume", "score", "7", "resume"]
     assert [t.tolist() for t in engine.loaded] == [[1.0, 1.0], [1.0] * 4]
     assert (report.version, report.tensors, report.verified) == (7, 3, True)
-    # Two buckets of 8 and 16 bytes, each gathered from 5 that came; the bound is the source's.
+    # The two buckets have 8 and 16 bytes. Each gather received 5 bytes. The source bounds the received bytes by 9.
     assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 24 + 10, 24 + 9)
     assert report.canary == CanaryReport(0.0, 0.0, 4 * 23)
     assert list(report.seconds) == [
@@ -297,7 +297,7 @@ def test_where_they_share_devices_the_engine_has_weights_before_and_all_after_th
     )
     updates.attach([A])
     assert updates.update(7).verified
-    # Weights are sent into memory that the engine has, while the trainer still has its own.
+    # The engine's weights are restored before the trainer frees its memory: they receive the trainer's weights.
     assert moments.seen == ["restore weights", "leave", "restore kv_cache"]
     assert engine.calls[-4:] == ["resume", "score", "7", "resume"]
 
@@ -323,7 +323,7 @@ def test_a_rank_that_fails_before_it_leaves_its_device_aborts_the_update() -> No
 
 
 class Moments:
-    """Of an engine and a trainer on the same device, in order; ``released``: tags of the engine's memory."""
+    """Records what an engine and a trainer on one device do. ``released``: tags of the engine's released memory."""
 
     def __init__(self, released: list[str]) -> None:
         self.released, self.seen = frozenset(released), list[str]()
@@ -338,13 +338,13 @@ class Moments:
 
 @pytest.mark.parametrize(("allowed", "calls"), [(0, []), (1, ["pause", "unverified-7"])])
 def test_a_fenced_trainer_commits_nothing(allowed: int, calls: list[str]) -> None:
-    """Taken over before the update, and before its commit: then the engine is held back."""
-    engine, asked = Engine(), 0
+    """Another start takes over before the update, or before its commit. In the second case the engine is paused."""
+    engine, checks = Engine(), 0
 
     def fence() -> None:
-        nonlocal asked
-        asked += 1
-        if asked > allowed:
+        nonlocal checks
+        checks += 1
+        if checks > allowed:
             raise FencedError("another start of this run took over")
 
     settings = WeightSyncConfig(strategy="tensor")
@@ -372,9 +372,9 @@ def test_any_failure_aborts_and_commits_nothing(failing: str) -> None:
     assert error.value.engines == (() if failing == "hash" else (A,))
     assert updates.committed_version is None
     assert "2" not in engine.calls or failing == "2"
-    # The other ranks are in the gather's collective: this one goes through it to the end.
+    # The other ranks are in the gather's collectives, so this rank completes the gather, too.
     assert source.yielded == (0 if failing in ("idle", "unverified-2", "begin") else 2)
-    # From the canary on the engine answers: it is held back again, under no version.
+    # Since the canary, the engine answers requests: it is paused again, without a version.
     if failing in ("resume", "score", "2"):
         assert engine.calls[-2:] == ["pause", "unverified-2"]
     else:
@@ -387,7 +387,7 @@ def test_any_failure_aborts_and_commits_nothing(failing: str) -> None:
 @pytest.mark.parametrize("bug", [RuntimeError, ValueError, KeyError, TypeError])
 @pytest.mark.parametrize("failing", [*STEPS, "resume", "score", "2"])
 def test_a_bug_is_no_engines_fault(failing: str, bug: type[Exception]) -> None:
-    """It surfaces at once, by its own name, and nothing is committed."""
+    """The exception is raised unchanged after one call, and nothing is committed."""
     engine, source = Engine(), Source()
     updates = updater(engine, source=source)
     updates.update(1)
@@ -465,10 +465,8 @@ def test_the_sources_own_error_aborts_and_passes() -> None:
     assert updates.committed_version is None
 
 
-class Among(Source):
-    """One rank among others whose sums are ``others``: bytes sent and received, checksums' parts,
-    engines' hosts that are not its own, how often bytes move to engines, bytes of all weights there.
-    """
+class SourceOfOneRank(Source):
+    """The source of one rank. ``others``: what the other ranks report, each the fields of ``RankFacts`` in order."""
 
     def __init__(self, *others: list[Any], rank: int = 0) -> None:
         super().__init__(rank=rank)
@@ -484,7 +482,7 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
     """Rank 1 hashes nothing; rank 2 sends tensor d. The engine has what all three sent."""
     engine = Engine()
     engine.held = dict.fromkeys("abcd", "1")
-    source = Among([100, 7, None, [], 0, 0], [50, 3, [["d"]], [], 0, 0])
+    source = SourceOfOneRank([100, 7, None, [], 0, 0], [50, 3, [["d"]], [], 0, 0])
     report = updater(engine, source=source).update(1)
     assert report.tensors == 4
     assert report.bytes == 24 + 100 + 50
@@ -493,7 +491,7 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
 
 
 def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
-    source = Among([24, 10, [["a", "b", "c"]], [], 2, 24], rank=1)
+    source = SourceOfOneRank([24, 10, [["a", "b", "c"]], [], 2, 24], rank=1)
     updates = updater(Engine(), source=source)
     report = updates.update(4)
     assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 48, 9 + 48)
@@ -543,7 +541,7 @@ def test_a_failed_transfer_is_broken_off_before_the_next_bucket_is_gathered() ->
 def test_a_failure_that_is_not_the_first_is_logged(
     own: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ranks fail; the error that all raise is the other's, and this one's own is in its log."""
+    """Two ranks fail. All ranks raise the error of the first one, and the other rank logs its own error."""
     first = json.dumps(["EngineLostError: gone", [B], 2])
     updates = updater(agree=lambda error: first if own else error)
     updates.open_engine = opener({A: EngineRequestError(400, "refused")})
@@ -555,8 +553,8 @@ def test_a_failure_that_is_not_the_first_is_logged(
 
 
 def test_other_ranks_share_the_failure() -> None:
-    told = json.dumps(["EngineLostError: gone", [A], 2])
-    answers = iter([None, None, None, None, None, told])
+    shared_error = json.dumps(["EngineLostError: gone", [A], 2])
+    answers = iter([None, None, None, None, None, shared_error])
     source = Source(rank=1)
     updates = updater(source=source, agree=lambda error: next(answers))
     updates._open = lambda urls: None  # type: ignore[method-assign]
@@ -623,18 +621,19 @@ def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
     assert [r.tensors for r in reports] == [3, 0, 3, 0, 3, 0, 3]
     updates.attach([A])
     assert updates.committed_version is None
-    again = updates.update(7)
-    assert again.verified
-    assert again.canary is not None
-    off = updater(Engine(), canary_every=0).update(1)
-    assert (off.canary, "canary" in off.seconds) == (None, False)
-    recorded = [r.metrics().get("weights/canary_max_abs_diff") for r in (again, off)]
+    after_attach = updates.update(7)
+    assert after_attach.verified
+    assert after_attach.canary is not None
+    without_canary = updater(Engine(), canary_every=0).update(1)
+    assert (without_canary.canary, "canary" in without_canary.seconds) == (None, False)
+    recorded = [
+        r.metrics().get("weights/canary_max_abs_diff") for r in (after_attach, without_canary)
+    ]
     assert recorded == [0.0, None]
 
 
 def test_strategies_that_share_a_host_refuse_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (strategies, strategies):
-        monkeypatch.setattr(module, "on_this_host", lambda url: False)
+    monkeypatch.setattr(strategies, "on_this_host", lambda url: False)
     with pytest.raises(WeightUpdateError, match=f"tensor: .*{A}"):
         updater(Engine())
     with pytest.raises(WeightUpdateError, match=r"expected weight_sync\.directory"):
@@ -644,8 +643,8 @@ def test_strategies_that_share_a_host_refuse_another(monkeypatch: pytest.MonkeyP
 def test_compare_checksums_names_tensor_and_rank() -> None:
     expected = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert compare_checksums(expected, expected) == []
-    got = [{"a": "1", "b": "2"}, {"a": "9", "c": "5"}]
-    mismatches = compare_checksums(expected, got)
+    actual = [{"a": "1", "b": "2"}, {"a": "9", "c": "5"}]
+    mismatches = compare_checksums(expected, actual)
     assert mismatches == [
         ChecksumMismatch("a", 1, "3", "9"),
         ChecksumMismatch("b", 1, "4", None),
@@ -655,28 +654,28 @@ def test_compare_checksums_names_tensor_and_rank() -> None:
     more = [ChecksumMismatch("d", 0, "1", "2")] * 4
     assert "and 2 more" in str(ChecksumMismatchError([*mismatches, *more]))
     with pytest.raises(ValueError, match="shorter"):
-        compare_checksums(expected, got[:1])
+        compare_checksums(expected, actual[:1])
 
 
 def test_the_canary_tolerates_what_the_type_explains_or_the_configuration_says() -> None:
-    chosen = WeightSyncConfig(canary_largest=5.0, canary_mean=0.4)
-    assert canary_tolerance(chosen, "bfloat16", 64) == Tolerance(5.0, 0.4)
+    config = WeightSyncConfig(canary_largest=5.0, canary_mean=0.4)
+    assert canary_tolerance(config, "bfloat16", 64) == Tolerance(5.0, 0.4)
 
 
 def test_the_mean_over_fewer_decoded_tokens_has_a_wider_bound() -> None:
-    """The four decoded tokens of a prompt against its 23 scored ones: sqrt(23 / 4) is 2.398."""
+    """A prompt has 4 decoded tokens and 23 scored ones: the bound is wider by sqrt(23 / 4) = 2.398."""
     bound = decode_tolerance(Tolerance(10.0, 0.3))
     assert bound == Tolerance(10.0, pytest.approx(0.7194, abs=1e-4))
 
 
 def test_canary_reports_and_names_the_worst_token() -> None:
-    ours, theirs = [[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]
-    report = compare_canary(ours, theirs, Tolerance(0.5, 0.25))
+    trainer, engine = [[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]
+    report = compare_canary(trainer, engine, Tolerance(0.5, 0.25))
     assert (report.max_abs_diff, report.mean_abs_diff, report.tokens) == (0.5, 0.25, 3)
     with pytest.raises(CanaryError, match=mentioning("token 1", 0, 0.5, "1 of 3")):
-        compare_canary(ours, theirs, Tolerance(0.49, 1.0))
+        compare_canary(trainer, engine, Tolerance(0.49, 1.0))
     with pytest.raises(CanaryError, match=r" 0.25, .* 0.24"):
-        compare_canary(ours, theirs, Tolerance(1.0, 0.24))
+        compare_canary(trainer, engine, Tolerance(1.0, 0.24))
     with pytest.raises(CanaryError, match=mentioning("token 0", 1, "nan")):
         compare_canary([[-1.0], [-3.0]], [[-9.0], [float("nan")]], Tolerance(0.5, 0.5))
     with pytest.raises(ValueError, match="counts"):
@@ -701,8 +700,8 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "GRACE_S", 0.5)
 
 
-def blamed(fleet: list[Engine], step: Any, timeout_s: float = 20.0) -> EngineFaultError:
-    """Of a step in which engines wait for each other; breaking it off sets ``step.broken``."""
+def find_blamed(fleet: list[Engine], step: Any, timeout_s: float = 20.0) -> EngineFaultError:
+    """Return the fault of a step in which engines wait for each other. Aborting the step sets ``step.broken``."""
     together = Engines(fleet, runner())
     patience = own_patience(18)
     with pytest.raises(EngineFaultError) as failure:
@@ -712,7 +711,7 @@ def blamed(fleet: list[Engine], step: Any, timeout_s: float = 20.0) -> EngineFau
 
 
 class Together:
-    """Engines wait for each other: one is killed, hangs or refuses, the others until broken off."""
+    """A step in which engines wait for each other until it is aborted. Engines in ``fault`` die, hang or refuse."""
 
     def __init__(self, fault: dict[str, str]) -> None:
         self.fault = fault
@@ -737,22 +736,22 @@ class Together:
 @pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("fault", ["killed", "refuses"])
 def test_the_engine_that_failed_is_blamed_not_those_it_held_up(fault: str) -> None:
-    error = blamed([Engine(A), Engine(B)], Together({B: fault}))
-    # A refusal leaves the others refusing too: between them and us, nobody can be told.
+    error = find_blamed([Engine(A), Engine(B)], Together({B: fault}))
+    # After a refusal, the other engine refuses, too. Nothing shows whether an engine or the trainer is at fault.
     assert error.engines == ((B,) if fault == "killed" else ())
     assert "connection reset" in str(error) or "no such group" in str(error)
 
 
 @pytest.mark.usefixtures("short_grace")
 def test_the_engine_that_hangs_is_blamed_in_time() -> None:
-    error = blamed([Engine(A), Engine(B)], Together({B: "hung"}), timeout_s=0.3)
+    error = find_blamed([Engine(A), Engine(B)], Together({B: "hung"}), timeout_s=0.3)
     assert error.engines == (B,)
     assert isinstance(error.faults[B], TransferTimeoutError)
 
 
 @pytest.mark.usefixtures("short_grace")
 def test_a_lone_engine_that_refuses_is_blamed() -> None:
-    assert blamed([Engine(A)], Together({A: "refuses"})).engines == (A,)
+    assert find_blamed([Engine(A)], Together({A: "refuses"})).engines == (A,)
 
 
 def test_quarantine_reaches_whoever_answers_and_never_raises() -> None:
@@ -802,7 +801,7 @@ def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
 
 
 def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
-    # Two senders of 100 and 60 bytes, of which rank 1 shares a host with engines at "b"; 3 engine ranks.
+    # Two ranks send 100 and 60 bytes, each byte three times. Rank 1 runs on the engines' host "b".
     facts = [
         RankFacts(100, 7, None, ["a", "b"], 3, 160),
         RankFacts(60, 5, None, ["a"], 3, 160),
@@ -848,7 +847,7 @@ def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatc
     report = updates.update(1)
     assert report.bytes_between_nodes == len(BUCKETS) + 24 * 2
     assert report.bytes_between_nodes_bound == 24 * 2
-    assert report.bytes_into_node_bound == 24  # of each of the two, which receive at the same time
+    assert report.bytes_into_node_bound == 24  # into each of the two hosts, at the same time
 
 
 @pytest.mark.parametrize(("hosts", "seconds"), [(["b", "c"], 24 / 6e9), ([], 0.0)])
@@ -860,18 +859,18 @@ def test_the_fewest_seconds_are_bytes_into_a_node_over_the_stated_rate(
     assert stated["weights/bound_s"] == pytest.approx(seconds, rel=1e-12)
     silent = updater(Engine()).update(1).metrics()
     assert "weights/bound_s" not in silent
-    # 24 bytes once to one engine, 10 gathered; at least 9 must be.
+    # 24 bytes are sent once to one engine. 10 bytes are gathered, and at least 9 must be.
     assert silent["weights/bytes_over_bound"] == stated["weights/bytes_over_bound"] == 34 / 33
     assert silent["weights/bytes_into_node_bound"] == (24 if hosts else 0)
 
 
 def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by a second whenever it is read; it begins at 1000."""
+    """The clock begins at 1000 and advances by a second at each reading."""
     updates, ticks = updater(Engine()), itertools.count(1000.0)
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     report = updates.update(1)
     assert 2 <= report.stall_s < report.update_s < 500
-    # Each phase is a few reads long: whole seconds, none of them a moment since the clock began.
+    # Each phase lasts a few readings. Its value is a difference of whole seconds, and no absolute time.
     assert all(1 <= seconds < 50 and seconds.is_integer() for seconds in report.seconds.values())
     half = replace(report, bytes=10**9, stall_s=0.5).metrics()
     assert half["weights/gb_per_s"] == 2
@@ -881,8 +880,8 @@ def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.Mo
     assert replace(report, bytes=3, stall_s=0.0).metrics()["weights/gb_per_s"] == pytest.approx(3)
 
 
-class SeenStream:
-    """Stands for CUDA's, which this machine has not: notes what is asked of it, in order."""
+class RecordingStream:
+    """Replaces a CUDA stream, so that no GPU is needed. It records its calls in order."""
 
     def __init__(self, name: str, seen: list[str]) -> None:
         self.name, self.seen = name, seen
@@ -900,11 +899,11 @@ class SeenStream:
 
 def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(monkeypatch):
     seen: list[str] = []
-    current = [SeenStream("default", seen)]
-    made = iter(SeenStream(f"stream {n}", seen) for n in range(2))
+    current = [RecordingStream("default", seen)]
+    streams = iter(RecordingStream(f"stream {n}", seen) for n in range(2))
 
     @contextmanager
-    def entered(stream: SeenStream) -> Iterator[None]:
+    def use_stream(stream: RecordingStream) -> Iterator[None]:
         current.append(stream)
         yield
         current.pop()
@@ -916,9 +915,9 @@ def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(mo
                 wait=lambda limit: seen.append(f"{current[-1].name} waits for it")
             )
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "stream", use_stream)
     group = broadcast_group.BroadcastGroup.__new__(broadcast_group.BroadcastGroup)
     group._group, group._stream, group._backend_limit = Group(), None, timedelta(seconds=1)
     for _ in range(2):
@@ -927,7 +926,7 @@ def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(mo
         seen
         == 2
         * [
-            "event on default",  # before the thread begins: what comes later on that stream is not waited for
+            "event on default",  # recorded before the thread begins, so that no later work there is waited for
             "stream 0 waits for event on default",
             "broadcast on stream 0",
             "stream 0 waits for it",

@@ -1,4 +1,4 @@
-"""Which groups make a batch when groups without spread are replaced: rounds, surplus, filling up."""
+"""The groups of a batch when groups without spread are replaced: rounds, surplus, filling up."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megatron_dppo.loop.group_quota import GroupQuota, Selection
 FLAT, GOOD = True, False
 
 
-def filtering(wanted: int, oversampling: float = 1.0, rounds: int = 3) -> GroupQuota:
+def make_quota(wanted: int, oversampling: float = 1.0, rounds: int = 3) -> GroupQuota:
     return GroupQuota(wanted, True, oversampling, rounds)
 
 
@@ -36,27 +36,27 @@ def test_without_a_filter_one_round_asks_for_all_and_all_are_kept():
 def test_a_round_asks_for_what_is_missing_times_the_oversampling(
     flat, rounds, oversampling, expected
 ):
-    assert filtering(10, oversampling).next_count(flat, rounds) == expected
+    assert make_quota(10, oversampling).next_count(flat, rounds) == expected
 
 
 def test_groups_with_spread_are_kept_in_the_order_of_their_problems():
-    chosen = filtering(3).choose([FLAT, GOOD, GOOD, FLAT, GOOD, GOOD])
-    assert chosen == Selection(positions=(1, 2, 4), dropped=2, surplus=1)
+    selection = make_quota(3).choose([FLAT, GOOD, GOOD, FLAT, GOOD, GOOD])
+    assert selection == Selection(positions=(1, 2, 4), dropped=2, surplus=1)
 
 
 def test_used_up_rounds_fill_up_with_the_first_groups_without_spread():
-    chosen = filtering(4).choose([FLAT, GOOD, FLAT, FLAT, GOOD, FLAT])
-    assert chosen == Selection(positions=(0, 1, 2, 4), filled=2, dropped=2)
+    selection = make_quota(4).choose([FLAT, GOOD, FLAT, FLAT, GOOD, FLAT])
+    assert selection == Selection(positions=(0, 1, 2, 4), filled=2, dropped=2)
 
 
 def test_every_generated_group_is_kept_dropped_or_surplus():
     for pattern in range(2**8):
         flat = [bool(pattern >> i & 1) for i in range(8)]
-        chosen = filtering(5).choose(flat)
-        assert len(chosen.positions) == 5
-        assert len(chosen.positions) + chosen.dropped + chosen.surplus == 8
-        assert sum(flat[i] for i in chosen.positions) == chosen.filled
-        assert chosen.filled == 0 or chosen.surplus == 0
+        selection = make_quota(5).choose(flat)
+        assert len(selection.positions) == 5
+        assert len(selection.positions) + selection.dropped + selection.surplus == 8
+        assert sum(flat[i] for i in selection.positions) == selection.filled
+        assert selection.filled == 0 or selection.surplus == 0
 
 
 def test_the_configuration_sets_the_quota():

@@ -6,8 +6,11 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 
 
 def inputs(pi, mu, advantages, *, recomputed=None, loss_mask=None, dtype=torch.float64, **more):
-    """Probabilities of the sampled tokens as lists; ``log_probs`` is a leaf that needs a gradient."""
-    log = lambda p: torch.tensor(p, dtype=dtype).log()  # noqa: E731
+    """Return inputs from lists of the sampled tokens' probabilities. ``log_probs`` is a leaf that needs a gradient."""
+
+    def log(p):
+        return torch.tensor(p, dtype=dtype).log()
+
     return TokenInputs(
         log_probs=log(pi).requires_grad_(),
         rollout_log_probs=log(mu),
