@@ -1,4 +1,4 @@
-"""Variables of CUDA, NCCL and torch's allocator: what is set, what stays, what is refused."""
+"""Variables of CUDA, NCCL and torch's allocator: which a rank sets, which it leaves as they are, which it rejects."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Statistics from hidden states, a chunk of tokens at a time: equal to the dense twin; what they read, keep and sum."""
+"""``head_stats`` against its dense twin, and which tokens it reads, which logits it computes twice, and how it sums."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2}
 
 
 def problem(dtype=torch.float32, widths=(H,), tokens=T):
-    """Hidden states and weights of each factor, ids, Top-K ids, which tokens count, weights of the loss."""
+    """Return (hidden states, weight) of each factor, target ids, Top-K ids, which tokens count, and loss weights."""
     g = torch.Generator().manual_seed(5)
     pairs = [
         (
@@ -27,7 +27,7 @@ def problem(dtype=torch.float32, widths=(H,), tokens=T):
         for h in widths
     ]
     ids = torch.randint(0, V, (tokens,), generator=g)
-    topk = torch.rand(tokens, V + 1, generator=g).topk(K).indices - 1  # -1 stands for none
+    topk = torch.rand(tokens, V + 1, generator=g).topk(K).indices - 1  # -1: no id
     counted = torch.rand(tokens, generator=g) < 0.7
     weights = torch.randn(2, tokens, generator=g, dtype=torch.float64)
     weights[:, ::4] = 0
@@ -53,7 +53,7 @@ def error(value, expected):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
     pairs, ids, topk, counted, weights = problem(dtype, widths)
-    asked = {
+    query = {
         "vocab_size": V,
         "temperature": 0.8,
         "topk_ids": topk,
@@ -61,16 +61,16 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
         "with_squares": True,
         "counted": counted,
     }
-    got, twins = leaves(pairs), leaves(pairs, torch.float64)
+    leaf_pairs, twin_pairs = leaves(pairs), leaves(pairs, torch.float64)
     stats = head_stats(
-        [HeadFactor(*p) for p in got], ids, options=HeadOptions(chunk_tokens), **asked
+        [HeadFactor(*p) for p in leaf_pairs], ids, options=HeadOptions(chunk_tokens), **query
     )
-    twin = dense_head_stats([HeadFactor(*p) for p in twins], ids, **asked)
-    for of_model in (stats, twin):
-        values = torch.where((topk >= 0) & counted[:, None], of_model.topk_log_probs, 0.0)
-        # Rows whose sampled token has no gradient of its own are read for that of their ids.
-        at_ids = (values * torch.linspace(-1, 1, T, dtype=torch.float64)[:, None]).sum()
-        (loss_of(of_model, weights) + (at_ids if through_ids else 0)).backward()
+    twin = dense_head_stats([HeadFactor(*p) for p in twin_pairs], ids, **query)
+    for result in (stats, twin):
+        values = torch.where((topk >= 0) & counted[:, None], result.topk_log_probs, 0.0)
+        # Every fourth token has no gradient by ``loss_of``. With ``through_ids`` it has one by its Top-K ids.
+        topk_sum = (values * torch.linspace(-1, 1, T, dtype=torch.float64)[:, None]).sum()
+        (loss_of(result, weights) + (topk_sum if through_ids else 0)).backward()
     assert stats.vocab_size == twin.vocab_size == V
     limit = LIMITS[dtype]
     assert not stats.sum_squares.requires_grad
@@ -78,7 +78,7 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
         value = getattr(stats, name).detach()
         assert error(value, getattr(twin, name).detach()) <= limit
         assert (value[~counted] == 0).all()
-    for pair, expected in zip(got, twins, strict=True):
+    for pair, expected in zip(leaf_pairs, twin_pairs, strict=True):
         for leaf, twin_leaf in zip(pair, expected, strict=True):
             assert leaf.grad.dtype == dtype
             assert error(leaf.grad, twin_leaf.grad) <= limit
@@ -86,19 +86,17 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
 
 @pytest.mark.parametrize("frozen", [0, 1, 2, 3])
 def test_what_needs_no_gradient_gets_none_and_the_others_theirs(frozen):
-    """Of two factors' hidden states and weights, in that order, one is frozen."""
+    """Two factors have four tensors: hidden states, weight, hidden states, weight. ``frozen`` is the index of one."""
     pairs, ids, *_ = problem(widths=(H, 3))
-    got, twins = leaves(pairs), leaves(pairs, torch.float64)
-    for tensors in (got, twins):
+    leaf_pairs, twin_pairs = leaves(pairs), leaves(pairs, torch.float64)
+    for tensors in (leaf_pairs, twin_pairs):
         [x for pair in tensors for x in pair][frozen].requires_grad_(False)
-    for stats_of, tensors in ((head_stats, got), (dense_head_stats, twins)):
+    for stats_of, tensors in ((head_stats, leaf_pairs), (dense_head_stats, twin_pairs)):
         stats = stats_of([HeadFactor(*p) for p in tensors], ids, vocab_size=V)
         stats.log_probs.sum().backward()
-    for number, (leaf, twin) in enumerate(
-        (x, y)
-        for pair, other in zip(got, twins, strict=True)
-        for x, y in zip(pair, other, strict=True)
-    ):
+    tensors = [x for pair in leaf_pairs for x in pair]
+    twins = [x for pair in twin_pairs for x in pair]
+    for number, (leaf, twin) in enumerate(zip(tensors, twins, strict=True)):
         assert (leaf.grad is None) == (number == frozen)
         assert number == frozen or error(leaf.grad, twin.grad) <= 3e-6
 
@@ -113,7 +111,7 @@ def test_all_tokens_count_where_none_are_named():
 
 
 def test_a_token_that_does_not_count_is_never_read():
-    """Its hidden state is NaN, its ids are outside the vocabulary: no result and no gradient knows."""
+    """Its NaN hidden state and its ids outside the vocabulary change no result and no gradient."""
     pairs, ids, topk, counted, weights = problem()
     pairs[0][0][~counted] = torch.nan
     ids[~counted], topk[~counted] = V + 1, V + 1
@@ -131,7 +129,7 @@ def test_a_token_that_does_not_count_is_never_read():
 
 @pytest.mark.parametrize("chunk_tokens", [5, 1000])
 def test_a_main_gradient_takes_the_sum_in_its_own_dtype(chunk_tokens):
-    """Two passes add up to the exact gradient within one rounding of bf16 products, not of a bf16 sum of 999s."""
+    """Two backward passes add their gradients to a float32 ``main_gradient`` of 1000, and autograd gets none."""
     pairs, ids, _, counted, weights = problem(torch.bfloat16, tokens=600)
     main = torch.full((COLUMNS, H), 1e3)
     ((hidden, weight),) = leaves(pairs)
@@ -151,13 +149,13 @@ def test_a_main_gradient_takes_the_sum_in_its_own_dtype(chunk_tokens):
         counted=counted,
     )
     loss_of(twin, weights).backward()
-    # Of bf16 logits the error is 5e-3; a sum in bf16 would lose it beside 1000 altogether.
+    # bf16 logits cause an error of 5e-3. A bf16 sum would lose the gradient: near 1000 its resolution is 4.
     assert error(main - 1e3, 2 * twin_weight.grad) <= 1e-2
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
 def test_the_weight_is_summed_in_float32_over_chunks(chunk_tokens):
-    """1200 tokens of one kind: every chunk adds the same, and a sum in bf16 stands still at 256 times a summand."""
+    """Each of 1200 equal tokens adds the same gradient. A bf16 sum would stop at 256 times the summand."""
     hidden = torch.ones(1200, 2, dtype=torch.bfloat16)
     weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
     stats = head_stats(
@@ -182,7 +180,7 @@ def test_padding_columns_do_not_count():
 
 @pytest.mark.parametrize("chunk_tokens", [5, 1000])
 def test_logits_of_float32_do_without_the_rounding_of_bf16(chunk_tokens):
-    """Weights in bf16: logits of their type are off by some hundredths of a nat, those of float32 by nothing."""
+    """With bf16 weights, bf16 logits change log pi by hundredths of a nat, and float32 logits do not change it."""
     pairs, ids, _, _, weights = problem(torch.bfloat16)
     errors = {}
     for dtype in (None, torch.float32):
@@ -201,7 +199,7 @@ def test_logits_of_float32_do_without_the_rounding_of_bf16(chunk_tokens):
 
 @pytest.mark.parametrize("counted", [torch.zeros(T, dtype=torch.bool), None])
 def test_rows_without_a_gradient_are_nothing_to_the_backward_pass(counted):
-    """No token counts, or none has a gradient: gradients are 0 and in the graph."""
+    """If no token counts, or no token has a gradient, the gradients are tensors of zeros, not None."""
     pairs, ids, *_ = problem()
     ((hidden, weight),) = leaves(pairs)
     stats = head_stats(
@@ -214,7 +212,8 @@ def test_rows_without_a_gradient_are_nothing_to_the_backward_pass(counted):
 
 @pytest.mark.parametrize("through", ["log_probs", "topk_log_probs", "entropy"])
 def test_only_rows_with_a_gradient_are_computed_again(through):
-    """Of 36 tokens in chunks of 6, those of the last chunk are kept; 8 of the others have a gradient: two products."""
+    """36 tokens are in chunks of 6. The forward pass keeps the logits of the last chunk. Of the other tokens, 8 have a
+    gradient: the backward pass computes the logits of 6 of them, then of 2."""
     pairs, ids, topk, *_ = problem(tokens=36)
     ((hidden, weight),) = leaves(pairs)
     stats = head_stats(
@@ -226,19 +225,20 @@ def test_only_rows_with_a_gradient_are_computed_again(through):
     products = Products()
     with products:
         getattr(stats, through).backward(gradient)
-    assert products.rows == [6, 6, 2, 2]  # logits and hidden gradient of 6 rows, then of 2
-    twins = leaves(pairs, torch.float64)
+    # For 6 rows, then for 2: the product that makes the logits, then the one that makes the hidden states' gradient.
+    assert products.rows == [6, 6, 2, 2]
+    (twins,) = leaves(pairs, torch.float64)
     dense = dense_head_stats(
-        [HeadFactor(*pair) for pair in twins], ids, vocab_size=V, topk_ids=topk, with_entropy=True
+        [HeadFactor(*twins)], ids, vocab_size=V, topk_ids=topk, with_entropy=True
     )
     finite = torch.where(gradient != 0, getattr(dense, through), 0.0)
     finite.backward(gradient.double())
-    for found, expected in zip((hidden, weight), twins[0], strict=True):
+    for found, expected in zip((hidden, weight), twins, strict=True):
         assert error(found.grad, expected.grad) < LIMITS[torch.float32]
 
 
 class Products(TorchDispatchMode):
-    """Rows of the results of matrix products that are as long as chunks, in order."""
+    """Records, in order, how many rows each matrix product has, if it has at most the 6 rows of a chunk."""
 
     def __init__(self):
         super().__init__()

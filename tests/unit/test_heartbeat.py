@@ -1,4 +1,4 @@
-"""The dead-man switch, by hand."""
+"""The file that shows that a process is alive, and the action when its content no longer changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_how_long_a_heartbeat_stands_still(tmp_path: Path):
     clock, path = [0.0], tmp_path / "beat"
     heartbeat = Heartbeat(path, lambda: clock[0])
     clock[0] = 10.0
-    assert heartbeat.unchanged_s() == 10.0  # it never was there
+    assert heartbeat.unchanged_s() == 10.0  # the file does not exist yet
     path.write_text("1")
     assert heartbeat.unchanged_s() == 0.0
     clock[0] = 14.0

@@ -31,11 +31,14 @@ def wait_for(condition) -> None:
 
 
 @pytest.fixture
-def ranks_of(tmp_path, monkeypatch):
-    """Four started ranks on two hosts, which end as the first argument says; killed at the end."""
+def start_ranks(tmp_path, monkeypatch):
+    """Return a function that starts four ranks on two hosts. After the test they are killed.
+
+    Its first argument says how the ranks end (``forked_rank.py``).
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HF_TOKEN", "hf-4711")
-    started = []
+    all_ranks = []
     with RunDirectory(tmp_path / "run") as directory:
 
         def start(how: str, *, forks: bool) -> RemoteRanks:
@@ -45,35 +48,35 @@ def ranks_of(tmp_path, monkeypatch):
             command = rank_command("tests.unit.forked_rank", directory)
             shell = RemoteShell(SHELL, sys.executable, {})
             ranks = RemoteRanks(command, directory, placement, shell, {}, forks=forks)
-            started.append(ranks)
+            all_ranks.append(ranks)
             ranks.start()
             return ranks
 
         yield start
-        for ranks in started:
+        for ranks in all_ranks:
             ranks.kill()
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_each_host_runs_its_own_ranks(ranks_of, forks, tmp_path):
-    ranks = ranks_of("ends", forks=forks)
+def test_each_host_runs_its_own_ranks(start_ranks, forks, tmp_path):
+    ranks = start_ranks("ends", forks=forks)
     wait_for(ranks.ended)
     outputs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("rank?.out"))]
     assert outputs == [f"{rank} {rank % 2} 4 hf-4711 False True True\n" for rank in range(4)]
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_the_rank_that_failed_is_the_failure(ranks_of, forks):
-    ranks = ranks_of("killed", forks=forks)
+def test_the_rank_that_failed_is_the_failure(start_ranks, forks):
+    ranks = start_ranks("killed", forks=forks)
     wait_for(lambda: ranks.failures(0.0))
     (failure,) = ranks.failures(0.0)
     assert failure.code == 128 + signal.SIGKILL
     assert failure.output.name == ("rank1.out" if forks else "node0.out")
 
 
-def test_a_host_ends_what_it_runs_with_the_connection(ranks_of):
+def test_a_host_ends_what_it_runs_with_the_connection(start_ranks):
     before = set(psutil.Process().children(recursive=True))
-    ranks = ranks_of("waits", forks=True)
+    ranks = start_ranks("waits", forks=True)
     wait_for(lambda: sum(p.name().startswith("python") for p in children_since(before)) >= 8)
     family = children_since(before)
     ranks.kill()
@@ -106,7 +109,7 @@ def test_a_server_is_asked_to_end_and_gets_its_keys(tmp_path):
 
 
 def test_the_kubernetes_example_is_whole():
-    """Its parts name one another, and the hosts file in it is one of this package."""
+    """Its parts refer to each other by their names, and this package accepts its hosts file."""
     parts = {p["kind"]: p for p in yaml.safe_load_all(MANIFEST.read_text())}
     pods, service = parts["StatefulSet"]["spec"], parts["Service"]
     template = pods["template"]

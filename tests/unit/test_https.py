@@ -1,4 +1,4 @@
-"""A real HTTPS server with a certificate that the system does not trust, and clients that name its issuer."""
+"""A real HTTPS server whose certificate the system does not trust, and clients that are given its issuer's file."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def certificates(folder: Path, name: str) -> tuple[Path, Path, Path]:
-    """An authority, a certificate of ``ADDRESS`` that it signed, and that one's key."""
+def make_certificates(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """Make an authority, and a certificate for ``ADDRESS`` that it signs.
+
+    Returns the files of the authority, of the certificate, and of the certificate's key.
+    """
     authority, authority_key = folder / f"{name}-ca.pem", folder / f"{name}-ca.key"
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     new_key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
@@ -68,8 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Its port, and the file of its authority."""
-    authority, certificate, key = certificates(folder, "server")
+    """Start the HTTPS server; yield its port, and the file of the authority that signed its certificate."""
+    authority, certificate, key = make_certificates(folder, "server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     serving = ThreadingHTTPServer((ADDRESS, 0), Handler)
@@ -80,7 +83,7 @@ def server(folder: Path) -> Iterator[tuple[int, Path]]:
     serving.server_close()
 
 
-def ask(member: Member) -> dict:
+def get_model_info(member: Member) -> dict:
     async def get() -> dict:
         async with client_of(member) as client:
             return await client.get_json("/model_info")
@@ -90,10 +93,10 @@ def ask(member: Member) -> dict:
 
 def test_a_server_whose_issuer_is_named_is_talked_to(server: tuple[int, Path]) -> None:
     port, authority = server
-    place = Server("x", f"https://{ADDRESS}:{port}", origin="config")
-    member = Member(place, Keys("secret"), str(authority))
+    entry = Server("x", f"https://{ADDRESS}:{port}", origin="config")
+    member = Member(entry, Keys("secret"), str(authority))
     (member,) = MEMBERS.validate_json(MEMBERS.dump_json([member]))
-    assert ask(member) == {"key": "Bearer secret"}
+    assert get_model_info(member) == {"key": "Bearer secret"}
 
 
 @pytest.mark.parametrize("trusted", ["the system's", "another's"])
@@ -101,17 +104,17 @@ def test_a_server_of_another_issuer_gets_no_key(
     server: tuple[int, Path], folder: Path, trusted: str
 ) -> None:
     port, _ = server
-    ca_file = None if trusted == "the system's" else str(certificates(folder, "another")[0])
+    ca_file = None if trusted == "the system's" else str(make_certificates(folder, "another")[0])
     member = Member(Server("x", f"https://{ADDRESS}:{port}"), Keys("secret"), ca_file)
     with pytest.raises(EngineLostError, match="CERTIFICATE_VERIFY_FAILED"):
-        ask(member)
+        get_model_info(member)
 
 
 def test_a_certificate_holds_for_its_address_alone(server: tuple[int, Path]) -> None:
     port, authority = server
     member = Member(Server("x", f"https://localhost:{port}"), Keys("secret"), str(authority))
     with pytest.raises(EngineLostError, match=r"[Hh]ostname mismatch"):
-        ask(member)
+        get_model_info(member)
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -1,4 +1,4 @@
-"""Files of a download against the hub's own SHA-256, in both places where huggingface_hub keeps it."""
+"""Downloaded files are compared with the hub's SHA-256, in both places where huggingface_hub keeps the hash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny_models import save_tiny_model
 
 
 def flip_a_bit(path: Path) -> None:
-    """In the last byte; the file's time stays, as under a fault of a disk."""
+    """Flip a bit of the last byte, and keep the file's times, as a faulty disk does."""
     times = path.stat().st_atime, path.stat().st_mtime
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -24,7 +24,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def in_the_cache(folder: Path) -> Path:
-    """``weights.safetensors`` as ``hf download`` leaves it in the shared cache."""
+    """Write ``weights.safetensors`` as ``hf download`` leaves it in the shared cache. Return its path."""
     digest = hashlib.sha256(b"weights").hexdigest()
     blob, link = folder / "blobs" / digest, folder / "snapshots" / "abc" / "weights.safetensors"
     for path in (blob, link):
@@ -35,7 +35,7 @@ def in_the_cache(folder: Path) -> Path:
 
 
 def with_metadata(path: Path, etag: str | None = None) -> Path:
-    """The metadata that ``hf download --local-dir`` keeps of a file."""
+    """Write the metadata that ``hf download --local-dir`` keeps beside ``path``. Return ``path``."""
     etag = etag or hashlib.sha256(path.read_bytes()).hexdigest()
     metadata = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
     metadata.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Models with delta nets (Qwen3-Next): how their configurations are read, what they cost, their tensors in the engine,
-and their arithmetic on packed sequences."""
+"""Models with delta nets (Qwen3-Next): their config.json, their active parameters, their layouts, their tensors in the
+engine, and their arithmetic on packed sequences."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 NEXT = CONFIGS / "qwen3-next-80b-a3b-instruct"
 
 
-def tiny(name: Path = NEXT) -> ModelShape:
-    """The model with four layers and small widths."""
+def tiny_shape(name: Path = NEXT) -> ModelShape:
+    """Return the shape of the model with four layers and small widths."""
     shape = load_model_shape(name)
     assert shape.delta is not None
     delta = replace(shape.delta, key_heads=2, value_heads=4, key_size=4, value_size=6)
@@ -49,23 +49,23 @@ def tiny(name: Path = NEXT) -> ModelShape:
 
 
 def test_a_published_config_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    ours, theirs = load_model_shape(NEXT), AutoConfig.from_pretrained(NEXT)
-    kinds = {"linear_attention": [], "full_attention": []}
-    for layer, kind in enumerate(theirs.layer_types):
-        kinds[kind].append(layer)
-    assert list(ours.delta_layers) == kinds["linear_attention"]
-    assert ours.attention_layers == len(kinds["full_attention"])
-    assert ours.delta is not None
-    assert (ours.delta.key_heads, ours.delta.value_heads) == (
-        theirs.linear_num_key_heads,
-        theirs.linear_num_value_heads,
+    shape, config = load_model_shape(NEXT), AutoConfig.from_pretrained(NEXT)
+    layers = {"linear_attention": [], "full_attention": []}
+    for layer, kind in enumerate(config.layer_types):
+        layers[kind].append(layer)
+    assert list(shape.delta_layers) == layers["linear_attention"]
+    assert shape.attention_layers == len(layers["full_attention"])
+    assert shape.delta is not None
+    assert (shape.delta.key_heads, shape.delta.value_heads) == (
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
     )
-    assert ours.rotary_fraction == theirs.rope_parameters["partial_rotary_factor"]
+    assert shape.rotary_fraction == config.rope_parameters["partial_rotary_factor"]
     assert unknown_key_warnings(NEXT) == []
     assert missing_engine_keys(NEXT) == {}
     # A file that transformers 5 saves lacks keys that SGLang reads.
-    theirs.save_pretrained(tmp_path)
-    assert load_model_shape(tmp_path) == ours
+    config.save_pretrained(tmp_path)
+    assert load_model_shape(tmp_path) == shape
     assert unknown_key_warnings(tmp_path) == []
     assert missing_engine_keys(tmp_path)["full_attention_interval"] == 4
 
@@ -98,7 +98,7 @@ def test_what_would_be_trained_otherwise_is_refused(
 
 def test_checkpoints_carry_the_layer_that_predicts_further_tokens() -> None:
     names = ["mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight", "model.norm.weight", "x"]
-    assert carried_names(tiny(), names) == names[:2]
+    assert carried_names(tiny_shape(), names) == names[:2]
 
 
 def test_a_shape_survives_json() -> None:
@@ -108,7 +108,7 @@ def test_a_shape_survives_json() -> None:
 
 
 def test_active_parameters_are_those_of_the_tensors() -> None:
-    """Matrices and convolutions that multiply a token: of the experts' those of the chosen ones."""
+    """They are the matrices and convolutions that multiply a token. Of the experts, only the chosen ones count."""
     shape = load_model_shape(NEXT)
     embedding = FAMILIES[shape.family].embedding.sources[0].name
     expected = 0
@@ -125,7 +125,7 @@ def test_active_parameters_are_those_of_the_tensors() -> None:
     ("sizes", "key"),
     [
         ({"world_size": 2, "context": 2}, "context"),
-        # Megatron-Core does not cut the gate where ranks have parts of a key-value head.
+        # Megatron-Core does not divide the gate if a rank has only a part of a key-value head.
         ({"world_size": 4, "tensor": 4}, "tensor"),
     ],
 )
@@ -152,7 +152,7 @@ def test_servers_divide_the_heads_of_delta_nets() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_element_moves_once_into_the_engine(ranks: int) -> None:
     layout = Layout.smallest(2, 1, None, 2, 1)
-    report = prove_resharding(tiny(), layout, EngineLayout(ranks))
+    report = prove_resharding(tiny_shape(), layout, EngineLayout(ranks))
     assert sum(report.holds) == report.model_bytes
 
 
@@ -164,9 +164,9 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
 
 
 def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of layers 0 (a delta net) and 3 (attention), as SGLang's loader builds them in a bfloat16 model."""
+    """Return tensors of layers 0 (a delta net) and 3 (attention), as SGLang's loader builds them in bfloat16."""
     delta, attention = "model.layers.0.linear_attn.", "model.layers.3."
-    found = {
+    tensors = {
         f"{delta}{name}": hf[f"{delta}{name}"]
         for name in (
             "in_proj_qkvz.weight",
@@ -176,23 +176,23 @@ def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
             "A_log",
         )
     }
-    found[f"{delta}A_log"] = found[f"{delta}A_log"].float()
-    found[f"{delta}norm.weight"] = hf[f"{delta}norm.weight"].bfloat16()
+    tensors[f"{delta}A_log"] = tensors[f"{delta}A_log"].float()
+    tensors[f"{delta}norm.weight"] = hf[f"{delta}norm.weight"].bfloat16()
     parts = [hf[f"{attention}self_attn.{part}_proj.weight"] for part in "qkv"]
-    found[f"{attention}qkv_proj.weight"] = torch.cat(parts)
+    tensors[f"{attention}qkv_proj.weight"] = torch.cat(parts)
     norms = {
         f"{attention}q_norm": f"{attention}self_attn.q_norm",
         "model.layers.0.input_layernorm": "model.layers.0.input_layernorm",
         "model.norm": "model.norm",
     }
-    for ours, theirs in norms.items():
-        found[f"{ours}.weight"] = hf[f"{theirs}.weight"]
-        found[f"{ours}.gemma_weight"] = hf[f"{theirs}.weight"].clone().add_(1.0)
-    return found
+    for engine_name, hf_name in norms.items():
+        tensors[f"{engine_name}.weight"] = hf[f"{hf_name}.weight"]
+        tensors[f"{engine_name}.gemma_weight"] = hf[f"{hf_name}.weight"].clone().add_(1.0)
+    return tensors
 
 
 def stale_one_plus(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    """The engine keeps 1 + the weight of the update before."""
+    """The engine still has 1 + weight of the previous update."""
     name = "model.layers.0.input_layernorm.gemma_weight"
     engine[name] = torch.ones_like(engine[name])
     return name
@@ -205,7 +205,7 @@ def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
 
 
 def halves_of_the_fused_inputs_swapped(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
-    """Values and their gates of each key head."""
+    """The values and the gates of each key head are swapped."""
     name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
     heads = engine[name].view(2, 2 * 4 + 2 * 12, -1)
     q_and_k, values, gates = heads.split([8, 12, 12], 1)
@@ -234,7 +234,7 @@ def gate_before_the_query(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> s
 
 
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
-    shape = tiny()
+    shape = tiny_shape()
     hf = weights(shape)
     (digests,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
@@ -254,7 +254,7 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     ],
 )
 def test_a_planted_fault_is_named(plant: Any) -> None:
-    shape = tiny()
+    shape = tiny_shape()
     hf = weights(shape)
     (expected,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
@@ -270,7 +270,7 @@ BOUNDS = torch.tensor([0, 5, 6, 76, 79], dtype=torch.int32)
 
 
 def inputs() -> tuple[Tensor, ...]:
-    """Normed queries and keys, values, logarithms of decays, and parts of corrections of a pack, in fp32."""
+    """Return query, key (both normalised), value, g (the log of the decay) and beta of a pack, in float32."""
     torch.manual_seed(1)
     tokens, heads = sum(LENGTHS), 2
     query, key = (
@@ -316,7 +316,7 @@ def test_the_convolution_sees_no_token_of_another_sequence() -> None:
 
 
 def test_the_engine_decodes_as_it_reads_prompts() -> None:
-    """A prompt in two chunks, then tokens one by one, against all tokens at once: convolution and state."""
+    """A prompt in two chunks and then tokens one by one have the results of all tokens at once."""
     torch.manual_seed(3)
     tokens, slot = 9, torch.tensor([1])
     x, weight = torch.randn(6, tokens), torch.randn(6, 4)
@@ -327,7 +327,7 @@ def test_the_engine_decodes_as_it_reads_prompts() -> None:
     )
     a, b, rates, bias = torch.randn(tokens, 2), torch.randn(tokens, 2), torch.rand(2), torch.rand(2)
 
-    def computed(steps: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    def run_engine(steps: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         conv_states, states = torch.zeros(2, 6, 3), torch.zeros(2, 2, 6, 4)
         convolved, outputs = [], []
         for start, end in steps:
@@ -360,19 +360,19 @@ def test_the_engine_decodes_as_it_reads_prompts() -> None:
             outputs.append(output)
         return torch.cat(convolved, 1), torch.cat(outputs, 1)
 
-    whole, parts = computed([(0, 9)]), computed([(0, 4), (4, 7), (7, 8), (8, 9)])
+    whole, parts = run_engine([(0, 9)]), run_engine([(0, 4), (4, 7), (7, 8), (8, 9)])
     for expected, found in zip(whole, parts, strict=True):
         torch.testing.assert_close(found, expected)
 
 
 def test_the_engine_keeps_states_and_names_without_its_attention_block() -> None:
-    parameters = {p.name: p for p in engine_parameters(tiny(), EngineLayout(2), 1)}
+    parameters = {p.name: p for p in engine_parameters(tiny_shape(), EngineLayout(2), 1)}
     assert parameters["model.layers.0.linear_attn.conv1d.weight"].shape == (2 * 4 + 12, 1, 4)
     assert parameters["model.layers.0.linear_attn.in_proj_qkvz.weight"].shape == (32, 8)
     assert parameters["model.layers.0.linear_attn.A_log"].dtype == "float32"
-    # SGLang makes this norm in the type of config.json, whatever its weights' type is.
+    # SGLang makes this norm in the dtype of config.json, even if its weight in the checkpoint has another dtype.
     assert parameters["model.layers.0.linear_attn.norm.weight"].dtype == "bfloat16"
-    as_float32 = engine_parameters(replace(tiny(), dtype="float32"), EngineLayout(1), 0)
+    as_float32 = engine_parameters(replace(tiny_shape(), dtype="float32"), EngineLayout(1), 0)
     types = {p.name: p.dtype for p in as_float32}
     assert types["model.layers.0.linear_attn.norm.weight"] == "float32"
     assert parameters["model.layers.3.qkv_proj.weight"].shape == (2 * 2 * 8 + 2 * 8, 8)

@@ -1,4 +1,4 @@
-"""Inputs are compared with a list as sha256sum writes it."""
+"""Input files are compared with a list of hashes in the format of sha256sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def listed(folder, text: str) -> str:
+def write_list(folder, text: str) -> str:
     path = folder / "SHA256SUMS"
     path.write_text(text)
     return str(path)
@@ -29,11 +29,11 @@ def test_what_sha256sum_writes_is_accepted(folder):
     written = subprocess.run(
         ["sha256sum", "a file", "other"], cwd=folder, capture_output=True, text=True, check=True
     )
-    check_input_hashes(listed(folder, written.stdout))
+    check_input_hashes(write_list(folder, written.stdout))
 
 
 def test_every_wrong_file_is_named(folder):
-    path = listed(folder, f"{ABC}  a file\n{ABC.upper()} *other\n{ABC}  missing\n")
+    path = write_list(folder, f"{ABC}  a file\n{ABC.upper()} *other\n{ABC}  missing\n")
     with pytest.raises(InputError) as error:
         check_input_hashes(path)
     other, missing = str(error.value).splitlines()
@@ -52,7 +52,7 @@ def test_every_wrong_file_is_named(folder):
 )
 def test_another_file_is_no_list(folder, text, message):
     with pytest.raises(InputError, match=message):
-        check_input_hashes(listed(folder, text))
+        check_input_hashes(write_list(folder, text))
 
 
 def test_a_list_that_is_not_there(folder):

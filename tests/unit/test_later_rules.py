@@ -1,4 +1,4 @@
-"""The rules after the paper: fixtures worked by hand, and float64 oracles in plain loops over responses."""
+"""Rules of other papers than DPPO's: values worked by hand, and references in float64 that loop over responses."""
 
 import math
 import random
@@ -25,7 +25,7 @@ F64 = torch.float64
 ONE_RESPONSE = {"sequence_ids": torch.zeros(100, dtype=torch.int64)}
 
 
-def trained(name, x, **options):
+def trains(name, x, **options):
     return decide(build_algorithm(name, options), x).trains.tolist()
 
 
@@ -37,7 +37,8 @@ def weights(name, x, **options):
 
 
 def test_kpop_does_not_read_digits_that_an_engine_has_not():
-    """log mu = 0 is a mu of 1 - 3e-8 in float32, and a pi of .9985 near it: .0095 nats with the rest cut to 1e-6."""
+    """In float32, log mu = 0 stands for any mu above 1 - 3e-8. Probabilities are cut to [1e-6, 1 - 1e-6], so with
+    pi = .9985 the KL is .0095 nats, not infinite."""
     x = inputs([0.9985, 0.008], [0.5, 1e-8], [1.0, -1.0], dtype=torch.float32)
     x = replace(x, rollout_log_probs=torch.tensor([0.0, math.log(1e-8)]))
     found = divergence.binary_kl_both_ways(x.log_probs, x.rollout_log_probs)
@@ -46,11 +47,11 @@ def test_kpop_does_not_read_digits_that_an_engine_has_not():
         0.008 * math.log(0.008 / 1e-6) + 0.992 * math.log(0.992),
     ]
     assert found.tolist() == pytest.approx(by_hand, rel=1e-3)
-    assert trained("kpop", x) == [True, True]
+    assert trains("kpop", x) == [True, True]
 
 
 def test_a_recomputed_policy_is_compared_with_itself_whatever_mu_says():
-    """pi = pi' = (.9, .05, .05) and mu = .5 at the sampled token: D is 0, and log(.9 / .5) is no part of it."""
+    """pi = pi' = (.9, .05, .05), and mu = .5 at the sampled token. The divergence of pi from pi' is 0 for any mu."""
     policy = torch.tensor([[0.9, 0.05, 0.05]]).log()
     x = inputs([0.9], [0.5], [1.0], recomputed=[0.9], dtype=torch.float32)
     x = replace(
@@ -61,11 +62,11 @@ def test_a_recomputed_policy_is_compared_with_itself_whatever_mu_says():
     )
     for name in ("recomputed-exact-kl", "recomputed-exact-tv"):
         algorithm = build_algorithm(name)
-        decided = rules.measure_divergence(algorithm.preset.divergence, x, algorithm.anchor)
-        assert decided.tolist() == pytest.approx([0.0], abs=1e-6)
+        distance = rules.measure_divergence(algorithm.preset.divergence, x, algorithm.anchor)
+        assert distance.tolist() == pytest.approx([0.0], abs=1e-6)
         moved = replace(x, log_probs=torch.tensor([0.901]).log())
-        assert trained(name, moved) == [True]
-    # The same columns against the rollout: mu is what it says.
+        assert trains(name, moved) == [True]
+    # With the rollout as the anchor, mu counts in the same columns.
     assert float(rules.measure_divergence("topk_kl", x, rollout)) > 0.5
 
 
@@ -73,10 +74,10 @@ def test_bellman_weight_and_clip_by_hand():
     # (1.1 - mu) / (1.1 - pi) = 0.6 / 0.35, 0.6 / 0.85, 0.2 / 1.0, and 1.0 / 0.15 cut to 3
     x = inputs([0.75, 0.25, 0.1, 0.95], [0.5, 0.5, 0.9, 0.1], [-1.0, 1.0, 1.0, -1.0])
     assert weights("bpo", x).tolist() == pytest.approx([0.6 / 0.35, 0.6 / 0.85, 0.2, 3.0])
-    # Outward and beyond the clip of the weight: 1.714 > 1.28 with A > 0, 0.706 < 0.8 with A < 0.
-    assert trained("bpo", replace(x, advantages=-x.advantages)) == [False, False, False, False]
-    assert trained("bpo", x) == [True] * 4
-    # A rare token's weight hardly moves where its ratio is 40.
+    # With -A every step leads outward, and every weight is beyond its bound: 1.28 if -A > 0, 0.8 if -A < 0.
+    assert trains("bpo", replace(x, advantages=-x.advantages)) == [False, False, False, False]
+    assert trains("bpo", x) == [True] * 4
+    # The ratio of this rare token is 40, but its weight is near 1.
     assert weights("bpo", inputs([0.04], [0.001], [1.0])).tolist() == pytest.approx([1.099 / 1.06])
 
 
@@ -92,19 +93,19 @@ def test_bellman_weight_without_smoothing_has_the_gradient_of_log_pi_and_the_bin
 
 def test_symmetric_mask_blocks_by_distance_alone_and_trains_at_it():
     x = inputs([0.75, 0.75, 0.25, 0.6], [0.5] * 4, [1.0, -1.0, 1.0, 1.0])
-    assert trained("dppo-symmetric", x, tv_threshold=0.25 - 1e-9) == [False, False, False, True]
-    assert trained("dppo-symmetric", x, tv_threshold=0.25 + 1e-9) == [True] * 4
+    assert trains("dppo-symmetric", x, tv_threshold=0.25 - 1e-9) == [False, False, False, True]
+    assert trains("dppo-symmetric", x, tv_threshold=0.25 + 1e-9) == [True] * 4
 
 
 def test_kpop_takes_the_larger_kl_whatever_the_sign():
-    # mu = .5, pi = .1: KL(mu || pi) = .5 log 5 + .5 log(5 / 9) = .5108, the other .1 log .2 + .9 log 1.8 = .3681
+    # mu = .5, pi = .1: KL(mu || pi) = .5 log 5 + .5 log(5 / 9) = .5108, KL(pi || mu) = .1 log .2 + .9 log 1.8 = .3681
     larger = 0.5 * math.log(5) + 0.5 * math.log(5 / 9)
     for pi, mu in ((0.1, 0.5), (0.5, 0.1)):
         x = inputs([pi, pi], [mu, mu], [1.0, -1.0])
         found = divergence.binary_kl_both_ways(x.log_probs, x.rollout_log_probs)
         assert found.tolist() == pytest.approx([larger, larger])
-        assert trained("kpop", x, kl_threshold=larger * (1 + 1e-9)) == [True, True]
-        assert trained("kpop", x, kl_threshold=larger * (1 - 1e-9)) == [False, False]
+        assert trains("kpop", x, kl_threshold=larger * (1 + 1e-9)) == [True, True]
+        assert trains("kpop", x, kl_threshold=larger * (1 - 1e-9)) == [False, False]
 
 
 def test_the_soft_gate_is_the_derivative_of_its_published_loss():
@@ -118,15 +119,15 @@ def test_the_soft_gate_is_the_derivative_of_its_published_loss():
     assert weights("sapo", x)[2] == 1  # r = 1
 
 
-def at_all(pi, mu, sampled):
-    """Top-K tensors [1, V + 1] of the whole vocabulary; the sampled token's own column is not valid."""
+def whole_topk(pi, mu, sampled):
+    """Return Top-K tensors [1, V + 1] of the whole vocabulary. The sampled token's own column is not valid."""
     log = lambda p: torch.tensor([[*p, p[sampled]]], dtype=F64).log()  # noqa: E731
     return log(pi), log(mu), torch.tensor([[True] * len(pi) + [False]])
 
 
-def predicted(pi, mu, sampled, advantage):
+def topk_inputs(pi, mu, sampled, advantage):
     names = ("topk_log_probs", "rollout_topk_log_probs", "topk_valid")
-    topk = dict(zip(names, at_all(pi, mu, sampled), strict=True))
+    topk = dict(zip(names, whole_topk(pi, mu, sampled), strict=True))
     squares = torch.tensor([sum(p * p for p in pi)], dtype=F64)
     more = {"tail_ids": torch.zeros(1, dtype=torch.int64), "sum_squares": squares}
     return inputs([pi[sampled]], [mu[sampled]], [advantage], **topk, **more)
@@ -137,15 +138,16 @@ PI, MU = [0.21, 0.75, 0.04], [0.20, 0.50, 0.30]
 
 @pytest.mark.parametrize("name", ["pdm-aggregated", "pdm-uniform", "pdm-tail", "pdm-exact"])
 def test_predictive_mask_asks_where_the_kl_goes_not_where_the_ratio_does(name):
-    """KL .39 and r = 1.05, but the step on token 0 lowers the KL: G = .01 - .0021 - .1875 + .0104 = -.1692."""
-    change = divergence.topk_kl_change(*at_all(PI, MU, 0))
+    """The KL is .39 and r is 1.05, but a step that raises token 0 lowers the KL: its predicted change is
+    G = .01 - .0021 - .1875 + .0104 = -.1692."""
+    change = divergence.topk_kl_change(*whole_topk(PI, MU, 0))
     assert change.tolist() == pytest.approx([-0.1692])
-    assert divergence.topk_kl(*at_all(PI, MU, 0)).item() == pytest.approx(0.391980, abs=1e-6)
-    for advantage, blocks in ((1.0, False), (-1.0, True)):
-        x = predicted(PI, MU, 0, advantage)
-        assert trained(name, x) == [not blocks]
-        assert trained("dppo-topk-kl", x) == [blocks]
-        assert trained(name, x, kl_threshold=0.392) == [True]
+    assert divergence.topk_kl(*whole_topk(PI, MU, 0)).item() == pytest.approx(0.391980, abs=1e-6)
+    for advantage, is_blocked in ((1.0, False), (-1.0, True)):
+        x = topk_inputs(PI, MU, 0, advantage)
+        assert trains(name, x) == [not is_blocked]
+        assert trains("dppo-topk-kl", x) == [is_blocked]
+        assert trains(name, x, kl_threshold=0.392) == [True]
 
 
 def test_the_predicted_change_is_the_derivative_of_the_kl_along_the_step():
@@ -157,23 +159,24 @@ def test_the_predicted_change_is_the_derivative_of_the_kl_along_the_step():
         kl = lambda t: (mu * (mu.log() - (logits + t * step).log_softmax(-1))).sum()  # noqa: E731, B023
         zero, one = torch.tensor([0.0, 1.0], dtype=F64)
         expected = torch.autograd.functional.jvp(kl, zero, one)[1]
-        found = divergence.topk_kl_change(*at_all(pi.tolist(), mu.tolist(), sampled))
+        found = divergence.topk_kl_change(*whole_topk(pi.tolist(), mu.tolist(), sampled))
         assert found.item() == pytest.approx(expected.item())
 
 
 def test_the_tail_is_one_token_or_many():
-    # TopK(mu) = {.5}, k = that; pi there .3, so the rest has .7 and .5: .7 (.5 - .7) = -.14, or a fourth of it.
+    # TopK(mu) has only the sampled token, with mu = .5 and pi = .3. The rest has pi = .7 and mu = .5. As one token it
+    # adds .7 (.5 - .7) = -.14, as four equal tokens a fourth of that.
     pi, mu = torch.tensor([[0.3, 0.3]], dtype=F64), torch.tensor([[0.5, 0.5]], dtype=F64)
     topk = (pi.log(), mu.log(), torch.tensor([[True, False]]))
     inside = -0.2 + 0.3 * 0.2
     assert divergence.topk_kl_change(*topk).item() == pytest.approx(inside - 0.14)
     tail = torch.tensor([4])
     assert divergence.topk_kl_change(*topk, tail_ids=tail).item() == pytest.approx(inside - 0.035)
-    # Of .4 and .3 in the rest, whose mu / pi is 5 / 7: (5 / 7 - 1)(.16 + .09), whatever the ids of the rest are.
+    # With pi = .4 and .3 in the rest, and mu / pi = 5 / 7 for both, the rest adds (5 / 7 - 1)(.16 + .09).
     squares = torch.tensor([0.09 + 0.16 + 0.09], dtype=F64)
     of_squares = divergence.topk_kl_change(*topk, sum_squares=squares)
     assert of_squares.item() == pytest.approx(inside - 2 / 7 * 0.25)
-    # All of it at one id is the one token; more there can't be, and less than nothing neither.
+    # With the sum .09 + .49 one token has the whole rest. Larger sums count as this one, sums below .09 as .09.
     for found, share in ((0.09 + 0.49, 1), (0.7, 1), (0.05, 0)):
         squares = torch.tensor([found], dtype=F64)
         change = divergence.topk_kl_change(*topk, sum_squares=squares)
@@ -184,7 +187,7 @@ def test_a_proportional_tail_is_exact_where_it_is_one_and_better_than_one_token_
     g = torch.Generator().manual_seed(8)
     pi = torch.randn(50, 40, generator=g, dtype=F64).mul(2).softmax(-1)
     mu = torch.randn(50, 40, generator=g, dtype=F64).mul(0.3).exp() * pi
-    mu[:, 6:] = pi[:, 6:] * 0.8  # the tail's mu / pi is one
+    mu[:, 6:] = pi[:, 6:] * 0.8  # mu / pi is equal in the whole tail
     mu /= mu.sum(-1, keepdim=True)
     exact = pi[:, 0] - mu[:, 0] + (pi * (mu - pi)).sum(-1)
     columns = [0, 1, 2, 3, 4, 5, 0]  # the sampled token is the first of TopK(mu)
@@ -198,11 +201,11 @@ def test_a_proportional_tail_is_exact_where_it_is_one_and_better_than_one_token_
 
 
 def test_a_uniform_tail_needs_its_size_which_the_statistics_know():
-    x = replace(predicted(PI, MU, 0, 1.0), tail_ids=None)
+    x = replace(topk_inputs(PI, MU, 0, 1.0), tail_ids=None)
     with pytest.raises(ValueError, match=mentioning("tail_ids")):
-        trained("pdm-uniform", x)
+        trains("pdm-uniform", x)
     with pytest.raises(ValueError, match=mentioning("sum_squares")):
-        trained("pdm-tail", replace(x, sum_squares=None))
+        trains("pdm-tail", replace(x, sum_squares=None))
     batch = packed(samples(), range(2))
     ids = batch.columns["topk_ids"].long()
     stats = policy_stats(
@@ -219,7 +222,7 @@ def test_a_uniform_tail_needs_its_size_which_the_statistics_know():
 
 
 def all_outward(distances):
-    """A response of tokens with mu = .2 that rise by ``distances`` with A > 0."""
+    """Return the inputs of one response with mu = .2, pi = .2 + ``distances`` and A > 0: every step leads outward."""
     count = len(distances)
     ids = torch.zeros(count, dtype=torch.int64)
     return inputs([0.2 + d for d in distances], [0.2] * count, [1.0] * count, sequence_ids=ids)
@@ -227,54 +230,55 @@ def all_outward(distances):
 
 def test_cppo_blocks_a_steady_drift_that_dppo_keeps():
     x = all_outward([0.10] * 100)
-    assert trained("dppo-binary-tv", x) == [True] * 100
-    assert trained("cppo-binary-tv", x) == [True] + [False] * 99
-    fixed = {"budget_low": 0.015, "budget_high": 0.015}  # that of post-trained models
-    assert trained("cppo-binary-tv", x, **fixed) == [True] + [False] * 99
+    assert trains("dppo-binary-tv", x) == [True] * 100
+    assert trains("cppo-binary-tv", x) == [True] + [False] * 99
+    fixed = {"budget_low": 0.015, "budget_high": 0.015}  # the budget for post-trained models
+    assert trains("cppo-binary-tv", x, **fixed) == [True] + [False] * 99
 
 
 def test_cppo_of_the_binary_kl_by_hand():
-    # KL(.2 || .3) = .2 log(2 / 3) + .8 log(8 / 7) = .02573, below .05; b is cut to .0032. With w near 1 the second has
-    # .05 + .0032 - .0257, and the third .05 + .0064 - .0513.
+    # KL(.2 || .3) = .2 log(2 / 3) + .8 log(8 / 7) = .02573 is below d = .05. b is cut to .0032, and w is near 1. So the
+    # second token's bound is .05 + .0032 - .0257 = .0275, and the third's is .05 + .0064 - .0513 = .0051.
     x = all_outward([0.10] * 100)
-    assert trained("dppo-binary-kl", x) == [True] * 100
-    assert trained("cppo-binary-kl", x) == [True, True] + [False] * 98
+    assert trains("dppo-binary-kl", x) == [True] * 100
+    assert trains("cppo-binary-kl", x) == [True, True] + [False] * 98
     exact = 0.2 * math.log(2 / 3) + 0.8 * math.log(8 / 7)
     for threshold, first in ((exact * (1 + 1e-9), True), (exact * (1 - 1e-9), False)):
-        assert trained("cppo-binary-kl", x, kl_threshold=threshold)[:2] == [first, False]
+        assert trains("cppo-binary-kl", x, kl_threshold=threshold)[:2] == [first, False]
 
 
 def test_cppo_keeps_a_late_step_that_dppo_blocks():
     x = all_outward([0.0] * 99 + [0.17])
-    assert trained("dppo-binary-tv", x)[-1] is False
-    assert trained("cppo-binary-tv", x) == [True] * 100
-    # It is the last token's weight, 0.8: 0.8 * 0.1875 = 0.15.
+    assert trains("dppo-binary-tv", x)[-1] is False
+    assert trains("cppo-binary-tv", x) == [True] * 100
+    # The last token has the weight 0.8, and 0.8 * 0.1875 is the threshold 0.15.
     for late, expected in ((0.1874, True), (0.1876, False)):
-        assert trained("cppo-binary-tv", all_outward([0.0] * 99 + [late]))[-1] is expected
+        assert trains("cppo-binary-tv", all_outward([0.0] * 99 + [late]))[-1] is expected
 
 
 def test_cppo_counts_what_it_blocks_and_what_leads_back():
-    # Three steps of .1 with the budget 0.04: the 2nd is beyond .15 + .04 - .1; so is the 3rd, whether the 2nd leads
-    # back or not, but a 2nd of nothing leaves it room: w = 1, .9, .8; .08 <= .15 + .04 * 1.9 - .1.
+    # d = .15, b = .04, w = 1, .9, .8. The 2nd token spends .9 * .11 = .099, and its bound is .15 + .04 - .1 = .09. The
+    # 3rd spends .08. Its bound is .15 + .04 * 1.9 - .199 = .027, also if the 2nd is blocked or leads back to mu. If the
+    # 2nd spends nothing, the 3rd token's bound is .126.
     def middle(distance, advantage):
         advantages = torch.tensor([1.0, advantage, 1.0], dtype=F64)
         return replace(all_outward([0.1, distance, 0.1]), advantages=advantages)
 
-    assert trained("cppo-binary-tv", middle(0.1, 1.0)) == [True, False, False]
-    assert trained("cppo-binary-tv", middle(0.1, -1.0)) == [True, True, False]
-    assert trained("cppo-binary-tv", middle(0.0, 1.0)) == [True, True, True]
+    assert trains("cppo-binary-tv", middle(0.11, 1.0)) == [True, False, False]
+    assert trains("cppo-binary-tv", middle(0.11, -1.0)) == [True, True, False]
+    assert trains("cppo-binary-tv", middle(0.0, 1.0)) == [True, True, True]
 
 
 def test_cppos_budget_is_the_90th_percentile_of_the_response():
-    # Of eleven tokens the tenth in order: .03. The third then has .0501 + 2 * .03 - .06, more than it takes.
+    # b is the tenth of the eleven distances in order, .03. The third token's bound is .0501 + 2 * .03 - .06 > .03.
     x = all_outward([0.05, 0.01, 0.03] + [0.01] * 8)
     numbers = {"tv_threshold": 0.0501, "weight_min": 1.0, "budget_low": 0.0}
-    assert trained("cppo-binary-tv", x, **numbers, budget_high=1.0)[:3] == [True] * 3
-    assert trained("cppo-binary-tv", x, **numbers, budget_high=0.01)[:3] == [True, True, False]
+    assert trains("cppo-binary-tv", x, **numbers, budget_high=1.0)[:3] == [True] * 3
+    assert trains("cppo-binary-tv", x, **numbers, budget_high=0.01)[:3] == [True, True, False]
 
 
 def test_rules_of_whole_responses_train_exactly_at_their_bounds():
-    # On policy every ratio is 1, every drift, k2 and k3 is 0: the bounds leave no room around these.
+    # On policy every ratio is 1, and every drift, k2 and k3 is 0. The bounds allow these values and no others.
     same, ids = [0.5, 0.25], torch.tensor([0, 1])
     x = inputs(same, same, [1.0, -1.0], recomputed=same, sequence_ids=ids)
     for mask in (
@@ -291,7 +295,8 @@ def test_rules_of_whole_responses_train_exactly_at_their_bounds():
 
 
 def test_without_advantage_nothing_drifts_and_nothing_is_cut():
-    # log r = log .5 and log 2, a response each; with A of either sign one of them is cut to 0.15 in size.
+    # Two responses of one token have log r = log .5 and log 2. If A > 0 the second is cut to 0.15, if A < 0 the first
+    # is cut to -0.15, and if A = 0 neither is cut.
     x = inputs([0.25, 0.5], [0.5, 0.25], [0.0, 0.0], sequence_ids=torch.tensor([0, 1]))
     assert sequence_rules.drifted_sequence(x, rollout, drift_threshold=0.1).tolist() == [True, True]
     weight = sequence_rules.clipped_geometric_mean(x, rollout, log_clip=0.15)
@@ -306,28 +311,28 @@ def test_cppo_trains_exactly_at_its_bound_and_what_does_not_lead_outward():
     x = all_outward([0.1, 0.0])
     distance = divergence.binary_tv(x.log_probs.detach(), x.rollout_log_probs)
     numbers = {"weight_min": 1.0, "budget_low": 0.0, "budget_high": 1e-9}
-    assert trained("cppo-binary-tv", x, tv_threshold=float(distance[0]), **numbers)[0] is True
-    # .4 is spent of .05: nothing is left for a step outward, and a ratio of 1 or an A of 0 needs none.
+    assert trains("cppo-binary-tv", x, tv_threshold=float(distance[0]), **numbers)[0] is True
+    # The first token spends .4 of .05, so no further step may lead outward. With r = 1 or A = 0 a step leads nowhere.
     for second, advantage, expected in ((0.0, 1.0, True), (0.3, 0.0, True), (0.3, 1.0, False)):
         y = replace(
             all_outward([0.4, second]), advantages=torch.tensor([1.0, advantage], dtype=F64)
         )
-        assert trained("cppo-binary-tv", y, tv_threshold=0.05, **numbers) == [False, expected]
+        assert trains("cppo-binary-tv", y, tv_threshold=0.05, **numbers) == [False, expected]
     # log r = 3.2 is outward, too.
     rare = inputs([0.5], [0.02], [1.0], sequence_ids=torch.tensor([0]))
-    assert trained("cppo-binary-tv", rare, tv_threshold=0.05, **numbers) == [False]
+    assert trains("cppo-binary-tv", rare, tv_threshold=0.05, **numbers) == [False]
 
 
 def test_cppos_budget_is_not_the_largest_of_the_response():
-    # Of eleven tokens the tenth in order is .02: the second has .0801 + .02 - .09, less than it takes.
+    # b is the tenth of the eleven distances in order, .02. The second token's bound is .0801 + .02 - .09 < .02.
     x = all_outward([0.09, 0.02] + [0.01] * 9)
     numbers = {"tv_threshold": 0.0801, "weight_min": 1.0, "budget_low": 0.0, "budget_high": 1.0}
-    assert trained("cppo-binary-tv", x, **numbers)[:2] == [False, False]
-    assert trained("cppo-binary-tv", x, **{**numbers, "budget_low": 0.09})[:2] == [False, True]
+    assert trains("cppo-binary-tv", x, **numbers)[:2] == [False, False]
+    assert trains("cppo-binary-tv", x, **{**numbers, "budget_low": 0.09})[:2] == [False, True]
 
 
 def cppo_by_loop(distances, outward, d, low, high, weight_min):
-    """Which tokens of one response train, in plain Python."""
+    """Return which tokens of one response train, in plain Python."""
     count = len(distances)
     ordered = sorted(distances)
     place = 0.9 * (count - 1)
@@ -345,48 +350,48 @@ def cppo_by_loop(distances, outward, d, low, high, weight_min):
 
 
 def responses(seed, count=5, longest=14):
-    """Packed responses between prompts and padding; each: (pi, mu, advantage, rows of the pack)."""
-    rng, made, rows, ids, mask = random.Random(seed), [], [], [], []
+    """Return the inputs of packed responses and their prompts, pi, mu, and (rows, advantage) of each response."""
+    rng, of_responses, ids, mask = random.Random(seed), [], [], []
     for number in range(count):
         for part, length in ((False, rng.randint(0, 3)), (True, rng.randint(1, longest))):
             for _ in range(length):
-                mask.append(part and rng.random() > 0.15)  # not all of a response trains
+                mask.append(part and rng.random() > 0.15)  # some tokens of a response do not train
                 ids.append(number)
     advantages = [rng.choice((-1.0, 1.0)) for _ in range(count)]
     pi = [rng.uniform(0.05, 0.6) for _ in ids]
     mu = [min(max(p + rng.gauss(0, 0.06), 0.01), 0.9) for p in pi]
     for number in range(count):
         rows = [i for i, n in enumerate(ids) if n == number and mask[i]]
-        made.append((rows, advantages[number]))
+        of_responses.append((rows, advantages[number]))
     x = inputs(
         pi, mu, [advantages[n] for n in ids], loss_mask=mask, sequence_ids=torch.tensor(ids),
         recomputed=[min(max(q + rng.gauss(0, 0.04), 0.01), 0.9) for q in mu],
     )  # fmt: skip
-    return x, pi, mu, made
+    return x, pi, mu, of_responses
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
-    x, pi, mu, made = responses(seed)
+    x, pi, mu, of_responses = responses(seed)
     numbers = {"tv_threshold": 0.08, "budget_low": 0.02, "budget_high": 0.04, "weight_min": 0.8}
-    cppo = trained("cppo-binary-tv", x, **numbers)
+    cppo = trains("cppo-binary-tv", x, **numbers)
     of_kl = {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004}
-    cppo_kl = trained("cppo-binary-kl", x, **of_kl)
-    gmpo = weights("gmpo", x, log_clip=0.15), trained("gmpo", x, log_clip=0.15)
+    cppo_kl = trains("cppo-binary-kl", x, **of_kl)
+    gmpo = weights("gmpo", x, log_clip=0.15), trains("gmpo", x, log_clip=0.15)
     minpro = weights("minpro", x)
-    largest, mean = trained("trm-max", x, largest_k2=0.1), trained("trm-mean", x, mean_k3=0.03)
-    geometric = trained("geometric-mask", x, sequence_low=0.9, sequence_high=1.1)
-    vaco = trained("vaco", x, largest_shift=0.15)
-    drifted = trained("off-policy-sequence-mask", x, drift_threshold=0.02)
-    for rows, a in made:
+    largest, mean = trains("trm-max", x, largest_k2=0.1), trains("trm-mean", x, mean_k3=0.03)
+    geometric = trains("geometric-mask", x, sequence_low=0.9, sequence_high=1.1)
+    vaco = trains("vaco", x, largest_shift=0.15)
+    drifted = trains("off-policy-sequence-mask", x, drift_threshold=0.02)
+    for rows, a in of_responses:
         logs = [math.log(pi[i] / mu[i]) for i in rows]
         gaps = [abs(pi[i] - mu[i]) for i in rows]
         outward = [a * value > 0 for value in logs]
         loop = cppo_by_loop(gaps, outward, 0.08, 0.02, 0.04, 0.8) if rows else []
         assert [cppo[i] for i in rows] == loop
         pairs = [(pi[i], mu[i]) for i in rows]
-        gaps = [q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) for p, q in pairs]
-        loop = cppo_by_loop(gaps, outward, 0.01, 0.001, 0.004, 0.8) if rows else []
+        kls = [q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) for p, q in pairs]
+        loop = cppo_by_loop(kls, outward, 0.01, 0.001, 0.004, 0.8) if rows else []
         assert [cppo_kl[i] for i in rows] == loop
         if not rows:
             continue
@@ -428,7 +433,7 @@ def test_the_random_responses_fall_on_both_sides():
     for seed in range(8):
         x = responses(seed)[0]
         for name, given in options.items():
-            of_masked = torch.tensor(trained(name, x, **given))[x.loss_mask]
+            of_masked = torch.tensor(trains(name, x, **given))[x.loss_mask]
             found.setdefault(name, []).append(of_masked)
     for name, parts in found.items():
         assert 0.1 < float(torch.cat(parts).double().mean()) < 0.95, name
@@ -436,11 +441,11 @@ def test_the_random_responses_fall_on_both_sides():
 
 @pytest.mark.parametrize("name", ["cppo-binary-tv", "minpro", "gmpo", "trm-mean"])
 def test_a_responses_numbers_do_not_depend_on_what_it_is_packed_with(name):
-    """Not by one bit: the order in which its tokens are added up is its own."""
-    x, *_, made = responses(3)
+    """The numbers are equal bit by bit: the order in which a response's tokens are added up is that of the response."""
+    x, *_, of_responses = responses(3)
     algorithm = build_algorithm(name)
     whole = decide(algorithm, x)
-    for number in range(len(made)):
+    for number in range(len(of_responses)):
         rows = torch.nonzero(x.sequence_ids == number).flatten()
         fields = {f: getattr(x, f) for f in x.__dataclass_fields__}
         alone = {f: None if v is None else v[rows] for f, v in fields.items()}
@@ -472,11 +477,11 @@ def test_one_token_has_the_whole_weight():
     x = all_outward([0.1])
     weight, weights_before = sequence_rules.position_weights(x, weight_min=0.8)
     assert (weight.tolist(), weights_before.tolist()) == ([1.0], [0.0])
-    assert trained("cppo-binary-tv", x) == [True]
+    assert trains("cppo-binary-tv", x) == [True]
 
 
 def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
-    # Binary .05, Top-K .3 at each token.
+    # At each token the binary TV is .05, and the Top-K TV is .3.
     topk = {
         "topk_log_probs": torch.tensor([[0.3, 0.15]], dtype=F64).log().expand(4, 2),
         "rollout_topk_log_probs": torch.tensor([[0.6, 0.1]], dtype=F64).log().expand(4, 2),
@@ -484,19 +489,19 @@ def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
     }
     ids = torch.zeros(4, dtype=torch.int64)
     x = inputs([0.15] * 4, [0.1] * 4, [1.0] * 4, sequence_ids=ids, **topk)
-    assert trained("cppo-topk-tv", x) == [False] * 4
-    assert trained("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
-    # KL: .6 log 2 + .1 log(2 / 3) + .3 log(6 / 11) = .1935, and .0109 of the sampled token alone.
-    assert trained("cppo-binary-kl", x)[0] is True
-    assert trained("cppo-topk-kl", x) == [False] * 4
-    assert trained("cppo-topk-kl", x, kl_threshold=0.194) == [True, False, False, False]
+    assert trains("cppo-topk-tv", x) == [False] * 4
+    assert trains("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
+    # The Top-K KL is .6 log 2 + .1 log(2 / 3) + .3 log(6 / 11) = .1935, and the binary KL is .0109.
+    assert trains("cppo-binary-kl", x)[0] is True
+    assert trains("cppo-topk-kl", x) == [False] * 4
+    assert trains("cppo-topk-kl", x, kl_threshold=0.194) == [True, False, False, False]
 
 
 # --- rules that look at an optimiser step
 
 
 def cut_by_sorting(values, limit):
-    """How many of the smallest values have a mean of at most ``limit``, in plain Python; equal ones are on one side."""
+    """Return how many of the smallest values have a mean of at most ``limit``. Equal values all count, or none does."""
     ordered, kept = sorted(values), 0
     for count in range(1, len(ordered) + 1):
         is_last_of_equals = count == len(ordered) or ordered[count] != ordered[count - 1]
@@ -506,7 +511,7 @@ def cut_by_sorting(values, limit):
 
 
 def level_by_sorting(values, limit):
-    """The level at which the values, cut to it, have the mean ``limit``, in plain Python; inf where they need none."""
+    """Return the level c for which the mean of min(value, c) is ``limit``; inf if the values' mean is not above it."""
     ordered = sorted(values)
     if sum(ordered) <= limit * len(ordered):
         return math.inf
@@ -519,7 +524,8 @@ def level_by_sorting(values, limit):
 
 
 SIGNS = torch.tensor([1.0, -1.0, -1.0, 0.0]).repeat(50)
-ALONE = lambda total: total  # noqa: E731
+ONE_REPLICA = lambda values: values  # noqa: E731
+"""The sum over the replicas if there is only one."""
 
 
 @pytest.mark.parametrize("limit", [1e-6, 0.01, 0.04, 0.1, 1.0])
@@ -528,42 +534,44 @@ def test_the_cut_of_the_outward_moment_is_the_level_of_a_sorted_list(seed, limit
     g = torch.Generator().manual_seed(seed)
     log_ratio = 0.4 * torch.randn(200, generator=g)
     outward = [v * v for v, a in zip(log_ratio.tolist(), SIGNS.tolist(), strict=True) if a * v > 0]
-    cut = step_rules.outward_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
+    cut = step_rules.outward_moment_cut(log_ratio, SIGNS, ONE_REPLICA, second_moment=limit)
     assert cut == pytest.approx(level_by_sorting(outward, limit), rel=1e-6)
     assert (cut == math.inf) == (limit == 1)
     if cut < math.inf:
         assert sum(min(v, cut) for v in outward) <= limit * len(outward)
-    # What leads back to mu, or has no advantage, counts neither in the sum nor in the number.
+    # Tokens that lead back to mu, or whose A is 0, count neither in the sum nor in the number of tokens.
     back = log_ratio.clone()
     back[SIGNS * log_ratio <= 0] *= 50
-    assert step_rules.outward_moment_cut(back, SIGNS, ALONE, second_moment=limit) == cut
+    assert step_rules.outward_moment_cut(back, SIGNS, ONE_REPLICA, second_moment=limit) == cut
     none = torch.zeros_like(SIGNS)
-    assert step_rules.outward_moment_cut(log_ratio, none, ALONE, second_moment=limit) == math.inf
+    assert (
+        step_rules.outward_moment_cut(log_ratio, none, ONE_REPLICA, second_moment=limit) == math.inf
+    )
 
 
 def test_m2po_by_hand_is_a_clip_of_what_leads_outward():
     """log r = .1, -.3, .5, -.4, .6 with A = 1, -1, 1, 1, -1: the first three lead outward, with (log r)^2 = .01, .09
-    and .25. At a budget of .04 the level c has .01 + c + c = .12: c = .055, so that .09 and .25 are blocked."""
+    and .25. With a budget of .04 the level c solves .01 + c + c = 3 * .04: c = .055, so .09 and .25 are blocked."""
     log_ratio = torch.tensor([0.1, -0.3, 0.5, -0.4, 0.6], dtype=F64)
     advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0], dtype=F64)
-    cut = step_rules.outward_moment_cut(log_ratio, advantages, ALONE, second_moment=0.04)
+    cut = step_rules.outward_moment_cut(log_ratio, advantages, ONE_REPLICA, second_moment=0.04)
     assert cut == pytest.approx(0.055, rel=1e-6)
-    # All of them fit where the mean of the three, .35 / 3, is the budget.
+    # A budget just above the mean of the three, .35 / 3, blocks none of them.
     enough = step_rules.outward_moment_cut(
-        log_ratio, advantages, ALONE, second_moment=0.35 / 3 + 1e-6
+        log_ratio, advantages, ONE_REPLICA, second_moment=0.35 / 3 + 1e-6
     )
     assert enough == math.inf
     x = inputs((0.2 * log_ratio.exp()).tolist(), [0.2] * 5, advantages.tolist())
     at = lambda bound: replace(x, step_bound=torch.full((5,), bound, dtype=F64))  # noqa: E731
-    assert trained("m2po", at(cut)) == [True, False, False, True, True]
+    assert trains("m2po", at(cut)) == [True, False, False, True, True]
     # The same as PPO's clip at e^-sqrt(c) and e^sqrt(c).
     clip = {"clip_low": 1 - math.exp(-math.sqrt(cut)), "clip_high": math.expm1(math.sqrt(cut))}
-    assert trained("grpo", x, **clip) == trained("m2po", at(cut))
-    assert trained("m2po-areal", at(cut)) == [True, False, False, False, False]
+    assert trains("grpo", x, **clip) == trains("m2po", at(cut))
+    assert trains("m2po-areal", at(cut)) == [True, False, False, False, False]
     # Exactly at its cut a token trains.
     exact = float((x.log_probs.detach() - x.rollout_log_probs)[1].square())
-    assert trained("m2po", at(exact))[1] is True
-    assert trained("m2po", at(exact * (1 - 1e-12)))[1] is False
+    assert trains("m2po", at(exact))[1] is True
+    assert trains("m2po", at(exact * (1 - 1e-12)))[1] is False
 
 
 @pytest.mark.parametrize("limit", [1e-6, 0.01, 0.04, 1.0])
@@ -571,8 +579,8 @@ def test_m2po_by_hand_is_a_clip_of_what_leads_outward():
 def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
     g = torch.Generator().manual_seed(seed)
     log_ratio = 0.4 * torch.randn(200, generator=g)
-    log_ratio[:20] = log_ratio[20:40]  # equal ones
-    cut = step_rules.second_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
+    log_ratio[:20] = log_ratio[20:40]  # equal values
+    cut = step_rules.second_moment_cut(log_ratio, SIGNS, ONE_REPLICA, second_moment=limit)
     values = log_ratio.square().double()
     kept = cut_by_sorting(values.tolist(), limit)
     assert int((values <= cut).sum()) == kept
@@ -583,10 +591,10 @@ def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
 
 
 def test_a_step_by_hand_as_areal_reads_it():
-    # (log r)^2 = .01, .04, .25, .01: the mean of all is .0775; of the three smallest .02.
+    # (log r)^2 = .01, .04, .25, .01: the mean of all four is .0775, the mean of the three smallest is .02.
     log_ratio = torch.tensor([0.1, -0.2, 0.5, -0.1], dtype=F64)
     found = [
-        step_rules.second_moment_cut(log_ratio, SIGNS[:4], ALONE, second_moment=limit)
+        step_rules.second_moment_cut(log_ratio, SIGNS[:4], ONE_REPLICA, second_moment=limit)
         for limit in (0.05, 0.015, 0.0776)
     ]
     assert 0.04 < found[0] < 0.25
@@ -594,44 +602,47 @@ def test_a_step_by_hand_as_areal_reads_it():
     assert found[2] == math.inf
     x = inputs((0.2 * log_ratio.exp()).tolist(), [0.2] * 4, [1.0, 1.0, 1.0, -1.0])
     bounded = replace(x, step_bound=torch.full((4,), 0.1, dtype=F64))
-    assert trained("m2po-areal", bounded) == [True, True, False, True]
+    assert trains("m2po-areal", bounded) == [True, True, False, True]
     for name in ("m2po", "m2po-areal"):
         with pytest.raises(ValueError, match="step_bound"):
-            trained(name, x)
+            trains(name, x)
 
 
 def test_what_engine_and_trainer_disagree_on_blocks_a_response_whatever_pi_has_become():
-    """Two tokens a response: pi' / mu = 1.02, 1.02 in the first, 1.02, 1 / 1.02 in the second; pi is 1.1 pi'."""
+    """Two responses of two tokens: pi' / mu is 1.02 and 1.02 in the first, 1.02 and 1 / 1.02 in the second. pi is 1.1
+    pi'."""
     old, mu = [0.51, 0.51, 0.51, 0.5], [0.5, 0.5, 0.5, 0.51]
     ids = torch.tensor([0, 0, 1, 1])
     pi = [1.1 * p for p in old]
     x = inputs(pi, mu, [1.0] * 4, recomputed=old, sequence_ids=ids)
-    assert trained("geometric-mask", x) == [False, False, True, True]
-    # Means of |rho - 1|: .02, and (.02 + .0196) / 2 = .0198. With A > 0, rho < 1 leads back.
-    assert trained("vaco", x, largest_shift=0.0199) == [False, False, True, True]
-    assert trained("vaco", x, largest_shift=0.0197) == [False, False, False, True]
+    assert trains("geometric-mask", x) == [False, False, True, True]
+    # The means of |rho - 1| are .02 and (.02 + .0196) / 2 = .0198. With A > 0, rho < 1 leads back.
+    assert trains("vaco", x, largest_shift=0.0199) == [False, False, True, True]
+    assert trains("vaco", x, largest_shift=0.0197) == [False, False, False, True]
     falling = replace(x, advantages=-x.advantages)
-    assert trained("vaco", falling, largest_shift=0.0197) == [True, True, True, False]
-    # Both have PPO's clip of pi / pi'.
+    assert trains("vaco", falling, largest_shift=0.0197) == [True, True, True, False]
+    # Both rules also have PPO's clip of pi / pi', which is now 1.21.
     further = replace(x, log_probs=x.log_probs.detach() + math.log(1.1))
     for name in ("geometric-mask", "vaco"):
-        assert trained(name, further) == [False] * 4
+        assert trains(name, further) == [False] * 4
 
 
 @pytest.mark.parametrize("name", ["m2po", "m2po-areal"])
 def test_a_bound_does_not_depend_on_which_replica_has_which_tokens(name):
-    """Three threads that sum with each other, one of them without a token, find what one finds of all tokens."""
+    """Three threads stand for replicas that sum with each other. The third has no token. All find the bound that one
+    replica with all tokens finds."""
     g = torch.Generator().manual_seed(2)
     log_ratio = 0.3 * torch.randn(90, generator=g)
     advantages = torch.randn(90, generator=g)
     step_bound = build_algorithm(name).step_bound
-    expected = step_bound(log_ratio, advantages, ALONE)
+    expected = step_bound(log_ratio, advantages, ONE_REPLICA)
     assert 0 < expected < math.inf
-    signs = [advantages[:33], advantages[33:], advantages[:0]]
-    parts, barrier = [log_ratio[:33], log_ratio[33:], log_ratio[:0]], threading.Barrier(3)
+    ratio_parts = [log_ratio[:33], log_ratio[33:], log_ratio[:0]]
+    advantage_parts = [advantages[:33], advantages[33:], advantages[:0]]
+    barrier = threading.Barrier(3)
     shared = [torch.empty(0)] * 3
 
-    def of_rank(rank):
+    def find_bound(rank):
         def total(values):
             shared[rank] = values
             barrier.wait(timeout=30)
@@ -639,17 +650,18 @@ def test_a_bound_does_not_depend_on_which_replica_has_which_tokens(name):
             barrier.wait(timeout=30)
             return whole
 
-        return step_bound(parts[rank], signs[rank], total)
+        return step_bound(ratio_parts[rank], advantage_parts[rank], total)
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(of_rank, range(3))) == [expected] * 3
+        assert list(pool.map(find_bound, range(3))) == [expected] * 3
 
 
 # --- score centering
 
 
 def centered_inputs(logits, mu_logits, sampled, k, advantages):
-    """Of T tokens over the vocabulary: K ids of TopK(mu) and the sampled one, with a gradient to ``logits`` [T, V]."""
+    """Return the inputs of T tokens with K ids of TopK(mu) and the sampled id. They pass gradients to ``logits``
+    [T, V]."""
     log_pi, log_mu = logits.log_softmax(-1), mu_logits.log_softmax(-1)
     ids = log_mu.topk(k).indices
     at = sampled[:, None]
@@ -663,7 +675,10 @@ def centered_inputs(logits, mu_logits, sampled, k, advantages):
 
 
 def expected_gradient(logits, mu_logits, k, name="score-centering", **options):
-    """By the logits, exactly: the mean over what mu samples of a state's loss with A = 1."""
+    """Return the exact mean, over the tokens that mu samples, of the loss's gradient by the logits with A = 1.
+
+    Every id of the vocabulary is one token of the batch, and its weight, mu, has the place of its advantage.
+    """
     vocabulary = logits.shape[-1]
     each = logits.expand(vocabulary, -1)
     algorithm = build_algorithm(name, options)
@@ -684,7 +699,7 @@ def two_policies(seed, vocabulary=7, spread=1.5):
 @pytest.mark.parametrize("ratio_cap", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_centered_score_has_the_mean_zero_under_mu(seed, ratio_cap):
-    """With the whole of mu; truncated importance sampling alone does not."""
+    """TopK(mu) has the whole vocabulary here. Truncated importance sampling without centering has another mean."""
     pi, mu = two_policies(seed)
     centered = expected_gradient(pi, mu, 7, ratio_cap=ratio_cap)
     torch.testing.assert_close(centered, torch.zeros_like(mu), rtol=0, atol=1e-14)
@@ -692,19 +707,20 @@ def test_a_centered_score_has_the_mean_zero_under_mu(seed, ratio_cap):
 
 
 def test_a_centered_score_has_the_mean_zero_where_the_tail_is_proportional():
-    """K = 3 of 7: mu of the other four is 1.7 times pi, but for normalisation."""
+    """K is 3 of 7 ids. At the other four mu is 1.7 times pi, up to normalisation."""
     pi, mu = two_policies(8)
     rare = mu.topk(4, largest=False).indices
     with torch.no_grad():
-        # Below the others in mu whatever their order there.
+        # The - 4 keeps all four below the other ids in mu.
         mu[rare] = pi.detach()[rare] - pi.detach().logsumexp(0) - 4 + math.log(1.7)
     gradient = expected_gradient(pi, mu, 3, ratio_cap=0.8)
     torch.testing.assert_close(gradient, torch.zeros_like(mu), rtol=0, atol=1e-14)
 
 
 def test_centering_by_hand():
-    # mu (.5, .3 | .2), pi (.6, .1 | .3), C = 2: rho = 2/3, min(1, 4/3) = 1; c = min(.6, 1) - .6, min(.1, .6) - .1 = 0.
-    # C = 1: min(1, 2/3): c = .5 - .4, .1 - .1 2/3.
+    # mu = (.5, .3 | .2), pi = (.6, .1 | .3), rho = .2 / .3 = 2/3.
+    # C = 2: min(1, C rho) = 1, and c = (min(.6, 1) - .6, min(.1, .6) - .1) = (0, 0).
+    # C = 1: min(1, C rho) = 2/3, and c = (.5 - .6 2/3, .1 - .1 2/3).
     mu, pi = torch.tensor([[0.5, 0.3, 0.2]], dtype=F64), torch.tensor([[0.6, 0.1, 0.3]], dtype=F64)
     x = centered_inputs(pi.log(), mu.log(), torch.tensor([2]), 2, torch.ones(1, dtype=F64))
     assert rules.centering(x, 2.0).tolist() == [pytest.approx([0.0, 0.0])]
@@ -727,7 +743,7 @@ def test_centering_is_nothing_on_policy_and_adds_no_value():
 
 
 def test_the_centering_of_a_token_that_does_not_train_has_no_gradient():
-    """Of two tokens that centering moves, one is blocked by a number that is none, or outside the loss mask."""
+    """Centering moves two tokens. The second is blocked because its log mu is -inf, or it is outside the loss mask."""
     pi, mu = two_policies(6)
     both = centered_inputs(
         pi.expand(2, -1), mu.expand(2, -1), torch.tensor([1, 1]), 3, torch.ones(2, dtype=F64)
@@ -738,9 +754,9 @@ def test_the_centering_of_a_token_that_does_not_train_has_no_gradient():
     topk = rules.centering(both, 0.5)
     assert (topk.abs().sum(-1) > 0.01).all()
     mask = torch.tensor([True, False])
-    lost = both.rollout_log_probs.clone()
-    lost[1] = -math.inf
-    for blocked in (replace(both, loss_mask=mask), replace(both, rollout_log_probs=lost)):
+    with_infinity = both.rollout_log_probs.clone()
+    with_infinity[1] = -math.inf
+    for blocked in (replace(both, loss_mask=mask), replace(both, rollout_log_probs=with_infinity)):
         loss = policy_loss(algorithm, blocked).loss
         (found,) = torch.autograd.grad(loss, pi, retain_graph=True)
         torch.testing.assert_close(found, once)
@@ -760,7 +776,7 @@ def test_a_token_s_factor_scales_its_centering_too():
 
 
 def gate_by_loop(gaps, advantages, size):
-    """The gate of one branch's trained tokens, in plain Python."""
+    """Return the gates of one branch's trained tokens, in plain Python."""
     gates = []
     for start in range(0, len(gaps), size):
         part = gaps[start : start + size]
@@ -774,7 +790,7 @@ def gate_by_loop(gaps, advantages, size):
 
 
 def repair_by_loop(gaps, advantages, size):
-    """Value and slope of the repair of one branch's trained tokens, by the published formula with coefficient 1."""
+    """Return (value, slope) of the repair term at one branch's trained tokens, by the published formula."""
     beta, found = math.sqrt(0.0005), []
     for start in range(0, len(gaps), size):
         part = gaps[start : start + size]
@@ -786,7 +802,10 @@ def repair_by_loop(gaps, advantages, size):
 
 
 def far_responses(seed):
-    """Five packed responses with gaps of pi' and of pi that reach into the tail; some tokens do not train."""
+    """Return the inputs of five packed responses, and the rows of each response's trained tokens.
+
+    log pi' - log mu and log pi - log mu reach into the tail. Some tokens do not train.
+    """
     rng = random.Random(seed)
     ids = [n for n in range(5) for _ in range(rng.randint(1, 14))]
     mask = [rng.random() > 0.2 for _ in ids]
@@ -840,7 +859,8 @@ def test_the_repair_s_slope_is_the_derivative_of_its_sum():
 
 
 def test_triage_at_its_bounds_by_hand():
-    """A segment of two, A < 0: means of -0.5 and -1.5 are in the tier above; a gap of -6 is not yet in the tail."""
+    """Segments have two tokens, and A < 0. Means of exactly -0.5 and -1.5 are in the tier above. A gap of exactly -6 is
+    not in the tail."""
 
     def gate(*gaps, advantage=-1.0):
         mu = torch.full((len(gaps),), -0.25, dtype=F64)
@@ -856,10 +876,10 @@ def test_triage_at_its_bounds_by_hand():
     assert gate(-0.75, -0.5) == [pytest.approx(0.3)] * 2
     assert gate(-1.5, -1.5) == [pytest.approx(0.3)] * 2
     assert gate(-2.0, -1.5) == [pytest.approx(0.1)] * 2
-    # One in the tail: 0.55; beside +6.5 the mean is 0, and the raised token keeps its weight.
+    # One token in the tail gives 0.55. The mean is 0, and the token whose gap is +6.5 keeps its weight.
     assert gate(-6.5, 6.5) == [pytest.approx(0.55), 1.0]
     assert gate(-6.0, 6.0) == [1.0, 1.0]
-    # A third token is a segment of its own; with A > 0 nothing is gated.
+    # The third token is a segment of its own. With A > 0 nothing is gated.
     assert gate(-2.0, -2.0, -0.25) == [pytest.approx(0.1), pytest.approx(0.1), 1.0]
     assert gate(-2.0, -2.0, advantage=1.0) == [1.0, 1.0]
 
@@ -885,8 +905,8 @@ def test_triage_s_repair_reaches_the_loss_and_stops_at_numbers_that_are_none():
     # The clip blocks the raised token, and its segment is still repaired.
     assert plain.blocked[raised].all()
     assert slopes[1][raised].all()
-    lost = x.rollout_log_probs.clone()
-    lost[torch.nonzero(counted)[0]] = -math.inf
-    sums = policy_loss(build_algorithm("triage"), replace(x, rollout_log_probs=lost))
+    with_infinity = x.rollout_log_probs.clone()
+    with_infinity[torch.nonzero(counted)[0]] = -math.inf
+    sums = policy_loss(build_algorithm("triage"), replace(x, rollout_log_probs=with_infinity))
     assert sums.loss.isfinite()
     assert torch.autograd.grad(sums.loss, x.log_probs)[0].isfinite().all()

@@ -1,4 +1,4 @@
-"""The architecture's rules about imports, held by walking every module's syntax tree."""
+"""The architecture's rules about imports, checked in the syntax tree of every module."""
 
 import ast
 import subprocess
@@ -37,17 +37,17 @@ ANNEXES = {"cluster", "diagnostics"}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}
 PEERS = "diagnostics/mask_benchmark/contenders.py"
-"""Measures Megatron-Core's cross entropies beside ours."""
+"""The one module outside ``trainer`` that imports Megatron-Core: it compares speeds with Megatron-Core's functions."""
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    """First name under the package: its layer's key."""
+    """Return the first name under the package, which is a key of ``LEVEL``."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> list[str]:
-    """Dotted names that a file imports anywhere, relative imports made absolute."""
+    """Return the dotted names that a file imports, also inside functions. A relative import fails the test."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -75,8 +75,8 @@ def test_imports_point_down(path):
         ):
             continue
         there = parts[1]
-        down = LEVEL[there] < LEVEL[here]
-        assert down, (
+        is_below = LEVEL[there] < LEVEL[here]
+        assert is_below, (
             f"{path.relative_to(PACKAGE)} ({here}) imports {name}: {there} is not below {here}"
         )
 
@@ -93,18 +93,18 @@ def test_the_core_imports_no_annex(path):
 def test_only_the_owner_knows_the_library(library):
     for path in MODULES:
         users = [n for n in imported(path) if n.split(".")[0] == library]
-        owns = part_of(path) == OWNERS[library]
-        measures = library == "megatron" and path == PACKAGE / PEERS
-        assert not users or owns or measures, f"{path} imports {users}"
+        is_owner = part_of(path) == OWNERS[library]
+        is_benchmark = library == "megatron" and path == PACKAGE / PEERS
+        assert not users or is_owner or is_benchmark, f"{path} imports {users}"
 
 
 def test_only_the_platform_module_asks_for_cuda():
-    asking = {
+    users = {
         str(p.relative_to(PACKAGE))
         for p in MODULES
         if "cuda.is_available" in p.read_text() and "trainer/cpu" not in str(p)
     }
-    assert asking <= {"trainer/platform.py", "engine/sglang_cpu/__init__.py"}
+    assert users <= {"trainer/platform.py", "engine/sglang_cpu/__init__.py"}
 
 
 def test_the_model_needs_no_torch():
@@ -138,12 +138,12 @@ def test_light_packages_load_no_torch(package):
 
 
 def test_ranks_send_to_each_other_in_batches_alone():
-    """NCCL makes a communicator for every pair that sends or receives outside of one; the planner counts none."""
+    """Outside a batch NCCL makes a communicator for every pair of ranks; the planner counts no such communicators."""
     names = {"send", "recv", "isend", "irecv"}
     for path in MODULES:
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]  # fmt: skip
-        asked = {ast.unparse(call) for call in calls}
-        found = asked & {
+        called_names = {ast.unparse(call) for call in calls}
+        found = called_names & {
             f"{module}.{name}" for name in names for module in ("dist", "torch.distributed")
         }
         assert not found, f"{path} calls {found}; write dist.P2POp and dist.batch_isend_irecv"
