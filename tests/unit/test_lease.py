@@ -1,4 +1,4 @@
-"""The lease on a run's folder with real processes: who gets it, who is refused, who is held off later."""
+"""The lease on a run's folder, with real processes: which starts get it, are refused, or are fenced later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.messages import mentions
 from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
-TAKES = """
+TAKE_LEASE = """
 import sys, time
 from megatron_dppo.system.lease import Lease
 from megatron_dppo.system.lease import LeaseError
@@ -57,7 +57,7 @@ class Starters:
     def start(self, begin: float = 0.0, ending: str = "stays") -> subprocess.Popen[str]:
         self.all.append(
             subprocess.Popen(
-                [sys.executable, "-c", TAKES, str(self.folder), str(begin), ending],
+                [sys.executable, "-c", TAKE_LEASE, str(self.folder), str(begin), ending],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 text=True,
             )
@@ -73,15 +73,15 @@ class Starters:
 
 @pytest.fixture
 def starters(tmp_path: Path) -> Iterator[Starters]:
-    made = Starters(tmp_path)
-    yield made
-    for process in made.all:
+    all_starters = Starters(tmp_path)
+    yield all_starters
+    for process in all_starters.all:
         process.kill()
         process.communicate()
 
 
-def elsewhere(folder: Path, **changes: object) -> tuple[LeaseFiles, Holder]:
-    """``folder`` under the lease of a process on another machine."""
+def install_foreign_holder(folder: Path, **changes: object) -> tuple[LeaseFiles, Holder]:
+    """Give the lease of ``folder`` to a process on another machine."""
     holder = replace(Holder.of_this_process(), host="far", boot="another", **changes)
     files = LeaseFiles(folder)
     files.write_beat(holder, Beat(7))
@@ -89,7 +89,7 @@ def elsewhere(folder: Path, **changes: object) -> tuple[LeaseFiles, Holder]:
     return files, holder
 
 
-def patient(folder: Path, lines: list[str] | None = None, patience_s: float = 0.3) -> Lease:
+def lease_of(folder: Path, lines: list[str] | None = None, patience_s: float = 0.3) -> Lease:
     return Lease(folder, (lines if lines is not None else []).append, patience_s=patience_s)
 
 
@@ -100,13 +100,13 @@ def test_the_file_says_who_holds_the_folder(
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "blue")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     with Lease(tmp_path) as lease:
-        told = json.loads((tmp_path / "lease.json").read_text())
+        content = json.loads((tmp_path / "lease.json").read_text())
         lease.fence.check()
-    assert told["pid"] == os.getpid()
-    assert told["host"] == socket.gethostname()
-    assert told["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert (told["job"], told["attempt"]) == ("12@blue", 3)
-    assert told["nonce"] == lease.fence.nonce
+    assert content["pid"] == os.getpid()
+    assert content["host"] == socket.gethostname()
+    assert content["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert (content["job"], content["attempt"]) == ("12@blue", 3)
+    assert content["nonce"] == lease.fence.nonce
 
 
 def test_a_living_holder_is_named_and_not_touched(starters: Starters) -> None:
@@ -125,7 +125,7 @@ def test_a_killed_holder_is_succeeded_at_once(starters: Starters) -> None:
     holder = starters.start_holder()
     holder.send_signal(signal.SIGKILL)
     lines: list[str] = []
-    lease = patient(starters.folder, lines, patience_s=60)
+    lease = lease_of(starters.folder, lines, patience_s=60)
     while holder.returncode is None and not _is_zombie(holder.pid):
         time.sleep(0.01)
     lease.take()  # the holder is a zombie by now: nobody has waited for it
@@ -165,10 +165,10 @@ def test_of_racing_starts_exactly_one_wins(starters: Starters, before: str) -> N
 
 
 def test_a_holder_elsewhere_is_succeeded_when_its_heartbeat_stands_still(tmp_path: Path) -> None:
-    _, holder = elsewhere(tmp_path)
+    _, holder = install_foreign_holder(tmp_path)
     LeaseFiles(tmp_path).write_beat(holder, Beat(7))
     lines: list[str] = []
-    lease = patient(tmp_path, lines)
+    lease = lease_of(tmp_path, lines)
     began = time.monotonic()
     lease.take()
     assert time.monotonic() - began >= 0.3
@@ -178,8 +178,8 @@ def test_a_holder_elsewhere_is_succeeded_when_its_heartbeat_stands_still(tmp_pat
 
 
 def test_a_holder_elsewhere_whose_heartbeat_changes_is_refused(tmp_path: Path) -> None:
-    """Also where it changes for the last time just before the patience ends, and whatever its clock says."""
-    files, holder = elsewhere(tmp_path)
+    """One change is enough, even if it comes just before the patience ends."""
+    files, holder = install_foreign_holder(tmp_path)
 
     def announce(line: str) -> None:
         files.write_beat(holder, Beat(8))
@@ -190,10 +190,10 @@ def test_a_holder_elsewhere_whose_heartbeat_changes_is_refused(tmp_path: Path) -
 
 
 def test_a_holder_elsewhere_that_gave_back_is_succeeded_at_once(tmp_path: Path) -> None:
-    files, holder = elsewhere(tmp_path)
+    files, holder = install_foreign_holder(tmp_path)
     files.write_beat(holder, Beat(8, ended=True))
     lines: list[str] = []
-    with patient(tmp_path, lines, patience_s=60):
+    with lease_of(tmp_path, lines, patience_s=60):
         assert lines == []
 
 
@@ -203,26 +203,26 @@ def test_a_holder_elsewhere_that_gave_back_is_succeeded_at_once(tmp_path: Path) 
 def test_an_earlier_attempt_of_the_same_job_is_succeeded_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, attempt: int, at_once: bool
 ) -> None:
-    elsewhere(tmp_path, job=job, attempt=attempt)
+    install_foreign_holder(tmp_path, job=job, attempt=attempt)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
     lines: list[str] = []
-    with patient(tmp_path, lines):
+    with lease_of(tmp_path, lines):
         assert (lines == []) is at_once
 
 
 def test_a_start_that_died_between_its_claim_and_the_lease_is_succeeded(tmp_path: Path) -> None:
     own = Holder.of_this_process()
     dead = replace(own, nonce="0" * 16, pid_start=own.pid_start - 1)
-    died_claiming = replace(dead, nonce="1" * 16)
+    dead_claimant = replace(dead, nonce="1" * 16)
     files = LeaseFiles(tmp_path)
     files.install(dead)
-    assert files.claim(dead, died_claiming)
+    assert files.claim(dead, dead_claimant)
     assert not files.claim(dead, own)
     with Lease(tmp_path) as lease:
         lease.fence.check()
-        # Nothing of earlier starts is left: one beat, its own.
+        # The files of earlier starts are gone. The only file is the holder's own beat.
         assert [p.name for p in (tmp_path / "lease").iterdir()] == [f"{lease.fence.nonce}.beat"]
 
 
@@ -253,7 +253,8 @@ def test_a_living_claimant_is_the_one_in_the_way(tmp_path: Path, starters: Start
 def test_a_claim_on_a_lease_that_was_replaced_meanwhile_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slow start of a race: its claim succeeds because the winner has tidied up already."""
+    """In a race of two starts, the slow one claims the lease after the winner has removed its own claim. So the second
+    claim succeeds too, but the slow start finds the winner and gives up."""
     own = Holder.of_this_process()
     dead = replace(own, nonce="0" * 16, pid_start=own.pid_start - 1)
     winner = replace(own, nonce="1" * 16)
@@ -288,7 +289,7 @@ def test_a_succeeded_start_is_fenced_and_its_heartbeat_changes_nothing(tmp_path:
     )
     assert first.loss == message
     own_beat = tmp_path / "lease" / f"{first.fence.nonce}.beat"
-    own_beat.unlink(missing_ok=True)  # its last one, which may have come after its successor
+    own_beat.unlink(missing_ok=True)  # the first start's last beat may come after the takeover
     first.release()
     with pytest.raises(FencedError, match=r"\b88 on b\b"):
         first.fence.check()
@@ -325,8 +326,8 @@ def test_a_file_in_a_folders_place_is_told(tmp_path: Path, name: str) -> None:
 
 
 def test_a_nonce_never_becomes_a_path(tmp_path: Path) -> None:
-    told = {**asdict(Holder.of_this_process()), "nonce": "../../secret"}
-    (tmp_path / "lease.json").write_text(json.dumps(told))
+    content = {**asdict(Holder.of_this_process()), "nonce": "../../secret"}
+    (tmp_path / "lease.json").write_text(json.dumps(content))
     with pytest.raises(LeaseError, match="nonce"):
         LeaseFiles(tmp_path).holder()
 

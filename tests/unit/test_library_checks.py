@@ -1,5 +1,5 @@
-"""What a recipe names and what it gives to it, checked before a start: whatever it is, a fault by its key and no
-traceback."""
+"""Checks, before a start, of the environments, rewards and agents that a recipe names, and of their options. Every
+wrong value is a fault with its key, never a traceback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_with(folder: Path, **sections: Any) -> TrainConfig:
 
 
 def faults_of(folder: Path, **sections: Any) -> list[str]:
-    """Those of the checks that need libraries, and of all others."""
+    """Return the faults of all checks, including the checks that need libraries."""
     try:
         check_everything(config_with(folder, **sections), "c.yaml", weights=False)
     except ConfigError as error:
@@ -179,7 +179,7 @@ def test_an_agent_can_not_listen_on_what_is_no_address(tmp_path, host):
 
 
 def test_addresses_of_hosts():
-    # The last one is another machine's: a run may be checked elsewhere than it runs.
+    # The last address is another machine's: a run may be checked on a machine on which it does not run.
     for host in ("127.0.0.1", "0.0.0.0", "::1", "localhost", "10.255.255.1"):
         assert host_fault(host) is None
     assert url_fault("http://999.1.1.1:80")
@@ -206,11 +206,11 @@ def test_a_role_that_no_template_names_is_refused_though_the_template_writes_it(
             TurnTemplate(tokenizer, role)
     template = TurnTemplate(tokenizer, "tool")
     message = {"role": "emperor", "content": "x"}
-    for said in (ChatCall([message]), ChatCall([{"role": "user<|im_end|>", "content": "x"}])):
+    for call in (ChatCall([message]), ChatCall([{"role": "user<|im_end|>", "content": "x"}])):
         with pytest.raises(TurnTemplateError):
-            template.prompt(said)
+            template.prompt(call)
         with pytest.raises(TurnTemplateError):
-            template.delta([5], said)
+            template.delta([5], call)
     tokenizer.chat_template = ANY_ROLE + "{# roles: emperor #}"
     TurnTemplate(tokenizer, "emperor").delta([5], ChatCall([message]))
 
@@ -237,21 +237,21 @@ KEYS = ["environment.options.url", "reward.options.url", "reward.further.x.optio
 
 
 def test_a_server_that_is_away_is_named_before_a_start(tmp_path):
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as silent_socket:
+        silent_socket.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent_socket.getsockname()[1]}"
         config = config_with(tmp_path, **sections_of(url, str(tmp_path)))
         faults = absent_services(config)
         assert [fault.partition(": ")[0] for fault in faults] == KEYS
         assert all(url in fault for fault in faults)
         assert set(faults) <= set(check_start(config, this_machine()).faults)
-        # What is replayed asks nobody.
+        # A replay needs none of the servers.
         replayed = config.rollout.model_copy(update={"replay_from": str(tmp_path)})
         assert not absent_services(config.model_copy(update={"rollout": replayed}))
 
 
 def test_a_server_that_answers_whatever_it_is_is_there(tmp_path):
-    """A protocol of POSTs alone has no answer to a GET: 404 and 401 are from a server that runs."""
+    """The check sends a GET. A server that serves only POST answers 404 or 401, which also shows that it runs."""
 
     async def run() -> list[str]:
         runner = web.AppRunner(web.Application())

@@ -1,4 +1,4 @@
-"""Each process has its log; the terminal is rank 0's; users get messages, no tracebacks."""
+"""Each process has a log file, only rank 0 writes to the terminal, and a fatal error is a message, not a traceback."""
 
 import errno
 import io
@@ -19,7 +19,7 @@ from tests.patience import run_patiently
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A fresh console for the process, and logging put back afterwards."""
+    """Give the process a new console, and restore its logging settings after the test."""
     console = Console(file=io.StringIO(), width=80)
     monkeypatch.setattr(run_logging, "_console", console)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -38,13 +38,13 @@ def test_rank_0_logs_to_both_with_time_and_rank(tmp_path, terminal):
     logging.getLogger("megatron_dppo.loop").info("word " * 40)
     logging.getLogger("urllib3").info("noise")
     logging.getLogger("urllib3").warning("retrying")
-    shown = terminal.file.getvalue().splitlines()
-    assert len(shown) == 2
-    assert shown[0].split("]")[0].endswith(" [rank0")
-    assert shown[1].endswith("retrying")
-    saved = (tmp_path / "logs" / "rank0.log").read_text().splitlines()
-    assert "[rank0] INFO megatron_dppo.loop: word word" in saved[0]
-    assert len(saved) == 2
+    terminal_lines = terminal.file.getvalue().splitlines()
+    assert len(terminal_lines) == 2
+    assert terminal_lines[0].split("]")[0].endswith(" [rank0")
+    assert terminal_lines[1].endswith("retrying")
+    log_lines = (tmp_path / "logs" / "rank0.log").read_text().splitlines()
+    assert "[rank0] INFO megatron_dppo.loop: word word" in log_lines[0]
+    assert len(log_lines) == 2
 
 
 def test_a_line_is_never_folded(terminal):
@@ -67,7 +67,7 @@ def test_lines_for_a_terminal_that_was_handed_down_are_copied_plain(monkeypatch)
     console = run_logging.shared_console()
     assert run_logging.TERMINAL_VARIABLE not in os.environ
     console.print(Text("a line of words", style="red"), soft_wrap=True)
-    console.print(Table())  # no text: a drawing, for the terminal alone
+    console.print(Table())  # a table is not text: it goes only to the terminal
     console.quiet = True
     console.print("not for rank 1")
     assert os.read(reading, 1000).startswith(b"a line of words\n")
@@ -92,7 +92,7 @@ def run(code, tmp_path):
 
 
 def test_fatal_ends_with_a_message_and_status_2(tmp_path):
-    done = run(
+    result = run(
         """
         import sys
         from megatron_dppo.logging import configure_logging, fatal
@@ -101,14 +101,14 @@ def test_fatal_ends_with_a_message_and_status_2(tmp_path):
         """,
         tmp_path,
     )
-    assert done.returncode == 2
-    assert done.stderr == "error: data.train: no such file: x.jsonl\n"
-    assert done.stdout == ""
+    assert result.returncode == 2
+    assert result.stderr == "error: data.train: no such file: x.jsonl\n"
+    assert result.stdout == ""
     assert "CRITICAL" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
 def test_an_uncaught_exception_is_in_the_rank_s_log_and_on_standard_error(tmp_path):
-    done = run(
+    result = run(
         """
         import sys
         from megatron_dppo.logging import configure_logging
@@ -117,18 +117,18 @@ def test_an_uncaught_exception_is_in_the_rank_s_log_and_on_standard_error(tmp_pa
         """,
         tmp_path,
     )
-    assert done.returncode == 1
-    assert "ValueError: batch 7" in done.stderr
-    saved = (tmp_path / "logs" / "rank1.log").read_text()
-    assert "uncaught exception" in saved
-    assert "ValueError: batch 7" in saved
+    assert result.returncode == 1
+    assert "ValueError: batch 7" in result.stderr
+    log = (tmp_path / "logs" / "rank1.log").read_text()
+    assert "uncaught exception" in log
+    assert "ValueError: batch 7" in log
 
 
 def test_no_torch_where_a_terminal_is_all_that_is_needed():
     names = ("logging", "metrics.progress")
     code = f"import sys\nfor n in {names}: __import__('megatron_dppo.' + n)\n"
-    done = run_patiently([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], 60)
-    assert done.returncode == 0
+    result = run_patiently([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], 60)
+    assert result.returncode == 0
 
 
 def test_a_full_disk_is_said_once(tmp_path, terminal, capsys):
@@ -137,6 +137,6 @@ def test_a_full_disk_is_said_once(tmp_path, terminal, capsys):
     run_logging.configure_logging(tmp_path, 3)
     for number in range(20):
         logging.getLogger("megatron_dppo").error("step %d", number)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert mentions(said[0], "rank3.log", os.strerror(errno.ENOSPC))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert mentions(lines[0], "rank3.log", os.strerror(errno.ENOSPC))

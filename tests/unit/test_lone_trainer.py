@@ -1,4 +1,4 @@
-"""A Trainer in this process: what it keeps of its start, what it asks itself, and its adapters against PEFT's."""
+"""A Trainer in this process: its reference policy, its learning rates, and its adapters against PEFT's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.distributed.test_trainer_parity import (
 from tests.distributed.test_trainer_steps import make_trainer
 from tests.tiny_models import save_tiny_model
 
-STARTED: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "full": {},
     "adapters": {"lora": {"rank": 4, "dropout": 0.5, "train_router": True}},
 }
@@ -42,32 +42,32 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of one layer with experts and without, and random adapters of both."""
-    made = tmp_path_factory.mktemp("models")
+    """Return a folder of one-layer models, with experts and without, and random adapters for both."""
+    models = tmp_path_factory.mktemp("models")
     for kind in ("moe", "dense"):
         family, _, section = KINDS[kind]
-        hf_dir = save_tiny_model(made / kind, family, vocab_size=VOCABULARY, layers=1)
-        save_random_adapters(made / f"{kind}-adapters", hf_dir, section)
-    return made
+        hf_dir = save_tiny_model(models / kind, family, vocab_size=VOCABULARY, layers=1)
+        save_random_adapters(models / f"{kind}-adapters", hf_dir, section)
+    return models
 
 
-def asked(what: Callable[[list], list], batches: list) -> torch.Tensor:
-    """Log-probabilities of the tokens that train."""
-    return torch.cat([found[b.loss_mask] for found, b in zip(what(batches), batches, strict=True)])
+def trained_log_probs(score: Callable[[list], list], batches: list) -> torch.Tensor:
+    """Return the log-probabilities that ``score`` computes, of the tokens that train."""
+    return torch.cat([row[b.loss_mask] for row, b in zip(score(batches), batches, strict=True)])
 
 
-@pytest.mark.parametrize("kind", STARTED)
+@pytest.mark.parametrize("kind", CHANGES)
 def test_the_reference_is_the_start_whatever_is_trained(folder: Path, kind: str) -> None:
-    """Without the adapters that were trained since; and no pass for log-probabilities drops out anything."""
-    changes = {**STARTED[kind], "algorithm": {"reference_kl": 0.1}}
+    """The reference has no trained adapters, and no pass that computes log-probabilities has dropout."""
+    changes = {**CHANGES[kind], "algorithm": {"reference_kl": 0.1}}
     trainer = make_trainer(str(folder / "moe"), {}, changes)
     batches = own_micro_batches(trainer, samples())
-    start = asked(trainer.log_probs, batches)
+    start = trained_log_probs(trainer.log_probs, batches)
     trainer.train_mini_batch(batches, policy_token_loss, 200.0)
-    now = asked(trainer.log_probs, batches)
+    now = trained_log_probs(trainer.log_probs, batches)
     assert (now - start).abs().max() > 1e-3
-    assert torch.equal(asked(trainer.reference_log_probs, batches), start)
-    assert torch.equal(asked(trainer.log_probs, batches), now)
+    assert torch.equal(trained_log_probs(trainer.reference_log_probs, batches), start)
+    assert torch.equal(trained_log_probs(trainer.log_probs, batches), now)
     trainer.close()
 
 
@@ -78,23 +78,24 @@ def test_weights_that_are_no_numbers_are_named_when_they_are_loaded(folder: Path
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight\[3\] is nan"):
         make_trainer(str(hf), {}, {})
-    # No Trainer is there to be closed.
+    # The failed constructor left no Trainer that could be closed.
     destroy_topology()
 
 
 def test_adapters_start_apart_within_their_bound(folder: Path) -> None:
-    trainer = make_trainer(str(folder / "moe"), {}, STARTED["adapters"])
+    trainer = make_trainer(str(folder / "moe"), {}, CHANGES["adapters"])
     adapters = {name: t.clone() for bucket in trainer.adapted.tensors() for name, t in bucket}
     trainer.close()
-    of_a = [t for name, t in adapters.items() if name.endswith("lora_A")]
-    assert len({tuple(a[0, :32].tolist()) for a in of_a}) == len(of_a) == len(adapters) / 2
-    for a in of_a:  # uniform within 1 / sqrt(in)
+    a_matrices = [t for name, t in adapters.items() if name.endswith("lora_A")]
+    first_rows = {tuple(a[0, :32].tolist()) for a in a_matrices}
+    assert len(first_rows) == len(a_matrices) == len(adapters) / 2
+    for a in a_matrices:  # uniform within 1 / sqrt(in)
         assert 0.8 < a.abs().max() * a.shape[1] ** 0.5 <= 1
     assert not any(t.any() for name, t in adapters.items() if name.endswith("lora_B"))
 
 
 def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
-    """The run samples at another one."""
+    """The run itself samples at another temperature."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.trainer.weight_source import TrainerWeights
@@ -114,14 +115,14 @@ def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_adapters_train_as_peft_s(folder: Path, kind: str) -> None:
     expected = judge(str(folder), kind)
-    got = train(str(folder), kind, {}, {})
-    got["parameters"] = {n: got["parameters"][n] for n in expected["parameters"]}
-    far = distances(got, expected)
-    assert max(chain(*(values[:1] for values in far.values()))) <= TOLERANCE, far
+    found = train(str(folder), kind, {}, {})
+    found["parameters"] = {n: found["parameters"][n] for n in expected["parameters"]}
+    errors = distances(found, expected)
+    assert max(chain(*(values[:1] for values in errors.values()))) <= TOLERANCE, errors
 
 
 def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: Path) -> None:
-    """At a step's only update pi is still the policy of its rollouts."""
+    """Each step has one update, and pi is still the rollout policy there, so a KL to that policy would be 0."""
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.data.trajectory import Outline
     from megatron_dppo.loop.learning import Learner
@@ -142,7 +143,7 @@ def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: P
 
 @pytest.mark.parametrize(
     ("schedule", "rates"),
-    [  # lr 1e-3, min_lr 2e-4: two steps up, four down, then it stays
+    [  # lr 1e-3, min_lr 2e-4: two steps of warmup, four of decay, then constant
         ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
         ("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
         ("cosine", [0.5, 1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]),
@@ -151,13 +152,13 @@ def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: P
 def test_the_rate_follows_its_schedule_also_after_a_resume(
     folder: Path, tmp_path: Path, schedule: str, rates: list[float]
 ) -> None:
-    falls = {} if schedule == "constant" else {"decay_steps": 6, "min_lr": 2e-4}
+    decay = {} if schedule == "constant" else {"decay_steps": 6, "min_lr": 2e-4}
     found = []
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     for steps in (range(3), range(3, 7)):
         trainer = make_trainer(
-            str(folder / "dense"), {}, {"schedule": {"schedule": schedule, **falls}}
+            str(folder / "dense"), {}, {"schedule": {"schedule": schedule, **decay}}
         )
         store = CheckpointStore(tmp_path, 1)
         if steps.start:

@@ -1,4 +1,4 @@
-"""What a run remembers and tells, without a trainer or an engine."""
+"""The files of a run's records and the state in its checkpoints, without a trainer or an engine."""
 
 import hashlib
 import json
@@ -51,12 +51,12 @@ def test_a_masked_token_stands_beside_its_text(tmp_path):
     with recorder_of(config(tmp_path), 0, 0, text_of="<{0[0]}>".format) as recorder:
         recorder.write_masked_tokens(1, [{"id": 7, "raised": 0, "lowered": 4}])
     line = json.loads((tmp_path / "masked_tokens.jsonl").read_text())
-    named = {"id": 7, "raised": 0, "lowered": 4, "text": "<7>"}
-    assert line == {"step": 1, "tokens": [named]}
+    token = {"id": 7, "raised": 0, "lowered": 4, "text": "<7>"}
+    assert line == {"step": 1, "tokens": [token]}
 
 
 def test_a_runs_end_names_the_environment_that_failed(tmp_path, caplog):
-    """Of all starts, and by reason; the steps that a resumed run makes anew count once."""
+    """The faults of all starts are counted by reason. Steps that a resumed run repeats count once."""
     name = "games:Chess"
     with recorder_of(config(tmp_path), 0, 0) as recorder:
         recorder.write(1, {names.REWARD: 1.0})
@@ -74,12 +74,12 @@ def test_a_runs_end_names_the_environment_that_failed(tmp_path, caplog):
     shown = {f"reason {i}": 1 for i in range(19)}
     assert counts == {"crashed": 40, "other reasons": 11, "too long": 1, **shown}
     assert found[0]["reason"] == "crashed"
-    *_, said, done = [record.getMessage() for record in caplog.records]
-    assert said == (
+    *_, warning, last_line = [record.getMessage() for record in caplog.records]
+    assert warning == (
         "the environment games:Chess failed 71 times, most often (40 times): crashed; "
         f"all reasons are in {tmp_path}/summary.json"
     )
-    assert done.startswith("done: 2 steps")
+    assert last_line.startswith("done: 2 steps")
 
 
 def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
@@ -125,11 +125,11 @@ def test_a_later_evaluation_shows_at_its_step_everywhere(tmp_path, capsys):
     [
         ([0], 2, 2, True),
         ([0, 2], 2, 2, False),
-        # Step 2 was due; a stop in step 3 prevented it, so it is made up for there.
+        # A stop in step 3 prevented the evaluation that was due after step 2, so step 3 gets one.
         ([0], 3, 2, True),
         ([0, 3], 3, 2, False),
         ([0, 2], 3, 2, False),
-        # The run goes on from a step whose record is gone.
+        # The record of the step from which the run resumes is gone.
         ([0], 4, 4, False),
     ],
 )
@@ -160,8 +160,8 @@ def test_a_fenced_start_records_nothing(tmp_path):
         if fenced:
             raise FencedError("another start of this run took over")
 
-    def recorded() -> dict[Path, bytes]:
-        # TensorBoard's writer, in its own thread, may be late with what came before.
+    def contents() -> dict[Path, bytes]:
+        # TensorBoard's files are left out: its writer thread may still write earlier rows.
         files = (p for p in tmp_path.rglob("*") if p.is_file() and "tfevents" not in p.name)
         return {p: p.read_bytes() for p in files}
 
@@ -170,7 +170,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
         recorder.write(0, {})
         recorder.write(1, {})
         fenced.append(True)
-        before = recorded()
+        before = contents()
         actions = (
             lambda: recorder.write(2, {}),
             lambda: recorder.write_masked_tokens(2, []),
@@ -182,7 +182,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
         for action in actions:
             with pytest.raises(FencedError):
                 action()
-    assert recorded() == before
+    assert contents() == before
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("weight_version")] == [0, 1]
 
@@ -225,7 +225,7 @@ def test_what_the_loss_is_belongs_to_the_identity(tmp_path, key, value):
 
 
 def test_a_chat_templates_arguments_belong_to_the_identity(tmp_path):
-    """Where there are any: a run without them goes on from checkpoints that know none."""
+    """A run without such arguments resumes from checkpoints that do not have the key."""
     before = config(tmp_path)
     data = before.data.model_copy(update={"chat_template_arguments": {"enable_thinking": False}})
     after = before.model_copy(update={"data": data})
@@ -258,10 +258,10 @@ def test_a_state_knows_its_weights(tmp_path):
         state.check_weights("form", "others", tmp_path)
 
 
-def test_a_resume_lists_what_changed_and_what_the_identity_lets_pass(checkpointed):
-    settings, state, _ = checkpointed
+def test_a_resume_lists_what_changed_and_what_the_identity_lets_pass(saved_run):
+    settings, state, _ = saved_run
     assert changes_since_checkpoint(settings) is None
-    changed = settings.model_copy(
+    new_settings = settings.model_copy(
         update={
             "rollout": settings.rollout.model_copy(update={"group_size": 16}),
             "optimizer": settings.optimizer.model_copy(update={"lr": 0.125}),
@@ -269,20 +269,20 @@ def test_a_resume_lists_what_changed_and_what_the_identity_lets_pass(checkpointe
             "environment": settings.environment.model_copy(update={"options": {"depth": 2}}),
         }
     )
-    check_resume(changed, "abc")
+    check_resume(new_settings, "abc")
     rollout, lr = settings.rollout.group_size, settings.optimizer.lr
-    assert state.changed_settings(settings_of(changed)) == [
+    assert state.changed_settings(settings_of(new_settings)) == [
         "environment.options.depth: not set there, 2 now",
         f"optimizer.lr: {lr!r} there, 0.125 now",
         f"rollout.group_size: {rollout!r} there, 16 now",
     ]
-    told = changes_since_checkpoint(changed)
-    assert told is not None
-    assert "rollout.group_size" in told
+    changes = changes_since_checkpoint(new_settings)
+    assert changes is not None
+    assert "rollout.group_size" in changes
 
 
-def recorded(tmp_path, values, upto: int = 2) -> dict:
-    """The mark of a checkpoint of the last step."""
+def record_steps(tmp_path, values, upto: int = 2) -> dict:
+    """Record the steps 0 .. ``upto``, and return the mark for a checkpoint of the last one."""
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
     with recorder_of(config(tmp_path, steps=9), 0, 0) as recorder:
         for step in range(upto + 1):
@@ -290,7 +290,7 @@ def recorded(tmp_path, values, upto: int = 2) -> dict:
         return recorder.mark(upto)
 
 
-def resumed(tmp_path, mark, caplog) -> str:
+def log_of_resume(tmp_path, mark, caplog) -> str:
     caplog.clear()
     with recorder_of(config(tmp_path, steps=9), 0, mark["step"], mark=mark):
         return caplog.text
@@ -300,23 +300,23 @@ EVALUATED = {names.accuracy("sums"): 0.25}
 
 
 def test_altered_records_are_told_on_resuming_and_whole_ones_are_not(tmp_path, caplog):
-    mark = recorded(tmp_path, EVALUATED)
+    mark = record_steps(tmp_path, EVALUATED)
     assert mark["step"] == 2
-    assert "was altered" not in resumed(tmp_path, mark, caplog)
+    assert "was altered" not in log_of_resume(tmp_path, mark, caplog)
     path = tmp_path / "metrics.jsonl"
     content = path.read_bytes()
-    told = 0
+    reported = 0
     for bit in random.Random(1).sample(range(8 * len(content)), 60):
         path.write_bytes(flipped(content, bit))
-        same = _values(path) == [json.loads(line) for line in content.splitlines()]
+        has_same_values = _values(path) == [json.loads(line) for line in content.splitlines()]
         try:
-            text = resumed(tmp_path, mark, caplog)
+            text = log_of_resume(tmp_path, mark, caplog)
         except RecordsError:
-            told += 1
+            reported += 1
             continue
-        assert same or "was altered since the checkpoint" in text or "holds" in text, bit
-        told += "was altered" in text
-    assert told > 50
+        assert has_same_values or "was altered since the checkpoint" in text or "holds" in text, bit
+        reported += "was altered" in text
+    assert reported > 50
 
 
 def _values(path) -> list | None:
@@ -327,11 +327,11 @@ def _values(path) -> list | None:
 
 
 def test_a_last_record_that_may_still_get_its_evaluation_is_left_out(tmp_path, caplog):
-    mark = recorded(tmp_path, {})
+    mark = record_steps(tmp_path, {})
     assert mark["step"] == 1
     with recorder_of(config(tmp_path), 0, 2, mark=mark) as recorder:
         recorder.complete(2, EVALUATED)
-    assert "was altered" not in resumed(tmp_path, mark, caplog)
+    assert "was altered" not in log_of_resume(tmp_path, mark, caplog)
 
 
 def test_a_save_does_not_fail_over_records_that_are_gone(tmp_path, caplog):
@@ -340,7 +340,7 @@ def test_a_save_does_not_fail_over_records_that_are_gone(tmp_path, caplog):
         (tmp_path / "metrics.jsonl").unlink()
         recorder.write(1, EVALUATED)
         mark = recorder.mark(1)
-    assert "was altered" in resumed(tmp_path, mark, caplog)
+    assert "was altered" in log_of_resume(tmp_path, mark, caplog)
 
 
 def test_the_hash_of_a_checkpoint_is_that_of_the_records_in_the_file(tmp_path):
@@ -357,7 +357,7 @@ def test_the_hash_of_a_checkpoint_is_that_of_the_records_in_the_file(tmp_path):
     assert [step_of(row) for row in present] == [0, 1, 2, 3, 4, 5]
 
 
-FOLDER = (
+MODEL_FILES = (
     "chat_template.jinja",
     "config.json",
     "tokenizer.json",
@@ -367,8 +367,11 @@ FOLDER = (
 
 
 @pytest.fixture
-def checkpointed(tmp_path):
-    """A run with a checkpoint of step 2, as far as a start looks at it before any rank runs."""
+def saved_run(tmp_path):
+    """Save those parts of a checkpoint of step 2 that a start reads before any rank runs.
+
+    Returns the run's configuration, the checkpoint's state, and the folder of the start model.
+    """
     settings = config(tmp_path)
     folder = Path(settings.model.hf_checkpoint)
     save_tiny_model(folder, "qwen3_moe")
@@ -379,20 +382,22 @@ def checkpointed(tmp_path):
     identity = {**identity_of(settings, "abc"), FILES: files}
     state = RunState(2, {}, identity, settings=settings_of(settings))
     folders = CheckpointDirectory(tmp_path / "checkpoints", 2)
-    begun = folders.begin(2)
-    folders.publish(begun, {"files": {}, "state": state.to_json(), "serial": begun.serial})
+    new_checkpoint = folders.begin(2)
+    folders.publish(
+        new_checkpoint, {"files": {}, "state": state.to_json(), "serial": new_checkpoint.serial}
+    )
     return settings, state, folder
 
 
-@pytest.mark.parametrize("name", FOLDER)
+@pytest.mark.parametrize("name", MODEL_FILES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_flipped_bit_of_the_start_model_is_refused_by_the_files_name(checkpointed, name, seed):
-    settings, state, folder = checkpointed
+def test_a_flipped_bit_of_the_start_model_is_refused_by_the_files_name(saved_run, name, seed):
+    settings, state, folder = saved_run
     path = folder / name
     content = path.read_bytes()
     check_resume(settings, "abc")
     path.write_bytes(flipped(content, random.Random(seed).randrange(8 * len(content))))
-    if name != "model.safetensors":  # at once; weights by the ranks, in the background
+    if name != "model.safetensors":  # the ranks check the weights, in the background
         with pytest.raises(ResumeError, match=f"model.hf_checkpoint/{name}: "):
             check_resume(settings, "abc")
     files = {
@@ -403,8 +408,8 @@ def test_a_flipped_bit_of_the_start_model_is_refused_by_the_files_name(checkpoin
         state.check_files(files, "step_2")
 
 
-def test_a_file_that_came_or_went_is_told_and_texts_for_people_are_not(checkpointed):
-    settings, _, folder = checkpointed
+def test_a_file_that_came_or_went_is_told_and_texts_for_people_are_not(saved_run):
+    settings, _, folder = saved_run
     (folder / "README.md").write_text("about")
     (folder / ".cache").mkdir()
     check_resume(settings, "abc")
@@ -447,7 +452,7 @@ def test_records_in_the_way_of_a_folder_are_one_error(tmp_path):
 
 @pytest.mark.parametrize("full", ["metrics.jsonl", "samples.jsonl"])
 def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resumes(tmp_path, full):
-    """The checkpoint has them; starts from the same checkpoint write them once."""
+    """The checkpoint has the lines. However many starts resume from it, each line is written once."""
     settings = config(tmp_path, steps=9)
     response = "not the end of a line: \u2028\x85"
     sample = Sample(1, "training", 2, 0, "p", response, "4", 0.0, "no answer", False, 3)
@@ -460,7 +465,7 @@ def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resum
         recorder.write(1, EVALUATED | {"loss/mean": 0.5})
         recorder.write_samples([sample])
         assert full.split(".")[0] in str(recorder.failure)
-        # Half of the line was taken.
+        # Half of the line reached the disk.
         (tmp_path / full).unlink()
         (tmp_path / full).write_bytes(content + b'{"step": 1, "lo')
         mark = json.loads(json.dumps(recorder.mark(1)))
@@ -480,7 +485,7 @@ def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resum
 
 
 def test_a_write_that_fails_is_kept_for_all_ranks_and_nothing_follows_it(tmp_path):
-    """The run saves a checkpoint before it ends; a line behind half of one would spoil the file."""
+    """The run still saves a checkpoint before it ends. A line after an incomplete line would damage the file."""
     with recorder_of(config(tmp_path), 0, 0) as recorder:
         recorder.write(0, {})
         samples = tmp_path / "samples.jsonl"

@@ -1,4 +1,4 @@
-"""The ``lora:`` section: what it means, and every setting that is refused, by its key."""
+"""The ``lora:`` section: the adapters that it makes, and the settings that are rejected, each by its key."""
 
 from functools import partial
 from pathlib import Path
@@ -89,8 +89,8 @@ def test_latents_and_delta_nets_have_adapters_that_are_sent_merged(model, expect
     assert adapters_of(merged, shape).modules == expected
     assert list(lora_faults(merged, LayoutSizes(world_size=1), shape, has_engines=True)) == []
     assert list(adapter_update_faults(merged, shape)) == []
-    alone = merged.model_copy(update={"update": "adapters"})
-    (fault,) = adapter_update_faults(alone, shape)
+    unmerged = merged.model_copy(update={"update": "adapters"})
+    (fault,) = adapter_update_faults(unmerged, shape)
     assert fault.startswith("lora.update: got 'adapters', expected 'merged'")
 
 
@@ -100,21 +100,21 @@ def test_an_engine_with_adapters_of_its_own_is_refused(problems):
         "with lora.update adapters what the lora section says"
     ]
     assert problems("sglang.enable_lora=true") == refusal
-    assert problems(*ALONE, "sglang.enable_lora=true") == refusal
-    assert problems(*ALONE, "sglang.lora_backend=triton") == []
+    assert problems(*ADAPTERS_ONLY, "sglang.enable_lora=true") == refusal
+    assert problems(*ADAPTERS_ONLY, "sglang.lora_backend=triton") == []
     assert len(problems("lora.rank=8", "sglang.lora_backend=triton")) == 1
 
 
-ALONE = [
+ADAPTERS_ONLY = [
     "lora.rank=8", "lora.update=adapters", "lora.target_modules=[attention]",
     "weight_sync.strategy=disk",
 ]  # fmt: skip
 
 
 def test_adapters_alone_where_the_engine_can(problems):
-    assert problems(*ALONE) == []
-    assert problems(*ALONE, "lora.target_modules=[all-linear]", model=DENSE) == []
-    assert problems(*ALONE, "lora.target_modules=[o_proj, down_proj]", model=DENSE) == []
+    assert problems(*ADAPTERS_ONLY) == []
+    assert problems(*ADAPTERS_ONLY, "lora.target_modules=[all-linear]", model=DENSE) == []
+    assert problems(*ADAPTERS_ONLY, "lora.target_modules=[o_proj, down_proj]", model=DENSE) == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_adapters_alone_where_the_engine_can(problems):
     ],
 )  # fmt: skip
 def test_adapters_alone_where_the_engine_cannot(problems, overrides, model, words):
-    found = problems(*ALONE, *overrides, model=model)
+    found = problems(*ADAPTERS_ONLY, *overrides, model=model)
     assert any(problem.startswith(words) for problem in found), found
 
 

@@ -1,4 +1,4 @@
-"""What the loss saw of each token, taken from packed micro-batches to the responses they hold."""
+"""``LossRecord``: the loss's figures of each token, moved from packed micro-batches to their responses."""
 
 import math
 
@@ -20,11 +20,11 @@ from tests.unit.token_inputs import inputs
 
 
 def test_rows_go_to_the_response_that_they_are_of():
-    every = [trajectory([1, 2], [3, 4, 5]), trajectory([1], [6, 7]), trajectory([1, 2], [8])]
-    batch = pack(every, indices=[7, 2, 5], trains=[True, False, True], pad_multiple=16)
+    trajectories = [trajectory([1, 2], [3, 4, 5]), trajectory([1], [6, 7]), trajectory([1, 2], [8])]
+    batch = pack(trajectories, indices=[7, 2, 5], trains=[True, False, True], pad_multiple=16)
     values = torch.arange(batch.num_tokens)
     found = by_response(batch, {"loss_log_probs": values.float(), "loss_trains": values > 2})
-    # The first response's tokens are predicted at 1, 2, 3; the last one's at 3 + 2 + 3 + 1 = 9.
+    # A row predicts the next token. The first response is predicted at rows 1, 2, 3, the last at row 5 + 3 + 1 = 9.
     assert {p: c["loss_log_probs"].tolist() for p, c in found.items()} == {7: [1, 2, 3], 5: [9]}
     assert found[7]["loss_trains"].tolist() == [False, False, True]
 
@@ -62,14 +62,14 @@ def test_the_recorded_divergence_is_from_the_preset_s_own_anchor(name, expected)
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_records_what_its_mask_compared(name):
-    """With all that it saw, in the declared types; no token within the threshold is blocked."""
-    every = samples()
+    """The record has all columns in the declared dtypes, and no token within the threshold is blocked."""
+    trajectories = samples()
     algorithm = build_algorithm(name)
     record = LossRecord(algorithm)
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
     loss = make_token_loss(algorithm, observers=[record.add])
     for rows in ([0, 1, 3], [2, 4]):
-        batch = bounded(packed(every, rows, indices=rows))
+        batch = bounded(packed(trajectories, rows, indices=rows))
         ids = batch.columns["topk_ids"].long()
         stats = policy_stats(
             table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids, with_entropy=True,
@@ -81,16 +81,16 @@ def test_every_preset_records_what_its_mask_compared(name):
         found |= by_response(batch, seen)
     assert sorted(found) == [0, 1, 2, 4]
     for position, columns in found.items():
-        own = every[position].with_columns(**columns)  # shapes and types are the declared ones
-        lacking = {"loss_divergence"}
+        response = trajectories[position].with_columns(**columns)  # fails on another shape or dtype
+        absent = {"loss_divergence"}
         if algorithm.needs_recomputed_distribution:
-            lacking.add("loss_topk_log_probs")
-        assert set(columns) - {"loss_divergence"} == set(LOSS_COLUMNS) - lacking
+            absent.add("loss_topk_log_probs")
+        assert set(columns) - {"loss_divergence"} == set(LOSS_COLUMNS) - absent
         assert np.array_equal(
-            own.column("loss_recomputed_log_probs"), own.column("recomputed_log_probs")
+            response.column("loss_recomputed_log_probs"), response.column("recomputed_log_probs")
         )
-    measures = "tv_threshold" in algorithm.numbers or "kl_threshold" in algorithm.numbers
-    assert all(("loss_divergence" in c) == measures for c in found.values())
+    has_threshold = "tv_threshold" in algorithm.numbers or "kl_threshold" in algorithm.numbers
+    assert all(("loss_divergence" in c) == has_threshold for c in found.values())
     for columns in found.values():
         if algorithm.preset.mask == algorithm.preset.divergence:
             bound = next(v for n, v in algorithm.numbers.items() if n.endswith("threshold"))
@@ -99,10 +99,11 @@ def test_every_preset_records_what_its_mask_compared(name):
 
 @pytest.mark.parametrize(("width", "kept"), [(KEPT_TOPK, True), (KEPT_TOPK + 1, False)])
 def test_topk_is_kept_up_to_a_width(width, kept):
-    one, wide = torch.zeros(1), torch.zeros(1, width + 1)  # the sampled token is one more
-    seen = TokenInputs(
-        one, one, one, torch.ones(1, dtype=torch.bool), topk_log_probs=wide, rollout_topk_log_probs=wide,
-        topk_valid=torch.ones_like(wide, dtype=torch.bool),
+    token = torch.zeros(1)
+    topk = torch.zeros(1, width + 1)  # the last column is the sampled token's
+    x = TokenInputs(
+        token, token, token, torch.ones(1, dtype=torch.bool), topk_log_probs=topk, rollout_topk_log_probs=topk,
+        topk_valid=torch.ones_like(topk, dtype=torch.bool),
     )  # fmt: skip
-    topk = LossRecord(build_algorithm("dppo-topk-tv"))._topk(seen)
+    topk = LossRecord(build_algorithm("dppo-topk-tv"))._topk(x)
     assert (None if topk is None else topk.shape[1]) == (width if kept else None)

@@ -1,4 +1,4 @@
-"""What a run needs of a machine, by hand."""
+"""Faults of a machine that lacks what a run's configuration needs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_cores_where_there_is_no_gpu(tmp_path):
     (problem,) = machine_faults(settings, machine())
     assert mentions(problem, "run.processes_per_core", 8, 17)
     assert list(machine_faults(settings, machine(cores=3))) == []
-    more = {"parallel": {"world_size": 15}, "engine": {"servers": 2}}
-    allowed = config(tmp_path, **more, run={"processes_per_core": 9})
+    sections = {"parallel": {"world_size": 15}, "engine": {"servers": 2}}
+    allowed = config(tmp_path, **sections, run={"processes_per_core": 9})
     assert list(machine_faults(allowed, machine())) == []
     replayed = config(tmp_path, parallel={"world_size": 16}, rollout={"replay_from": "x"})
     assert list(machine_faults(replayed, machine())) == []
@@ -74,29 +74,30 @@ DISK = {"strategy": "disk"}
     ],
 )  # fmt: skip
 def test_what_the_configuration_names_is_on_this_machine(tmp_path, sections, problem):
-    (told,) = machine_faults(config(tmp_path, **sections), this_machine())
-    assert told.startswith(problem)
+    (fault,) = machine_faults(config(tmp_path, **sections), this_machine())
+    assert fault.startswith(problem)
 
 
 def test_an_interpreter_without_the_servers_packages_is_told(tmp_path):
-    """-E and -S leave out PYTHONPATH and site-packages, so all of them; the key is one program, hence a script."""
+    """With -E and -S Python ignores PYTHONPATH and site-packages. ``engine.python`` takes no options, so a script adds
+    them."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncd /; exec {sys.executable} -E -S "$@"\n')
     python.chmod(0o755)
     for servers, lacking in {1: "megatron_dppo, sglang", 2: "megatron_dppo, sglang, smg"}.items():
-        asked = config(tmp_path, engine={"python": str(python), "servers": servers})
-        (told,) = machine_faults(asked, this_machine())
-        assert told == f"engine.python: got {str(python)!r}, which lacks {lacking}"
+        settings = config(tmp_path, engine={"python": str(python), "servers": servers})
+        (fault,) = machine_faults(settings, this_machine())
+        assert fault == f"engine.python: got {str(python)!r}, which lacks {lacking}"
 
 
 def test_what_starts_nothing_here_needs_no_python_and_no_disk(tmp_path):
     replayed = {"replay_from": "x"}
-    asked = config(
+    settings = config(
         tmp_path,
         rollout=replayed,
         engine={"python": "/nowhere", "host": "203.0.113.9"},
         weight_sync={**DISK, "directory": "/proc"},
     )
-    assert list(machine_faults(asked, this_machine())) == []
-    elsewhere = {"urls": ["http://10.0.0.1:3000"], "python": "/nowhere", "host": "203.0.113.9"}
-    assert list(machine_faults(config(tmp_path, engine=elsewhere), this_machine())) == []
+    assert list(machine_faults(settings, this_machine())) == []
+    engine = {"urls": ["http://10.0.0.1:3000"], "python": "/nowhere", "host": "203.0.113.9"}
+    assert list(machine_faults(config(tmp_path, engine=engine), this_machine())) == []

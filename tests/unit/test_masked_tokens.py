@@ -43,13 +43,14 @@ def test_the_loss_says_what_its_mask_blocked() -> None:
         loss_mask=torch.tensor([True, True, True, False]),
     )
     blocked = policy_loss(build_algorithm("dppo-binary-tv", {}), inputs).blocked
-    # TV 0.4 > 0.15, away from mu with either sign; towards mu trains; outside the loss, nothing.
+    # TV is 0.4 > 0.15. Tokens that move away from mu are blocked, for either sign of A. The token that moves towards
+    # mu trains. A token outside the loss mask does not count as blocked.
     assert blocked is not None
     assert blocked.tolist() == [True, False, True, False]
 
 
 def test_blocked_tokens_are_counted_by_response() -> None:
-    # Two micro-batches: sequences of 3, 2 and (padding) 2 tokens, then one of 2.
+    # The first micro-batch has sequences of 3 and 2 tokens, and 2 tokens of padding. The second has one sequence.
     masked = MaskedResponses()
     masked.add(
         torch.tensor([7, 4, -1]),

@@ -1,4 +1,4 @@
-"""Masks: which tokens they block, both signs of the advantage, and exactly at the threshold."""
+"""Masks: which tokens they block, for both signs of the advantage, and exactly at the threshold."""
 
 import pytest
 import torch
@@ -31,16 +31,16 @@ def test_ratio_exactly_at_the_bound_trains():
 
 
 def test_every_clip_trains_a_ratio_exactly_at_its_bound():
-    # pi = pi' = mu: every ratio is exp(0) = 1 exactly, and no bound leaves room around it.
+    # pi = pi' = mu: every ratio is exp(0) = 1 exactly, and the bounds allow no other ratio.
     x = inputs([0.5, 0.5], [0.5, 0.5], [1.0, -1.0], recomputed=[0.5, 0.5],
                sequence_ids=torch.tensor([0, 1]))  # fmt: skip
-    none = {"clip_low": 0.0, "clip_high": 0.0}
-    relaxed_never = {"rare_below": 0.1, "relax_low": False, "relax_high": False}
+    no_room = {"clip_low": 0.0, "clip_high": 0.0}
+    not_relaxed = {"rare_below": 0.1, "relax_low": False, "relax_high": False}
     for mask in (
-        rules.ratio_clip(x, rollout, **none),
-        rules.relaxed_clip(x, rollout, **none, **relaxed_never),
-        rules.icepop(x, recomputed, mismatch_low=1.0, mismatch_high=1.0, **none),
-        sequence_rules.sequence_clip(x, rollout, **none),
+        rules.ratio_clip(x, rollout, **no_room),
+        rules.relaxed_clip(x, rollout, **no_room, **not_relaxed),
+        rules.icepop(x, recomputed, mismatch_low=1.0, mismatch_high=1.0, **no_room),
+        sequence_rules.sequence_clip(x, rollout, **no_room),
     ):
         assert trains(mask) == [True, True]
 
@@ -68,7 +68,8 @@ def test_divergence_exactly_at_the_threshold_trains():
     [("binary_tv", 0.25), ("binary_kl", 0.1438), ("topk_tv", 0.25), ("topk_kl", 0.1438)],
 )
 def test_every_divergence_has_a_threshold_for_each_sign(mask, distance):
-    # mu = 1/2 rises to 3/4 and falls to 1/4; TopK(mu) is the other half, which hides nothing.
+    # The sampled token rises from mu = 1/2 to 3/4, or falls to 1/4. TopK(mu) is the other token, so nothing is left for
+    # "other".
     rest = torch.tensor([0.25, 0.75], dtype=torch.float64)
     x = inputs([0.75, 0.25], [0.5, 0.5], [1.0, -1.0],
                topk_log_probs=torch.stack([rest, 1 - rest], 1).log(),
@@ -84,32 +85,32 @@ def test_every_divergence_has_a_threshold_for_each_sign(mask, distance):
 
 
 def test_each_sign_of_the_advantage_has_its_own_threshold():
-    # |pi - mu| = 0.25 outward, by a rising and a falling token; advantages between 0 and 1.
+    # A token rises and a token falls, both outward by |pi - mu| = 0.25. The advantages are not 1 in size.
     x = inputs([0.75, 0.25], [0.5, 0.5], [0.5, -0.5])
-    both = lambda tv, negative: trains(  # noqa: E731
+    train_at = lambda tv, negative: trains(  # noqa: E731
         rules.binary_tv(x, rollout, tv_threshold=tv, tv_threshold_negative=negative)
     )
-    assert both(0.3, 0.2) == [True, False]
-    assert both(0.2, 0.3) == [False, True]
+    assert train_at(0.3, 0.2) == [True, False]
+    assert train_at(0.2, 0.3) == [False, True]
     # mu = 1, pi = 0: TV is exactly 1.
     one = torch.ones(1)
-    fallen = TokenInputs(torch.tensor([-torch.inf]), torch.zeros(1), -one, one.bool())
-    at = rules.binary_tv(fallen, rollout, tv_threshold=0.1, tv_threshold_negative=1.0)
-    assert trains(at) == [True]
+    x = TokenInputs(torch.tensor([-torch.inf]), torch.zeros(1), -one, one.bool())
+    mask = rules.binary_tv(x, rollout, tv_threshold=0.1, tv_threshold_negative=1.0)
+    assert trains(mask) == [True]
 
 
 def test_without_advantage_the_threshold_of_negative_ones_does_not_count():
-    # pi = 0: the direction is no number, so the distance alone decides.
-    gone = TokenInputs(
+    # With pi = 0 and A = 0 the direction A log r is NaN, so only the distance decides.
+    x = TokenInputs(
         torch.tensor([-torch.inf]), torch.tensor([0.5]).log(), torch.zeros(1), torch.tensor([True])
     )
     for tv, negative, expected in ((0.6, 0.4, True), (0.4, 0.6, False)):
-        mask = rules.binary_tv(gone, rollout, tv_threshold=tv, tv_threshold_negative=negative)
+        mask = rules.binary_tv(x, rollout, tv_threshold=tv, tv_threshold_negative=negative)
         assert trains(mask) == [expected]
 
 
 def test_rare_tokens_ppo_blocks_and_dppo_does_not_and_the_reverse():
-    # 0.001 -> 0.002 doubles the ratio and moves 0.001; 0.9 -> 0.99 is r = 1.1 and moves 0.09.
+    # From 0.001 to 0.002, r is 2 and TV is 0.001. From 0.9 to 0.99, r is 1.1 and TV is 0.09.
     x = inputs([0.002, 0.99], [0.001, 0.9], [1.0, 1.0])
     assert trains(rules.ratio_clip(x, rollout, clip_low=0.2, clip_high=0.28)) == [False, True]
     assert trains(rules.binary_tv(x, rollout, tv_threshold=0.05)) == [True, False]
@@ -150,11 +151,11 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
     ],
 )
 def test_a_mask_reads_its_anchor_alone(mask, options):
-    """With mu and pi' in each other's place, and the other anchor, it decides the same."""
-    pi, mu, own = torch.rand(3, 400, generator=torch.Generator().manual_seed(1)).tolist()
+    """If mu and pi' are swapped, and the anchor too, the mask decides the same."""
+    pi, mu, old = torch.rand(3, 400, generator=torch.Generator().manual_seed(1)).tolist()
     advantages, ids = [1.0, -1.0] * 200, torch.arange(400)
-    x = inputs(pi, mu, advantages, recomputed=own, sequence_ids=ids)
-    swapped = inputs(pi, own, advantages, recomputed=mu, sequence_ids=ids)
+    x = inputs(pi, mu, advantages, recomputed=old, sequence_ids=ids)
+    swapped = inputs(pi, old, advantages, recomputed=mu, sequence_ids=ids)
     decisions = mask(x, recomputed, **options)
     assert torch.equal(decisions, mask(swapped, rollout, **options))
     differ = decisions != mask(x, rollout, **options)
@@ -163,7 +164,7 @@ def test_a_mask_reads_its_anchor_alone(mask, options):
 
 
 def test_topk_masks_see_what_the_sampled_token_does_not():
-    # The sampled token has not moved far, TopK(mu) has: binary 0.05, Top-K 0.3.
+    # The sampled token has moved little and TopK(mu) far: the binary TV is 0.05, the Top-K TV 0.3.
     x = inputs([0.15], [0.1], [1.0],
                topk_log_probs=torch.tensor([[0.3, 0.15]]).log(),
                rollout_topk_log_probs=torch.tensor([[0.6, 0.1]]).log(),
@@ -181,10 +182,11 @@ def test_minimal_mask_blocks_large_drops_of_bad_tokens_from_the_threshold_on():
     # 0.75 - 0.25 = 0.5 exactly
     x = inputs([0.25, 0.25, 0.3, 0.95], [0.75, 0.75, 0.75, 0.2], [-1.0, 1.0, -1.0, -1.0])
     x = TokenInputs(x.log_probs, x.rollout_log_probs, x.advantages, x.loss_mask)
-    blocked = rules.large_drop(x, rollout, max_drop=0.5 - 1e-12)
-    assert trains(blocked) == [False, True, True, True]
-    at = TokenInputs(torch.tensor([-torch.inf]), torch.zeros(1), -torch.ones(1), x.loss_mask[:1])
-    assert trains(rules.large_drop(at, rollout, max_drop=1.0)) == [False]  # ">=", unlike the others
+    mask = rules.large_drop(x, rollout, max_drop=0.5 - 1e-12)
+    assert trains(mask) == [False, True, True, True]
+    x = TokenInputs(torch.tensor([-torch.inf]), torch.zeros(1), -torch.ones(1), x.loss_mask[:1])
+    # Unlike the other masks, this one blocks exactly at its threshold.
+    assert trains(rules.large_drop(x, rollout, max_drop=1.0)) == [False]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Silent corruption of memory: replicas, weights and optimizer state between steps, engines between updates."""
+"""Checks for corrupted memory: replicas' weights and optimizer state between steps, engines between updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.test_weight_sync import A, B, Engine, updater
     ],
 )
 def test_groups_are_the_ranks_of_equal_place(layout: Layout) -> None:
-    """Each rank is in one group of dense tensors and one of experts, as large as the layout says."""
+    """Each rank is in one group for dense tensors and one group for experts, of the layout's sizes."""
     groups = replica_groups(layout)
     for is_expert, size in ((False, layout.data * layout.context), (True, layout.expert_data)):
         ranks = [rank for kind, group in groups if kind == is_expert for rank in group]
@@ -58,7 +58,7 @@ def test_an_engine_whose_weights_changed_is_named_before_the_next_update() -> No
     before = len(engines[1].loaded)
     with pytest.raises(AlteredEngineError, match=mentioning("version 2", B, "b", "rank 0")):
         updates.update(3)
-    # Nothing was sent, and the engines stay paused under no version.
+    # Nothing was sent, and the engines stay paused with an unverified version.
     assert len(engines[1].loaded) == before
     last_calls = engines[0].calls[engines[0].calls.index("unverified-3") :]
     assert "checksums" in last_calls

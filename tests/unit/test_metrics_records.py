@@ -1,4 +1,4 @@
-"""metrics.jsonl: one record a step, also after a resume."""
+"""metrics.jsonl has one record for each step, also after a resume."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     for step in range(5):
         writer.write(step, {"reward/mean": step / 8})
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "rewa')  # the process died here; its checkpoint is that of step 2
+        file.write('{"step": 5, "rewa')  # the process ends here; its last checkpoint is of step 2
     writer = MetricsWriter(tmp_path, resume_step=3)
     for step in (3, 4):
         writer.write(step, {"reward/mean": 1 + step / 8})
@@ -113,8 +113,8 @@ def test_a_fresh_run_starts_the_file_anew(tmp_path):
 
 def test_every_row_names_a_divisor_and_a_panel_that_there_are():
     assert {row.divisor for row in METRICS.values()} - {None} <= set(METRICS)
-    drawn = {panel for row in METRICS.values() if row.line and (panel := row.line.panel)}
-    assert drawn == {"gap", "masked", "entropy", "reward", "length", "memory", "tflops", "mfu",
+    panels = {panel for row in METRICS.values() if row.line and (panel := row.line.panel)}
+    assert panels == {"gap", "masked", "entropy", "reward", "length", "memory", "tflops", "mfu",
                      "update seconds", "update bytes", "age", "waiting", "turns", "prefix", "accepted"}  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Phases never overlap and nothing gets lost."""
+"""``PhaseTimer``: phases never overlap, and their sum is all of the time."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from megatron_dppo.metrics.phase_timer import PhaseTimer
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now = 100.0

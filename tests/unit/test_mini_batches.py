@@ -1,4 +1,4 @@
-"""Optimiser steps of a rollout batch: what divides each loss, worked by hand."""
+"""The optimiser steps of a rollout batch: their responses, denominators and costs, worked by hand."""
 
 import math
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from tests.trajectories import trajectory
 
 GROUP = 2
 LENGTHS = [3, 5, 1, 2, 4, 4, 6, 7]
-"""Response tokens: four prompts, two responses each."""
+"""Tokens of each response: four prompts with two responses each."""
 
 
 @dataclass
 class Part:
-    """A section of the configuration with what planning reads."""
+    """The keys that planning reads of the configuration's sections ``rollout`` and ``training``."""
 
     group_size: int = GROUP
     max_response_tokens: int = 10
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass
 class Config:
-    """As ``TrainConfig``, without the files that one names."""
+    """``TrainConfig`` without the sections that name files."""
 
     algorithm: AlgorithmConfig
     rollout: Part
@@ -57,7 +57,7 @@ def config(**algorithm):
     return Config(AlgorithmConfig(**algorithm), Part(), Part())
 
 
-def planned(batch, config, layout):
+def make_plans(batch, config, layout):
     sections = (config.training, config.rollout, config.algorithm)
     return learning.plan_mini_batches(batch, *sections, layout)
 
@@ -73,7 +73,7 @@ def answers(truncated=()):
 
 
 def denominators(batch, **algorithm):
-    plans = planned(batch, config(**algorithm), BatchLayout(0, 1))
+    plans = make_plans(batch, config(**algorithm), BatchLayout(0, 1))
     return [plan.denominator for plan in plans]
 
 
@@ -107,26 +107,26 @@ def test_dropped_responses_do_not_count(aggregation, expected):
     batch = answers(truncated=(1, 4))  # of 5 and 4 tokens
     dropping = {"aggregation": aggregation, "truncated_responses": "drop"}
     assert denominators(batch, **dropping) == expected
-    for kept in ("as-verified", "zero-reward"):
-        own = {"aggregation": aggregation, "truncated_responses": kept}
-        assert denominators(batch, **own) == denominators(answers(), aggregation=aggregation)
+    for setting in ("as-verified", "zero-reward"):
+        options = {"aggregation": aggregation, "truncated_responses": setting}
+        assert denominators(batch, **options) == denominators(answers(), aggregation=aggregation)
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_a_mini_batch_in_which_nothing_trains_is_left_out(aggregation):
     batch = answers(truncated=(0, 1, 2, 3))
-    plans = planned(
+    plans = make_plans(
         batch, config(aggregation=aggregation, truncated_responses="drop"), BatchLayout(0, 1)
     )
     assert len(plans) == 1
     assert sorted(plans[0].of_rank(0)) == [4, 5, 6, 7]
-    every = answers(truncated=range(8))
-    assert denominators(every, aggregation=aggregation, truncated_responses="drop") == []
+    all_truncated = answers(truncated=range(8))
+    assert denominators(all_truncated, aggregation=aggregation, truncated_responses="drop") == []
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_every_response_has_one_place_and_the_denominator_is_global(dp_size):
-    plans = planned(answers(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
+    plans = make_plans(answers(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
     assert [plan.denominator for plan in plans] == [11, 21]
     for plan, expected in zip(plans, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
         placed = [i for rank in plan.positions for rows in rank for i in rows]
@@ -148,11 +148,11 @@ def test_what_a_truncated_response_earns(setting, rewards, advantages):
     scored = with_rewards(batch, [Score(1.0)] * 4, GROUP, algorithm, most_tokens=16)
     assert [t.reward for t in scored] == rewards
     assert [t.advantage for t in scored] == advantages
-    assert all(t.reward == t.advantage == 0 for t in batch)  # what was given has not changed
+    assert all(t.reward == t.advantage == 0 for t in batch)  # the input has not changed
 
 
 def test_a_length_costs_what_the_configuration_says():
-    """Of 100 tokens at most, 20 of them overlong: 0 up to 80, 1/4 at 85, 1 at 100, and beyond it no more than 1."""
+    """The limit is 100 tokens, the last 20 are overlong. The penalty is 0 up to 80, 1/4 at 85, and 1 from 100 on."""
     overlong = AlgorithmConfig(overlong_tokens=20)
     lengths = (1, 80, 85, 100, 130)
     found = [length_penalties(n, 100, overlong) for n in lengths]
@@ -165,15 +165,15 @@ def test_a_length_costs_what_the_configuration_says():
 
 def test_a_penalty_comes_after_what_a_truncated_response_earns_and_before_advantages():
     batch = answers(truncated=(1,))[:2]
-    most = max(t.sampled for t in batch)
+    max_tokens = max(t.sampled for t in batch)
     algorithm = AlgorithmConfig(length_penalty=0.5)
-    scored = with_rewards(batch, [Score(1.0)] * 2, 2, algorithm, most_tokens=most)
-    expected = [1 - 0.5 * batch[0].sampled / most, 0 - 0.5 * batch[1].sampled / most]
+    scored = with_rewards(batch, [Score(1.0)] * 2, 2, algorithm, most_tokens=max_tokens)
+    expected = [1 - 0.5 * batch[0].sampled / max_tokens, 0 - 0.5 * batch[1].sampled / max_tokens]
     assert [t.reward for t in scored] == pytest.approx(expected)
     difference = expected[0] - expected[1]
     assert [t.advantage for t in scored] == pytest.approx([difference / 2, -difference / 2])
-    alone = AlgorithmConfig(length_penalty=0.5, advantage="leave-one-out")
-    scored = with_rewards(batch, [Score(1.0)] * 2, 2, alone, most_tokens=most)
+    leave_one_out = AlgorithmConfig(length_penalty=0.5, advantage="leave-one-out")
+    scored = with_rewards(batch, [Score(1.0)] * 2, 2, leave_one_out, most_tokens=max_tokens)
     assert [t.advantage for t in scored] == pytest.approx([difference, -difference])
 
 
@@ -189,7 +189,7 @@ def test_another_number_of_topk_ids_than_asked_for_is_refused():
 
 
 def gradient_of(packs, aggregation, denominator):
-    """Of a table of logits by the current token, under gspo."""
+    """Return the gradient of GSPO's loss by a table of logits, with one row for each current token."""
     table = torch.zeros(9, 9, dtype=torch.float64, requires_grad=True)
     token_loss = make_token_loss(build_algorithm("gspo"), aggregation)
     total = torch.zeros((), dtype=torch.float64)
@@ -200,17 +200,17 @@ def gradient_of(packs, aggregation, denominator):
 
 
 def test_gspos_objective_by_hand_and_under_any_packing():
-    """(1/N) sum_i s_i A_i (1/|y_i|) sum_t grad log pi; at a uniform table each grad log pi of token
-    a in state s is (1[a] - 1/9), so a state's row adds up coefficients.
+    """The objective's gradient is (1/N) sum_i s_i A_i (1/|y_i|) sum_t grad log pi. With a uniform table, grad log pi of
+    token a after token s is 1[a] - 1/9 in row s. So each row is a sum of coefficients times such vectors.
     """
     log_mu = -math.log(9)  # s_i = 1: nothing is clipped
-    made = [
+    responses = [
         trajectory([i + 1], [i + 5] * n, advantage=a, rollout_log_probs=[log_mu] * n)
         for i, (n, a) in enumerate([(1, 1.0), (4, -2.0), (3, 9.0)])
     ]  # fmt: skip
 
     def packed(rows, **options):
-        return pack([made[i] for i in rows], trains=[i != 2 for i in rows], **options)
+        return pack([responses[i] for i in rows], trains=[i != 2 for i in rows], **options)
 
     grad = gradient_of([packed(range(3))], "sequence-mean-token-mean", 2.0)
     one_hot = torch.eye(9, dtype=torch.float64) - 1 / 9
@@ -229,35 +229,37 @@ def test_gspos_objective_by_hand_and_under_any_packing():
 
 
 def test_a_mini_batch_is_whole_groups_and_tells_its_cost():
-    """One prompt each; lengths with the two prompt tokens 5 7 | 3 4 | 6 6 | 8 9."""
-    one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1, micro_batch_tokens=8))
-    plans = planned(answers(), one, BatchLayout(0, 2))
+    """Each mini-batch is one prompt. With two prompt tokens each, the lengths are 5 7 | 3 4 | 6 6 | 8 9."""
+    one_prompt = Config(
+        AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1, micro_batch_tokens=8)
+    )
+    plans = make_plans(answers(), one_prompt, BatchLayout(0, 2))
     assert [sorted(i for rank in p.positions for rows in rank for i in rows) for p in plans] == [
         [0, 1], [2, 3], [4, 5], [6, 7],
     ]  # fmt: skip
     assert [plan.cost for plan in plans] == [12, 7, 12, 17]
-    # Two replicas with one sequence each: the longer lasts 7, and the other has worked 5 of them.
+    # Both replicas have one sequence. In the first mini-batch they work 5 and 7: 2 of 2 x 7 are idle.
     assert [plan.idle for plan in plans] == pytest.approx([1 / 7, 1 / 8, 0, 1 / 18])
     squares = BatchLayout(0, 1, cost=SequenceCost(0.0, 1.0))
-    assert [plan.cost for plan in planned(answers(), one, squares)] == [74, 25, 72, 145]
-    assert [len(p.positions[0]) for p in planned(answers(), one, squares)] == [2, 1, 2, 2]
+    assert [plan.cost for plan in make_plans(answers(), one_prompt, squares)] == [74, 25, 72, 145]
+    assert [len(p.positions[0]) for p in make_plans(answers(), one_prompt, squares)] == [2, 1, 2, 2]
 
 
 def test_the_layout_bounds_the_number_of_micro_batches():
-    one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1))
-    plans = planned(answers(), one, BatchLayout(0, 1, count_multiple=2))
+    one_prompt = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1))
+    plans = make_plans(answers(), one_prompt, BatchLayout(0, 1, count_multiple=2))
     assert [len(plan.positions[0]) for plan in plans] == [2, 2, 2, 2]
 
 
 def test_a_rank_packs_its_own_rows_and_what_is_dropped_trains_nothing():
-    """Prompts of 2 tokens; of the first two, lengths 5 7 | 3 4 in all; replica 1 has [0] and [2]."""
+    """With two prompt tokens each, the first four sequences have 5, 7, 3 and 4 tokens. Replica 1 has 0 and 2."""
     batch, algorithm = answers(truncated=(2,)), AlgorithmConfig(truncated_responses="drop")
     plan = MiniBatchPlan([[[1], [3]], [[0], [2]]], 10, 19.0, 0.0)
-    made = pack_mini_batch(batch, plan, BatchLayout(1, 2), algorithm, {})
-    assert made.denominator == 10
-    assert [pack.sequence_index.tolist() for pack in made.micro_batches] == [[0], [2]]
-    assert [pack.num_tokens for pack in made.micro_batches] == [5, 3]  # no padding
-    assert [int(pack.loss_mask.sum()) for pack in made.micro_batches] == [3, 0]
+    mini_batch = pack_mini_batch(batch, plan, BatchLayout(1, 2), algorithm, {})
+    assert mini_batch.denominator == 10
+    assert [pack.sequence_index.tolist() for pack in mini_batch.micro_batches] == [[0], [2]]
+    assert [pack.num_tokens for pack in mini_batch.micro_batches] == [5, 3]  # no padding
+    assert [int(pack.loss_mask.sum()) for pack in mini_batch.micro_batches] == [3, 0]
     padded = pack_mini_batch(batch, plan, BatchLayout(0, 2, pad_multiple=4), algorithm, {})
     assert [pack.num_tokens for pack in padded.micro_batches] == [8, 4]
     assert [pack.sequence_index.tolist() for pack in padded.micro_batches] == [[1, -1], [3]]

@@ -1,4 +1,4 @@
-"""Models whose layers differ: dense layers among layers with experts, in the tables and what is derived from them."""
+"""Models with dense layers among layers with experts: tensors, conversion, layouts and adapters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_it_converts_there_and_back_with_a_tensor_for_each_layer(hf, tmp_path) -
     certificate = hf_to_megatron(hf, tmp_path / "megatron")
     assert certificate.shape.dense_layers == DENSE
     with StoredBlocks(tmp_path / "megatron" / "release") as stored:
-        # Megatron-Core names the tensors so if ``moe_layer_freq`` is a list.
+        # These are Megatron-Core's names if ``moe_layer_freq`` is a list.
         assert stored.tensors["decoder.layers.0.mlp.linear_fc1.weight"].dims == (256, 64)
         experts = stored.tensors["decoder.layers.3.mlp.experts.experts.linear_fc1.weight"]
         assert experts.dims == (8, 64, 64)

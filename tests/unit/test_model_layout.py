@@ -1,4 +1,4 @@
-"""What the one validator of layouts refuses, and that configuration, conversion and trainer all ask it."""
+"""The layouts that are rejected, by the key of each fault, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MOE = ModelShape(
 DENSE = replace(MOE, family="qwen2", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0)
 
 
-def keys(shape: ModelShape, **sizes: Any) -> list[str]:
-    asked = LayoutSizes(**sizes)
-    return [p.key for p in [*size_faults(asked), *model_faults(asked, shape)]]
+def fault_keys(shape: ModelShape, **sizes: Any) -> list[str]:
+    layout = LayoutSizes(**sizes)
+    return [fault.key for fault in [*size_faults(layout), *model_faults(layout, shape)]]
 
 
 def test_defaults():
@@ -46,7 +46,7 @@ def test_defaults():
     assert sizes(world_size=4, tensor=2, expert=2) == (1, 2, 2)
     assert sizes(world_size=8, tensor=2, expert=2, expert_tensor=2) == (2, 4, 2)
     assert sizes(world_size=4, pipeline=2) == (1, 2, 2)
-    # Experts know nothing of context parallelism: they are spread over all ranks of a stage.
+    # Context parallelism does not apply to experts: they are spread over all ranks of a stage.
     assert sizes(world_size=8, context=2, expert=4) == (1, 4, 2)
     assert sizes(world_size=8, tensor=2, context=2, pipeline=2) == (2, 1, 2)
     two = LayoutSizes(2, tensor=2)
@@ -57,15 +57,15 @@ def test_defaults():
 
 
 def test_fewer_key_value_heads_than_ranks_are_held_in_parts():
-    """Megatron cuts the fused rows and gathers them: 2 heads over 4 ranks fit, over 3 they don't."""
-    assert keys(DENSE, world_size=4, tensor=4) == []
+    """Megatron divides the rows of the fused projection evenly. The ranks must be a multiple of the key-value heads."""
+    assert fault_keys(DENSE, world_size=4, tensor=4) == []
     six = replace(DENSE, num_attention_heads=12, num_query_groups=4, ffn_hidden_size=120)
-    assert keys(six, world_size=6, tensor=6) == ["tensor"]
-    assert keys(replace(six, num_query_groups=3), world_size=6, tensor=6) == []
-    # (8 + 2 * 1) heads of 2 elements are 20 rows, which 8 ranks can't share.
+    assert fault_keys(six, world_size=6, tensor=6) == ["tensor"]
+    assert fault_keys(replace(six, num_query_groups=3), world_size=6, tensor=6) == []
+    # (8 + 2 * 1) heads of 2 elements are 20 rows, which 8 does not divide.
     odd = replace(DENSE, num_attention_heads=8, num_query_groups=1, head_dim=2)
-    assert keys(odd, world_size=8, tensor=8) == ["tensor"]
-    assert keys(replace(odd, head_dim=4), world_size=8, tensor=8) == []
+    assert fault_keys(odd, world_size=8, tensor=8) == ["tensor"]
+    assert fault_keys(replace(odd, head_dim=4), world_size=8, tensor=8) == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_fewer_key_value_heads_than_ranks_are_held_in_parts():
     ],
 )
 def test_what_is_refused(shape, sizes, wrong):
-    assert keys(shape, **sizes) == wrong
+    assert fault_keys(shape, **sizes) == wrong
 
 
 def test_a_world_that_context_parallelism_does_not_divide_is_told_all_factors():
@@ -125,10 +125,10 @@ def test_a_world_that_context_parallelism_does_not_divide_is_told_all_factors():
     ],
 )
 def test_attention_s_exchange_must_fit_packed_sequences_and_heads(exchange, sizes, fault):
-    asked = LayoutSizes(sizes.get("tensor", 1) * sizes.get("context", 1), **sizes)
-    told = list(layout_faults(asked, {"cp_comm_type": exchange}, MOE))
-    assert len(told) == (fault is not None)
-    assert fault is None or told[0].startswith(f"megatron.cp_comm_type: {fault}")
+    layout = LayoutSizes(sizes.get("tensor", 1) * sizes.get("context", 1), **sizes)
+    found = list(layout_faults(layout, {"cp_comm_type": exchange}, MOE))
+    assert len(found) == (fault is not None)
+    assert fault is None or found[0].startswith(f"megatron.cp_comm_type: {fault}")
 
 
 def test_without_gpus_heads_are_exchanged_for_tokens():
@@ -160,7 +160,7 @@ SEVEN = replace(DENSE, num_layers=7)
     ],
 )
 def test_stages_of_different_sizes_must_leave_equal_shares_to_the_others(sizes, wrong):
-    assert keys(SEVEN, world_size=sizes["pipeline"], **sizes) == wrong
+    assert fault_keys(SEVEN, world_size=sizes["pipeline"], **sizes) == wrong
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_stages_of_different_sizes_must_leave_equal_shares_to_the_others(sizes, 
             {"pipeline": 3, "first_stage_layers": 2, "last_stage_layers": 1},
             [[range(2)], [range(2, 6)], [range(6, 7)]],
         ),
-        # Two chunks: the first pass over the stages has layers 0 to 4, the second 5 to 9.
+        # Each stage has two chunks. The first chunks of all stages have layers 0 to 4, the second chunks 5 to 9.
         (
             10,
             {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4},

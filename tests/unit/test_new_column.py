@@ -1,5 +1,5 @@
-"""A column that only this file knows: declared, asked of the engine, parsed, exchanged, saved and
-packed without a change anywhere else.
+"""A column that only this file declares. It is requested from the engine, parsed, exchanged, saved and packed without a
+change in the package.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MODULE = "tests.unit.test_new_column"
 WIDTH = 2
 
 
-def introduce() -> None:
-    """The column ``hidden``: two numbers of each sampled token, for the replica that trains on it."""
+def declare_hidden() -> None:
+    """Declare the column ``hidden``: two numbers for each sampled token."""
     declare(Column("hidden", ("float16",), Rows.SAMPLED, ("width",), fill=-1))
 
     def parse(meta: Any, answered: Answered, width: int) -> dict[str, np.ndarray]:
@@ -49,13 +49,13 @@ def introduce() -> None:
 
 @pytest.fixture
 def hidden() -> Iterator[None]:
-    introduce()
+    declare_hidden()
     yield
     del COLUMNS["hidden"], SOURCES["hidden"]
 
 
-def answered(tokens: list[int], values: list[list[float]]) -> Trajectory:
-    """What the engine's answer to a prompt of three tokens becomes."""
+def parse_response(tokens: list[int], values: list[list[float]]) -> Trajectory:
+    """Return the trajectory of an engine's response to a prompt of three tokens."""
     request = GenerationRequest(
         "a", (4, 5, 6), SamplingParams(len(tokens)), {"hidden": WIDTH}, problem_id=len(tokens)
     )
@@ -76,8 +76,8 @@ def answered(tokens: list[int], values: list[list[float]]) -> Trajectory:
 
 def batch() -> list[Trajectory]:
     return [
-        answered([7, 8], [[0.5, 1.5], [2.5, 3.5]]),
-        answered([9], [[4.5, 5.5]]),
+        parse_response([7, 8], [[0.5, 1.5], [2.5, 3.5]]),
+        parse_response([9], [[4.5, 5.5]]),
     ]
 
 
@@ -85,7 +85,7 @@ PACKED = [
     [-1, -1], [-1, -1], [0.5, 1.5], [2.5, 3.5], [-1, -1],
     [-1, -1], [-1, -1], [4.5, 5.5], [-1, -1],
 ]  # fmt: skip
-"""By hand: a row stands at the token before its own; -1 is the declared fill."""
+"""The packed column, written by hand. A token's row is at the token before it, and -1 is the declared fill."""
 
 
 @pytest.mark.usefixtures("hidden")
@@ -104,7 +104,7 @@ def test_from_an_answer_through_a_file_to_a_micro_batch(tmp_path):
 @pytest.mark.usefixtures("hidden")
 def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match=mentioning("column 'hidden'")):
-        introduce()
+        declare_hidden()
     with pytest.raises(ValueError, match=mentioning("source 'hidden'")):
         provide("hidden", SOURCES["topk"])
 
@@ -116,7 +116,7 @@ def exchange_worker() -> dict[str, Any]:
     from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer.topology import init_distributed, init_topology
 
-    introduce()
+    declare_hidden()
     layout = Layout(data=2)
     init_distributed(layout.world_size)
     topology = init_topology(layout)

@@ -1,5 +1,5 @@
-"""Numbers that are not finite: refused where they enter, blocked and counted where they get through,
-and never trained on in silence.
+"""Numbers that are not finite: data with them is rejected, the loss blocks and counts tokens with them, and a NaN that
+the trainer makes reaches the loss.
 """
 
 import math
@@ -27,38 +27,38 @@ from tests.unit.token_inputs import inputs
 NAN, INF = math.nan, math.inf
 
 
-def spoiled(field, value, row):
-    """Complete inputs with one number of one trained token replaced."""
+def with_number(field, value, row):
+    """Return complete inputs in which ``value`` replaces one number of ``field``. All tokens train."""
     x = replace(complete_inputs(), loss_mask=torch.ones(24, dtype=torch.bool))
     column = getattr(x, field).clone()
     column[row] = value
     return replace(x, **{field: column})
 
 
-def stepped(algorithm, x):
+def loss_and_gradient(algorithm, x):
     log_probs = x.log_probs.detach().clone().requires_grad_()
     sums = policy_loss(algorithm, replace(x, log_probs=log_probs))
     (grad,) = torch.autograd.grad(sums.loss, log_probs)
     return sums, grad
 
 
-READ = [
+FIELDS_READ = [
     *((name, "rollout_log_probs") for name in PRESETS),
     *((name, "recomputed_log_probs") for name in PRESETS if build_algorithm(name).needs_recomputed),
 ]
 
 
 @pytest.mark.parametrize("value", [NAN, -INF, INF])
-@pytest.mark.parametrize(("name", "field"), READ)
+@pytest.mark.parametrize(("name", "field"), FIELDS_READ)
 def test_a_number_that_is_not_finite_blocks_its_token_and_is_counted(name, field, value):
     algorithm = build_algorithm(name)
-    _, before = stepped(algorithm, spoiled(field, 0.0, []))
-    sums, grad = stepped(algorithm, spoiled(field, value, 5))
+    _, before = loss_and_gradient(algorithm, with_number(field, 0.0, []))
+    sums, grad = loss_and_gradient(algorithm, with_number(field, value, 5))
     assert grad[5] == 0
     assert sums.loss.isfinite()
     assert grad.isfinite().all()
     assert sums.blocked[5]
-    if not algorithm.preset.sequences:  # one token spoils its sequence's ratio there
+    if not algorithm.preset.sequences:  # with sequence ratios the number blocks its whole sequence
         assert sums.metrics.values()["mask/nonfinite"] == 1
         rest = torch.arange(24) != 5
         torch.testing.assert_close(grad[rest], before[rest])
@@ -71,7 +71,7 @@ def test_a_number_that_is_not_finite_blocks_its_token_and_is_counted(name, field
 @pytest.mark.parametrize("value", [NAN, -INF])
 def test_a_valid_topk_entry_that_is_not_finite_blocks(name, field, value):
     algorithm = build_algorithm(name)
-    sums, grad = stepped(algorithm, spoiled(field, value, (5, 1)))
+    sums, grad = loss_and_gradient(algorithm, with_number(field, value, (5, 1)))
     assert grad[5] == 0
     assert sums.blocked[5]
     assert sums.metrics.values()["mask/nonfinite"] == 1
@@ -81,23 +81,23 @@ def test_a_valid_topk_entry_that_is_not_finite_blocks(name, field, value):
 @pytest.mark.parametrize("name", [n for n in PRESETS if build_algorithm(n).reads_topk])
 def test_an_invalid_topk_entry_may_hold_anything(name):
     algorithm = build_algorithm(name)
-    x = spoiled("topk_log_probs", 0.0, [])
+    x = with_number("topk_log_probs", 0.0, [])
     valid = x.topk_valid.clone()
     valid[5, 2] = False
     x = replace(x, topk_valid=valid)
-    _, expected = stepped(algorithm, x)
+    _, expected = loss_and_gradient(algorithm, x)
     for field in ("topk_log_probs", "rollout_topk_log_probs"):
         column = getattr(x, field).clone()
         column[5, 2] = NAN
-        sums, grad = stepped(algorithm, replace(x, **{field: column}))
+        sums, grad = loss_and_gradient(algorithm, replace(x, **{field: column}))
         torch.testing.assert_close(grad, expected)
         assert sums.metrics.values()["mask/nonfinite"] == 0
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if build_algorithm(n).reads_topk])
 def test_a_topk_entry_of_the_most_negative_finite_number_is_no_fault(name):
-    """What an engine gives a token that it forbids: the sum of two such overflows."""
-    x = spoiled("topk_log_probs", -1e308, (5, 1))
+    """An engine gives this number to a token that it forbids. The sum of two such numbers overflows."""
+    x = with_number("topk_log_probs", -1e308, (5, 1))
     x = replace(x, rollout_topk_log_probs=x.rollout_topk_log_probs.index_put(
         (torch.tensor(5), torch.tensor(1)), torch.tensor(-1e308, dtype=torch.float64)
     ))  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_topk_entry_of_the_most_negative_finite_number_is_no_fault(name):
 
 
 def test_a_penalty_that_overflows_blocks_its_token():
-    """(log r)^2 is beyond float32 at a finite log pi, whose derivative is not."""
+    """The first token's log pi and the penalty's slope are finite, but the penalty (log r)^2 overflows float32."""
     log_probs = torch.tensor([-1e30, -1.0, -1e30], requires_grad=True)
     mu = torch.tensor([-1.0, -1.0, -1e30])
     x = TokenInputs(log_probs, mu, torch.ones(3), torch.ones(3).bool())
@@ -116,7 +116,7 @@ def test_a_penalty_that_overflows_blocks_its_token():
 
 def test_a_preset_does_not_mind_what_it_does_not_read():
     for field in ("recomputed_log_probs", "topk_log_probs"):
-        sums, _ = stepped(build_algorithm("dppo-binary-tv"), spoiled(field, NAN, 5))
+        sums, _ = loss_and_gradient(build_algorithm("dppo-binary-tv"), with_number(field, NAN, 5))
         assert sums.metrics.values()["mask/nonfinite"] == 0
 
 
@@ -137,7 +137,7 @@ def test_masks_by_themselves_block_nan_for_either_sign():
 
 
 def test_a_distance_that_is_infinite_blocks_even_towards_the_anchor():
-    # pi = 0 < mu: A > 0 leads back, yet the distance is no number that a threshold bounds.
+    # pi = 0 < mu. With A > 0 the update leads back to mu, but the KL is infinite, which no threshold allows.
     x = inputs([0.0, 0.0], [0.5, 0.5], [1.0, -1.0])
     assert rules.binary_kl(x, rollout, kl_threshold=INF).tolist() == [False, False]
 
@@ -145,11 +145,11 @@ def test_a_distance_that_is_infinite_blocks_even_towards_the_anchor():
 def test_divergences_are_nan_where_what_counts_is_nan():
     x = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     bad = torch.tensor([[NAN, -2.0]], dtype=torch.float64)
-    every, second = torch.tensor([[True, True]]), torch.tensor([[False, True]])
+    all_valid, second_valid = torch.tensor([[True, True]]), torch.tensor([[False, True]])
     for f in (divergence.topk_tv, divergence.topk_kl):
         for pair in ((bad, x), (x, bad)):
-            assert f(*pair, every).isnan().all()
-            torch.testing.assert_close(f(*pair, second), f(x, x, second))
+            assert f(*pair, all_valid).isnan().all()
+            torch.testing.assert_close(f(*pair, second_valid), f(x, x, second_valid))
     for f in (divergence.binary_tv, divergence.binary_kl):
         assert f(bad[0], x[0]).isnan().tolist() == [True, False]
         assert f(x[0], bad[0]).isnan().tolist() == [True, False]
@@ -159,25 +159,26 @@ def test_an_overflowing_ratio_blocks_one_token_under_an_infinite_cap_and_is_cut_
     # log r = 89 overflows float32, whose largest number is e^88.7.
     x = inputs([1.0, 0.5], [1.0, 0.5], [-1.0, 1.0], dtype=torch.float32)
     x = replace(x, rollout_log_probs=torch.tensor([-89.0, math.log(0.5)]))
-    sums, grad = stepped(build_algorithm("pg-is"), x)
+    sums, grad = loss_and_gradient(build_algorithm("pg-is"), x)
     assert grad.tolist() == [0.0, -1.0]
     assert sums.blocked.tolist() == [True, False]
     assert sums.loss.isfinite()
     assert sums.metrics.values()["mask/nonfinite"] == 1
-    sums, grad = stepped(build_algorithm("pg-tis"), x)
+    sums, grad = loss_and_gradient(build_algorithm("pg-tis"), x)
     assert grad.tolist() == [3.0, -1.0]
     assert sums.metrics.values()["mask/nonfinite"] == 0
-    # Just below, it trains whatever its size.
+    # Just below the overflow the token trains, however large its ratio is.
     x = replace(x, rollout_log_probs=torch.tensor([-88.0, math.log(0.5)]))
-    assert stepped(build_algorithm("pg-is"), x)[1][0] == pytest.approx(math.exp(88), rel=1e-5)
+    _, grad = loss_and_gradient(build_algorithm("pg-is"), x)
+    assert grad[0] == pytest.approx(math.exp(88), rel=1e-5)
 
 
 @pytest.mark.parametrize("log_ratio", [20.5, 88.5, 89.0, 1e6])
 def test_a_kl_penalty_of_a_huge_ratio_is_bounded_and_blocks_nothing_under_a_finite_cap(log_ratio):
-    """Two such tokens: just below e^88.7 each is a float32, and their sum is not."""
+    """There are two such tokens. Just below e^88.7 each ratio is finite in float32, but their sum is not."""
     x = inputs([1.0, 1.0], [1.0, 1.0], [-1.0, -1.0], dtype=torch.float32)
     x = replace(x, rollout_log_probs=torch.full((2,), -log_ratio))
-    sums, grad = stepped(build_algorithm("pg-tis", {"kl_coefficient": 10.0}), x)
+    sums, grad = loss_and_gradient(build_algorithm("pg-tis", {"kl_coefficient": 10.0}), x)
     bound = math.expm1(20)
     assert grad.tolist() == pytest.approx([3 + 10 * bound] * 2)
     assert sums.loss.item() == pytest.approx(2 * (3 + 10 * (bound - 20)))
@@ -187,7 +188,7 @@ def test_a_kl_penalty_of_a_huge_ratio_is_bounded_and_blocks_nothing_under_a_fini
 @pytest.mark.parametrize("field", ["log_probs", "advantages"])
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_nan_that_training_itself_makes_reaches_the_loss(name, field):
-    x = spoiled("rollout_log_probs", 0.0, [])
+    x = with_number("rollout_log_probs", 0.0, [])
     column = getattr(x, field).detach().clone()
     column[5] = NAN
     assert policy_loss(build_algorithm(name), replace(x, **{field: column})).loss.isnan()
@@ -247,7 +248,7 @@ def test_trajectories_and_files_refuse_what_the_engines_protocol_refuses(
             load_batch(tmp_path, 1)
         with pytest.raises(ValueError, match=message):
             pack([sample(**changes)])
-        if changes.get("topk_ids", 0) is not None:  # what does not train is not looked at
+        if changes.get("topk_ids", 0) is not None:  # a response that does not train is not checked
             pack([sample(**changes)], trains=[False])
 
 

@@ -1,4 +1,4 @@
-"""Tensors with a type of their own: a router's bias in float32 in a model of bfloat16, in checkpoints and updates."""
+"""Tensors whose dtype is not the model's: a router's float32 bias in a bfloat16 model, in checkpoints and updates."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_the_types_are_those_of_the_table(hf: Path) -> None:
 def test_checkpoints_of_two_types_convert_there_and_back(hf: Path, tmp_path: Path, stored) -> None:
     tensors = add_router_bias(hf, stored)
     certificate = hf_to_megatron(hf, tmp_path / "megatron")
-    kind = str(stored).removeprefix("torch.")
-    others = {} if kind == "bfloat16" else {BIAS.format(layer): kind for layer in (0, 1)}
-    assert (certificate.dtype, certificate.dtypes) == ("bfloat16", others)
+    dtype = str(stored).removeprefix("torch.")
+    bias_dtypes = {} if dtype == "bfloat16" else {BIAS.format(layer): dtype for layer in (0, 1)}
+    assert (certificate.dtype, certificate.dtypes) == ("bfloat16", bias_dtypes)
     verify(hf, tmp_path / "megatron")
     with StoredBlocks(tmp_path / "megatron" / "release") as blocks:
         assert blocks.tensors["decoder.layers.mlp.router.expert_bias"].dtype == stored
@@ -74,8 +74,8 @@ def test_checkpoints_of_two_types_convert_there_and_back(hf: Path, tmp_path: Pat
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor)
-    again = load_certificate(tmp_path / "back")
-    assert (again.tensors, again.dtypes) == (certificate.tensors, others)
+    certificate_back = load_certificate(tmp_path / "back")
+    assert (certificate_back.tensors, certificate_back.dtypes) == (certificate.tensors, bias_dtypes)
     assert (tmp_path / "back" / "config.json").read_bytes() == (hf / "config.json").read_bytes()
 
 
@@ -107,9 +107,9 @@ def test_a_trainer_s_tensors_are_written_in_their_types(hf: Path, tmp_path: Path
 
 def weights(shape: ModelShape) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    kinds = own_dtypes(shape)
+    dtypes = own_dtypes(shape)
     return {
-        name: torch.randn(dims).to(getattr(torch, kinds.get(name, "bfloat16")))
+        name: torch.randn(dims).to(getattr(torch, dtypes.get(name, "bfloat16")))
         for name, dims in hf_tensors(shape).items()
     }
 
@@ -118,9 +118,9 @@ def weights(shape: ModelShape) -> dict[str, torch.Tensor]:
 def test_a_bucket_has_one_type(spread: bool) -> None:
     shape = replace(model_shape(), num_layers=2)
     plan = hf_buckets_plan(shape, Layout(pipeline=2), 1000, 2, spread=spread)
-    kinds = own_dtypes(shape)
+    dtypes = own_dtypes(shape)
     for bucket in plan:
-        assert {kinds.get(tensor.name) for tensor in bucket.tensors} == {bucket.dtype}
+        assert {dtypes.get(tensor.name) for tensor in bucket.tensors} == {bucket.dtype}
         item = 2 if bucket.dtype is None else 4
         assert bucket.elements * item <= 1000 or len(bucket.tensors) == 1
     assert sorted(t.name for b in plan for t in b.tensors) == sorted(hf_tensors(shape))
@@ -130,11 +130,11 @@ def test_a_bucket_has_one_type(spread: bool) -> None:
 def test_a_stale_or_rounded_bias_is_named() -> None:
     shape = model_shape()
     hf = weights(shape)
-    (got,) = expected_digests(shape, hf)
+    (digests,) = expected_digests(shape, hf)
     name = BIAS.format(0)
-    assert got[name] == tiled_hash(hf[name])
+    assert digests[name] == tiled_hash(hf[name])
     for wrong in (torch.zeros_like(hf[name]), hf[name].bfloat16().float(), hf[name].bfloat16()):
-        found = compare_checksums([got], [got | {name: tiled_hash(wrong)}])
+        found = compare_checksums([digests], [digests | {name: tiled_hash(wrong)}])
         assert [mismatch.tensor for mismatch in found] == [name]
 
 

@@ -1,4 +1,4 @@
-"""Families whose files have all experts of a layer in one tensor: such tensors are read and written by expert."""
+"""Families whose files have all experts of a layer in one tensor. These tensors are read and written by expert."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def family() -> Iterator[None]:
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def plain_model(tmp_path: Path) -> Path:
     return model(tmp_path / "plain", lambda tensors: None)
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed_model(tmp_path: Path) -> Path:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         fuse(tensors)
-        # A carried tensor of the same form stays as it is.
+        # Conversion copies this tensor without dividing it, though it has the same form.
         tensors[MTP] = torch.randn(8, 64, 64)
 
     return model(tmp_path / "packed", change)
@@ -48,10 +48,10 @@ def load_shards(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_each_matrix_of_a_packed_tensor_is_read(packed: Path) -> None:
-    with open_checkpoint(packed) as reader:
-        reader.check(load_model_shape(packed))
-        whole = tensors_of(packed)["model.layers.1.mlp.experts.gate_up_proj"]
+def test_each_matrix_of_a_packed_tensor_is_read(packed_model: Path) -> None:
+    with open_checkpoint(packed_model) as reader:
+        reader.check(load_model_shape(packed_model))
+        whole = tensors_of(packed_model)["model.layers.1.mlp.experts.gate_up_proj"]
         for expert in range(8):
             for half, matrix in enumerate(("gate", "up")):
                 name = f"model.layers.1.mlp.experts.{expert}.{matrix}_proj.weight"
@@ -62,27 +62,27 @@ def test_each_matrix_of_a_packed_tensor_is_read(packed: Path) -> None:
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 200_000])
 def test_conversion_gives_the_packed_tensors_back(
-    packed: Path, tmp_path: Path, max_shard_bytes: int
+    packed_model: Path, tmp_path: Path, max_shard_bytes: int
 ) -> None:
-    hf_to_megatron(packed, tmp_path / "m")
-    verify(packed, tmp_path / "m")
+    hf_to_megatron(packed_model, tmp_path / "m")
+    verify(packed_model, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "back", max_shard_bytes=max_shard_bytes)
-    expected, found = tensors_of(packed), load_shards(tmp_path / "back")
+    expected, found = tensors_of(packed_model), load_shards(tmp_path / "back")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     index = tmp_path / "back" / "model.safetensors.index.json"
     if max_shard_bytes < 10**9:
         assert json.loads(index.read_text())["weight_map"].keys() == expected.keys()
     with open_checkpoint(tmp_path / "back") as reader:
-        reader.check(load_model_shape(packed))
+        reader.check(load_model_shape(packed_model))
         assert torch.equal(reader.read(MTP), expected[MTP])
 
 
 def test_files_with_a_tensor_for_each_matrix_are_read_too(
-    plain: Path, packed: Path, tmp_path: Path
+    plain_model: Path, packed_model: Path, tmp_path: Path
 ) -> None:
-    certificate = hf_to_megatron(plain, tmp_path / "m")
-    expected = hf_to_megatron(packed, tmp_path / "m2").tensors
+    certificate = hf_to_megatron(plain_model, tmp_path / "m")
+    expected = hf_to_megatron(packed_model, tmp_path / "m2").tensors
     assert dict(certificate.tensors) == {k: v for k, v in expected.items() if k != MTP}
 
 
@@ -95,9 +95,9 @@ def test_files_with_a_tensor_for_each_matrix_are_read_too(
     ids=["missing", "twice"],
 )
 def test_experts_that_do_not_fit_are_refused(
-    packed: Path, change: dict[str, torch.Tensor], named: str
+    packed_model: Path, change: dict[str, torch.Tensor], named: str
 ) -> None:
-    save_file({**tensors_of(packed), **change}, packed / "model.safetensors")
+    save_file({**tensors_of(packed_model), **change}, packed_model / "model.safetensors")
     message = rf"layers\.0\.mlp\.experts\.{named}"
-    with pytest.raises(CheckpointError, match=message), open_checkpoint(packed) as reader:
-        reader.check(load_model_shape(packed))
+    with pytest.raises(CheckpointError, match=message), open_checkpoint(packed_model) as reader:
+        reader.check(load_model_shape(packed_model))

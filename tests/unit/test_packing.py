@@ -1,4 +1,4 @@
-"""Packing: every number below is laid out by hand; the properties hold for any batch."""
+"""Packing: examples that are written by hand, and properties of any batch."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_topk_rows_stand_with_their_targets_and_there_are_no_ids_elsewhere():
         topk_log_probs=np.array([[-0.25, -2.0], [-0.125, -3.0]], np.float32),
     )
     batch = pack([first], pad_multiple=3)
-    none = [-1, -1]
-    assert batch.columns["topk_ids"].tolist() == [none, [5, 8], [7, -1], none, none, none]
+    no_ids = [-1, -1]
+    assert batch.columns["topk_ids"].tolist() == [no_ids, [5, 8], [7, -1], no_ids, no_ids, no_ids]
     assert batch.columns["topk_log_probs"].tolist() == [
         [0, 0], [-0.25, -2.0], [-0.125, -3.0], [0, 0], [0, 0], [0, 0],
     ]  # fmt: skip
@@ -138,7 +138,7 @@ def test_an_empty_pack_is_padding_with_the_columns_of_its_peers():
     assert full.columns["recomputed_log_probs"].tolist() == [0, 0]
     assert full.columns["topk_ids"].tolist() == [[-1, -1, -1]] * 2
     assert full.columns["topk_log_probs"].tolist() == [[0, 0, 0]] * 2
-    assert "routed_experts" not in full.columns  # its peers need not have any
+    assert "routed_experts" not in full.columns  # peers need not have this column
     assert forms_of(peers)["topk_ids"] == Form("int32", (3,))
 
 
@@ -194,42 +194,44 @@ def with_topk(k: int) -> Trajectory:
 
 @st.composite
 def batches(draw):
-    """Trajectories with any loss mask, and which of them train."""
+    """Draw trajectories with any loss masks, and which of them train."""
     masks = draw(st.lists(st.lists(st.booleans(), max_size=14), max_size=12))
-    made = []
+    trajectories = []
     for mask in masks:
         tokens = [draw(st.integers(1, 99)) for _ in range(len(mask) + 1)]
         log_probs = np.array([-draw(st.integers(1, 99)) for _ in range(sum(mask))], np.float32)
         columns = {"rollout_log_probs": log_probs}
-        made.append(Trajectory(0, 0, tokens, [False, *mask], columns, advantage=1.0))
-    return made, [draw(st.booleans()) for _ in made]
+        trajectories.append(Trajectory(0, 0, tokens, [False, *mask], columns, advantage=1.0))
+    return trajectories, [draw(st.booleans()) for _ in trajectories]
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 16))
-def test_every_sequence_survives_packing(drawn, pad_multiple):
-    trajectories, trains = drawn
+def test_every_sequence_survives_packing(batch_and_trains, pad_multiple):
+    trajectories, trains = batch_and_trains
     batch = pack(trajectories, trains=trains, pad_multiple=pad_multiple)
     assert batch.num_tokens % pad_multiple == 0
     assert batch.num_tokens - sum(t.length for t in trajectories) <= pad_multiple
     ends = batch.cu_seqlens.tolist()
-    for t, own, start, end in zip(trajectories, trains, ends, ends[1:], strict=False):
+    for t, is_trained, start, end in zip(trajectories, trains, ends, ends[1:], strict=False):
         tokens = t.token_ids.tolist()
         assert batch.token_ids[start:end].tolist() == tokens
         assert batch.target_ids[start:end].tolist() == [*tokens[1:], 0]
         assert batch.position_ids[start:end].tolist() == list(range(len(tokens)))
         trained = batch.loss_mask[start:end]
-        assert batch.target_ids[start:end][trained].tolist() == t.response_ids.tolist() * own
-        kept = batch.columns["rollout_log_probs"][start:end][trained].tolist()
-        assert kept == t.columns["rollout_log_probs"].tolist() * own
-    trained_tokens = sum(t.sampled * own for t, own in zip(trajectories, trains, strict=True))
+        assert batch.target_ids[start:end][trained].tolist() == t.response_ids.tolist() * is_trained
+        log_probs = batch.columns["rollout_log_probs"][start:end][trained].tolist()
+        assert log_probs == t.columns["rollout_log_probs"].tolist() * is_trained
+    trained_tokens = sum(
+        t.sampled for t, trained in zip(trajectories, trains, strict=True) if trained
+    )
     assert int(batch.loss_mask.sum()) == trained_tokens
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 4), st.integers(1, 3))
-def test_the_shares_of_the_input_s_columns_are_the_whole(drawn, parts, multiple):
-    trajectories, trains = drawn
+def test_the_shares_of_the_input_s_columns_are_the_whole(batch_and_trains, parts, multiple):
+    trajectories, trains = batch_and_trains
     routed = [
         t.with_columns(
             routed_experts=np.arange(6 * (t.length - 1), dtype=np.uint8).reshape(-1, 3, 2) % 7
@@ -247,7 +249,7 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(drawn, parts, multiple)
         for part in range(parts)
     ]
     if trajectories:
-        for packed in shares:  # a column of sampled tokens is whole
+        for packed in shares:  # a column with a row for each sampled token is not divided
             assert torch.equal(*(p.columns["rollout_log_probs"] for p in (packed, whole)))
         for tensors in ("columns", "valid"):
             rows = [getattr(packed, tensors)["routed_experts"] for packed in shares]
@@ -257,8 +259,8 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(drawn, parts, multiple)
 
 def test_a_batch_with_further_columns_keeps_its_own():
     batch = pack([sample([1], [2])])
-    more = batch.with_columns(recomputed_log_probs=torch.tensor([-0.25, 0]))
-    assert {n: rows.tolist() for n, rows in more.columns.items()} == {
+    extended = batch.with_columns(recomputed_log_probs=torch.tensor([-0.25, 0]))
+    assert {n: rows.tolist() for n, rows in extended.columns.items()} == {
         "rollout_log_probs": [-0.5, 0],
         "recomputed_log_probs": [-0.25, 0],
     }
@@ -271,8 +273,8 @@ def test_what_is_left_out_takes_its_validity_along():
     assert {n: rows.tolist() for n, rows in batch.valid.items()} == {
         "routed_experts": [True, False]
     }
-    left = batch.without("routed_experts")
-    assert (left.columns.keys(), left.valid) == ({"rollout_log_probs"}, {})
+    remaining = batch.without("routed_experts")
+    assert (remaining.columns.keys(), remaining.valid) == ({"rollout_log_probs"}, {})
     assert batch.without("rollout_log_probs").valid.keys() == {"routed_experts"}
 
 
@@ -283,8 +285,8 @@ def test_a_pack_whose_padding_would_be_no_sequence_s_is_refused():
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 8))
-def test_unpacking_finds_what_predicts_each_sampled_token(drawn, pad_multiple):
-    trajectories, _ = drawn
+def test_unpacking_finds_what_predicts_each_sampled_token(batch_and_trains, pad_multiple):
+    trajectories, _ = batch_and_trains
     batch = pack(trajectories, pad_multiple=pad_multiple)
     unpacked = unpack_sampled(trajectories, batch.target_ids)
     assert [t.tolist() for t in unpacked] == [t.response_ids.tolist() for t in trajectories]
