@@ -1,7 +1,7 @@
-"""``megatron-dppo train``: what is refused before anything starts, and how it says so.
+"""``megatron-dppo train``: the configurations that it refuses before anything starts, and its error messages.
 
-The entry point's function is called in this process, which has imported the libraries once; a start has its child
-check everything, as a user's has.
+Most tests call ``main`` in this process, which imports the libraries only once. Without ``--check``, ``main`` starts
+the child process that checks everything, as it does for a user.
 """
 
 import json
@@ -34,27 +34,27 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def train(config, capfd, monkeypatch):
-    def run(*words, **environment):
+    def run(*arguments, **environment):
         capfd.readouterr()
-        command = [str(config), *words]
+        command = [str(config), *arguments]
         with monkeypatch.context() as patched:
             patched.chdir(ROOT)
             for name, value in environment.items():
                 patched.setenv(name, value)
             try:
                 code = main(command)
-            except SystemExit as ended:
-                code = ended.code
-        said = capfd.readouterr()
-        return subprocess.CompletedProcess(command, code, said.out, said.err)
+            except SystemExit as exit_request:
+                code = exit_request.code
+        output = capfd.readouterr()
+        return subprocess.CompletedProcess(command, code, output.out, output.err)
 
     return run
 
 
 def test_check_describes_the_layout_in_a_line(train):
-    answer = train("--check", "parallel.world_size=2", "parallel.tensor=2")
-    assert answer.returncode == 0, answer.stderr
-    layout, *_ = answer.stdout.splitlines()
+    result = train("--check", "parallel.world_size=2", "parallel.tensor=2")
+    assert result.returncode == 0, result.stderr
+    layout, *_ = result.stdout.splitlines()
     assert layout == (
         "2 ranks: TP 2 x CP 1 x PP 1 x VPP 1 x DP 1, experts EP 1 x ETP 2 x expert DP 1, sequence "
         "parallel; "
@@ -63,42 +63,42 @@ def test_check_describes_the_layout_in_a_line(train):
 
 
 def test_a_start_is_refused_before_anything_starts_without_a_traceback(train, config):
-    answer = train("algorithm.name=dpo", "reward.name=vibes", "rollout.top_p=0.9")
-    assert answer.returncode == 2
-    assert "3 faults" in answer.stderr
-    assert "algorithm: unknown algorithm 'dpo'; known: " in answer.stderr
-    assert "reward.name: unknown reward 'vibes'" in answer.stderr
-    assert "rollout.top_p: got 0.9, expected 1" in answer.stderr
-    assert "Traceback" not in answer.stderr
-    assert answer.stdout == ""
+    result = train("algorithm.name=dpo", "reward.name=vibes", "rollout.top_p=0.9")
+    assert result.returncode == 2
+    assert "3 faults" in result.stderr
+    assert "algorithm: unknown algorithm 'dpo'; known: " in result.stderr
+    assert "reward.name: unknown reward 'vibes'" in result.stderr
+    assert "rollout.top_p: got 0.9, expected 1" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
     assert not (config.parent / "run").exists()
 
 
 def test_all_problems_are_told_at_once(train):
-    answer = train(
+    result = train(
         "--check",
         "rollout.top_p=0.9",
         "algorithm.name=dpo",
         "megatron.moe_grouped_gem=true",
         "sglang.mem_fraction=0.5",
     )
-    assert answer.returncode == 2
-    assert "config.yaml: 4 faults\n" in answer.stderr
+    assert result.returncode == 2
+    assert "config.yaml: 4 faults\n" in result.stderr
     for problem in (
         "rollout.top_p: got 0.9, expected 1",
         "algorithm: unknown algorithm 'dpo'",
         "megatron.moe_grouped_gem: got true (bool), not a field",
         "sglang.mem_fraction: got 0.5 (float), not a field",
     ):
-        assert f"\n  {problem}" in answer.stderr
-    assert answer.stdout == ""
+        assert f"\n  {problem}" in result.stderr
+    assert result.stdout == ""
 
 
 def test_faults_of_the_machine_stand_beside_one_of_the_servers_table(train):
     words = ["sglang.no_such_option=1", "parallel.world_size=64", "run.processes_per_core=1"]
-    found = train("--check", *words)
-    assert found.returncode == 2
-    assert mentions(found.stderr, "sglang.no_such_option", "run.processes_per_core")
+    result = train("--check", *words)
+    assert result.returncode == 2
+    assert mentions(result.stderr, "sglang.no_such_option", "run.processes_per_core")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_faults_of_the_machine_stand_beside_one_of_the_servers_table(train):
     ],
 )
 def test_a_size_of_servers_that_is_no_number_is_named(train, words, size):
-    found = train(*words, f"sglang.{size}=two")
-    assert found.returncode == 2
-    assert mentions(found.stderr, f"sglang.{size}", "'two'")
+    result = train(*words, f"sglang.{size}=two")
+    assert result.returncode == 2
+    assert mentions(result.stderr, f"sglang.{size}", "'two'")
 
 
 def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
@@ -120,29 +120,29 @@ def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
     directory.mkdir()
     (directory / "last_checkpoint.json").write_text('{"step": 20}')
     data.write_text('{"prompt": "1+1", "answer": "$"}\n{"prompt": "1+1", "answer": "2"}\n')
-    answer = train("--check", "rollout.top_p=0.9", "algorithm.name=dpo", f"data.train={data}")
-    assert "config.yaml: 3 faults\n" in answer.stderr
+    result = train("--check", "rollout.top_p=0.9", "algorithm.name=dpo", f"data.train={data}")
+    assert "config.yaml: 3 faults\n" in result.stderr
     for problem in (
         "rollout.top_p: got 0.9, expected 1",
         "algorithm: unknown algorithm 'dpo'",
         f"data: 1 answers can't be used: {data}, line 1: ",
     ):
-        assert f"\n  {problem}" in answer.stderr
-    answer = train(
+        assert f"\n  {problem}" in result.stderr
+    result = train(
         "--check", "rollout.top_p=0.9", f"run.directory={directory}", "reward.name=vibes"
     )
-    # An unknown reward hides neither the configuration's fault nor that of the folder.
-    assert "config.yaml: 3 faults\n" in answer.stderr
-    assert "'vibes'" in answer.stderr
-    answer = train("--check", "rollout.top_p=0.9", f"run.directory={directory}")
-    assert "config.yaml: 2 faults\n" in answer.stderr
-    assert "\n  run.resume: " in answer.stderr
+    # The unknown reward hides neither the fault of rollout.top_p nor the fault of the run's folder.
+    assert "config.yaml: 3 faults\n" in result.stderr
+    assert "'vibes'" in result.stderr
+    result = train("--check", "rollout.top_p=0.9", f"run.directory={directory}")
+    assert "config.yaml: 2 faults\n" in result.stderr
+    assert "\n  run.resume: " in result.stderr
 
 
 def test_a_supervised_run_is_refused_before_it_starts(config):
     data = config.parent / "train.jsonl"
-    pairs = config.parent / "supervised.yaml"
-    pairs.write_text(
+    path = config.parent / "supervised.yaml"
+    path.write_text(
         f"run: {{directory: {config.parent / 'warm'}, steps: 1}}\n"
         f"model: {{hf_checkpoint: {config.parent / 'model'}}}\n"
         f"data: {{train: {data}}}\n"
@@ -150,16 +150,16 @@ def test_a_supervised_run_is_refused_before_it_starts(config):
         "optimizer: {lr: 1.0e-4}\n"
         "megatron: {attention_backend: flush}\n"
     )
-    answer = started(["-m", "megatron_dppo.supervised", str(pairs)])
-    assert answer.returncode == 2
-    assert mentions(answer.stderr, "megatron.attention_backend", "'flush'")
+    result = run_in_new_process(["-m", "megatron_dppo.supervised", str(path)])
+    assert result.returncode == 2
+    assert mentions(result.stderr, "megatron.attention_backend", "'flush'")
     assert not (config.parent / "warm").exists()
 
 
 def test_carrying_fewer_log_probs_than_the_algorithm_needs_is_refused(train):
-    answer = train("--check", "algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=4")
-    assert answer.returncode == 2
-    assert mentions(answer.stderr, "rollout.topk_log_probs is 4", 0, 20)
+    result = train("--check", "algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=4")
+    assert result.returncode == 2
+    assert mentions(result.stderr, "rollout.topk_log_probs is 4", 0, 20)
 
 
 def test_exact_divergences_are_refused_above_what_the_engine_can_say(train, config, tmp_path):
@@ -168,27 +168,27 @@ def test_exact_divergences_are_refused_above_what_the_engine_can_say(train, conf
     facts = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**facts, "vocab_size": 4097}))
     words = ("--check", f"model.hf_checkpoint={model}")
-    answer = train(*words, "algorithm.name=dppo-exact-kl")
-    assert answer.returncode == 2
-    assert mentions(answer.stderr, 4097, 32776)
+    result = train(*words, "algorithm.name=dppo-exact-kl")
+    assert result.returncode == 2
+    assert mentions(result.stderr, 4097, 32776)
     assert train(*words, "algorithm.name=recomputed-exact-kl").returncode == 0
 
 
 def test_print_config(train, config):
-    answer = train("--print-config", "run.seed=7")
-    assert answer.returncode == 0
-    assert "  seed: 7\n" in answer.stdout
-    assert "temperature: 1.0\n" in answer.stdout
+    result = train("--print-config", "run.seed=7")
+    assert result.returncode == 0
+    assert "  seed: 7\n" in result.stdout
+    assert "temperature: 1.0\n" in result.stdout
 
 
 def test_a_launcher_of_another_world_is_refused(train):
-    answer = train(RANK="0", WORLD_SIZE="4")
-    assert answer.returncode == 2
-    assert mentions(answer.stderr, "parallel.world_size", 1, "WORLD_SIZE", 4)
+    result = train(RANK="0", WORLD_SIZE="4")
+    assert result.returncode == 2
+    assert mentions(result.stderr, "parallel.world_size", 1, "WORLD_SIZE", 4)
 
 
-def started(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A start in a process of its own, which sets up a log."""
+def run_in_new_process(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with ``words`` in a new process: a start configures the logging of its process."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -200,27 +200,29 @@ def started(words: list[str], **environment: str) -> subprocess.CompletedProcess
 
 
 def test_a_port_in_use_is_refused(config):
-    without_check = (
+    # The second start leaves out the check by a child process, which finds nothing in this configuration.
+    code_without_check = (
         "import sys; from megatron_dppo import train; train.check_in_child = lambda *_: 0; "
         "sys.exit(train.main())"
     )
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        answer = started(["-m", "megatron_dppo.train", str(config), f"engine.port={port}"])
-        assert answer.returncode == 2
-        assert f"engine.port: cannot bind 127.0.0.1:{port}" in answer.stderr
-        # The check finds of this configuration what it has just found.
-        answer = started(["-c", without_check, str(config)], MASTER_PORT=str(port))
-        assert answer.returncode == 2
-        assert f"MASTER_PORT: cannot bind 127.0.0.1:{port}" in answer.stderr
+    with socket.socket() as busy_socket:
+        busy_socket.bind(("127.0.0.1", 0))
+        busy_socket.listen()
+        port = busy_socket.getsockname()[1]
+        result = run_in_new_process(
+            ["-m", "megatron_dppo.train", str(config), f"engine.port={port}"]
+        )
+        assert result.returncode == 2
+        assert f"engine.port: cannot bind 127.0.0.1:{port}" in result.stderr
+        result = run_in_new_process(["-c", code_without_check, str(config)], MASTER_PORT=str(port))
+        assert result.returncode == 2
+        assert f"MASTER_PORT: cannot bind 127.0.0.1:{port}" in result.stderr
 
 
 def test_help_says_what_ctrl_c_does(train):
-    answer = train("--help")
-    assert answer.returncode == 0
-    assert "Ctrl-C once" in answer.stdout
+    result = train("--help")
+    assert result.returncode == 0
+    assert "Ctrl-C once" in result.stdout
 
 
 def test_check_sees_answers_that_nothing_matches_and_checkpoints_that_are_gone(train, config):
@@ -228,38 +230,38 @@ def test_check_sees_answers_that_nothing_matches_and_checkpoints_that_are_gone(t
     data.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1", "answer": "$"}\n')
     directory.mkdir()
     (directory / "last_checkpoint.json").write_text('{"step": 20}')
-    answer = train("--check", f"data.train={data}")
-    assert answer.returncode == 2
-    assert f"data: 1 answers can't be used: {data}, line 2: " in answer.stderr
-    answer = train("--check", f"run.directory={directory}")
-    assert answer.returncode == 2
-    assert mentions(answer.stderr, "run.resume", 20)
-    assert "run.resume=never" in answer.stderr
+    result = train("--check", f"data.train={data}")
+    assert result.returncode == 2
+    assert f"data: 1 answers can't be used: {data}, line 2: " in result.stderr
+    result = train("--check", f"run.directory={directory}")
+    assert result.returncode == 2
+    assert mentions(result.stderr, "run.resume", 20)
+    assert "run.resume=never" in result.stderr
 
 
 def test_check_needs_no_weights_and_a_start_does(train, config):
     (weights,) = (config.parent / "model").glob("*.safetensors")
-    kept = weights.rename(weights.with_suffix(".away"))
+    moved_weights = weights.rename(weights.with_suffix(".away"))
     try:
-        answer = train("--check")
-        assert answer.returncode == 0, answer.stderr
-        assert answer.stdout.startswith("1 ranks: TP 1")
-        assert mentions(answer.stdout.splitlines()[-1], "machine", "model.hf_checkpoint", "weights")
-        answer = train(f"run.directory={config.parent / 'weightless'}")
-        assert answer.returncode == 2
-        assert mentions(answer.stderr, "model.hf_checkpoint", "weights")
+        result = train("--check")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("1 ranks: TP 1")
+        assert mentions(result.stdout.splitlines()[-1], "machine", "model.hf_checkpoint", "weights")
+        result = train(f"run.directory={config.parent / 'weightless'}")
+        assert result.returncode == 2
+        assert mentions(result.stderr, "model.hf_checkpoint", "weights")
     finally:
-        kept.rename(weights)
+        moved_weights.rename(weights)
 
 
 def test_few_open_files_are_refused_with_their_number(config):
     command = f"ulimit -n 100; {sys.executable} -m megatron_dppo.train {config}"
-    answer = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert answer.returncode == 2
-    assert mentions(answer.stderr, "open files", 100, 128)
-    assert len(answer.stderr.splitlines()) == 2
+    assert result.returncode == 2
+    assert mentions(result.stderr, "open files", 100, 128)
+    assert len(result.stderr.splitlines()) == 2
 
 
 def test_a_finished_run_has_nothing_to_do(train, config):
@@ -269,13 +271,13 @@ def test_a_finished_run_has_nothing_to_do(train, config):
     (directory / "config.yaml").write_text(train("--print-config", *words).stdout)
     (directory / "metrics.jsonl").write_text('{"step": 2}\n')
     (directory / "summary.json").write_text('{"steps": 2}')
-    answer = train(*words)
-    assert answer.returncode == 0
-    assert mentions(answer.stdout, directory, 2)
+    result = train(*words)
+    assert result.returncode == 0
+    assert mentions(result.stdout, directory, 2)
     assert not (directory / "logs").exists()
 
 
-PLANTED = "tests.unit.planted_rewards"
+FAULTY_REWARDS = "tests.unit.planted_rewards"
 
 
 @pytest.mark.parametrize(
@@ -287,36 +289,37 @@ PLANTED = "tests.unit.planted_rewards"
     ],
 )
 def test_check_tries_a_reward_with_what_a_policy_says(train, config, reward, kind, error):
-    """A bug would end the run hours later: the row, the answer and the reward's own frames are named now."""
-    answer = train("--check", f"reward.name={PLANTED}:{reward}")
-    assert answer.returncode == 2
-    assert kind in answer.stderr
-    assert re.search(error, answer.stderr)
-    assert f"{config.parent / 'train.jsonl'}, line 1" in answer.stderr
-    assert "planted_rewards.py" in answer.stderr
-    assert "verifier.py" not in answer.stderr
+    """A faulty reward would end the run hours later. Before the start, the check names the data row, the response and
+    the reward's own frames."""
+    result = train("--check", f"reward.name={FAULTY_REWARDS}:{reward}")
+    assert result.returncode == 2
+    assert kind in result.stderr
+    assert re.search(error, result.stderr)
+    assert f"{config.parent / 'train.jsonl'}, line 1" in result.stderr
+    assert "planted_rewards.py" in result.stderr
+    assert "verifier.py" not in result.stderr
 
 
 def test_check_names_the_faults_of_every_stage(train, config):
-    """Of values, of a reward's name, of the data, of what a resume would find."""
+    """The stages: values, names of rewards and environments, data, and the checkpoint to resume from."""
     data, directory = config.parent / "no_prompt.jsonl", config.parent / "trained_before"
     data.write_text('{"prompt": 5, "answer": "2"}\n')
     words = ["environment.name=os:getcwd", "reward.name=nope", f"data.train={data}"]
-    answer = train("--check", *words)
-    assert answer.returncode == 2
-    assert "environment.name: " in answer.stderr
-    assert "reward.name: " in answer.stderr
-    assert f"{data}, line 1" in answer.stderr
+    result = train("--check", *words)
+    assert result.returncode == 2
+    assert "environment.name: " in result.stderr
+    assert "reward.name: " in result.stderr
+    assert f"{data}, line 1" in result.stderr
     directory.mkdir()
     (directory / "last_checkpoint.json").write_text('{"step": 20}')
-    words = [f"reward.name={PLANTED}:last_line", f"run.directory={directory}"]
-    answer = train("--check", *words)
-    assert mentions(answer.stderr, "last_line", "empty")
-    assert "run.resume: " in answer.stderr
+    words = [f"reward.name={FAULTY_REWARDS}:last_line", f"run.directory={directory}"]
+    result = train("--check", *words)
+    assert mentions(result.stderr, "last_line", "empty")
+    assert "run.resume: " in result.stderr
 
 
 def keys_of_faults(stderr: str) -> list[str]:
-    """The key or place that each line of a refusal begins with."""
+    """Return the key or place with which each fault in the error message begins."""
     lines = [line.strip() for line in stderr.splitlines() if line.startswith(" ")]
     return [line.partition(": ")[0] for line in lines if ": " in line]
 
@@ -332,17 +335,18 @@ def keys_of_faults(stderr: str) -> list[str]:
     ],
 )
 def test_check_looks_at_the_rest_of_a_file_with_values_that_are_none(train, config, words, keys):
-    """Of the libraries' tables, of a reward's name and of the data, beside values of the wrong type."""
+    """Beside values of the wrong type, the check finds faults of the algorithm's name, the data and the libraries'
+    tables."""
     data = config.parent / "no_prompt.jsonl"
     data.write_text('{"prompt": 5, "answer": "2"}\n')
-    others = [f"data.train={data}", "algorithm.name=dpo", "sglang.no_such_option=1"]
-    answer = train("--check", *words, *others)
-    assert answer.returncode == 2
-    found = keys_of_faults(answer.stderr)
-    assert {key for key in found if key in keys} == set(keys)
-    assert {"algorithm", "data", "sglang.no_such_option"} < set(found)
-    # A start is refused at once, by the values alone.
-    assert not set(keys_of_faults(train(*words, *others).stderr)) & {"algorithm", "data"}
+    other_overrides = [f"data.train={data}", "algorithm.name=dpo", "sglang.no_such_option=1"]
+    result = train("--check", *words, *other_overrides)
+    assert result.returncode == 2
+    found_keys = keys_of_faults(result.stderr)
+    assert {key for key in found_keys if key in keys} == set(keys)
+    assert {"algorithm", "data", "sglang.no_such_option"} < set(found_keys)
+    # A start checks the values first, and stops at their faults.
+    assert not set(keys_of_faults(train(*words, *other_overrides).stderr)) & {"algorithm", "data"}
 
 
 @pytest.mark.parametrize(
@@ -350,17 +354,17 @@ def test_check_looks_at_the_rest_of_a_file_with_values_that_are_none(train, conf
     [
         # Without its options this reward could not be called.
         (["reward.name=reward_model", "reward.options=5"], {"reward.options"}),
-        # The default, 1, does not divide by the parallel sizes.
+        # The stand-in, the default 1, is not a multiple of the parallel sizes.
         (["parallel.world_size=two", "parallel.tensor=2"], {"parallel.world_size"}),
-        # Four prompts a mini-batch are more than the stand-in of prompts a step.
+        # The stand-in for the prompts of a step is smaller than the four prompts of a mini-batch.
         (["rollout.prompts_per_step=many"], {"rollout.prompts_per_step"}),
         (["model.hf_checkpoint=5"], {"model.hf_checkpoint"}),
         (["data.train=5"], {"data.train"}),
-        # The mistyped key has the value that its neighbours need.
+        # The algorithm needs rollout.topk_log_probs, which the mistyped key was meant to set.
         (["rollout.top_log_probs=4", "algorithm.name=dppo-topk-tv"], {"rollout.top_log_probs"}),
     ],
 )
 def test_check_says_nothing_of_what_depends_on_a_value_that_is_none(train, words, keys):
-    answer = train("--check", *words)
-    assert answer.returncode == 2
-    assert set(keys_of_faults(answer.stderr)) == keys, answer.stderr
+    result = train("--check", *words)
+    assert result.returncode == 2
+    assert set(keys_of_faults(result.stderr)) == keys, result.stderr

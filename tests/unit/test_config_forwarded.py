@@ -1,4 +1,4 @@
-"""The ``megatron:`` and ``sglang:`` tables against the installed libraries' own fields."""
+"""The ``megatron:`` and ``sglang:`` tables are checked against the fields of the installed libraries."""
 
 import dataclasses
 import sys
@@ -45,8 +45,11 @@ def problems(tmp_path):
         config = load_config(path, overrides)
         tables = config.megatron, config.megatron_ddp, config.megatron_optimizer
         sections = ServerSections.of(config)
-        starts = config.engine.servers_to_start > 0
-        faults = [*library_faults(*tables), *server_faults(sections, starts_servers=starts)]
+        starts_servers = config.engine.servers_to_start > 0
+        faults = [
+            *library_faults(*tables),
+            *server_faults(sections, starts_servers=starts_servers),
+        ]
         try:
             check_config(config)
         except ConfigError as error:
@@ -208,7 +211,7 @@ FORWARDED = [
         "sglang.log_requests_level: got 7 (int), which SGLang refuses: argument --log-requests-level: "
         "invalid choice: 7 (choose from 0, 1, 2, 3)",
     ),
-    (  # its file of options takes no deprecated flag
+    (  # SGLang rejects deprecated flags in its file of options
         "sglang.disable_cuda_graph=true",
         "sglang.disable_cuda_graph: got true (bool), which SGLang refuses: Unsupported config option",
     ),
@@ -224,7 +227,7 @@ def test_forwarded_tables(problems, override, problem):
 
 def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(problems, monkeypatch):
     server_args_fields.cache_clear()
-    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)  # how Python marks a lack
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)  # the import now fails
     assert problems("sglang.x=1", "engine.urls=[http://engine:30000]") == []
     (found,) = problems("sglang.x=1")
     assert found.startswith("sglang: can't be checked: sglang can't be imported: ")
@@ -358,28 +361,27 @@ def test_options_of_the_trainer_that_are_given_as_off_are_taken(problems):
     )
 
 
-def defaults(table):
+def read_library_defaults(table):
     if table.name == "megatron":
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         return {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
-    from megatron_dppo.engine.server_arguments import _parser
-
     return vars(_parser().parse_args(["--model-path=any"]))
 
 
 @pytest.mark.parametrize("table", [MEGATRON, SGLANG], ids=["megatron", "sglang"])
 def test_the_lists_fit_the_library(table):
-    """Each name is a field that can be set, each field is in one list, and a library's default leaves it off."""
+    """Each listed name is a field that can be set, and is in one list only. The library's default leaves each option of
+    ``off`` off."""
     fields = server_args_fields() if table is SGLANG else library_fields(table.name)
     settable = fields.types.keys() - fields.computed
     assert table.off.keys() <= settable
     assert table.known <= settable
     assert table.neutral.keys() <= table.off.keys()
     assert not table.known & ({*table.owned, *table.fixed, *table.off})
-    library_defaults = defaults(table)
-    given = {name: library_defaults[name] for name in table.off if name in library_defaults}
-    assert not list(table.faults(given))
+    library_defaults = read_library_defaults(table)
+    off_defaults = {name: library_defaults[name] for name in table.off if name in library_defaults}
+    assert not list(table.faults(off_defaults))
     assert not list(table.untried({name: 7 for name in table.known}))
 
 
@@ -491,7 +493,7 @@ def test_attention_replicas_divide_a_servers_ranks(problems, key, overrides):
     assert not problems(
         "sglang.tp_size=2", "sglang.attn_dp_size=2", "sglang.enable_dp_lm_head=true"
     )
-    # Eight ranks do not divide four heads; those of a replica do.
+    # Eight ranks could not divide the model's four attention heads, but the four ranks of each replica can.
     assert not problems("sglang.tp_size=8", "sglang.enable_dp_attention=true", "sglang.dp_size=2")
     (fault,) = problems(*overrides)
     assert fault.startswith(f"sglang.{key}: got")
@@ -512,15 +514,15 @@ def test_ddp_and_optimizer_tables_become_megatrons_values():
         "grad_reduce_in_fp32": False,
         "bucket_size": 9,
     }
-    counted = {"log_num_zeros_in_grad": True}
-    assert library_values(OPTIMIZER, counted) == counted
-    moments = library_values(OPTIMIZER, {"exp_avg_dtype": "bfloat16"})
-    assert moments == {"exp_avg_dtype": torch.bfloat16}
+    zero_count = {"log_num_zeros_in_grad": True}
+    assert library_values(OPTIMIZER, zero_count) == zero_count
+    moment_types = library_values(OPTIMIZER, {"exp_avg_dtype": "bfloat16"})
+    assert moment_types == {"exp_avg_dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=mentioning("main_grads_dtype")):
         library_values(OPTIMIZER, {"main_grads_dtype": "bfloat16"})
 
 
-OFFLOADED = (
+OFFLOAD_OVERRIDES = (
     *("model.dtype=bfloat16", "optimizer.distributed=true"),
     "megatron_optimizer.optimizer_cpu_offload=true",
 )
@@ -535,19 +537,20 @@ OFFLOADED = (
     ],
 )
 def test_state_that_an_offloaded_optimizer_cant_have_is_named(problems, override, key):
-    aware = "megatron_optimizer.use_precision_aware_optimizer=true"
-    assert not problems(*OFFLOADED, aware, "megatron_optimizer.optimizer_offload_fraction=0.5")
-    faults = problems(*OFFLOADED, aware, override)
+    aware_key = "megatron_optimizer.use_precision_aware_optimizer"
+    overrides = (*OFFLOAD_OVERRIDES, f"{aware_key}=true")
+    assert not problems(*overrides, "megatron_optimizer.optimizer_offload_fraction=0.5")
+    faults = problems(*overrides, override)
     assert faults
-    assert all(fault.startswith((key, aware[:30])) for fault in faults)
+    assert all(fault.startswith((key, aware_key)) for fault in faults)
 
 
 def test_bfloat16_moments_need_transformer_engine_unless_they_are_offloaded():
-    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
-    assert list(adam_faults(aware, has_fused_adam=False))
-    assert not list(adam_faults(aware, has_fused_adam=True))
-    offloaded = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
-    assert not list(adam_faults(offloaded, has_fused_adam=False))
+    bfloat16_options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
+    assert list(adam_faults(bfloat16_options, has_fused_adam=False))
+    assert not list(adam_faults(bfloat16_options, has_fused_adam=True))
+    offload_options = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+    assert not list(adam_faults(offload_options, has_fused_adam=False))
 
 
 def test_forwarded_tables_that_fit(problems):
@@ -585,7 +588,8 @@ def test_megatron_gets_its_own_types():
 
 
 def test_an_enumeration_stands_alone_or_beside_text():
-    """So that a name is turned into a member here, or by Megatron itself."""
+    """YAML gives the name of a member. If a field's type is the enumeration alone, ``read_value`` turns the name into
+    the member. Otherwise the type must include text, and Megatron turns the name into the member."""
     for annotation in library_fields("megatron").types.values():
         members = get_args(annotation) if get_origin(annotation) is Union else ()
         if any(isinstance(m, type) and issubclass(m, Enum) for m in members):
@@ -605,7 +609,7 @@ def test_every_field_of_the_libraries_can_be_checked(table):
 
 
 def test_the_library_s_defaults_fit_what_it_declares():
-    """But for nulls, which Megatron gives to fields that it declares without them."""
+    """Null defaults are left out: Megatron has them also for fields whose declared type excludes null."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     for name, annotation in library_fields("megatron").types.items():
@@ -615,6 +619,7 @@ def test_the_library_s_defaults_fit_what_it_declares():
 
 
 def test_every_key_that_a_section_owns_is_a_field_of_the_library():
-    sampling = {"temperature", "top_p", "top_k", "max_new_tokens"}  # of requests, not of the server
+    # Requests have these options, not servers.
+    sampling = {"temperature", "top_p", "top_k", "max_new_tokens"}
     assert {*MEGATRON_OWNED, *MEGATRON_FIXED} <= library_fields("megatron").types.keys()
     assert {*SGLANG_OWNED, *SGLANG_FIXED} - sampling <= server_args_fields().types.keys()

@@ -1,4 +1,4 @@
-"""``base:``, by which a configuration builds on another one."""
+"""``base:``, the key by which a configuration extends another file."""
 
 import pytest
 
@@ -53,6 +53,6 @@ def test_a_path_is_relative_to_its_own_file(tmp_path, monkeypatch):
     (tmp_path / "ground.yaml").write_text("run: {directory: d, steps: 1}\n")
     (tmp_path / "deep" / "top.yaml").write_text("base: ../ground.yaml\nrun: {seed: 7}\n")
     monkeypatch.chdir(tmp_path.parent)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "deep" / "top.yaml")
-    assert not [p for p in refused.value.faults if p.startswith("run")]
+    assert not [p for p in caught.value.faults if p.startswith("run")]

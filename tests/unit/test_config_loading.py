@@ -1,4 +1,4 @@
-"""YAML and overrides to a TrainConfig, and what a person is told when that can't be."""
+"""YAML and overrides become a TrainConfig, or a ConfigError that explains every fault."""
 
 import math
 import random
@@ -64,9 +64,9 @@ def problems_of(load, *overrides):
 
 @pytest.mark.parametrize(("text", "value"), VALUES)
 def test_plain_scalars_are_yaml_1_2(text, value):
-    read = parse_yaml(f"key: {text}")["key"]
-    assert read == value
-    assert type(read) is type(value)
+    parsed_value = parse_yaml(f"key: {text}")["key"]
+    assert parsed_value == value
+    assert type(parsed_value) is type(value)
     assert parse_scalar(text) == value
 
 
@@ -152,9 +152,9 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
     assert "'bfloat16'" in faults["model.dtype"]
     assert faults["run.steps"].startswith("missing")
     assert "rollout.top_p?" in faults["rollout.topp"]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path, tree), ["rollout.interrupt=in_place"])
-    [fault] = [f for f in refused.value.faults if f.startswith("rollout.interrupt")]
+    [fault] = [f for f in caught.value.faults if f.startswith("rollout.interrupt")]
     assert "'in_place'" in fault
 
 

@@ -1,4 +1,4 @@
-"""Who holds which tokens under context parallelism: layouts by hand, and those of any pack by their definition."""
+"""The tokens that each rank holds under context parallelism: packs laid out by hand, and random packs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def bounds(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
-def dealt(lengths: list[int], size: int, rank: int) -> list[int]:
-    """The definition: of each sequence's 2 C chunks, ``rank``'s and the one as far from the end."""
+def rows_by_definition(lengths: list[int], size: int, rank: int) -> list[int]:
+    """Of each sequence's 2 C chunks, a rank holds chunk number ``rank`` and the chunk as far from the end."""
     rows, start = [], 0
     for length in lengths:
         chunks = np.split(np.arange(start, start + length), 2 * size)
@@ -28,7 +28,7 @@ def dealt(lengths: list[int], size: int, rank: int) -> list[int]:
 
 
 def test_two_ranks_deal_four_chunks_of_each_sequence() -> None:
-    # As Transformer Engine's documentation of its layout draws it: sequences of 8 and 4 tokens.
+    # The example of Transformer Engine's documentation: sequences of 8 and 4 tokens.
     cu_seqlens = bounds(8, 4)
     assert own_rows(cu_seqlens, 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert own_rows(cu_seqlens, 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
@@ -49,7 +49,7 @@ def test_one_rank_holds_everything() -> None:
 
 
 def test_sequence_parallelism_cuts_a_rank_s_own_rows() -> None:
-    cu_seqlens = bounds(8, 8)  # 2 x 2 x 2 divides 16
+    cu_seqlens = bounds(8, 8)  # 16 tokens: a multiple of pad_multiple, 8
     shares = [TokenShare(2, cp, 2, tp) for cp in range(2) for tp in range(2)]
     assert {(s.sequence_multiple, s.pad_multiple) for s in shares} == {(4, 8)}
     assert [s.rows(cu_seqlens).tolist() for s in shares] == [
@@ -66,7 +66,7 @@ def test_rows_are_dealt_by_definition(size: int, multiples: list[int]) -> None:
     lengths = [2 * size * n for n in multiples]
     cu_seqlens, tokens = bounds(*lengths), sum(lengths)
     parts = [own_rows(cu_seqlens, tokens, size, rank).tolist() for rank in range(size)]
-    assert parts == [dealt(lengths, size, rank) for rank in range(size)]
+    assert parts == [rows_by_definition(lengths, size, rank) for rank in range(size)]
     assert sorted(row for part in parts for row in part) == list(range(tokens))
 
 
@@ -88,24 +88,24 @@ def test_sequences_are_padded_at_their_ends_and_targets_stay_their_own() -> None
     assert batch.position_ids.tolist() == [*range(8), *range(4), *range(4)]
     assert batch.loss_mask.nonzero().flatten().tolist() == [1, 2, 3, 8]
     assert batch.columns["rollout_log_probs"].nonzero().flatten().tolist() == [1, 2, 3, 8]
-    second = batch.rows(own_rows(batch.cu_seqlens, 16, 2, 1))
-    assert second.token_ids.tolist() == [21, 22, 23, 0, 24, 0, 0, 0]
-    # The last token of a chunk predicts the first of the next, which another rank holds.
-    first = batch.rows(own_rows(batch.cu_seqlens, 16, 2, 0))
-    assert first.token_ids.tolist() == [11, 12, 0, 0, 14, 0, 0, 0]
-    assert first.target_ids.tolist() == [12, 21, 0, 0, 24, 0, 0, 0]
-    assert first.position_ids.tolist() == [0, 1, 6, 7, 0, 3, 0, 3]
-    assert torch.equal(first.cu_seqlens, batch.cu_seqlens)
+    second_part = batch.rows(own_rows(batch.cu_seqlens, 16, 2, 1))
+    assert second_part.token_ids.tolist() == [21, 22, 23, 0, 24, 0, 0, 0]
+    # The last token of a chunk predicts the first token of the next chunk, which another rank holds.
+    first_part = batch.rows(own_rows(batch.cu_seqlens, 16, 2, 0))
+    assert first_part.token_ids.tolist() == [11, 12, 0, 0, 14, 0, 0, 0]
+    assert first_part.target_ids.tolist() == [12, 21, 0, 0, 24, 0, 0, 0]
+    assert first_part.position_ids.tolist() == [0, 1, 6, 7, 0, 3, 0, 3]
+    assert torch.equal(first_part.cu_seqlens, batch.cu_seqlens)
 
 
 @pytest.mark.parametrize("share", [TokenShare(2, 1), TokenShare(2, 0, 2, 1)])
 def test_recorded_routing_is_laid_out_where_its_tokens_are(share: TokenShare) -> None:
-    def routed(length: int) -> np.ndarray:
+    def expert_numbers(length: int) -> np.ndarray:
         return np.arange(length - 1, dtype=np.uint8).reshape(-1, 1, 1) + 1
 
     sequences = [
-        trajectory([1, 2], [3, 4, 5], routed_experts=routed(5)),
-        trajectory([1], [2] * 8, routed_experts=routed(9)),
+        trajectory([1, 2], [3, 4, 5], routed_experts=expert_numbers(5)),
+        trajectory([1], [2] * 8, routed_experts=expert_numbers(9)),
     ]
     multiples = {
         "sequence_multiple": share.sequence_multiple,
@@ -115,7 +115,7 @@ def test_recorded_routing_is_laid_out_where_its_tokens_are(share: TokenShare) ->
     part = pack(sequences, **multiples, input_rows=share.rows)
     rows = share.rows(whole.cu_seqlens)
     for tensors in ("columns", "valid"):
-        wanted = getattr(whole, tensors)["routed_experts"]
-        assert torch.equal(getattr(part, tensors)["routed_experts"], wanted[rows])
-    # What is sampled is whole on every rank: the loss sees all rows.
+        expected = getattr(whole, tensors)["routed_experts"]
+        assert torch.equal(getattr(part, tensors)["routed_experts"], expected[rows])
+    # The columns that the loss reads have all rows on every rank.
     assert torch.equal(part.columns["rollout_log_probs"], whole.columns["rollout_log_probs"])

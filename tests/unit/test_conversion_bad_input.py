@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, an output or the machine: a clear error, and nothing damaged or half-written."""
+"""Faults of a checkpoint or an output folder give a clear error, and nothing is damaged or left half-written."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def moe_copy(moe, tmp_path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(path))
-    return found
+        tensors.update(load_file(path))
+    return tensors
 
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 10)
 
 
-def rewritten(folder: Path, change) -> None:
+def change_tensors(folder: Path, change) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -101,25 +101,25 @@ BAD_INPUTS = {
         "model.norm.weight is malformed",
     ),
     "missing tensor": (
-        lambda d: rewritten(d, lambda t: t.pop("model.norm.weight")),
+        lambda d: change_tensors(d, lambda t: t.pop("model.norm.weight")),
         "1 missing, first model.norm.weight",
     ),
     "unknown tensor": (
-        lambda d: rewritten(d, lambda t: t.update({"extra.weight": torch.zeros(2)})),
+        lambda d: change_tensors(d, lambda t: t.update({"extra.weight": torch.zeros(2)})),
         "1 unknown, first extra.weight",
     ),
     "wrong shape": (
-        lambda d: rewritten(d, lambda t: t.update({"model.norm.weight": torch.zeros(65)})),
+        lambda d: change_tensors(d, lambda t: t.update({"model.norm.weight": torch.zeros(65)})),
         r"model.norm.weight has shape \(65,\), config.json says \(64,\)",
     ),
     "mixed dtypes": (
-        lambda d: rewritten(
+        lambda d: change_tensors(
             d, lambda t: t.update({"model.norm.weight": torch.zeros(64).bfloat16()})
         ),
         "tensors of several dtypes",
     ),
     "unsupported dtype": (
-        lambda d: rewritten(
+        lambda d: change_tensors(
             d, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
         ),
         "has dtype I8, expected one of",
@@ -199,10 +199,12 @@ def test_bad_indices_are_refused(moe, tmp_path, damage, message):
 
 def test_a_tied_model_that_stores_its_output_layer_too(tmp_path):
     hf = save_tiny_model(tmp_path / "hf", "qwen3", tied=True)
-    rewritten(hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    change_tensors(
+        hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
     hf_to_megatron(hf, tmp_path / "m")
     verify(hf, tmp_path / "m")
-    rewritten(hf, lambda t: t["lm_head.weight"][-1].zero_())
+    change_tensors(hf, lambda t: t["lm_head.weight"][-1].zero_())
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* model.embed_tokens.weight"):
         hf_to_megatron(hf, tmp_path / "m2")
 
@@ -276,28 +278,28 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
 def test_what_the_model_of_config_json_lacks_is_not_left_behind(tmp_path, stored, asked, message):
     hf = save_tiny_model(tmp_path / "hf", **stored)
     hf_to_megatron(hf, tmp_path / "m")
-    (tmp_path / "m" / "conversion.json").unlink()  # as a checkpoint of a training run
+    (tmp_path / "m" / "conversion.json").unlink()  # a checkpoint of a training run has none
     other = save_tiny_model(tmp_path / "other", **asked)
     with pytest.raises(CheckpointError, match=message):
         megatron_to_hf(tmp_path / "m", tmp_path / "back", hf_config=other)
     assert not (tmp_path / "back").exists()
 
 
-class Harmful:
-    """Pickles into a call of a function that metadata has no use for."""
+class HarmfulObject:
+    """An object whose pickle calls ``os.system``."""
 
     def __reduce__(self):
         return os.system, ("true",)
 
 
 def test_metadata_that_would_run_code_is_refused(moe, tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(HarmfulObject()))
     with pytest.raises(CheckpointError, match="system"):
         megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)
 
 
 class OlderPickler(pickle.Pickler):
-    """Writes an enum's members as Python 3.11.0 to 3.11.3 do: as a call of getattr."""
+    """A pickler that writes members of enums as Python 3.11.0 to 3.11.3 do: as a call of getattr."""
 
     def reducer_override(self, value: object) -> object:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
@@ -313,14 +315,14 @@ def test_metadata_of_an_older_python_is_read(moe, tmp_path):
     assert verify(moe, tmp_path / "m")
 
 
-class Reaching:
-    """Pickles into a look at what is no enum's member."""
+class AttributeReader:
+    """An object whose pickle reads an attribute that is not a member of an enum."""
 
     def __reduce__(self):
         return getattr, (torch.Size, "__init__")
 
 
 def test_metadata_reaches_nothing_but_members_of_enums(moe, tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reaching()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(AttributeReader()))
     with pytest.raises(CheckpointError, match="'__init__'"):
         megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)

@@ -1,4 +1,4 @@
-"""A conversion that cannot finish (a full disk, a kill, a second one at the same place) leaves nothing that loads."""
+"""A conversion that a full disk, a kill or a second conversion to the same folder stops leaves nothing that loads."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def moe(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file of this process may grow beyond 100 KB."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    """Limit the size of the files that this process writes to 100 KB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
@@ -63,7 +63,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """289 MB: a conversion lasts long enough to be interrupted."""
+    """A model of 289 MB: its conversion lasts long enough to be interrupted."""
     folder = tmp_path_factory.mktemp("large")
     return save_hollow_model(folder / "hf", hidden_size=1024, vocab_size=70_000)
 
@@ -125,18 +125,18 @@ def test_two_conversions_do_not_write_to_one_place(moe, tmp_path):
 def test_a_folder_that_appears_while_another_process_begins_is_not_written_again(
     tmp_path, monkeypatch, is_renamed_first
 ):
-    first = hf_folder.StagedFolder(tmp_path / "m", 0)
-    (first.__enter__() / "weights").write_text("first")
+    first_folder = hf_folder.StagedFolder(tmp_path / "m", 0)
+    (first_folder.__enter__() / "weights").write_text("first")
     mkdir = Path.mkdir
 
     def rename_beside_mkdir(path: Path, **options: bool) -> None:
         monkeypatch.undo()
         if is_renamed_first:
-            first.__exit__(None)
+            first_folder.__exit__(None)
             mkdir(path, **options)
         else:
             mkdir(path, **options)
-            first.__exit__(None)
+            first_folder.__exit__(None)
 
     monkeypatch.setattr(Path, "mkdir", rename_beside_mkdir)
     with pytest.raises(CheckpointError):
@@ -148,15 +148,15 @@ def test_a_folder_that_appears_while_another_process_begins_is_not_written_again
 def test_a_staging_folder_that_another_process_makes_after_the_rename_is_kept(
     tmp_path, monkeypatch
 ):
-    second = hf_folder.StagedFolder(tmp_path / "m", 0)
+    second_folder = hf_folder.StagedFolder(tmp_path / "m", 0)
 
     def begin_second(_: Path) -> None:
         (tmp_path / "m").rename(tmp_path / "moved away")
-        (second.__enter__() / "weights").write_text("second")
+        (second_folder.__enter__() / "weights").write_text("second")
 
     with hf_folder.StagedFolder(tmp_path / "m", 0):
-        # The first call after the rename.
+        # After the rename, the folder calls this function first.
         monkeypatch.setattr(hf_folder, "sync_to_disk", begin_second)
     monkeypatch.undo()
-    second.__exit__(None)
+    second_folder.__exit__(None)
     assert (tmp_path / "m" / "weights").read_text() == "second"

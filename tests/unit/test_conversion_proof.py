@@ -1,4 +1,4 @@
-"""Every element exactly once: for real shapes over hundreds of layouts, and the proof notices what is wrong."""
+"""The proof of a resharding: each element arrives exactly once, in hundreds of layouts; planted faults are found."""
 
 from __future__ import annotations
 
@@ -50,24 +50,25 @@ PARAMETERS = {
 }
 
 
-def real(name: str) -> ModelShape:
+def real_shape(name: str) -> ModelShape:
     return load_model_shape(CONFIGS / name)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_tables_hold_exactly_the_published_number_of_parameters(name):
-    assert sum(math.prod(dims) for dims in hf_tensors(real(name)).values()) == PARAMETERS[name]
+    tensors = hf_tensors(real_shape(name))
+    assert sum(math.prod(dims) for dims in tensors.values()) == PARAMETERS[name]
 
 
 def prove_produced_once(shape: ModelShape, layout: Layout) -> None:
-    """The primary shards of all ranks hold every Hugging Face element exactly once."""
+    """Check that the primary shards of all ranks hold every Hugging Face element exactly once."""
     for tensor in gather_plan(shape, layout):
         check_sources(tensor)
 
 
 def dense_layouts(shape: ModelShape) -> list[Layout]:
-    """Every TP, PP, VPP and DP of a grid that divides the model."""
-    found = []
+    """Return the layouts of a grid of TP, PP, VPP and DP that divide the model."""
+    layouts = []
     for tp, pp, vpp, dp in itertools.product(
         (1, 2, 4, 8), (1, 2, 4, 7, 9, 14), (None, 2, 3), (1, 2)
     ):
@@ -76,16 +77,16 @@ def dense_layouts(shape: ModelShape) -> list[Layout]:
             prove_rank_filled(shape, layout, layout.world_size - 1)
         except LayoutError:
             continue
-        found.append(layout)
-    return found
+        layouts.append(layout)
+    return layouts
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b-base", "deepseek-r1-distill-qwen-1.5b"])
 def test_dense_models_on_every_layout_of_a_grid(name):
-    shape = real(name)
+    shape = real_shape(name)
     layouts = dense_layouts(shape)
     assert len(layouts) >= 40
-    # What an engine needs does not depend on the trainer's layout, so each layout meets one engine.
+    # What an engine needs does not depend on the trainer's layout, so one engine for each layout is enough.
     engines = [e for e in map(EngineLayout, (1, 2, 4)) if shape.num_attention_heads % e.tensor == 0]
     for layout, engine in zip(layouts, itertools.cycle(engines), strict=False):
         report = prove_resharding(shape, layout, engine)
@@ -110,7 +111,7 @@ MOE_LAYOUTS = [
 
 @pytest.mark.parametrize("layout", MOE_LAYOUTS, ids=Layout.describe)
 def test_qwen3_30b_a3b(layout):
-    shape = real("qwen3-30b-a3b")
+    shape = real_shape("qwen3-30b-a3b")
     engine = EngineLayout(8, 4)
     report = prove_resharding(shape, layout, engine)
     assert report.model_bytes == sum(report.holds) == 2 * PARAMETERS["qwen3-30b-a3b"]
@@ -121,8 +122,8 @@ def test_qwen3_30b_a3b(layout):
 
 @pytest.mark.parametrize("tp", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
 def test_all_of_qwen3_30b_a3b_on_every_layout_of_a_grid(tp):
-    """The whole model, 18,867 tensors; the engine's half of the proof does not depend on the trainer's layout."""
-    shape = real("qwen3-30b-a3b")
+    """All 18,867 tensors, without the engine's half of the proof: the trainer's layout does not change that half."""
+    shape = real_shape("qwen3-30b-a3b")
     layouts = [
         Layout.smallest(tp, pp, vpp, ep, etp)
         for pp, vpp in ((1, None), (2, 3), (8, 2), (16, None))
@@ -135,17 +136,17 @@ def test_all_of_qwen3_30b_a3b_on_every_layout_of_a_grid(tp):
 
 
 def test_every_layout_of_a_grid_with_the_widths_of_qwen3_30b_a3b():
-    """Two layers a chunk and 16 experts of the real width, so that hundreds of layouts take seconds."""
+    """Each pipeline chunk has two layers, each layer 16 experts of the real width: hundreds of layouts take seconds."""
     checked = 0
-    for tp, pp, vpp, ep, etp, extra in itertools.product(
+    for tp, pp, vpp, ep, etp, data_factor in itertools.product(
         (1, 2, 4, 8), (1, 2, 3), (None, 2), (1, 2, 8), (1, 2, 4), (1, 2)
     ):
         if vpp and pp == 1:
             continue
-        shape = replace(real("qwen3-30b-a3b"), num_layers=2 * pp * (vpp or 1), num_experts=16)
+        shape = replace(real_shape("qwen3-30b-a3b"), num_layers=2 * pp * (vpp or 1), num_experts=16)
         layout = replace(
             Layout.smallest(tp, pp, vpp, ep, etp),
-            data=Layout.smallest(tp, pp, vpp, ep, etp).data * extra,
+            data=Layout.smallest(tp, pp, vpp, ep, etp).data * data_factor,
         )
         prove_produced_once(shape, layout)
         for rank in {0, layout.world_size // 2, layout.world_size - 1}:
@@ -158,7 +159,7 @@ def test_every_layout_of_a_grid_with_the_widths_of_qwen3_30b_a3b():
     ("tensor", "expert"), [(1, 1), (2, 2), (4, 1), (4, 4), (8, 2), (8, 8), (16, 4), (32, 32)]
 )
 def test_engine_layouts_of_a_moe(tensor, expert):
-    shape = replace(real("qwen3-30b-a3b"), num_layers=2)
+    shape = replace(real_shape("qwen3-30b-a3b"), num_layers=2)
     report = prove_resharding(shape, Layout(tensor=2), EngineLayout(tensor, expert), item_bytes=2)
     assert sum(report.direct) == sum(report.engine) >= report.model_bytes
 
@@ -174,14 +175,14 @@ def test_engine_layouts_of_a_moe(tensor, expert):
     ids=str,
 )
 def test_engine_layouts_with_attention_replicas(layout, copies):
-    """Every element lands; attention and the embedding lie on each replica, and the output matrix where it says so."""
-    shape = replace(real("qwen3-30b-a3b"), num_layers=2)
+    """Every element arrives. Each replica holds attention and the embedding, and the output matrix if it is told to."""
+    shape = replace(real_shape("qwen3-30b-a3b"), num_layers=2)
     report = prove_resharding(shape, Layout(tensor=2), layout, item_bytes=2)
     assert sum(report.direct) == sum(report.engine)
     vocabulary = shape.vocab_size * shape.hidden_size
     queries = 32 * 128 * shape.hidden_size
     keys = 4 * 128 * shape.hidden_size
-    # A key-value head lies on each rank that has heads of its queries.
+    # A key-value head is on each rank that has query heads of its group.
     key_copies = copies * max(1, layout.attention_tensor // 4)
     attention = 2 * (2 * queries * copies + 2 * keys * key_copies)
     experts = 2 * 128 * 3 * 768 * shape.hidden_size
@@ -192,14 +193,15 @@ def test_engine_layouts_with_attention_replicas(layout, copies):
 
 
 def test_an_attention_replica_of_a_family_that_has_none_is_refused():
+    shape = replace(real_shape("qwen3-8b-base"), family="llama")
     with pytest.raises(LayoutError, match="llama"):
-        engine_parameters(replace(real("qwen3-8b-base"), family="llama"), EngineLayout(2, 1, 2), 0)
+        engine_parameters(shape, EngineLayout(2, 1, 2), 0)
     with pytest.raises(LayoutError, match="attn_dp_size: got 3"):
         EngineLayout(4, 1, 3)
 
 
 def test_engine_bytes_worked_by_hand():
-    """One layer, TP4 over 2 K/V heads: each K and V head lands on two ranks, norms and router on all four."""
+    """One layer at TP4 with 2 K/V heads: two ranks hold each K and V head, and all four hold norms and router."""
     shape = ModelShape(
         family="qwen3_moe", num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, head_dim=2,
         ffn_hidden_size=4, vocab_size=64, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
@@ -212,14 +214,14 @@ def test_engine_bytes_worked_by_hand():
     experts = 2 * (2 * 1 * 8 + 8 * 1)
     assert report.engine == (vocabulary + attention + replicated + experts,) * 4
     assert report.model_bytes == 2 * 64 * 8 + (64 + 32 + 32 + 64) + replicated + 4 * (3 * 2 * 8)
-    names = {p.name: p for p in engine_parameters(shape, EngineLayout(4, 2), 3)}
+    parameters = {p.name: p for p in engine_parameters(shape, EngineLayout(4, 2), 3)}
     layer = "model.layers.0."
     qkv = [
         (s.hf_name[-13:], s.hf_start, s.length)
-        for s in names[layer + "self_attn.qkv_proj.weight"].segments
+        for s in parameters[layer + "self_attn.qkv_proj.weight"].segments
     ]
     assert qkv == [("q_proj.weight", 6, 2), ("k_proj.weight", 2, 2), ("v_proj.weight", 2, 2)]
-    w13 = names[layer + "mlp.experts.w13_weight[1]"].segments
+    w13 = parameters[layer + "mlp.experts.w13_weight[1]"].segments
     assert [(s.hf_name, s.hf_start, s.length) for s in w13] == [
         (layer + "mlp.experts.3.gate_proj.weight", 1, 1), (layer + "mlp.experts.3.up_proj.weight", 1, 1)
     ]  # fmt: skip
@@ -230,7 +232,7 @@ def test_engine_bytes_worked_by_hand():
 )
 def test_engine_layouts_that_do_not_divide_are_refused(tensor, expert, message):
     with pytest.raises(LayoutError, match=message):
-        engine_parameters(real("qwen3-30b-a3b"), EngineLayout(tensor, expert), 0)
+        engine_parameters(real_shape("qwen3-30b-a3b"), EngineLayout(tensor, expert), 0)
     with pytest.raises(LayoutError, match="ep_size: got 3"):
         EngineLayout(4, 3)
 
@@ -250,26 +252,26 @@ def test_gaps_and_overlaps_are_found(segments, message):
 
 
 def test_a_shard_that_is_not_filled_is_found():
-    shape = replace(real("qwen3-1.7b-base"), num_layers=1)
+    shape = replace(real_shape("qwen3-1.7b-base"), num_layers=1)
     parameters = {p.name: p for p in engine_parameters(shape, EngineLayout(2), 0)}
     qkv = parameters["model.layers.0.self_attn.qkv_proj.weight"]
     with pytest.raises(ProofError, match="1536 of 2048"):
         check_filled("here", replace(qkv, segments=qkv.segments[:2]), hf_tensors(shape), ())
-    wrong = replace(qkv.segments[2], hf_start=qkv.segments[2].hf_start + 1024)
+    wrong_segment = replace(qkv.segments[2], hf_start=qkv.segments[2].hf_start + 1024)
     with pytest.raises(ProofError, match="fit"):
         check_filled(
-            "here", replace(qkv, segments=(*qkv.segments[:2], wrong)), hf_tensors(shape), ()
+            "here", replace(qkv, segments=(*qkv.segments[:2], wrong_segment)), hf_tensors(shape), ()
         )
 
 
 def test_an_expert_shard_that_is_not_gathered_is_found(monkeypatch):
-    """The classic silent bug: only one expert-tensor rank's half of each expert is provided."""
-    shape = replace(real("qwen3-30b-a3b"), num_layers=1, num_experts=2)
+    """The planted fault: the plan gathers only the half of each expert that the first expert-tensor rank holds."""
+    shape = replace(real_shape("qwen3-30b-a3b"), num_layers=1, num_experts=2)
 
-    def halved(*arguments):
+    def plan_first_halves(*arguments):
         plan = gather_plan(*arguments)
         return [replace(t, pieces=t.pieces[:1]) if ".experts." in t.name else t for t in plan]
 
-    monkeypatch.setattr(resharding, "gather_plan", halved)
+    monkeypatch.setattr(resharding, "gather_plan", plan_first_halves)
     with pytest.raises(ProofError, match=r"experts.0.gate_proj.weight: .* 384 of 768"):
         prove_resharding(shape, Layout(expert_tensor=2, data=2), EngineLayout())

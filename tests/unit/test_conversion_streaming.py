@@ -1,4 +1,4 @@
-"""Whole checkpoints to Megatron layouts and back: byte-identical and certified, in bounded memory."""
+"""Conversion of whole checkpoints to Megatron and back: byte-identical and certified, in bounded memory."""
 
 from __future__ import annotations
 
@@ -43,16 +43,19 @@ def moe_copy(moe, tmp_path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(path))
-    return found
+        tensors.update(load_file(path))
+    return tensors
 
 
 def same_bytes(a: Path, b: Path) -> bool:
-    first, second = tensors_of(a), tensors_of(b)
-    return first.keys() == second.keys() and all(
-        first[k].dtype == second[k].dtype and torch.equal(first[k], second[k]) for k in first
+    tensors, others = tensors_of(a), tensors_of(b)
+    if tensors.keys() != others.keys():
+        return False
+    return all(
+        tensor.dtype == others[name].dtype and torch.equal(tensor, others[name])
+        for name, tensor in tensors.items()
     )
 
 
@@ -104,11 +107,11 @@ def test_casting_is_recorded_and_verified_against_the_cast(moe, tmp_path):
     )
 
 
-def flip_byte(path: Path, at: int) -> None:
+def flip_byte(path: Path, offset: int) -> None:
     with open(path, "r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         old = file.read(1)
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([old[0] ^ 1]))
 
 
@@ -118,13 +121,13 @@ def test_one_flipped_bit_is_named_by_tensor_file_and_offset(moe, tmp_path):
     name = "model.layers.2.mlp.experts.5.down_proj.weight"
     row = tensors_of(moe)[name][5].numpy().tobytes()
     assert path.read_bytes().count(row) == 1
-    at = path.read_bytes().index(row) + 3 * 4
-    flip_byte(path, at)
+    offset = path.read_bytes().index(row) + 3 * 4
+    flip_byte(path, offset)
     with pytest.raises(MismatchError) as error:
         verify(moe, tmp_path / "m")
     text = str(error.value)
     assert text.startswith(f"{name}[5, 3]: ")
-    assert f"{path} at byte {at}," in text
+    assert f"{path} at byte {offset}," in text
     with pytest.raises(MismatchError, match=r"experts.5.down_proj.weight has SHA-256"):
         megatron_to_hf(tmp_path / "m", tmp_path / "back")
     assert not (tmp_path / "back").exists()
@@ -145,7 +148,7 @@ def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
         open_checkpoint(tmp_path / "m")
 
 
-PEAK = """
+PRINT_ADDED_MEMORY = """
 import sys
 from pathlib import Path
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
@@ -163,12 +166,12 @@ print(peak() - before)
 
 
 def test_memory_is_bounded_by_blocks_and_not_by_the_model(tmp_path):
-    """A model of 604 MB converts, verifies and comes back within 128 MiB over the start."""
+    """Converting a model of 604 MB, verifying it and converting it back adds less than 128 MiB to the peak memory."""
     hf = save_hollow_model(
         tmp_path / "hf", hidden_size=1024, vocab_size=140_000, moe_intermediate_size=256
     )
     arguments = [str(hf), str(tmp_path / "m"), str(tmp_path / "back")]
-    result = run_patiently([sys.executable, "-c", PEAK, *arguments], 500, check=True)
+    result = run_patiently([sys.executable, "-c", PRINT_ADDED_MEMORY, *arguments], 500, check=True)
     assert (tmp_path / "back" / "model.safetensors").stat().st_size > 550e6
     assert int(result.stdout) < 128 << 10, f"{result.stdout} kB"
 
@@ -214,16 +217,13 @@ def test_a_torch_dist_checkpoint_there_and_back(tmp_path, family, options):
                 assert torch.equal(reader.read(s.hf_name, s.dim, s.hf_start, s.length), expected)
 
 
-FORMS = {
-    "torch_dist": hf_to_megatron,
-    "huggingface": lambda hf, out: megatron_to_hf(_megatron(hf, out), out),
-}
-
-
-def _megatron(hf: Path, out: Path) -> Path:
+def convert_there_and_back(hf: Path, out: Path) -> None:
     folder = out.with_name("between")
     hf_to_megatron(hf, folder)
-    return folder
+    megatron_to_hf(folder, out)
+
+
+FORMS = {"torch_dist": hf_to_megatron, "huggingface": convert_there_and_back}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -258,7 +258,7 @@ def test_a_certificate_without_files_is_of_an_earlier_version_and_refused(moe, t
 
 
 def test_a_runs_checkpoint_is_converted_with_the_start_model_that_its_run_names(tmp_path, capsys):
-    """A checkpoint has no config.json of its own; the run's config.yaml, two folders up, names one."""
+    """A checkpoint has no config.json. The run's config.yaml, two folders up, names the start model."""
     hf = save_tiny_model(tmp_path / "hf", "qwen3")
     hf_to_megatron(hf, tmp_path / "converted")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
@@ -283,7 +283,7 @@ def test_a_runs_checkpoint_is_converted_with_the_start_model_that_its_run_names(
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_certified_folder_is_converted_by_its_certificate(moe, tmp_path, dtype):
-    """A bit of a weight, and one of a file beside the weights; neither gets a new certificate."""
+    """A flipped bit of a weight, or of a file beside the weights, does not get a new certificate."""
     hf_to_megatron(moe, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "hf")
     hf_to_megatron(tmp_path / "hf", tmp_path / "again", dtype=dtype)
@@ -298,13 +298,13 @@ def test_a_certified_folder_is_converted_by_its_certificate(moe, tmp_path, dtype
     with pytest.raises(MismatchError, match=r"tokenizer\.json"):
         hf_to_megatron(tmp_path / "hf", tmp_path / "damaged", dtype=dtype)
     assert not (tmp_path / "damaged").exists()
-    # Without the certificate the folder is like any other.
+    # Without its certificate, the damaged folder is converted like any other folder.
     (tmp_path / "hf" / "conversion.json").unlink()
     hf_to_megatron(tmp_path / "hf", tmp_path / "damaged", dtype=dtype)
 
 
 def test_a_damaged_index_of_blocks_is_one_clear_error(moe, tmp_path):
-    """Whatever bit flips: lengths in a pickle can ask for any amount of memory."""
+    """Any bit may flip, also in a length of the pickle, which can then ask for any amount of memory."""
     hf_to_megatron(moe, tmp_path / "m")
     path = tmp_path / "m" / "release" / ".metadata"
     intact, rng = path.read_bytes(), random.Random(1)
