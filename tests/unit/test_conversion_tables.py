@@ -1,4 +1,4 @@
-"""The map between Hugging Face and Megatron parameters, against values worked by hand and Megatron's own rank order."""
+"""The map between Hugging Face and Megatron parameters equals values worked out by hand and Megatron's rank order."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ MOE = replace(DENSE, family="qwen3_moe", num_experts=4, experts_per_token=2, moe
 def fill(
     shape: ModelShape, layout: Layout, rank: int, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """``chunk:name`` -> the local parameter, made by copying segments as every user of the map does."""
-    out = {}
+    """Return the local parameters of ``rank``, filled segment by segment: ``chunk:name`` -> tensor."""
+    parameters = {}
     for p in local_parameters(shape, layout, rank):
         local = torch.zeros(p.shape)
         for s in p.segments:
             s.of_local(local).copy_(s.of_hf(tensors[s.hf_name]))
-        out[f"{p.chunk}:{p.name}"] = local
-    return out
+        parameters[f"{p.chunk}:{p.name}"] = local
+    return parameters
 
 
-def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Every element of every tensor is another number, from 1."""
-    tensors, at = {}, 1.0
+def numbered_tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Return tensors of ``shape`` whose elements are 1, 2, 3 and so on, so that no two elements are equal."""
+    tensors, start = {}, 1.0
     for name, dims in hf_tensors(shape).items():
-        tensors[name] = torch.arange(at, at + math.prod(dims)).reshape(dims)
-        at += math.prod(dims)
+        tensors[name] = torch.arange(start, start + math.prod(dims)).reshape(dims)
+        start += math.prod(dims)
     return tensors
 
 
 def test_queries_keys_and_values_are_interleaved_by_group():
     """4 heads in 2 groups of head size 1: rows q0 q1 k0 v0 | q2 q3 k1 v1; TP2 gives each rank one group."""
     name = "model.layers.0.self_attn.{}_proj.bias"
-    tensors = numbered(DENSE)
+    tensors = numbered_tensors(DENSE)
     tensors[name.format("q")] = torch.tensor([10.0, 11.0, 12.0, 13.0])
     tensors[name.format("k")] = torch.tensor([20.0, 21.0])
     tensors[name.format("v")] = torch.tensor([30.0, 31.0])
@@ -78,12 +78,12 @@ def test_queries_keys_and_values_are_interleaved_by_group():
     assert fill(DENSE, Layout(), 0, tensors)[key].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
     assert fill(DENSE, Layout(tensor=2), 0, tensors)[key].tolist() == [10, 11, 20, 30]
     assert fill(DENSE, Layout(tensor=2), 1, tensors)[key].tolist() == [12, 13, 21, 31]
-    four = [fill(DENSE, Layout(tensor=4), r, tensors)[key].tolist() for r in range(4)]
-    assert four == [[10, 11], [20, 30], [12, 13], [21, 31]]
+    shards = [fill(DENSE, Layout(tensor=4), r, tensors)[key].tolist() for r in range(4)]
+    assert shards == [[10, 11], [20, 30], [12, 13], [21, 31]]
 
 
 def test_gates_and_ups_are_stacked_on_each_rank_and_the_down_projection_is_cut_by_columns():
-    tensors = numbered(DENSE)
+    tensors = numbered_tensors(DENSE)
     gate, up, down = (
         tensors[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")
     )
@@ -97,15 +97,15 @@ def test_gates_and_ups_are_stacked_on_each_rank_and_the_down_projection_is_cut_b
 
 
 def test_the_vocabulary_is_padded_with_zero_rows():
-    """5 rows over 4 ranks: 2 rows a rank; the third holds one real row, the fourth none."""
-    tensors = numbered(DENSE)
+    """Each of 4 ranks has 2 rows of 5 real ones: the third rank has one real row, the fourth none."""
+    tensors = numbered_tensors(DENSE)
     rows = [
         fill(DENSE, Layout(tensor=4), r, tensors)["0:embedding.word_embeddings.weight"]
         for r in range(4)
     ]
-    padded = torch.cat(rows)
-    assert torch.equal(padded[:5], tensors["model.embed_tokens.weight"])
-    assert torch.equal(padded[5:], torch.zeros(3, 4))
+    embedding = torch.cat(rows)
+    assert torch.equal(embedding[:5], tensors["model.embed_tokens.weight"])
+    assert torch.equal(embedding[5:], torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_vocabulary_is_padded_with_zero_rows():
         (129, 3, 64, [64, 64, 1]),
         (129, 6, 32, [32, 32, 32, 32, 1, 0]),
         (66, 3, 64, [64, 2, 0]),  # 128 rows are no multiple of 3, so 192
-        (200, 3, 128, [128, 72, 0]),  # nor are 256
+        (200, 3, 128, [128, 72, 0]),  # 256 rows are no multiple of 3 either, so 384
     ],
 )
 def test_the_engine_s_vocabulary_is_padded_to_64_or_to_64_a_rank(ids, ranks, rows, real):
@@ -132,29 +132,29 @@ def test_layers_of_an_interleaved_pipeline_are_chunk_major():
     """4 layers, PP2 x VPP2: stage 0 holds layers 0 and 2, stage 1 layers 1 and 3; each is layer 0 of its chunk."""
     layout = Layout(pipeline=2, virtual_pipeline=2)
     for rank, layers in ((0, [0, 2]), (1, [1, 3])):
-        found = [
+        weights = [
             (p.chunk, p.segments[0].hf_name)
             for p in local_parameters(DENSE, layout, rank)
             if p.name == "decoder.layers.0.mlp.linear_fc2.weight"
         ]
-        assert found == [
+        assert weights == [
             (c, f"model.layers.{layer}.mlp.down_proj.weight") for c, layer in enumerate(layers)
         ]
     names = [{p.chunk: p.name for p in local_parameters(DENSE, layout, r)} for r in (0, 1)]
     assert names[1][1] == "output_layer.weight"
-    firsts = [p.name for p in local_parameters(DENSE, layout, 0) if p.chunk == 0]
-    assert firsts[0] == "embedding.word_embeddings.weight"
+    first_chunk_names = [p.name for p in local_parameters(DENSE, layout, 0) if p.chunk == 0]
+    assert first_chunk_names[0] == "embedding.word_embeddings.weight"
 
 
 def test_experts_are_numbered_locally_and_cut_by_their_own_tensor_parallel_size():
-    """TP1 EP2 ETP2 on DP4: rank 3 is etp 1, ep 1: experts 2 and 3, the second half of each."""
+    """At TP1, EP2, ETP2 and DP4, rank 3 has etp 1 and ep 1: the second half of experts 2 and 3."""
     layout = Layout(expert=2, expert_tensor=2, data=4)
-    tensors = numbered(MOE)
+    tensors = numbered_tensors(MOE)
     local = fill(MOE, layout, 3, tensors)
     gate = tensors["model.layers.1.mlp.experts.2.gate_proj.weight"]
     up = tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
-    found = local["0:decoder.layers.1.mlp.experts.linear_fc1.weight0"]
-    assert torch.equal(found, torch.stack([gate[1], up[1]]))
+    weight = local["0:decoder.layers.1.mlp.experts.linear_fc1.weight0"]
+    assert torch.equal(weight, torch.stack([gate[1], up[1]]))
     down = tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert torch.equal(local["0:decoder.layers.1.mlp.experts.linear_fc2.weight1"], down[:, 1:])
     assert "0:decoder.layers.1.mlp.experts.linear_fc1.weight2" not in local
@@ -167,9 +167,8 @@ def test_one_rank_of_each_replica_set_is_primary():
     for rank in range(4):
         for p in local_parameters(MOE, layout, rank):
             if p.is_primary:
-                holders.setdefault(
-                    (p.name, tuple(s.hf_start for s in p.segments), p.segments[0].hf_name), []
-                ).append(rank)
+                starts = tuple(s.hf_start for s in p.segments)
+                holders.setdefault((p.name, starts, p.segments[0].hf_name), []).append(rank)
     assert all(len(ranks) == 1 for ranks in holders.values())
     assert holders[("decoder.final_layernorm.weight", (0,), "model.norm.weight")] == [0]
     proj = "model.layers.0.self_attn.o_proj.weight"
@@ -179,11 +178,15 @@ def test_one_rank_of_each_replica_set_is_primary():
 
 
 def test_tied_embeddings_have_a_copy_on_the_last_stage_that_is_never_primary():
-    tied = replace(DENSE, tied_embeddings=True)
-    assert "lm_head.weight" not in hf_tensors(tied)
-    assert not [p for p in local_parameters(tied, Layout(), 0) if p.name == "output_layer.weight"]
+    tied_model = replace(DENSE, tied_embeddings=True)
+    assert "lm_head.weight" not in hf_tensors(tied_model)
+    assert not [
+        p for p in local_parameters(tied_model, Layout(), 0) if p.name == "output_layer.weight"
+    ]
     (copy,) = (
-        p for p in local_parameters(tied, Layout(pipeline=2), 1) if p.name == "output_layer.weight"
+        p
+        for p in local_parameters(tied_model, Layout(pipeline=2), 1)
+        if p.name == "output_layer.weight"
     )
     assert [s.hf_name for s in copy.segments] == ["model.embed_tokens.weight"]
     assert not copy.is_primary
@@ -201,11 +204,11 @@ def test_the_names_are_those_of_the_transformer_engine_spec():
         layer + "self_attention.linear_proj.weight", layer + "pre_mlp_layernorm.weight",
         layer + "mlp.router.weight", layer + "mlp.experts.linear_fc1.weight0", layer + "mlp.experts.linear_fc2.weight0",
     }  # fmt: skip
-    dense = {p.name for p in local_parameters(replace(DENSE, num_layers=1), Layout(), 0)}
+    dense_names = {p.name for p in local_parameters(replace(DENSE, num_layers=1), Layout(), 0)}
     assert {
         layer + "mlp.linear_fc1.layer_norm_weight",
         layer + "self_attention.linear_qkv.bias",
-    } <= dense
+    } <= dense_names
 
 
 @pytest.mark.parametrize(
@@ -221,18 +224,18 @@ def test_rank_coordinates_are_megatrons(sizes):
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     experts = RankGenerator(tp=etp, ep=ep, dp=layout.expert_data, pp=pp, cp=1, order=order)
-    at = [layout.coordinates(r) for r in range(layout.world_size)]
+    coordinates = [layout.coordinates(r) for r in range(layout.world_size)]
     for generator, token, field in (
         (dense, "tp", "tp"), (dense, "dp", "dp"), (dense, "pp", "pp"), (dense, "cp", "cp"),
         (experts, "tp", "etp"), (experts, "ep", "ep"), (experts, "dp", "edp"),
     ):  # fmt: skip
         for group in generator.get_ranks(token):
-            assert [getattr(at[r], field) for r in group] == list(range(len(group)))
+            assert [getattr(coordinates[r], field) for r in group] == list(range(len(group)))
 
 
 def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
     layout = Layout(tensor=2, pipeline=2, data=2, expert=4)
-    tensors = numbered(MOE)
+    tensors = numbered_tensors(MOE)
     local = [
         {(int(k[0]), k[2:]): v for k, v in fill(MOE, layout, r, tensors).items()}
         for r in range(layout.world_size)
@@ -242,35 +245,38 @@ def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
     for bucket in plan:
         size = 4 * sum(t.elements for t in bucket.tensors)
         assert size <= 200 or len(bucket.tensors) == 1
-        flat = {r: pack(bucket, r, local[r]) for r in range(layout.world_size)}
-        sent = {r: len(f) for r, f in flat.items() if len(f)}
-        assert sent == bucket.elements_by_rank
-        assert 4 * sum(sent.values()) == size
+        packed = {r: pack(bucket, r, local[r]) for r in range(layout.world_size)}
+        sent_elements = {r: len(f) for r, f in packed.items() if len(f)}
+        assert sent_elements == bucket.elements_by_rank
+        assert 4 * sum(sent_elements.values()) == size
         out = torch.empty(bucket.elements)
-        for name, tensor in assemble(bucket, out, {r: flat[r] for r in sent}, None, {}):
+        for name, tensor in assemble(bucket, out, {r: packed[r] for r in sent_elements}, None, {}):
             assert torch.equal(tensor, tensors[name])
 
 
 def test_one_rank_of_a_node_receives_what_its_node_holds():
     # Stage 0: ranks 0-3, stage 1: ranks 4-7, each with all experts.
     layout = Layout(tensor=2, pipeline=2, data=2, expert=4)
-    for nodes, receivers in ((4, {0, 4}), (2, {0, 2, 4, 6})):
-        plan = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True, ranks_per_node=nodes)
+    for node_size, receivers in ((4, {0, 4}), (2, {0, 2, 4, 6})):
+        plan = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True, ranks_per_node=node_size)
         assert {b.receiver for b in plan} == receivers
         assert sorted(t.name for b in plan for t in b.tensors) == sorted(hf_tensors(MOE))
-        assert sum(elements_between_nodes(b, nodes) for b in plan) == 0
-    # With nodes of one rank, what a tensor-parallel pair shares must cross.
-    holders = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True)
+        assert sum(elements_between_nodes(b, node_size) for b in plan) == 0
+    # If each node has one rank, the halves of a tensor-parallel pair must cross between nodes.
+    buckets = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True)
     fewest = fewest_gathered_elements(MOE, layout)
-    assert sum(elements_between_nodes(b, 1) for b in holders) == fewest > 0
+    assert sum(elements_between_nodes(b, 1) for b in buckets) == fewest > 0
 
 
 def test_the_fullest_rank_of_a_node_receives():
-    piece = lambda rank, count: Piece(rank, 0, "p", (count,), Segment(f"t{rank}", 0, 0, 0, count))  # noqa: E731
+    def piece(rank: int, count: int) -> Piece:
+        return Piece(rank, 0, "p", (count,), Segment(f"t{rank}", 0, 0, 0, count))
+
     first = TensorSources("a", (7,), (piece(2, 3), piece(1, 4)))
     second = TensorSources("b", (9,), (piece(2, 5), piece(5, 4)))
     third = TensorSources("c", (6,), (piece(4, 3), piece(5, 3)))
-    # Nodes of 4 ranks: rank 2 holds 8 of the first node's, rank 1 only 4; of the second node both 3, the lower wins.
+    # The first node of 4 ranks gets a and b: rank 2 holds 8 of their elements, rank 1 holds 4. The second node gets c,
+    # of which both ranks hold 3: the lower rank receives it.
     assert node_receivers([first, second, third], 4) == [2, 2, 4]
     assert node_receivers([first, second, third], 1) == [1, 2, 4]
 
@@ -320,25 +326,25 @@ OLMOE = {
 
 
 def config_of(family: str) -> dict:
-    """A whole config.json of ``family``."""
+    """Return the values of a whole config.json of ``family``."""
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    shared = {"shared_expert_intermediate_size": 64}
-    extra = {"qwen3_moe": moe, "qwen2_moe": moe | shared, "olmoe": OLMOE}
+    shared_expert = {"shared_expert_intermediate_size": 64}
+    extra = {"qwen3_moe": moe, "qwen2_moe": moe | shared_expert, "olmoe": OLMOE}
     return config(model_type=family, **extra.get(family, {}))
 
 
-def written(folder, values) -> str:
+def write_config(folder, values) -> str:
     (folder / "config.json").write_text(json.dumps(values))
     return str(folder)
 
 
 def test_config_in_both_transformers_spellings(tmp_path):
-    old = load_model_shape(written(tmp_path, config()))
+    shape = load_model_shape(write_config(tmp_path, config()))
     rope = {"rope_theta": 1e6, "rope_type": "default"}
-    new = config(dtype="bfloat16", rope_parameters=rope)
-    del new["torch_dtype"], new["rope_theta"]
-    assert load_model_shape(written(tmp_path, new)) == old
-    assert (old.head_dim, old.rope_theta, old.dtype, old.tied_embeddings) == (
+    new_values = config(dtype="bfloat16", rope_parameters=rope)
+    del new_values["torch_dtype"], new_values["rope_theta"]
+    assert load_model_shape(write_config(tmp_path, new_values)) == shape
+    assert (shape.head_dim, shape.rope_theta, shape.dtype, shape.tied_embeddings) == (
         128,
         1e6,
         "bfloat16",
@@ -352,7 +358,7 @@ def test_llama3_rotary_scaling_is_read(tmp_path):
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     scaling = load_model_shape(
-        written(tmp_path, config(model_type="llama", rope_scaling=rope))
+        write_config(tmp_path, config(model_type="llama", rope_scaling=rope))
     ).rope_scaling
     assert scaling is not None
     assert (scaling.factor, scaling.original_max_positions) == (32.0, 8192)
@@ -376,7 +382,7 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
         ({"model_type": "qwen3_moe"}, "num_experts or num_local_experts is missing, expected a"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        # transformers and SGLang take ``rope_scaling`` alone where both stand in a file.
+        # If a file has both keys, transformers and SGLang read only ``rope_scaling``.
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": PLAIN_ROPE},
             "rope_scaling: rope type 'yarn'",
@@ -407,10 +413,10 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 )
 def test_unsupported_configs_are_refused_with_the_reason(tmp_path, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        load_model_shape(written(tmp_path, config(**changes)))
+        load_model_shape(write_config(tmp_path, config(**changes)))
 
 
-ALTERED = {
+ARITHMETIC_KEYS = {
     "attention_multiplier": 0.01, "attn_logit_softcapping": 50.0, "clip_qkv": 8.0, "embedding_multiplier": 12.0,
     "final_logit_softcapping": 30.0, "first_k_dense_replace": 1, "hidden_activation": "gelu_pytorch_tanh",
     "logits_scaling": 6.0, "mlp_bias": True, "n_group": 4, "n_shared_experts": 1, "no_rope_layers": [1, 1, 1, 0],
@@ -423,25 +429,25 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "olmoe"])
-@pytest.mark.parametrize("key", ALTERED)
+@pytest.mark.parametrize("key", ARITHMETIC_KEYS)
 def test_a_key_that_changes_the_arithmetic_is_refused_in_every_family(tmp_path, family, key):
     values = config_of(family)
-    load_model_shape(written(tmp_path, {**values, key: None}))
+    load_model_shape(write_config(tmp_path, {**values, key: None}))
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, {**values, key: ALTERED[key]}))
+        load_model_shape(write_config(tmp_path, {**values, key: ARITHMETIC_KEYS[key]}))
     assert [key] == [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
 
 
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_neutral_values_are_taken(tmp_path, key):
     for value in NEUTRAL[key]:
-        folder = written(tmp_path, {**config_of("qwen2"), key: value})
+        folder = write_config(tmp_path, {**config_of("qwen2"), key: value})
         load_model_shape(folder)
         assert unknown_key_warnings(folder) == []
 
 
 def test_an_unknown_key_is_a_warning(tmp_path):
-    folder = written(tmp_path, {**config_of("qwen3_moe"), "wobble": 0.5, "use_cache": True})
+    folder = write_config(tmp_path, {**config_of("qwen3_moe"), "wobble": 0.5, "use_cache": True})
     load_model_shape(folder)
     (warning,) = unknown_key_warnings(folder)
     assert "wobble" in warning
@@ -468,7 +474,7 @@ def test_no_config_that_transformers_writes_has_an_unknown_key(tmp_path, family)
 def test_more_experts_than_a_table_can_list_are_refused(tmp_path):
     moe = {"num_experts": 10**9, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     with pytest.raises(UnsupportedModelError, match="num_experts is 1000000000"):
-        load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))
+        load_model_shape(write_config(tmp_path, config(model_type="qwen3_moe", **moe)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe"])
@@ -501,22 +507,22 @@ def test_a_config_is_read_as_transformers_reads_it(tmp_path, family, changes):
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 64
     values = config(model_type=family, **{**sizes, **changes})
-    folder = written(tmp_path, {k: v for k, v in values.items() if v is not ABSENT})
-    ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)
-    heads = theirs.num_attention_heads
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
-    rope, scaling = theirs.rope_parameters, ours.rope_scaling
-    assert (ours.num_query_groups, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
-    assert (ours.norm_eps, ours.tied_embeddings) == (
-        theirs.rms_norm_eps,
-        theirs.tie_word_embeddings,
+    folder = write_config(tmp_path, {k: v for k, v in values.items() if v is not ABSENT})
+    shape, reference = load_model_shape(folder), AutoConfig.from_pretrained(folder)
+    heads = reference.num_attention_heads
+    head_dim = getattr(reference, "head_dim", None) or reference.hidden_size // heads
+    rope, scaling = reference.rope_parameters, shape.rope_scaling
+    assert (shape.num_query_groups, shape.head_dim) == (reference.num_key_value_heads, head_dim)
+    assert (shape.norm_eps, shape.tied_embeddings) == (
+        reference.rms_norm_eps,
+        reference.tie_word_embeddings,
     )
-    assert ours.rope_theta == rope["rope_theta"]
+    assert shape.rope_theta == rope["rope_theta"]
     assert ("default" if scaling is None else "llama3") == rope["rope_type"]
     if scaling is not None:
         assert scaling.original_max_positions == rope["original_max_position_embeddings"]
-    if ours.is_moe:
-        assert ours.norm_topk_prob == theirs.norm_topk_prob
+    if shape.is_moe:
+        assert shape.norm_topk_prob == reference.norm_topk_prob
 
 
 def test_a_number_of_more_digits_than_python_reads_is_refused(tmp_path):
@@ -538,7 +544,7 @@ def test_a_missing_or_broken_config_is_refused(tmp_path):
 def test_all_that_is_wrong_with_a_config_is_one_error(tmp_path):
     values = config(model_type="qwen3_moe", hidden_size=0, num_experts=8, num_experts_per_tok=2.5)
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, values))
+        load_model_shape(write_config(tmp_path, values))
     keys = [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
     assert sorted(keys) == ["hidden_size", "moe_intermediate_size", "num_experts_per_tok"]
 
@@ -546,16 +552,22 @@ def test_all_that_is_wrong_with_a_config_is_one_error(tmp_path):
 def test_more_experts_a_token_than_there_are_is_refused(tmp_path):
     moe = {"num_experts": 8, "num_experts_per_tok": 9, "moe_intermediate_size": 32}
     with pytest.raises(UnsupportedModelError, match=r"is 9, .* 8"):
-        load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))
+        load_model_shape(write_config(tmp_path, config(model_type="qwen3_moe", **moe)))
 
 
 def test_olmoe_is_read_as_transformers_reads_it(tmp_path):
-    folder = written(tmp_path, config_of("olmoe"))
-    ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)
-    assert (ours.moe_ffn_hidden_size, ours.norm_topk_prob, ours.norms_all_heads) == (
-        *(theirs.intermediate_size, theirs.norm_topk_prob, True),
+    folder = write_config(tmp_path, config_of("olmoe"))
+    shape, reference = load_model_shape(folder), AutoConfig.from_pretrained(folder)
+    assert (shape.moe_ffn_hidden_size, shape.norm_topk_prob) == (
+        reference.intermediate_size,
+        reference.norm_topk_prob,
     )
-    assert (ours.num_query_groups, ours.head_dim, ours.norm_eps) == (4, 16, theirs.rms_norm_eps)
+    assert shape.norms_all_heads is True
+    assert (shape.num_query_groups, shape.head_dim, shape.norm_eps) == (
+        4,
+        16,
+        reference.rms_norm_eps,
+    )
 
 
 @pytest.mark.parametrize(
@@ -563,7 +575,7 @@ def test_olmoe_is_read_as_transformers_reads_it(tmp_path):
     [
         ("clip_qkv", 8.0),
         ("attention_bias", True),
-        # SGLang's model has no key for these.
+        # SGLang's model does not read these keys.
         ("norm_topk_prob", True),
         ("rms_norm_eps", 1e-6),
         ("num_key_value_heads", 2),
@@ -572,14 +584,14 @@ def test_olmoe_is_read_as_transformers_reads_it(tmp_path):
 )
 def test_an_olmoe_that_sglang_computes_otherwise_is_refused(tmp_path, key, value):
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, config_of("olmoe") | {key: value}))
+        load_model_shape(write_config(tmp_path, config_of("olmoe") | {key: value}))
     assert [key] == [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
 
 
 def test_norms_of_all_heads_are_cut_by_heads(tmp_path):
     """4 heads of 16: each of two ranks has 32 of the 64 weights."""
-    shape = load_model_shape(written(tmp_path, config_of("olmoe")))
-    tensors = numbered(shape)
+    shape = load_model_shape(write_config(tmp_path, config_of("olmoe")))
+    tensors = numbered_tensors(shape)
     for part in ("q", "k"):
         whole = tensors[f"model.layers.1.self_attn.{part}_norm.weight"]
         parts = [
@@ -593,7 +605,7 @@ def test_norms_of_all_heads_are_cut_by_heads(tmp_path):
 
 
 def test_an_engine_of_two_ranks_does_not_compute_olmoe(tmp_path):
-    shape = load_model_shape(written(tmp_path, config_of("olmoe")))
+    shape = load_model_shape(write_config(tmp_path, config_of("olmoe")))
     assert engine_parameters(shape, EngineLayout(1), 0)
     with pytest.raises(LayoutError, match="tp_size: got 2"):
         engine_parameters(shape, EngineLayout(2), 0)

@@ -1,4 +1,4 @@
-"""What the machine has of CUDA, by made-up files; a GPU that torch can't use is refused."""
+"""A GPU that torch can't use is refused. Made-up driver files describe the machine's GPU."""
 
 import logging
 
@@ -17,7 +17,7 @@ VERSION = (
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Gives the machine a GPU under ``driver`` (None: none is loaded), and torch a CUDA version."""
+    """A function that gives the machine a GPU with a driver version (None: no driver), and torch a CUDA version."""
 
     def make(driver, built_for):
         (tmp_path / "nvidia0").touch()

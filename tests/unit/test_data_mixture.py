@@ -1,4 +1,4 @@
-"""Several training files: one set, their shares, and an order that goes on exactly."""
+"""Several training files make one set, keep their shares, and go on in the same order after a restart."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def part(*ids: int, records: int, sha256: str = "a") -> ProblemSet:
 
 def test_problems_count_on_from_file_to_file():
     one, other = part(0, 2, records=3), part(1, records=2, sha256="b")
-    found = joined([one, other, one])
-    assert [p.problem_id for p in found.problems] == [0, 2, 4, 5, 7]
-    assert [p.prompt for p in found.problems] == ["p0", "p2", "p1", "p0", "p2"]
-    assert (found.dropped, found.records, found.bad_answers) == (3, 8, 3)
-    assert found.sha256 != joined([other, one, one]).sha256
+    joined_set = joined([one, other, one])
+    assert [p.problem_id for p in joined_set.problems] == [0, 2, 4, 5, 7]
+    assert [p.prompt for p in joined_set.problems] == ["p0", "p2", "p1", "p0", "p2"]
+    assert (joined_set.dropped, joined_set.records, joined_set.bad_answers) == (3, 8, 3)
+    assert joined_set.sha256 != joined([other, one, one]).sha256
     assert joined([one]) is one
 
 
@@ -73,8 +73,8 @@ def test_what_each_file_gave_to_a_batch():
 
 
 def test_three_to_one_by_hand():
-    # Share minus draws before each draw: (3/4, 1/4) -> file 0; (2/4, 2/4) -> the first of both, 0;
-    # (1/4, 3/4) -> 1; (1, 0) -> 0. Then all over again.
+    # The file that lacks most draws of its share is next. The files lack (3/4, 1/4) -> file 0; (2/4, 2/4) ->
+    # file 0, the first of both; (1/4, 3/4) -> file 1; (1, 0) -> file 0. Then the order repeats.
     sampler = WeightedSampler([2, 9], [3, 1], seed=0, shuffle=False)
     assert sampler.next(8) == [0, 1, 2, 0, 1, 0, 3, 1]
 
@@ -87,26 +87,27 @@ def test_three_to_one_by_hand():
 def test_shares_are_kept_and_each_file_goes_through_its_epochs(files, sizes):
     counts, weights = zip(*files, strict=True)
     sampler = WeightedSampler(counts, weights, seed=3)
-    taken = [i for n in sizes for i in sampler.next(n)]
+    indices = [i for n in sizes for i in sampler.next(n)]
     start = 0
     for count, weight in files:
-        own = [i - start for i in taken if start <= i < start + count]
-        assert abs(len(own) - len(taken) * weight / sum(weights)) < max(1, len(files) - 1) + 1e-6
-        for epoch in range(len(own) // count):
-            assert sorted(own[epoch * count : (epoch + 1) * count]) == list(range(count))
+        own_indices = [i - start for i in indices if start <= i < start + count]
+        expected_draws = len(indices) * weight / sum(weights)
+        assert abs(len(own_indices) - expected_draws) < max(1, len(files) - 1) + 1e-6
+        for epoch in range(len(own_indices) // count):
+            assert sorted(own_indices[epoch * count : (epoch + 1) * count]) == list(range(count))
         start += count
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 50), st.booleans(), st.integers(0, 99))
-def test_a_resumed_sampler_goes_on_exactly(before, shuffle, seed):
-    def fresh() -> WeightedSampler:
+def test_a_resumed_sampler_goes_on_exactly(draws_before, shuffle, seed):
+    def make_sampler() -> WeightedSampler:
         return WeightedSampler([5, 3, 7], [0.3, 1.1, 0.7], seed, shuffle)
 
-    sampler, resumed = fresh(), fresh()
-    sampler.next(before)
-    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
-    assert [resumed.next(7) for _ in range(5)] == [sampler.next(7) for _ in range(5)]
+    sampler, resumed_sampler = make_sampler(), make_sampler()
+    sampler.next(draws_before)
+    resumed_sampler.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [resumed_sampler.next(7) for _ in range(5)] == [sampler.next(7) for _ in range(5)]
 
 
 def test_the_same_draws_in_other_portions():

@@ -1,4 +1,4 @@
-"""Reading data sets: what is accepted, and what each faulty line is told."""
+"""Data sets: the forms of records that are read, and the error that names each faulty line."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ GOOD = '{"prompt": "1+1", "answer": "2"}'
 
 
 def test_a_plain_line(load, tokenizer):
-    found = load(GOOD + "\n")
-    assert found.problems == (Problem(0, "1+1", "2", tuple(tokenizer.encode("1+1"))),)
-    assert found.dropped == 0
-    assert found.sha256 == hashlib.sha256((GOOD + "\n").encode()).hexdigest()
-    assert len(found) == 1
+    problem_set = load(GOOD + "\n")
+    assert problem_set.problems == (Problem(0, "1+1", "2", tuple(tokenizer.encode("1+1"))),)
+    assert problem_set.dropped == 0
+    assert problem_set.sha256 == hashlib.sha256((GOOD + "\n").encode()).hexdigest()
+    assert len(problem_set) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_forms_of_a_record(load, record, prompt, answer):
     assert (problem.prompt, problem.answer) == (prompt, answer)
 
 
-def spelled(keys: list[str]) -> st.SearchStrategy[str]:
-    """One of the names, as it is in the table or with a capital."""
+def key_spellings(keys: list[str]) -> st.SearchStrategy[str]:
+    """One of ``keys``, as it is in the table or with a capital."""
     return st.sampled_from(keys + [key.capitalize() for key in keys if "." not in key])
 
 
-def nested(path: str, value: object) -> dict:
+def record_with(path: str, value: object) -> dict:
     name, _, rest = path.partition(".")
     return {name: {rest: value} if rest else value}
 
@@ -127,31 +127,31 @@ FORMS = {
 
 @settings(max_examples=200, deadline=None)
 @given(
-    spelled([name for row in PROMPT_KEYS for name in row]),
-    spelled([name for row in ANSWER_KEYS for name in row]),
+    key_spellings([name for row in PROMPT_KEYS for name in row]),
+    key_spellings([name for row in ANSWER_KEYS for name in row]),
     st.sampled_from(METADATA_KEYS),
     st.sampled_from(sorted(FORMS)),
     TEXTS,
     st.data(),
 )
 def test_records_of_any_shape_that_is_known(prompt_key, answer_key, metadata_key, form, text, data):
-    answer, written = data.draw(
+    answer, expected_answer = data.draw(
         st.sampled_from([("7", "7"), (7, "7"), (7.0, "7"), (["x"], "x"), (r"so \boxed{7}",) * 2])
     )
     metadata = data.draw(st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2))
     as_text = data.draw(st.booleans())
-    others = data.draw(st.dictionaries(st.sampled_from(["id", "source", "system"]), TEXTS))
+    other_columns = data.draw(st.dictionaries(st.sampled_from(["id", "source", "system"]), TEXTS))
     record = {
-        **nested(prompt_key, FORMS[form](text)),
-        **nested(answer_key, answer),
+        **record_with(prompt_key, FORMS[form](text)),
+        **record_with(answer_key, answer),
         metadata_key: json.dumps(metadata) if as_text else metadata,
-        **others,
+        **other_columns,
     }
     keys = data.draw(st.permutations(sorted(record)))
     record = {key: record[key] for key in keys}
     prompt = prompt_of(record, "line 1")
     assert prompt == (text if form == "text" else [{"role": "user", "content": text}])
-    assert answer_of(record) == written
+    assert answer_of(record) == expected_answer
     assert metadata_of(record, "line 1") == metadata
 
 
@@ -161,10 +161,10 @@ ROWS = [row for row in PROMPT_KEYS if len(row) > 1]
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
 def test_two_prompts_of_a_row_are_one_or_an_error(row):
     first, second = row[:2]
-    both = [{"role": "user", "content": "1+1"}]
-    assert prompt_of({second: both, first: "1+1"}, "line 1") == "1+1"
+    messages = [{"role": "user", "content": "1+1"}]
+    assert prompt_of({second: messages, first: "1+1"}, "line 1") == "1+1"
     assert prompt_of({first: " ", second: "1+2"}, "line 1") == "1+2"
-    # A row before goes first, whatever those after it say.
+    # An earlier row of the table goes first, whatever the later rows have.
     assert prompt_of({"prompt": "p", first: "1+1", second: "1+2"}, "line 1") == "p"
     with pytest.raises(DataError) as caught:
         prompt_of({second: "1+2", first: "1+1"}, "line 1")
@@ -204,7 +204,7 @@ def test_a_conversation_with_calls_of_tools_up_to_the_answer(load, tokenizer):
     ]
     answer = {"role": "assistant", "content": "It is 2."}
     (problem,) = load(json.dumps({"messages": [*start, answer], "answer": "2"})).problems
-    # Templates take arguments as an object.
+    # Chat templates expect the arguments as an object.
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     assert problem.prompt == "2"
     assert problem.messages == (
@@ -246,8 +246,8 @@ def chat(*messages: tuple[str, str]) -> str:
 
 
 def test_whole_numbers_are_written_without_a_point(load):
-    found = load('{"prompt": "1", "answer": 27.0}\n{"prompt": "1", "answer": -1e3}')
-    assert [p.answer for p in found.problems] == ["27", "-1000"]
+    problem_set = load('{"prompt": "1", "answer": 27.0}\n{"prompt": "1", "answer": -1e3}')
+    assert [p.answer for p in problem_set.problems] == ["27", "-1000"]
 
 
 def test_the_keys_that_a_recipe_names(tmp_path, tokenizer):
@@ -256,8 +256,8 @@ def test_the_keys_that_a_recipe_names(tmp_path, tokenizer):
 
     def load(prompt: str | None, answer: str | None) -> tuple[str, str]:
         keys, form = DataKeys(prompt, answer), PromptForm(apply_chat_template=False)
-        found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form, keys_of=keys)
-        return found.problems[0].prompt, found.problems[0].answer
+        problem_set = load_problems(path, tokenizer, max_prompt_tokens=99, form=form, keys_of=keys)
+        return problem_set.problems[0].prompt, problem_set.problems[0].answer
 
     assert load("q.text", "label") == ("1+1", "2")
     assert load(None, "a.b") == ("no", "3")
@@ -273,12 +273,12 @@ def test_parquet_holds_the_same_problems(tmp_path, tokenizer):
     ]
     path, form = tmp_path / "set.parquet", PromptForm()
     pq.write_table(pa.Table.from_pylist(rows[:1]), path)
-    found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+    problem_set = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
     ids = tuple(tokenizer.encode(chat(("user", "1+1"))))
     messages = ({"role": "user", "content": "1+1"},)
-    assert found.problems == (Problem(0, "1+1", "2", ids, messages),)
-    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert found.line_of(4) == "row 5"
+    assert problem_set.problems == (Problem(0, "1+1", "2", ids, messages),)
+    assert problem_set.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert problem_set.line_of(4) == "row 5"
     pq.write_table(pa.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=r"set\.parquet, row 2: 'prompt' "):
         load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
@@ -297,20 +297,22 @@ def test_a_template_and_a_system_prompt(load, tokenizer, line):
         assert problem.prompt == "1+1"
         return tokenizer.decode(problem.prompt_ids)
 
-    asked = ("user", "Q: 1+1 {}\nA:")
-    assert text(template="Q: {prompt} {}\nA:") == chat(asked)
+    user_turn = ("user", "Q: 1+1 {}\nA:")
+    assert text(template="Q: {prompt} {}\nA:") == chat(user_turn)
     assert text(system_prompt="Add.") == chat(("system", "Add."), ("user", "1+1"))
-    both = text(template="Q: {prompt} {}\nA:", system_prompt="Add.")
-    assert both == chat(("system", "Add."), asked)
+    with_both = text(template="Q: {prompt} {}\nA:", system_prompt="Add.")
+    assert with_both == chat(("system", "Add."), user_turn)
 
 
 def test_a_template_of_plain_text_and_of_the_last_message(load, tokenizer):
-    (plain,) = load(GOOD, template="{prompt}=").problems
-    assert plain.prompt_ids == tuple(tokenizer.encode("1+1="))
+    (plain_problem,) = load(GOOD, template="{prompt}=").problems
+    assert plain_problem.prompt_ids == tuple(tokenizer.encode("1+1="))
     talk = [{"role": "system", "content": "S"}, {"role": "user", "content": "{prompt}"}]
     line = json.dumps({"prompt": talk, "answer": "2"})
-    (formed,) = load(line, template="<{prompt}>").problems
-    assert tokenizer.decode(formed.prompt_ids) == chat(("system", "S"), ("user", "<{prompt}>"))
+    (chat_problem,) = load(line, template="<{prompt}>").problems
+    assert tokenizer.decode(chat_problem.prompt_ids) == chat(
+        ("system", "S"), ("user", "<{prompt}>")
+    )
     with pytest.raises(DataError, match=r"line 1: .*data\.system_prompt"):
         load(line, system_prompt="T")
 
@@ -330,22 +332,22 @@ def test_a_template_that_is_not_there_is_asked_for_by_line(load, tokenizer, monk
 
 
 def test_byte_order_mark_crlf_and_blank_end(load):
-    found = load(b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n" + GOOD.encode() + b"\r\n\r\n  \n")
-    assert [p.problem_id for p in found.problems] == [0, 1]
+    problem_set = load(b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n" + GOOD.encode() + b"\r\n\r\n  \n")
+    assert [p.problem_id for p in problem_set.problems] == [0, 1]
 
 
 def test_long_prompts_are_dropped_and_counted_and_ids_stay(load):
     long = json.dumps({"prompt": "1+1" * 50, "answer": "2"})
-    found = load("\n".join([long, GOOD, long, GOOD]), max_prompt_tokens=10)
-    assert found.dropped == 2
-    assert [p.problem_id for p in found.problems] == [1, 3]
+    problem_set = load("\n".join([long, GOOD, long, GOOD]), max_prompt_tokens=10)
+    assert problem_set.dropped == 2
+    assert [p.problem_id for p in problem_set.problems] == [1, 3]
 
 
 def test_long_prompts_without_an_answer_are_counted_as_long_alone(load):
     long, short = (json.dumps({"prompt": "1+1" * repeats}) for repeats in (50, 1))
-    found = load("\n".join([long, short, long]), max_prompt_tokens=10)
-    assert (found.dropped, found.records) == (2, 3)
-    assert [row for row, _ in found.unanswered] == [1]
+    problem_set = load("\n".join([long, short, long]), max_prompt_tokens=10)
+    assert (problem_set.dropped, problem_set.records) == (2, 3)
+    assert [row for row, _ in problem_set.unanswered] == [1]
     with pytest.raises(DataError, match=r" 2 .*max_prompt_tokens=10"):
         load("\n".join([long, long]), max_prompt_tokens=10)
 
@@ -355,25 +357,27 @@ def test_a_file_of_long_prompts_only_is_refused(load):
         load(GOOD, max_prompt_tokens=1)
 
 
-def answered(found: ProblemSet) -> None:
-    """As ``data.on_bad_answer: refuse`` does with what reading the file found."""
-    refuse_bad_answers({"set.jsonl": [list(row) for row in found.unanswered]}, {"set.jsonl": found})
+def refuse_unanswered(problem_set: ProblemSet) -> None:
+    """Refuse records without an answer, as ``data.on_bad_answer: refuse`` does."""
+    refuse_bad_answers(
+        {"set.jsonl": [list(row) for row in problem_set.unanswered]}, {"set.jsonl": problem_set}
+    )
 
 
 def test_records_without_an_answer_are_named_with_the_reason(tmp_path, tokenizer):
-    """Who needs their answers leaves them out or refuses them: not every reward does."""
+    """Reading keeps records without an answer, because not every reward needs answers."""
     answers = ["", None, "2", "  "]
     rows = [{"prompt": "1+1", "answer": answer} for answer in answers]
     path, form = tmp_path / "set.parquet", PromptForm()
     pq.write_table(pa.Table.from_pylist(rows), path)
-    found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
-    assert [p.answer for p in found.problems] == ["", "", "2", ""]
-    assert found.unanswered == (
+    problem_set = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+    assert [p.answer for p in problem_set.problems] == ["", "", "2", ""]
+    assert problem_set.unanswered == (
         (0, "'answer' is \"\", expected text or a number"),
         (1, "'answer' is null, expected text or a number"),
         (3, "'answer' is \"  \", expected text or a number"),
     )
-    assert (found.dropped, found.records) == (0, 4)
+    assert (problem_set.dropped, problem_set.records) == (0, 4)
     keys = DataKeys(answer="answer")
     pq.write_table(pa.Table.from_pylist(rows[:2]), path)
     with pytest.raises(
@@ -383,19 +387,19 @@ def test_records_without_an_answer_are_named_with_the_reason(tmp_path, tokenizer
 
 
 def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
-    nested = {"source": {"task": "x"}, "difficulty": [1, 2.5, None]}
-    line = json.dumps({"prompt": "1+1", "answer": "2", "metadata": nested})
+    metadata = {"source": {"task": "x"}, "difficulty": [1, 2.5, None]}
+    line = json.dumps({"prompt": "1+1", "answer": "2", "metadata": metadata})
     (problem,) = load(line).problems
-    assert problem.metadata == nested
+    assert problem.metadata == metadata
     messages = ({"role": "user", "content": "1+1"},)
-    assert RewardInput.of(problem, "so 2") == RewardInput("so 2", "2", "1+1", messages, nested)
-    # What the model gets, not what the file says.
+    assert RewardInput.of(problem, "so 2") == RewardInput("so 2", "2", "1+1", messages, metadata)
+    # A reward gets the messages that the model gets, not the messages of the file.
     (problem,) = load(
         line, apply_chat_template=True, system_prompt="Be brief.", template="{prompt}="
     ).problems
     assert [m["content"] for m in RewardInput.of(problem, "").messages] == ["Be brief.", "1+1="]
     assert RewardInput.of(problem, "").prompt == "1+1"
-    # Published sets have texts under this name, too.
+    # Some published sets have text in the column ``metadata``.
     assert (
         load(json.dumps({"prompt": "1", "answer": "1", "metadata": "x"})).problems[0].metadata == {}
     )
@@ -406,7 +410,7 @@ def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
 
 
 def test_what_metadata_of_a_parquet_file_holds_is_json(tmp_path, tokenizer):
-    """So rewards see what environments do, which are sent it."""
+    """Environments are sent the metadata as JSON, and rewards must see the same values."""
     path, day = tmp_path / "set.parquet", date(2024, 1, 31)
     noon = datetime(2024, 1, 31, 12)
     metadata = {"day": day, "when": [{"noon": noon}], "price": Decimal("1.50"), "x": 1.5}
@@ -415,10 +419,10 @@ def test_what_metadata_of_a_parquet_file_holds_is_json(tmp_path, tokenizer):
     (problem,) = load_problems(
         path, tokenizer, max_prompt_tokens=99, form=PromptForm(apply_chat_template=True)
     ).problems
-    noted = "2024-01-31 12:00:00"
-    expected = {"day": "2024-01-31", "when": [{"noon": noted}], "price": "1.50", "x": 1.5}
+    noon_text = "2024-01-31 12:00:00"
+    expected = {"day": "2024-01-31", "when": [{"noon": noon_text}], "price": "1.50", "x": 1.5}
     assert problem.metadata == json.loads(json.dumps(problem.metadata)) == expected
-    assert problem.messages[0]["sent"] == noted
+    assert problem.messages[0]["sent"] == noon_text
     pq.write_table(pa.Table.from_pylist([row, row | {"metadata": {"image": b"x"}}]), path)
     with pytest.raises(DataError, match=r"set.parquet, row 2: 'metadata' .*bytes"):
         load_problems(path, tokenizer, max_prompt_tokens=99, form=PromptForm())
@@ -451,7 +455,7 @@ def test_a_bad_line_is_named(load, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     content = GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode()
     with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}"):
-        answered(load(content))
+        refuse_unanswered(load(content))
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -474,15 +478,15 @@ HALF_DEEP = "[" * 900 + "]" * 900
 )
 def test_a_hostile_line_is_named_in_a_line(load, line, message):
     with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}") as caught:
-        answered(load(GOOD + "\n" + line))
+        refuse_unanswered(load(GOOD + "\n" + line))
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 1200
 
 
 def test_a_whole_surrogate_pair_and_a_long_number_are_text(load):
     pair, long = json.dumps({"prompt": "\U0001f600", "answer": "2"}), "9" * 400
-    found = load(f'{pair}\n{{"prompt": "1+1", "answer": {long}}}')
-    assert [p.answer for p in found.problems] == ["2", long]
+    problem_set = load(f'{pair}\n{{"prompt": "1+1", "answer": {long}}}')
+    assert [p.answer for p in problem_set.problems] == ["2", long]
 
 
 def test_megabytes_are_dropped_before_they_are_tokenised(load, tokenizer, monkeypatch):
@@ -518,8 +522,8 @@ def test_a_chat_template_that_does_not_end_names_the_line(load, tokenizer, monke
 def test_solutions_stand_in_for_answers(load):
     gsm8k = {"question": "q", "answer": "2 + 70 = 72\n#### 72"}
     math = {"problem": "p", "solution": r"so \boxed{\frac{1}{2}}."}
-    found = load(json.dumps(gsm8k) + "\n" + json.dumps(math))
-    assert [p.answer for p in found.problems] == [gsm8k["answer"], math["solution"]]
+    problem_set = load(json.dumps(gsm8k) + "\n" + json.dumps(math))
+    assert [p.answer for p in problem_set.problems] == [gsm8k["answer"], math["solution"]]
 
 
 @pytest.mark.parametrize(
@@ -551,17 +555,17 @@ def test_tokenizer_of_a_folder(tmp_path, tokenizer):
 
 
 def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path, load, tokenizer, monkeypatch):
-    """Training, evaluation and pairs; without arguments a form is written as it always was."""
-    thinks = tokenizer.chat_template.replace(
+    """The arguments reach the prompts of problems and of pairs, and the token counts. A form's repr leaves them out."""
+    thinking_template = tokenizer.chat_template.replace(
         "assistant\n", "assistant\n{% if enable_thinking is false %}0{% endif %}"
     )
-    monkeypatch.setattr(tokenizer, "chat_template", thinks)
+    monkeypatch.setattr(tokenizer, "chat_template", thinking_template)
     chat = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
     for arguments, end in (({}, ""), ({"enable_thinking": False}, "0")):
         form = PromptForm(arguments=arguments)
         expected = tuple(tokenizer.encode(chat + end))
-        found = load(GOOD, apply_chat_template=True, arguments=arguments)
-        assert found.problems[0].prompt_ids == expected
+        problem_set = load(GOOD, apply_chat_template=True, arguments=arguments)
+        assert problem_set.problems[0].prompt_ids == expected
         path = tmp_path / "pairs.jsonl"
         path.write_text('{"prompt": "1+1", "response": "2"}')
         assert load_pairs(path, tokenizer, form=form)[0][0] == expected
@@ -596,12 +600,12 @@ def test_a_bad_pair_is_named(tmp_path, tokenizer, line, message):
 
 
 def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
-    endless = tiny_tokenizer()
-    endless.eos_token = None
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1", "response": "2"}')
     with pytest.raises(DataError, match=r"pairs\.jsonl: "):
-        load_pairs(path, endless, form=PromptForm(False))
+        load_pairs(path, tokenizer, form=PromptForm(False))
 
 
 @pytest.mark.parametrize("form", [{}, {"apply_chat_template": False}])
@@ -702,7 +706,7 @@ def test_a_table_that_is_none_is_named(tmp_path, tokenizer, content, where):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Data files of four formats, and entries that are none."""
+    """A folder with data files of four formats, and with entries that are not data files."""
     folder = tmp_path / "math"
     (folder / "sub.jsonl").mkdir(parents=True)
     (folder / "b.jsonl").write_text(
@@ -721,10 +725,11 @@ ALL_ANSWERS = [("3", "3"), ("1", "1"), ("2", ""), ("4", "4"), ("5", "5")]
 
 def test_a_folder_is_read_file_by_file_in_the_order_of_names(folder, tokenizer):
     assert problems_of(f"{folder}/", tokenizer) == ALL_ANSWERS
-    expanded = data_files(folder)
-    assert [file.name for file in expanded.files] == ["a.csv", "b.jsonl", "c.jsonl.gz", "d.PARQUET"]
-    assert expanded.unread == ("README.md", "state.json", "sub.jsonl")
-    assert all(name in expanded.warning for name in expanded.unread)
+    expansion = data_files(folder)
+    names = [file.name for file in expansion.files]
+    assert names == ["a.csv", "b.jsonl", "c.jsonl.gz", "d.PARQUET"]
+    assert expansion.unread == ("README.md", "state.json", "sub.jsonl")
+    assert all(name in expansion.warning for name in expansion.unread)
 
 
 def test_a_glob_is_read_file_by_file(folder, tokenizer):
@@ -747,14 +752,14 @@ def test_no_file_in_a_folder_or_a_glob(folder, tokenizer, path):
 
 def test_a_problem_of_a_folder_has_the_place_in_its_file(folder, tokenizer):
     path = f"{folder}/"
-    found = load_problems(path, tokenizer, max_prompt_tokens=100, form=PromptForm(False))
-    places = [found.line_of(problem.problem_id) for problem in found.problems]
+    problem_set = load_problems(path, tokenizer, max_prompt_tokens=100, form=PromptForm(False))
+    places = [problem_set.line_of(problem.problem_id) for problem in problem_set.problems]
     expected = [
         "a.csv, row 1", "b.jsonl, line 1", "b.jsonl, line 2", "c.jsonl.gz, line 1", "d.PARQUET, row 1",
     ]  # fmt: skip
     assert places == [f"{folder}/{place}" for place in expected]
     with pytest.raises(DataError, match=f"{folder}/b.jsonl, line 2: bad"):
-        refuse_bad_answers({path: [[2, "bad"]]}, {path: found})
+        refuse_bad_answers({path: [[2, "bad"]]}, {path: problem_set})
     (folder / "b.jsonl").write_text('{"prompt": "1", "answer": "1"}\n[]\n')
     with pytest.raises(DataError, match=f"{folder}/b.jsonl, line 2"):
         problems_of(path, tokenizer)
@@ -765,15 +770,15 @@ def test_the_hash_of_a_folder_covers_all_files_and_their_order(folder, tokenizer
         form = PromptForm(False)
         return load_problems(path, tokenizer, max_prompt_tokens=100, form=form).sha256
 
-    whole = hash_of(folder)
-    assert whole == hash_of(f"{folder}/?.*")
+    original_hash = hash_of(folder)
+    assert original_hash == hash_of(f"{folder}/?.*")
     assert hash_of(folder / "b.jsonl") == hash_of(f"{folder}/b.*")
     (folder / "a.csv").rename(folder / "e.csv")
-    moved = hash_of(folder)
+    hash_after_rename = hash_of(folder)
     (folder / "e.csv").write_text("prompt,answer\n3,4\n")
-    changed = hash_of(folder)
+    hash_after_change = hash_of(folder)
     (folder / "f.jsonl").write_text(GOOD)
-    assert len({whole, moved, changed, hash_of(folder)}) == 4
+    assert len({original_hash, hash_after_rename, hash_after_change, hash_of(folder)}) == 4
 
 
 def test_pairs_of_a_folder(tmp_path, tokenizer):
@@ -791,12 +796,12 @@ def test_the_last_message_of_a_conversation_as_the_answer(tmp_path, tokenizer):
     path.write_text(json.dumps(SHAREGPT) + "\n")
     key = "conversations[-1].value"
     assert problems_of(path, tokenizer, answer=key) == [("1+1?", "2")]
-    with pytest.raises(UnansweredError) as raised:
+    with pytest.raises(UnansweredError) as caught:
         answer_of(SHAREGPT)
-    assert key in str(raised.value)
-    with pytest.raises(UnansweredError) as raised:
+    assert key in str(caught.value)
+    with pytest.raises(UnansweredError) as caught:
         answer_of({"conversations": SHAREGPT["conversations"][:1]})
-    assert key not in str(raised.value)
+    assert key not in str(caught.value)
     with pytest.raises(UnansweredError):
         answer_of(SHAREGPT, "conversations[2].value")
 
@@ -814,8 +819,8 @@ def test_all_columns_as_metadata():
 
 @pytest.mark.parametrize("role", ["system", "user"])
 def test_a_message_that_the_chat_template_drops_is_named(load, tokenizer, monkeypatch, role):
-    kept = f"{{% for m in messages if m['role'] != '{role}' %}}"
-    template = CHAT_TEMPLATE.replace("{% for m in messages %}", kept)
+    other_roles = f"{{% for m in messages if m['role'] != '{role}' %}}"
+    template = CHAT_TEMPLATE.replace("{% for m in messages %}", other_roles)
     monkeypatch.setattr(tokenizer, "chat_template", template)
     talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     line = json.dumps({"prompt": talk, "answer": "2"})
@@ -845,8 +850,8 @@ def test_templates_that_trim_and_take_thoughts_out_lose_nothing(tmp_path, name):
     path = tmp_path / "set.jsonl"
     path.write_text(json.dumps({"prompt": TALK_WITH_THOUGHTS, "answer": "4"}))
     tokenizer = published_tokenizer(PUBLISHED[name])
-    found = load_problems(path, tokenizer, max_prompt_tokens=2000, form=PromptForm())
-    assert len(found) == 1
+    problem_set = load_problems(path, tokenizer, max_prompt_tokens=2000, form=PromptForm())
+    assert len(problem_set) == 1
 
 
 def test_what_a_tool_said_may_stand_as_json_in_the_prompt(load, tokenizer, monkeypatch):
@@ -858,16 +863,16 @@ def test_what_a_tool_said_may_stand_as_json_in_the_prompt(load, tokenizer, monke
 
 @pytest.mark.parametrize("name", ["images", "Image", "videos", "audio"])
 def test_a_column_that_no_text_model_gets_is_refused_where_it_has_a_value(load, name):
-    empty = [None, [], "", {"bytes": None, "path": None}, [None]]
-    lines = [json.dumps({"prompt": "1+1", "answer": "2", name: value}) for value in empty]
-    assert len(load("\n".join(lines))) == len(empty)
-    full = json.dumps({"prompt": "<image>1+1", "answer": "2", name: ["a.png"]})
+    empty_values = [None, [], "", {"bytes": None, "path": None}, [None]]
+    lines = [json.dumps({"prompt": "1+1", "answer": "2", name: value}) for value in empty_values]
+    assert len(load("\n".join(lines))) == len(empty_values)
+    line_with_image = json.dumps({"prompt": "<image>1+1", "answer": "2", name: ["a.png"]})
     with pytest.raises(DataError, match=rf"line 6: .*'{name}'"):
-        load("\n".join([*lines, full]))
+        load("\n".join([*lines, line_with_image]))
 
 
 def test_text_under_image_is_refused_where_the_prompt_refers_to_it(load):
-    # Some sets name a container there.
+    # Some sets name a container image in this column.
     assert len(load('{"prompt": "1+1", "answer": "2", "image": "python:3.12"}')) == 1
     with pytest.raises(DataError, match=r"line 1: .*'image'"):
         load('{"prompt": "<image> 1+1", "answer": "2", "image": "a.png"}')
@@ -881,12 +886,14 @@ WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHAT_T
 def test_the_column_tools_goes_to_the_chat_template(load, tokenizer, monkeypatch, value):
     monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
     line = json.dumps({"prompt": "1+1", "answer": "2", "tools": value})
-    plain, given = load(f"{GOOD}\n{line}", apply_chat_template=True, max_prompt_tokens=999).problems
-    assert given.tools == (TOOL,)
-    assert plain.tools == ()
-    assert tokenizer.decode(plain.prompt_ids) == chat(("user", "1+1"))
+    without_tools, with_tools = load(
+        f"{GOOD}\n{line}", apply_chat_template=True, max_prompt_tokens=999
+    ).problems
+    assert with_tools.tools == (TOOL,)
+    assert without_tools.tools == ()
+    assert tokenizer.decode(without_tools.prompt_ids) == chat(("user", "1+1"))
     expected = render(tokenizer, [{"role": "user", "content": "1+1"}], tools=[TOOL])
-    assert list(given.prompt_ids) == tokenizer.encode(expected)
+    assert list(with_tools.prompt_ids) == tokenizer.encode(expected)
     assert '"add"' in expected
 
 
@@ -896,8 +903,8 @@ def test_keys_that_parquet_adds_to_every_tool_are_left_out(tmp_path, tokenizer, 
     path = tmp_path / "set.parquet"
     rows = [{"prompt": "1+1", "answer": "2", "tools": [tool]} for tool in (TOOL, other)]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    found = load_problems(path, tokenizer, max_prompt_tokens=999, form=PromptForm())
-    assert [problem.tools for problem in found.problems] == [(TOOL,), (other,)]
+    problem_set = load_problems(path, tokenizer, max_prompt_tokens=999, form=PromptForm())
+    assert [problem.tools for problem in problem_set.problems] == [(TOOL,), (other,)]
 
 
 def test_a_column_tools_of_something_else_is_named(load):
@@ -914,20 +921,22 @@ def test_a_tool_that_prompts_lack_is_a_warning(load, caplog, form):
 
 
 ARGUMENTS = {"city": "Zürich", "days": [1, None]}
-CONCATENATES = (
+CALLS_TEMPLATE = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '<' + c.function.arguments + '>' }}"
 )
-ENDED = "{% endfor %}{{ m['content'] }}{% endfor %}"
+TEMPLATE_END = "{% endfor %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        CONCATENATES,
-        CONCATENATES.replace(
+        CALLS_TEMPLATE,
+        CALLS_TEMPLATE.replace(
             "'<' + c.function.arguments + '>'", "'<' ~ c.function.arguments ~ '>'"
         ),
-        CONCATENATES.replace(" + c.function.arguments + ", " + (c.function.arguments | tojson) + "),
+        CALLS_TEMPLATE.replace(
+            " + c.function.arguments + ", " + (c.function.arguments | tojson) + "
+        ),
     ],
     ids=["joins text", "writes anything", "writes json"],
 )
@@ -935,7 +944,7 @@ ENDED = "{% endfor %}{{ m['content'] }}{% endfor %}"
 def test_arguments_of_a_call_stand_in_the_prompt_as_json(
     load, tokenizer, monkeypatch, template, value
 ):
-    monkeypatch.setattr(tokenizer, "chat_template", template + ENDED)
+    monkeypatch.setattr(tokenizer, "chat_template", template + TEMPLATE_END)
     call = {"type": "function", "function": {"name": "w", "arguments": value}}
     talk = [
         {"role": "user", "content": "1+1"},
@@ -962,12 +971,14 @@ def test_no_published_template_lacks_a_generation_prompt_or_has_a_date():
 
 
 def test_a_date_and_a_generation_prompt_that_is_not_there(tokenizer, monkeypatch):
-    date = "{% if not day is defined %}{% set day = strftime_now('%d %b') %}{% endif %}{{ day }}"
-    monkeypatch.setattr(tokenizer, "chat_template", date + CHAT_TEMPLATE)
+    date_template = (
+        "{% if not day is defined %}{% set day = strftime_now('%d %b') %}{% endif %}{{ day }}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", date_template + CHAT_TEMPLATE)
     assert has_date(tokenizer)
     assert not has_date(tokenizer, {"day": "1 Jan"})
     assert not lacks_generation_prompt(tokenizer)
-    unasked = CHAT_TEMPLATE[: CHAT_TEMPLATE.index("{% if add_generation_prompt")]
-    monkeypatch.setattr(tokenizer, "chat_template", unasked)
+    template_without_prompt = CHAT_TEMPLATE[: CHAT_TEMPLATE.index("{% if add_generation_prompt")]
+    monkeypatch.setattr(tokenizer, "chat_template", template_without_prompt)
     assert lacks_generation_prompt(tokenizer)
     assert not has_date(tokenizer)

@@ -1,4 +1,4 @@
-"""The order of the data: whole epochs, seeded, resumable anywhere."""
+"""The order of the problems: whole epochs, given by the seed, and resumable at any position."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def test_a_batch_may_be_longer_than_an_epoch():
 
 
 def test_seeds_and_epochs_differ():
-    first, again, other = (ProblemSampler(50, seed) for seed in (1, 1, 2))
-    epoch = first.next(50)
-    assert epoch == again.next(50)
-    assert epoch != other.next(50)
-    assert epoch != first.next(50)
+    sampler, same_seed, other_seed = (ProblemSampler(50, seed) for seed in (1, 1, 2))
+    epoch = sampler.next(50)
+    assert epoch == same_seed.next(50)
+    assert epoch != other_seed.next(50)
+    assert epoch != sampler.next(50)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 2**31), st.lists(st.integers(0, 40), max_size=8))
 def test_every_epoch_holds_every_problem_once(count, seed, sizes):
     sampler = ProblemSampler(count, seed)
-    taken = [i for n in sizes for i in sampler.next(n)]
-    for start in range(0, len(taken) - count + 1, count):
-        assert sorted(taken[start : start + count]) == list(range(count))
-    assert sampler.state_dict()["epoch"] == len(taken) // count
+    indices = [i for n in sizes for i in sampler.next(n)]
+    for start in range(0, len(indices) - count + 1, count):
+        assert sorted(indices[start : start + count]) == list(range(count))
+    assert sampler.state_dict()["epoch"] == len(indices) // count
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 99), st.booleans(), st.integers(0, 100))
-def test_a_resumed_sampler_goes_on_exactly(count, seed, shuffle, before):
+def test_a_resumed_sampler_goes_on_exactly(count, seed, shuffle, draws_before):
     sampler = ProblemSampler(count, seed, shuffle)
-    sampler.next(before)
-    resumed = ProblemSampler(count, seed, shuffle)
-    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
-    assert [resumed.next(7) for _ in range(9)] == [sampler.next(7) for _ in range(9)]
+    sampler.next(draws_before)
+    resumed_sampler = ProblemSampler(count, seed, shuffle)
+    resumed_sampler.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [resumed_sampler.next(7) for _ in range(9)] == [sampler.next(7) for _ in range(9)]
 
 
 @pytest.mark.parametrize(
