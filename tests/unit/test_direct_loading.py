@@ -1,4 +1,4 @@
-"""Direct placement in an engine's tensors: the bytes are those of the checksums, for every family and layout."""
+"""Direct placement in an engine's tensors gives the expected checksums, for every family and layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def digests(table: EngineTensors, bucket: Bucket) -> list[dict[str, str]]:
 
 
 def held(table: EngineTensors, rank: int) -> dict[str, Tensor]:
-    """The rank's tensors, with arbitrary contents that are not zero."""
+    """Return the tensors of ``rank``, with arbitrary contents that are not zero."""
     tensors: dict[str, Tensor] = {}
     for name, size in table.sizes[rank].items():
         tensors[name] = torch.full((size,), 7.0).to(table.dtype_of(name, DTYPE))
@@ -68,12 +68,12 @@ def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def received(bucket: Bucket) -> ReceivedBucket:
-    """The bucket as a server receives it: flat bytes, largest items first."""
-    ordered = sorted(bucket, key=lambda item: -item[1].itemsize)
-    data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in ordered])
-    names = [name for name, _ in ordered]
-    dtypes = [tensor.dtype for _, tensor in ordered]
-    return ReceivedBucket(names, dtypes, [tensor.shape for _, tensor in ordered], data)
+    """Return the bucket as a server receives it: flat bytes, the largest item sizes first."""
+    sorted_bucket = sorted(bucket, key=lambda item: -item[1].itemsize)
+    data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in sorted_bucket])
+    names = [name for name, _ in sorted_bucket]
+    dtypes = [tensor.dtype for _, tensor in sorted_bucket]
+    return ReceivedBucket(names, dtypes, [tensor.shape for _, tensor in sorted_bucket], data)
 
 
 def assert_places(table: EngineTensors, bucket: Bucket) -> None:
@@ -102,11 +102,11 @@ def test_groups_of_experts(tmp_path: Path, expert: int) -> None:
     table = EngineTensors(shape, EngineLayout(4, expert), "cpu")
     bucket = weights(shape)
     assert_places(table, bucket)
-    # A server computes the places of its own rank alone.
+    # A server computes only the places of its own rank.
     for rank, expected in enumerate(digests(table, bucket)):
-        own = EngineTensors(shape, EngineLayout(4, expert), "cpu", only_rank=rank)
-        tensors = held(own, rank)
-        places = TensorPlaces(own, rank, tensors)
+        own_table = EngineTensors(shape, EngineLayout(4, expert), "cpu", only_rank=rank)
+        tensors = held(own_table, rank)
+        places = TensorPlaces(own_table, rank, tensors)
         places.fill_padding()
         places.load_received(received(bucket))
         assert hashes(tensors) == expected
@@ -137,17 +137,17 @@ def test_ranks_of_a_replica_divide_no_output_matrix_that_sglang_pads() -> None:
     with pytest.raises(LayoutError, match="enable_dp_lm_head"):
         EngineTensors(model_shape(vocab=100), layout)
     EngineTensors(model_shape(vocab=128), layout)
-    # The rows of a replica of one rank are not gathered.
+    # A replica of one rank holds all rows of the output matrix, so it gathers none.
     EngineTensors(model_shape(vocab=100), EngineLayout(2, 1, 2, output_per_replica=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_block_fp8(ranks: int) -> None:
     shape = test_fp8_engine.model_shape()
-    encoded: Bucket = []
+    encoded_bucket: Bucket = []
     for name, tensor in weights(shape):
-        encoded += block_fp8.encode(name, tensor)
-    assert_places(EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=True), encoded)
+        encoded_bucket += block_fp8.encode(name, tensor)
+    assert_places(EngineTensors(shape, EngineLayout(ranks), "cpu", quantized=True), encoded_bucket)
 
 
 rows_of_each_kind = test_engine_rows.family
@@ -184,34 +184,34 @@ def test_a_tensor_without_a_place_is_refused(fault: tuple[str, tuple[int, ...]])
 
 
 class Model(torch.nn.Module):
-    """SGLang's model: tensors by name, a loader of its own, and a tensor that is derived from loaded ones."""
+    """Has what SGLang's models have: named tensors, a loader, and a value that is derived from loaded tensors."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         self.tensors = tensors
-        self.loaded: list[str] = []
-        self.derived: list[float] = []
+        self.loaded_names: list[str] = []
+        self.derived_values: list[float] = []
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
         yield from self.tensors.items()
 
     def load_weights(self, bucket: Bucket) -> None:
-        self.loaded += [name for name, _ in bucket]
+        self.loaded_names += [name for name, _ in bucket]
 
     def post_load_weights(self) -> None:
-        self.derived.append(float(self.tensors["model.norm.weight"][0]))
+        self.derived_values.append(float(self.tensors["model.norm.weight"][0]))
 
 
 class Updater:
     def __init__(self, model: Model) -> None:
         self.get_model = lambda: model
-        self.ended: list[bool] = []
+        self.post_load_flags: list[bool] = []
 
     def end(self, _: Any, *, run_post_load: bool) -> None:
-        self.ended.append(run_post_load)
+        self.post_load_flags.append(run_post_load)
 
 
-def served(tensors: dict[str, Tensor]) -> tuple[Model, DirectLoader]:
+def make_model(tensors: dict[str, Tensor]) -> tuple[Model, DirectLoader]:
     model = Model(tensors)
     loader = DirectLoader(model, 0, lambda: EngineTensors(model_shape()))
     model.load_weights = loader  # type: ignore[method-assign,assignment]
@@ -220,23 +220,23 @@ def served(tensors: dict[str, Tensor]) -> tuple[Model, DirectLoader]:
 
 def test_tensors_are_derived_once_at_the_end_of_a_session() -> None:
     bucket = weights(model_shape())
-    model, loader = served(held(EngineTensors(model_shape()), 0))
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
     loader.begin()
     for item in bucket:
         loader([item])
-    assert not model.derived
+    assert not model.derived_values
     updater = Updater(model)
     end_update(updater.end, updater, run_post_load=False)
-    assert updater.ended == [True]
-    assert not model.loaded
+    assert updater.post_load_flags == [True]
+    assert not model.loaded_names
 
 
 def test_a_folder_is_loaded_outside_of_a_session() -> None:
     bucket = weights(model_shape())
-    model, loader = served(held(EngineTensors(model_shape()), 0))
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
     loader(iter(bucket))
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
-    assert model.derived == [float(dict(bucket)["model.norm.weight"][0])]
+    assert model.derived_values == [float(dict(bucket)["model.norm.weight"][0])]
 
 
 def test_the_folder_of_an_update_is_read_file_by_file(tmp_path: Path) -> None:
@@ -246,12 +246,12 @@ def test_the_folder_of_an_update_is_read_file_by_file(tmp_path: Path) -> None:
     with ShardedWriter(tmp_path / "hf", specs, max_shard_bytes=2000) as writer:
         for name, tensor in bucket:
             writer.write_rows(name, 0, tensor)
-    model, loader = served(held(EngineTensors(shape), 0))
+    model, loader = make_model(held(EngineTensors(shape), 0))
     updater = Updater(model)
     assert read_folder_directly(updater, str(tmp_path / "hf"), "safetensors") is None
     loader(iter(()))
     assert hashes(model.tensors) == digests(EngineTensors(shape), bucket)[0]
-    # The next call has tensors of its own again.
+    # The next call loads the tensors of its bucket, not of the folder.
     loader([("model.norm.weight", torch.zeros(8).bfloat16())])
     assert not model.tensors["model.norm.weight"].any()
 
@@ -260,14 +260,14 @@ def test_the_folder_of_an_update_is_read_file_by_file(tmp_path: Path) -> None:
 def test_files_that_the_index_of_a_folder_does_not_name_are_not_read(
     tmp_path: Path, name: str
 ) -> None:
-    """Such as the shards of an earlier checkpoint, whether they sort before or behind the model's."""
+    """For example, shards of an earlier checkpoint, whose names sort before or after the model's files."""
     bucket = weights(model_shape())
     specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in bucket}
     with ShardedWriter(tmp_path / "hf", specs, max_shard_bytes=2000) as writer:
         for key, tensor in bucket:
             writer.write_rows(key, 0, tensor)
     save_file({key: torch.zeros_like(tensor) for key, tensor in bucket}, tmp_path / "hf" / name)
-    model, loader = served(held(EngineTensors(model_shape()), 0))
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
     loader.read_next_from(tmp_path / "hf")
     loader(iter(()))
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
@@ -288,7 +288,7 @@ def test_a_folder_whose_tensors_are_not_aligned_is_read_tensor_by_tensor(tmp_pat
             writer.write_rows(name, 0, torch.ones(spec.shape, dtype=spec.dtype))
     assert map_folder(tmp_path / "hf") is None
     bucket = weights(model_shape())
-    model, loader = served(held(EngineTensors(model_shape()), 0))
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
     loader.read_next_from(tmp_path / "hf")
     loader(iter(bucket))
     assert hashes(model.tensors) == digests(EngineTensors(model_shape()), bucket)[0]
@@ -297,7 +297,7 @@ def test_a_folder_whose_tensors_are_not_aligned_is_read_tensor_by_tensor(tmp_pat
 def test_a_bucket_is_loaded_after_a_folder_that_sglang_refused(tmp_path: Path) -> None:
     """SGLang can refuse an update before it reads the folder."""
     bucket = weights(model_shape())
-    model, loader = served(held(EngineTensors(model_shape()), 0))
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
     updater = Updater(model)
     read_folder_directly(updater, str(tmp_path / "missing"), "safetensors")
     loader(received(bucket))
@@ -314,7 +314,7 @@ def test_sglang_reads_a_folder_of_other_files_or_of_chosen_tensors(
         with ShardedWriter(tmp_path / "hf", specs) as writer:
             for name, tensor in bucket:
                 writer.write_rows(name, 0, torch.zeros_like(tensor))
-    model, loader = served(held(EngineTensors(model_shape()), 0))
+    model, loader = make_model(held(EngineTensors(model_shape()), 0))
     updater = Updater(model)
     read_folder_directly(updater, str(tmp_path / "hf"), "auto", **options)
     loader(iter(bucket))
@@ -324,7 +324,7 @@ def test_sglang_reads_a_folder_of_other_files_or_of_chosen_tensors(
 def test_tensors_that_were_replaced_between_updates_are_found() -> None:
     bucket = weights(model_shape())
     table = EngineTensors(model_shape())
-    model, loader = served(held(table, 0))
+    model, loader = make_model(held(table, 0))
     loader(bucket)
     name = "model.layers.0.mlp.experts.w13_weight"
     model.tensors[name] = torch.zeros_like(model.tensors[name])
@@ -342,10 +342,10 @@ def test_another_model_keeps_sglangs_loader(fault: str) -> None:
         tensors[name] = torch.cat([tensor, tensor])
     elif fault == "transposed":
         tensors[name] = tensor.view(8, -1).t()
-    model, loader = served(tensors)
+    model, loader = make_model(tensors)
     loader.begin()
     loader([("model.norm.weight", torch.zeros(8))])
-    assert model.loaded == ["model.norm.weight"]
+    assert model.loaded_names == ["model.norm.weight"]
     updater = Updater(model)
     end_update(updater.end, updater, run_post_load=False)
-    assert updater.ended == [False]
+    assert updater.post_load_flags == [False]

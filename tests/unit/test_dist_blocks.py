@@ -1,4 +1,4 @@
-"""Blocks of a ``torch_dist`` checkpoint: the elements of a flat slice, and reading back, however it was cut."""
+"""Blocks of a ``torch_dist`` checkpoint: the boxes of a flat slice, and reading any box from any blocks."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def test_boxes_hold_the_slice_in_order(dims):
         assert len(boxes) <= 2 * len(dims)
 
 
-def written(folder: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> None:
-    """``tensor`` as "w" in a file a rank; ``cuts``: of each file, bounds in its flat elements."""
+def write_blocks(folder: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> None:
+    """Write ``tensor`` as "w", one file for each rank. ``cuts``: for each file, the bounds of its blocks."""
     items = []
     for rank, bounds in enumerate(cuts):
-        with HashedFile(folder / f"__{rank}_0.distcp") as hashed:
-            file = BlockFile(hashed)
+        with HashedFile(folder / f"__{rank}_0.distcp") as hashed_file:
+            file = BlockFile(hashed_file)
             file.add_object(f"extra/{rank}", {"rank": rank})
             for start, stop in itertools.pairwise(bounds):
-                at = start
+                position = start
                 for box in flat_boxes(tuple(tensor.shape), start, stop):
-                    values = tensor.flatten()[at : at + box.elements]
+                    values = tensor.flatten()[position : position + box.elements]
                     file.add(TensorBlock("w", tuple(tensor.shape), box, tensor.dtype), values)
-                    at += box.elements
+                    position += box.elements
         items += file.items
     write_headers(folder, items, 3)
 
@@ -69,62 +69,62 @@ def written(folder: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> None:
 def test_any_box_reads_back_from_any_cuts(tmp_path, dtype):
     generator = random.Random(1)
     tensor = torch.randn(2, 3, 7, 5).to(dtype)
-    written(tmp_path, tensor, [[0, 11, 60], [60, 61, 200], [200, 210]])
-    with StoredBlocks(tmp_path) as stored:
+    write_blocks(tmp_path, tensor, [[0, 11, 60], [60, 61, 200], [200, 210]])
+    with StoredBlocks(tmp_path) as blocks:
         for _ in range(200):
             low = [generator.randrange(n) for n in tensor.shape]
             sizes = [generator.randint(1, n - o) for n, o in zip(tensor.shape, low, strict=True)]
             box = Box(tuple(low), tuple(sizes))
             out = torch.full((*sizes, 2), 9.0, dtype=dtype)[..., 0]  # a strided view
-            stored.fill(TensorBlock("w", tuple(tensor.shape), box, dtype), out)
+            blocks.fill(TensorBlock("w", tuple(tensor.shape), box, dtype), out)
             assert torch.equal(out, box.of(tensor, (0, 0, 0, 0)))
 
 
 def test_torchs_own_reader_takes_the_files(tmp_path):
     tensor = torch.arange(30.0).view(6, 5)
-    written(tmp_path, tensor, [[0, 7, 13], [13, 30]])
-    found = {"w": torch.zeros(6, 5)}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    assert torch.equal(found["w"], tensor)
+    write_blocks(tmp_path, tensor, [[0, 7, 13], [13, 30]])
+    state = {"w": torch.zeros(6, 5)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert torch.equal(state["w"], tensor)
 
 
 def test_a_file_reads_as_torch_wrote_it(tmp_path):
     tensor = torch.arange(30.0).view(6, 5)
     dcp.save({"w": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     out = torch.zeros(2, 3)
-    with StoredBlocks(tmp_path) as stored:
-        stored.fill(TensorBlock("w", (6, 5), Box((3, 1), (2, 3)), torch.float32), out)
+    with StoredBlocks(tmp_path) as blocks:
+        blocks.fill(TensorBlock("w", (6, 5), Box((3, 1), (2, 3)), torch.float32), out)
     assert torch.equal(out, tensor[3:5, 1:4])
 
 
 def test_a_padded_tensor_may_grow_and_shrink(tmp_path):
     tensor = torch.arange(15.0).view(5, 3)
-    written(tmp_path, tensor, [[0, 15]])
-    with StoredBlocks(tmp_path) as stored:
+    write_blocks(tmp_path, tensor, [[0, 15]])
+    with StoredBlocks(tmp_path) as blocks:
         out = torch.full((4, 3), 9.0)
-        stored.fill(
+        blocks.fill(
             TensorBlock("w", (8, 3), Box((4, 0), (4, 3)), torch.float32, resizable=True), out
         )
         assert out.tolist() == [[12, 13, 14], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
-        beyond = torch.full((2, 3), 9.0)
-        stored.fill(
-            TensorBlock("w", (8, 3), Box((6, 0), (2, 3)), torch.float32, resizable=True), beyond
+        padding = torch.full((2, 3), 9.0)
+        blocks.fill(
+            TensorBlock("w", (8, 3), Box((6, 0), (2, 3)), torch.float32, resizable=True), padding
         )
-        assert not beyond.any()
+        assert not padding.any()
         with pytest.raises(
             CheckpointError, match=mentioning("w", torch.float32, "(5, 3)", "(8, 3)")
         ):
-            stored.fill(TensorBlock("w", (8, 3), Box((4, 0), (4, 3)), torch.float32), out)
+            blocks.fill(TensorBlock("w", (8, 3), Box((4, 0), (4, 3)), torch.float32), out)
 
 
 def test_what_is_missing_is_named(tmp_path):
-    written(tmp_path, torch.arange(15.0).view(5, 3), [[0, 6], [9, 15]])
+    write_blocks(tmp_path, torch.arange(15.0).view(5, 3), [[0, 6], [9, 15]])
     out = torch.zeros(5, 3)
-    with StoredBlocks(tmp_path) as stored:
+    with StoredBlocks(tmp_path) as blocks:
         with pytest.raises(CheckpointError, match=mentioning("w[0, 0]", 12, 15)):
-            stored.fill(TensorBlock("w", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
+            blocks.fill(TensorBlock("w", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
         with pytest.raises(CheckpointError, match=mentioning("tensor v")):
-            stored.fill(TensorBlock("v", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
+            blocks.fill(TensorBlock("v", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
 
 
 def test_a_full_disk_is_the_disks_error(tmp_path):
@@ -134,8 +134,8 @@ def test_a_full_disk_is_the_disks_error(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(OSError) as failure, HashedFile(tmp_path / "a") as hashed:
-            BlockFile(hashed).add(block, zeros)
+        with pytest.raises(OSError) as failure, HashedFile(tmp_path / "a") as hashed_file:
+            BlockFile(hashed_file).add(block, zeros)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

@@ -1,4 +1,4 @@
-"""Divergences: values worked by hand, both ends of the probability axis, and the order among them."""
+"""Divergences: values worked out by hand, probabilities near 0 and 1, and the order of the divergences."""
 
 import math
 from itertools import pairwise
@@ -28,11 +28,11 @@ def random_policies(states: int = 400, vocab: int = 12, spread: float = 3.0):
 
 
 def at_topk(pi, mu, sampled, k):
-    """Top-K tensors as the loop builds them: TopK(mu), then the sampled token, once."""
+    """Top-K tensors as the loop builds them: TopK(mu), and the sampled token, valid only if TopK(mu) lacks it."""
     ids = mu.topk(k).indices
-    new = ~(ids == sampled[:, None]).any(1)
+    is_new = ~(ids == sampled[:, None]).any(1)
     ids = torch.cat([ids, sampled[:, None]], 1)
-    valid = torch.cat([torch.ones(len(ids), k, dtype=torch.bool), new[:, None]], 1)
+    valid = torch.cat([torch.ones(len(ids), k, dtype=torch.bool), is_new[:, None]], 1)
     return pi.gather(1, ids), mu.gather(1, ids), valid
 
 
@@ -88,27 +88,27 @@ NEAR_CERTAIN = (-1e-1, -1e-3, -1e-5, -1e-6, -1e-7, -1e-8, -1e-20)
 @pytest.mark.parametrize("log_pi", NEAR_CERTAIN)
 @pytest.mark.parametrize("log_mu", [*NEAR_CERTAIN, 0.0, -1.0, -20.0])
 def test_binary_kl_of_float32_is_that_of_the_same_numbers_in_float64(log_pi, log_mu):
-    """Float32 log-probabilities that are precise relative to themselves give the divergence as precisely."""
+    """The divergence of float32 log-probabilities is as precise as the divergence of the same numbers in float64."""
     pi, mu = (torch.tensor([x], dtype=torch.float32) for x in (log_pi, log_mu))
     a, b = float(pi), float(mu)
     rest_mu = -math.expm1(b)
     expected = math.exp(b) * (b - a)
     if rest_mu > 0:
         expected += rest_mu * (math.log(rest_mu) - math.log(-math.expm1(a)))
-    # The two terms cancel to first order: what is left is known to float64's rounding of either.
+    # The two terms cancel to first order, so the sum has the rounding error of one term in float64.
     slack = 1e-14 * abs(math.exp(b) * (b - a))
     assert binary_kl(pi, mu).item() == pytest.approx(max(0, expected), rel=1e-12, abs=slack)
-    # An engine's log mu is off by 2^-24: so little does it move.
-    moved = binary_kl(pi, (mu - 2.0**-24).float()).item()
-    assert abs(moved - expected) < 6e-6
+    # An engine's log mu has an error of 2^-24. It moves the divergence by less than 6e-6.
+    kl_with_error = binary_kl(pi, (mu - 2.0**-24).float()).item()
+    assert abs(kl_with_error - expected) < 6e-6
 
 
 @pytest.mark.parametrize("log_pi", NEAR_CERTAIN)
 def test_topk_kl_is_no_less_than_the_binary_one_near_certainty(log_pi):
     pi = torch.tensor([[-25.0, log_pi]])
     mu = torch.tensor([[0.003, 0.995]]).log()
-    both = torch.ones(1, 2, dtype=torch.bool)
-    assert topk_kl(pi, mu, both) >= binary_kl(pi[:, 1], mu[:, 1])
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    assert topk_kl(pi, mu, valid) >= binary_kl(pi[:, 1], mu[:, 1])
 
 
 def test_a_token_that_cannot_be_sampled_any_more_is_infinitely_far():
@@ -117,7 +117,7 @@ def test_a_token_that_cannot_be_sampled_any_more_is_infinitely_far():
 
 
 def test_rounding_of_a_peaked_distribution_gives_no_infinite_topk_kl():
-    # All the mass lies in A'; as float32 the sums end a few units away from 1, on either side.
+    # A' has all the mass. In float32, its sums are a few units above or below 1.
     mu = torch.tensor([0.7, 0.2, 0.1]).log()[None].expand(3, -1)
     pi = mu + torch.tensor([[6e-8], [0.0], [-6e-8]])
     valid = torch.ones(3, 3, dtype=torch.bool)
@@ -139,7 +139,7 @@ def test_binary_topk_exact_are_ordered_and_obey_pinsker(k):
     for t, d in zip(tv, kl, strict=True):
         assert (t >= 0).all()
         assert (t.square() <= d / 2 + 1e-12).all()
-    assert tv[0].max() > 0.1  # the comparison is not among zeros
+    assert tv[0].max() > 0.1  # not all compared values are near zero
 
 
 def test_topk_grows_with_k_and_is_exact_at_the_whole_vocabulary():
@@ -183,7 +183,7 @@ def test_no_divergence_carries_a_gradient():
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float64, 53)])
 def test_a_log_probability_of_exactly_zero_leaves_half_a_unit_of_rounding(dtype, bits):
-    """log pi = 0 at mu = 1/2: 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-bits); mu = 1 and pi = 1 are equal."""
+    """If log pi = 0, 1 - pi counts as 2^-bits. At mu = 1/2 the KL is 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-bits)."""
     pi, mu = torch.zeros(1, dtype=dtype), torch.tensor([0.5], dtype=dtype).log()
     assert binary_kl(pi, mu).item() == pytest.approx((bits / 2 - 1) * math.log(2), rel=1e-6)
     assert binary_kl(pi, pi).item() == 0
@@ -195,7 +195,7 @@ def test_a_log_probability_of_exactly_zero_leaves_half_a_unit_of_rounding(dtype,
 
 
 def test_rounding_of_pi_to_one_does_not_raise_its_divergence():
-    """D of the rounded log pi is at most D of the true one, whose logits are 37 to 60 nats apart in float64."""
+    """At logits 37 to 60 nats apart, float64 rounds pi to 1. D of the rounded pi is at most D of the exact pi."""
     gap = torch.linspace(37, 60, 24, dtype=torch.float64)
     true_log_pi = -torch.log1p((-gap).exp())
     rounded = torch.stack([gap, torch.zeros_like(gap)], -1).log_softmax(-1)[:, 0]
@@ -203,20 +203,21 @@ def test_rounding_of_pi_to_one_does_not_raise_its_divergence():
     assert (true_log_pi < 0).all()
     for mu in (0.9, 0.99, 0.999, 0.9999):
         log_mu = torch.full_like(gap, mu).log()
-        found, exact = binary_kl(rounded, log_mu), binary_kl(true_log_pi, log_mu)
-        assert (found <= exact + 1e-15).all()
-        # The nearest one, a gap of 53 log 2 = 36.7, is met within .3 nats of the rest's logarithm.
-        assert found[0] == pytest.approx(exact[0].item(), abs=0.3 * (1 - mu))
+        rounded_kl = binary_kl(rounded, log_mu)
+        true_kl = binary_kl(true_log_pi, log_mu)
+        assert (rounded_kl <= true_kl + 1e-15).all()
+        # A rounded pi counts as a gap of 53 log 2 = 36.7. The smallest gap here, 37, is less than .3 nats away.
+        assert rounded_kl[0] == pytest.approx(true_kl[0].item(), abs=0.3 * (1 - mu))
 
 
 def test_a_log_probability_above_zero_counts_as_zero():
-    above, at = (torch.tensor([[v, -50.0]], dtype=torch.float64) for v in (0.5, 0.0))
+    above_zero, zero = (torch.tensor([[v, -50.0]], dtype=torch.float64) for v in (0.5, 0.0))
     mu, valid = logs(0.6, 0.3)[None], torch.ones(1, 2, dtype=torch.bool)
     for f in (topk_tv, topk_kl):
-        assert f(above, mu, valid).item() == f(at, mu, valid).item()
-        assert f(mu, above, valid).item() == f(mu, at, valid).item()
+        assert f(above_zero, mu, valid).item() == f(zero, mu, valid).item()
+        assert f(mu, above_zero, valid).item() == f(mu, zero, valid).item()
     for f in (binary_tv, binary_kl):
-        assert f(above[:, 0], mu[:, 0]).item() == f(at[:, 0], mu[:, 0]).item()
+        assert f(above_zero[:, 0], mu[:, 0]).item() == f(zero[:, 0], mu[:, 0]).item()
 
 
 def test_exact_divergences_are_over_the_last_axis_whatever_comes_before():
@@ -227,19 +228,20 @@ def test_exact_divergences_are_over_the_last_axis_whatever_comes_before():
 
 
 def test_the_mass_of_other_is_known_to_four_units_of_the_dtypes_resolution():
-    """float32, eps = 2^-23; one id, whose probability leaves "other" the rest, and a sampled token of no divergence."""
+    """In float32, eps = 2^-23. Only one id is valid, so "other" has the rest of each distribution."""
     unit, valid = 4 * 2.0**-23, torch.tensor([[True, False]])
     half, certain = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1, 0.5]]).log()
-    # pi's rest is 0 and counts as 2^-21: 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-21) = 19/2 log 2.
+    # The rest of pi is 0 and counts as 2^-21: 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-21) = 19/2 log 2.
     assert topk_kl(certain, half, valid).item() == pytest.approx(9.5 * math.log(2), rel=1e-6)
-    # mu's rest is exactly four units and counts as 0: only (1 - 4 eps) log((1 - 4 eps) / (1/2)).
-    nearly = torch.tensor([[-unit, math.log(0.5)]])
-    assert 1 - nearly[0, 0].double().exp().float().item() == unit
-    assert topk_kl(half, nearly, valid).item() == pytest.approx(math.log(2) - 2 * unit, abs=3e-7)
+    # The rest of mu is exactly four units and counts as 0. One term is left: (1 - 4 eps) log((1 - 4 eps) / (1/2)).
+    nearly_one = torch.tensor([[-unit, math.log(0.5)]])
+    assert 1 - nearly_one[0, 0].double().exp().float().item() == unit
+    expected = math.log(2) - 2 * unit
+    assert topk_kl(half, nearly_one, valid).item() == pytest.approx(expected, abs=3e-7)
 
 
 def test_rounding_makes_no_kl_negative_and_no_rest_below_zero():
-    # mu's rest counts as 0, so that mu log(mu / pi) = -4 eps is all there is.
+    # The rest of mu counts as 0, so the only term is mu log(mu / pi) = -4 eps.
     pi, mu = torch.tensor([[0, -1.0]]), torch.tensor([[-(2.0**-21), -1.0]])
     assert topk_kl(pi, mu, torch.tensor([[True, False]])).item() == 0
     g = torch.Generator().manual_seed(4)
@@ -247,9 +249,9 @@ def test_rounding_makes_no_kl_negative_and_no_rest_below_zero():
     pi = mu + 1e-12 * torch.randn(300, 10, generator=g, dtype=torch.float64)
     assert (exact_kl(pi, mu) >= 0).all()
     assert (binary_kl(-pi.abs(), -mu.abs()) >= 0).all()
-    # A' holds .6 + .6 of mu and .6 + .4 of pi: neither leaves anything.
-    two = torch.ones(1, 2, dtype=torch.bool)
-    assert topk_tv(logs(0.6, 0.4)[None], logs(0.6, 0.6)[None], two).item() == pytest.approx(0.1)
+    # A' has .6 + .6 of mu and .6 + .4 of pi, so both rests are 0.
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    assert topk_tv(logs(0.6, 0.4)[None], logs(0.6, 0.6)[None], valid).item() == pytest.approx(0.1)
 
 
 def test_float32_entries_are_summed_in_float64():
@@ -257,8 +259,8 @@ def test_float32_entries_are_summed_in_float64():
     p, m = pi.exp(), mu.exp()
     rest_p, rest_m = (1 - x.double().sum(-1) for x in (p, m))
     valid = torch.ones_like(p, dtype=torch.bool)
-    usual = rest_m > 1e-3
+    has_rest = rest_m > 1e-3
     tv = 0.5 * ((m - p).abs().double().sum(-1) + (rest_m - rest_p).abs())
-    torch.testing.assert_close(topk_tv(pi, mu, valid)[usual], tv[usual], rtol=0, atol=1e-12)
+    torch.testing.assert_close(topk_tv(pi, mu, valid)[has_rest], tv[has_rest], rtol=0, atol=1e-12)
     kl = (m * (mu - pi)).double().sum(-1) + rest_m * (rest_m.log() - rest_p.log())
-    torch.testing.assert_close(topk_kl(pi, mu, valid)[usual], kl[usual], rtol=0, atol=1e-12)
+    torch.testing.assert_close(topk_kl(pi, mu, valid)[has_rest], kl[has_rest], rtol=0, atol=1e-12)

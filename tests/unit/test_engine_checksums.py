@@ -1,11 +1,10 @@
-"""The engine's tensors as the trainer foresees them, against ones built by hand."""
+"""The checksums that the trainer expects of an engine equal the checksums of tensors built by hand."""
 
 from __future__ import annotations
 
 import json
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -122,16 +121,17 @@ def test_an_expert_parallel_rank_holds_whole_experts_and_its_share_of_the_rest()
     expected = ExpectedChecksums(EngineTensors(shape, EngineLayout(4, 2), "cpu"), torch.float32)
     expected.add(hf.items())
     ranks = expected.digests([expected.partial()])
-    tensors = digests(shape, hf, 4)
+    tp_digests = digests(shape, hf, 4)
     attention, mlp = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts."
-    assert [rank[attention] for rank in ranks] == [rank[attention] for rank in tensors]
+    assert [rank[attention] for rank in ranks] == [rank[attention] for rank in tp_digests]
     for number, rank in enumerate(ranks):
         group, share = divmod(number, 2)
         rows = slice(16 * share, 16 * share + 16)
         w13 = torch.zeros(2, 128, 8)
         w2 = torch.zeros(2, 8, 64)
         for local, expert in enumerate((2 * group, 2 * group + 1)):
-            # A CPU engine pads the 32 rows of an expert to 32 for each of four ranks, of which two share an expert.
+            # Two ranks share an expert of 32 rows. A CPU engine pads it to 32 rows for each of the four ranks, so each
+            # of the two holds 64 rows of gate and 64 of up, 16 of them real.
             w13[local, :16] = hf[f"{mlp}{expert}.gate_proj.weight"][rows]
             w13[local, 64:80] = hf[f"{mlp}{expert}.up_proj.weight"][rows]
             w2[local, :, :16] = hf[f"{mlp}{expert}.down_proj.weight"][:, rows]
@@ -149,20 +149,21 @@ def test_an_attention_replica_holds_attention_and_embedding_whole(output_per_rep
     expected = ExpectedChecksums(EngineTensors(shape, layout, "cpu"), torch.float32)
     expected.add(hf.items())
     ranks = expected.digests([expected.partial()])
-    of_two, of_four = digests(shape, hf, 2), digests(shape, hf, 4)
-    plain = ExpectedChecksums(EngineTensors(shape, EngineLayout(4, 2), "cpu"), torch.float32)
-    plain.add(hf.items())
-    experts = plain.digests([plain.partial()])
+    two_ranks, four_ranks = digests(shape, hf, 2), digests(shape, hf, 4)
+    table = EngineTensors(shape, EngineLayout(4, 2), "cpu")
+    without_replicas = ExpectedChecksums(table, torch.float32)
+    without_replicas.add(hf.items())
+    experts = without_replicas.digests([without_replicas.partial()])
     attention = ("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight")
-    assert of_two[0][attention[1]] != of_two[1][attention[1]]
+    assert two_ranks[0][attention[1]] != two_ranks[1][attention[1]]
     for number, rank in enumerate(ranks):
         for name in (*attention, "model.layers.0.self_attn.o_proj.weight"):
-            assert rank[name] == of_two[number % 2][name]
-        output = of_two[number % 2] if output_per_replica else of_four[number]
+            assert rank[name] == two_ranks[number % 2][name]
+        output = two_ranks[number % 2] if output_per_replica else four_ranks[number]
         assert rank["lm_head.weight"] == output["lm_head.weight"]
         for name in ("w13_weight", "w2_weight"):
-            whole_name = f"model.layers.0.mlp.experts.{name}"
-            assert rank[whole_name] == experts[number][whole_name]
+            full_name = f"model.layers.0.mlp.experts.{name}"
+            assert rank[full_name] == experts[number][full_name]
 
 
 def test_fused_tensors_of_a_mixture_on_one_rank() -> None:
@@ -219,10 +220,10 @@ def test_two_ranks_hold_slices() -> None:
             w2[number, :, :2] = hf[f"{e}down_proj.weight"][:, own_kv]
         assert got[rank][f"{mlp}experts.w13_weight"] == tiled_hash(w13)
         assert got[rank][f"{mlp}experts.w2_weight"] == tiled_hash(w2)
-        # 130 rows are padded to 192: ranks hold 96, and 34 with 62 of zeros. The head is a copy.
-        padded = torch.cat([hf["model.embed_tokens.weight"], torch.zeros(62, 8)])
+        # 130 rows are padded to 192, 96 a rank: rank 1 holds 34 rows and 62 of zeros. The tied head is a copy.
+        embedding = torch.cat([hf["model.embed_tokens.weight"], torch.zeros(62, 8)])
         assert got[rank]["model.embed_tokens.weight"] == tiled_hash(
-            padded[96 * rank : 96 * rank + 96]
+            embedding[96 * rank : 96 * rank + 96]
         )
         assert got[rank]["lm_head.weight"] == got[rank]["model.embed_tokens.weight"]
 
@@ -240,13 +241,13 @@ def test_four_ranks_share_two_key_value_heads() -> None:
 
 
 def test_vocabulary_padding_grows_where_ranks_do_not_divide_it() -> None:
-    # 100 rows pad to 128, which 3 ranks don't divide; to a multiple of 192 instead.
+    # 3 ranks do not divide 128 rows, so 100 rows are padded to 192.
     shape = replace(model_shape(), num_attention_heads=6, moe_ffn_hidden_size=6, num_query_groups=3)
     hf = weights(shape)
     got = digests(shape, hf, ranks=3)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        held = [hf[name][:64], torch.cat([hf[name][64:], torch.zeros(28, 8)]), torch.zeros(64, 8)]
-        assert [rank[name] for rank in got] == [tiled_hash(tensor) for tensor in held]
+        shards = [hf[name][:64], torch.cat([hf[name][64:], torch.zeros(28, 8)]), torch.zeros(64, 8)]
+        assert [rank[name] for rank in got] == [tiled_hash(tensor) for tensor in shards]
 
 
 def test_order_of_arrival_does_not_matter() -> None:
@@ -262,20 +263,20 @@ def test_senders_add_up_through_json() -> None:
     hf = weights(shape)
     tensors = EngineTensors(shape, EngineLayout(2), "cpu")
     senders = [ExpectedChecksums(tensors, torch.float32) for _ in range(3)]
-    draw = random.Random(5)
+    generator = random.Random(5)
     for item in hf.items():
-        draw.choice(senders).add([item])
+        generator.choice(senders).add([item])
     partials = [json.loads(json.dumps(sender.partial())) for sender in senders]
     assert senders[0].digests(partials) == digests(shape, hf, 2)
-    again = partials[1][0][-1]
-    with pytest.raises(IncompleteWeightsError, match=f"{again} "):
-        senders[0].digests([*partials, [[again], []]])
+    repeated_name = partials[1][0][-1]
+    with pytest.raises(IncompleteWeightsError, match=f"{repeated_name} "):
+        senders[0].digests([*partials, [[repeated_name], []]])
     with pytest.raises(IncompleteWeightsError, match="were never sent"):
         senders[0].digests(partials[1:])
 
 
 def test_parts_at_odd_places_are_refused() -> None:
-    # Three bf16 values a head: the keys begin in the middle of a word.
+    # A head has three bf16 values, so the keys begin in the middle of a word of 32 bits.
     shape = replace(model_shape("qwen2"), head_dim=3, num_attention_heads=1, num_query_groups=1)
     with pytest.raises(IncompleteWeightsError, match=r"k_proj\.bias "):
         ExpectedChecksums(EngineTensors(shape, EngineLayout(1), "cpu"), torch.bfloat16)
@@ -284,9 +285,9 @@ def test_parts_at_odd_places_are_refused() -> None:
 def test_incomplete_streams_are_refused() -> None:
     shape = model_shape()
     hf = weights(shape)
-    lost = "model.layers.0.mlp.experts.1.up_proj.weight"
-    with pytest.raises(IncompleteWeightsError, match=f": {lost}"):
-        digests(shape, {n: t for n, t in hf.items() if n != lost})
+    lost_name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    with pytest.raises(IncompleteWeightsError, match=f": {lost_name}"):
+        digests(shape, {n: t for n, t in hf.items() if n != lost_name})
     expected = ExpectedChecksums(EngineTensors(shape, EngineLayout(1), "cpu"), torch.float32)
     with pytest.raises(IncompleteWeightsError, match=r"model.norm.weight "):
         expected.add([("model.norm.weight", hf["model.norm.weight"])] * 2)
@@ -303,8 +304,8 @@ def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
         EngineTensors(model_shape(), EngineLayout(3))
 
 
-# What SGLang 0.5.23's own Triton kernel gives for these tensors (in Triton's interpreter).
-TILED = [
+# The hashes of these tensors by SGLang 0.5.23's Triton kernel, run by Triton's interpreter.
+SGLANG_HASHES = [
     (5, torch.float32, "98ecaf9cc4c20941"),
     (8192, torch.float32, "2c80ed1d0d9c171f"),
     (24579, torch.float32, "f5952d5483c41c0f"),
@@ -312,7 +313,7 @@ TILED = [
 ]
 
 
-@pytest.mark.parametrize(("count", "dtype", "value"), TILED)
+@pytest.mark.parametrize(("count", "dtype", "value"), SGLANG_HASHES)
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("kernel", [True, False], ids=["C++", "torch"])
 def test_tiled_hash_is_the_cuda_engines(
@@ -370,20 +371,19 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
-def test_blocks_of_tensors_are_hashed_where_they_lie(block: Any) -> None:
+# Views that are hashed as a copy, because they are not one block of equally distant rows.
+COPIED_VIEWS = {"a transpose, which is no block", "a part of each dimension"}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_tensors_are_hashed_where_they_lie(name: str) -> None:
     whole = (torch.arange(1000 * 256) * 40503 % 4099).to(torch.bfloat16).view(1000, 256)
-    part = block(whole)
+    part = BLOCKS[name](whole)
     copy = part.contiguous()
     assert tiled_hash(part) == tiled_hash(copy)
     is_view = run_of(part, 0, -(-part.numel() // 2)).data.data_ptr() == part.data_ptr()
-    assert is_view == (
-        part.shape[-1] % 2 == 0 and "no block" not in _name(block) and "each" not in _name(block)
-    )
-
-
-def _name(block: Any) -> str:
-    return next(name for name, each in BLOCKS.items() if each is block)
+    has_whole_words = part.shape[-1] % 2 == 0
+    assert is_view == (has_whole_words and name not in COPIED_VIEWS)
 
 
 def test_parts_of_many_tensors_are_hashed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +405,8 @@ def test_parts_of_many_tensors_are_hashed_in_one_call(monkeypatch: pytest.Monkey
     assert [h.hexdigest() for h in hashes] == [tiled_hash(t) for t in tensors]
 
 
-def interpreted() -> list[bool]:
-    """Worker: whether the Triton kernel's sums are the C++ loop's, for parts at every kind of place."""
+def compare_triton_sums() -> list[bool]:
+    """Worker: return whether the Triton kernel and the C++ loop give equal sums, for parts at every kind of place."""
     from megatron_dppo.tensor_hash.tile_sums_triton import start
 
     matrix = torch.arange(300 * 128, dtype=torch.int32).view(300, 128) * -1640531527
@@ -431,8 +431,9 @@ def interpreted() -> list[bool]:
 
 def test_the_triton_kernel_agrees_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (same,) = run_ranks("tests.unit.test_engine_checksums:interpreted", 1, own_interpreter=True)
-    assert same == [True] * 36
+    worker = "tests.unit.test_engine_checksums:compare_triton_sums"
+    (are_equal,) = run_ranks(worker, 1, own_interpreter=True)
+    assert are_equal == [True] * 36
 
 
 def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
@@ -447,7 +448,7 @@ def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
 
 
 def test_one_word_worked_by_the_formula() -> None:
-    """v = 1.0 in float32 at i = 0 of n = 1."""
+    """The tensor is one float32 value: v = 1.0 at i = 0, with n = 1."""
 
     def mix(x: int, *steps: tuple[int, int], bits: int) -> int:
         for shift, factor in steps:
@@ -490,10 +491,10 @@ def test_bytes_are_padded_to_a_word_and_an_empty_part_adds_nothing() -> None:
 
 
 def test_on_a_cpu_the_compiled_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slower(*arguments: object) -> None:
+    def fail(*arguments: object) -> None:
         raise AssertionError("torch was used")
 
-    monkeypatch.setattr(hashing, "sums_by_torch", slower)
+    monkeypatch.setattr(hashing, "sums_by_torch", fail)
     assert len(tiled_hash(torch.ones(3))) == 16
 
 
@@ -509,11 +510,13 @@ def test_a_missing_compiler_is_told_and_survived(
 
 
 def test_a_lone_slice_is_hashed_where_it_lies() -> None:
-    """What a dimension of one says of its step does not matter: there is no second one to step to."""
+    """The stride of a dimension of size 1 does not matter, because there is no second index."""
     whole = torch.arange(3 * 4 * 64, dtype=torch.bfloat16)
     for part in (
-        whole.view(3, 4, 64)[:1, :2, :8],  # the next of the outermost would be 4 rows further on
-        whole.view(3, 4, 64).permute(1, 2, 0)[:, :8, :1],  # the next innermost, 256 values
+        # The stride of the first dimension is 4 rows.
+        whole.view(3, 4, 64)[:1, :2, :8],
+        # The stride of the last dimension is 256 values.
+        whole.view(3, 4, 64).permute(1, 2, 0)[:, :8, :1],
     ):
         run = run_of(part, 0, part.numel() // 2)
         assert run.data.data_ptr() == part.data_ptr()
@@ -524,11 +527,11 @@ def test_what_is_no_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> Non
     part = torch.arange(12, dtype=torch.float32).view(3, 4).T
     expected = run_of(part.contiguous(), 0, 12).data.tolist()
 
-    def again(*arguments: object) -> None:
+    def fail(*arguments: object) -> None:
         raise AssertionError("copied twice")
 
-    monkeypatch.setattr(Tensor, "clone", again)
-    monkeypatch.setattr(torch, "cat", again)
+    monkeypatch.setattr(Tensor, "clone", fail)
+    monkeypatch.setattr(torch, "cat", fail)
     assert run_of(part, 0, 12).data.tolist() == expected
 
 

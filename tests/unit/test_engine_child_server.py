@@ -1,4 +1,4 @@
-"""ChildServer over a small HTTP server of its own: from the start to the end, and every way to fail."""
+"""ChildServer with a small HTTP server as its child: from the start to the end, and every way to fail."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_dppo.system.network import free_port
 
 SERVER = """
 import http.server, json, sys
-given = json.load(sys.stdin)
+secrets = json.load(sys.stdin)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        known = self.headers["Authorization"] == "Bearer " + given["key"]
-        self.send_response(200 if known else 401)
+        has_key = self.headers["Authorization"] == "Bearer " + secrets["key"]
+        self.send_response(200 if has_key else 401)
         self.end_headers()
         self.wfile.write(json.dumps({"name": NAME}).encode())
 print("serving", flush=True)
@@ -36,7 +36,7 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 
 
 class SmallServer(ChildServer):
-    """Runs ``code`` with PORT and NAME set; it is the right one where it answers NAME "right"."""
+    """A server that runs ``code`` with PORT and NAME set, and accepts only answers with the name "right"."""
 
     title = "the small server"
     port_key = "small.port"
@@ -50,7 +50,7 @@ class SmallServer(ChildServer):
         self.set_port(free_port())
 
     def set_port(self, port: int) -> None:
-        """Before it is started."""
+        """Set the port, before the start."""
         self.port = port
         self._command = ["-c", f"PORT = {port}\n{self._code}"]
 
@@ -60,26 +60,26 @@ class SmallServer(ChildServer):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., SmallServer]]:
-    made: list[SmallServer] = []
+    servers: list[SmallServer] = []
 
-    def make_one(*arguments: Any, **options: Any) -> SmallServer:
-        made.append(SmallServer(tmp_path / "logs" / "small.log", *arguments, **options))
-        return made[-1]
+    def make_server(*arguments: Any, **options: Any) -> SmallServer:
+        servers.append(SmallServer(tmp_path / "logs" / "small.log", *arguments, **options))
+        return servers[-1]
 
-    yield make_one
-    for server in made:
+    yield make_server
+    for server in servers:
         server.kill()
 
 
 def test_a_server_is_started_waited_for_and_ended(make: Callable[..., SmallServer]) -> None:
     server = make()
     server.start()
-    seen: list[str] = []
-    assert server.wait_healthy(lambda seconds, line: seen.append(line)) > 0
+    lines: list[str] = []
+    assert server.wait_healthy(lambda seconds, line: lines.append(line)) > 0
     assert server.poll() is None
     assert "serving" in server.log_tail(5)
-    shown = " ".join(psutil.Process(server.pid).cmdline())
-    assert "secret" not in shown
+    command_line = " ".join(psutil.Process(server.pid).cmdline())
+    assert "secret" not in command_line
     server.stop()
     assert server.poll() == -signal.SIGTERM
     with pytest.raises(ValueError, match="started"):
@@ -119,9 +119,9 @@ def test_one_that_a_python_error_ended_is_named_by_it(make: Callable[..., SmallS
     """SGLang kills its own processes after an exception in one of them."""
     server = make(RAISE_AND_BE_KILLED)
     server.start()
-    with pytest.raises(EngineStartError) as raised:
+    with pytest.raises(EngineStartError) as caught:
         server.wait_healthy()
-    reason = str(raised.value).splitlines()[0]
+    reason = str(caught.value).splitlines()[0]
     assert "IndexError: " in reason
     assert "memory" not in reason
 
@@ -129,18 +129,18 @@ def test_one_that_a_python_error_ended_is_named_by_it(make: Callable[..., SmallS
 def test_an_exception_of_an_earlier_incarnation_explains_nothing(
     make: Callable[..., SmallServer],
 ) -> None:
-    earlier, later = make(RAISE_AND_BE_KILLED), make("import os; os.kill(os.getpid(), 9)")
-    for server in (earlier, later):
+    servers = [make(RAISE_AND_BE_KILLED), make("import os; os.kill(os.getpid(), 9)")]
+    for server in servers:
         server.start()
-        with pytest.raises(EngineStartError) as raised:
+        with pytest.raises(EngineStartError) as caught:
             server.wait_healthy()
-    reason = str(raised.value).splitlines()[0]
+    reason = str(caught.value).splitlines()[0]
     assert "IndexError" not in reason
     assert "memory" in reason
 
 
 class WarmedServer(SmallServer):
-    """Healthy once it has answered as many requests as ``requests`` has, each of which takes so many seconds."""
+    """A server that answers a first request for each of ``requests``: its seconds, or -1 for a failure."""
 
     def __init__(self, log: Path, requests: Sequence[float], **options: Any):
         super().__init__(log, **options)
@@ -156,31 +156,31 @@ class WarmedServer(SmallServer):
 
 
 @pytest.fixture
-def warmed(tmp_path: Path) -> Iterator[Callable[..., WarmedServer]]:
-    made: list[WarmedServer] = []
+def make_warmed(tmp_path: Path) -> Iterator[Callable[..., WarmedServer]]:
+    servers: list[WarmedServer] = []
 
-    def make_one(*arguments: Any, **options: Any) -> WarmedServer:
-        made.append(WarmedServer(tmp_path / "small.log", *arguments, **options))
-        made[-1].start()
-        return made[-1]
+    def make_server(*arguments: Any, **options: Any) -> WarmedServer:
+        servers.append(WarmedServer(tmp_path / "small.log", *arguments, **options))
+        servers[-1].start()
+        return servers[-1]
 
-    yield make_one
-    for server in made:
+    yield make_server
+    for server in servers:
         server.kill()
 
 
-def test_a_server_is_healthy_after_its_first_answers(warmed) -> None:
-    server, stages = warmed([0.1, 1.2]), []
+def test_a_server_is_healthy_after_its_first_answers(make_warmed) -> None:
+    server, stages = make_warmed([0.1, 1.2]), []
     assert server.wait_healthy(lambda seconds, stage: stages.append(stage)) > 1.3
     assert server.answered == 2
     assert stages[-1] == "answering its first requests"
 
 
-def test_a_first_answer_that_fails_or_takes_too_long_fails_the_start(warmed) -> None:
+def test_a_first_answer_that_fails_or_takes_too_long_fails_the_start(make_warmed) -> None:
     with pytest.raises(EngineStartError, match="first"):
-        warmed([0.1, -1]).wait_healthy()
+        make_warmed([0.1, -1]).wait_healthy()
     with pytest.raises(EngineStartError, match=" 2 s"):
-        warmed([60.0], limit=2).wait_healthy()
+        make_warmed([60.0], limit=2).wait_healthy()
 
 
 def test_another_one_on_the_port_is_not_taken_for_it(make: Callable[..., SmallServer]) -> None:
@@ -191,8 +191,8 @@ def test_another_one_on_the_port_is_not_taken_for_it(make: Callable[..., SmallSe
     assert server.poll() == -signal.SIGKILL
 
 
-def foreign(port: int) -> http.server.ThreadingHTTPServer:
-    """A web server that is none of ours; it answers 404 from a thread of its own."""
+def start_foreign_server(port: int) -> http.server.ThreadingHTTPServer:
+    """Start a web server that no ChildServer started; it answers 404 from a thread of its own."""
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", port), http.server.SimpleHTTPRequestHandler
     )
@@ -202,30 +202,30 @@ def foreign(port: int) -> http.server.ThreadingHTTPServer:
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ours exits", "ours waits"])
 def test_a_foreign_server_that_took_the_port_meanwhile_is_one_line(make, monkeypatch, ends):
-    """Ours ends over it with pages of its own, or waits."""
+    """The child fails to bind the port and exits with a traceback, or it never binds the port."""
     monkeypatch.setattr(process, "_FOREIGN_SECONDS", 0.5)
     server = make("import time; time.sleep(0.6)\n" + (SERVER if ends else "time.sleep(60)"))
     server.start()
-    stranger = foreign(server.port)
+    foreign_server = start_foreign_server(server.port)
     try:
         with pytest.raises(PortHeldError) as refusal:
             server.wait_healthy()
     finally:
-        stranger.shutdown()
-        stranger.server_close()
-    where = f"small.port: 127.0.0.1:{server.port}/name is answered by another server (SimpleHTTP"
-    assert str(refusal.value).startswith(where)
+        foreign_server.shutdown()
+        foreign_server.server_close()
+    place = f"small.port: 127.0.0.1:{server.port}/name"
+    assert str(refusal.value).startswith(f"{place} is answered by another server (SimpleHTTP")
     assert "status 404" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert server.poll() is not None
 
 
 def test_a_taken_port_is_told_by_its_key(make: Callable[..., SmallServer]) -> None:
-    first = make()
-    first.start()
-    first.wait_healthy()
-    second = make()
-    second.port = first.port
-    with pytest.raises(EngineStartError, match=rf"small.port: .*127.0.0.1:{first.port} "):
-        second.start()
-    assert second.poll() is None
+    first_server = make()
+    first_server.start()
+    first_server.wait_healthy()
+    second_server = make()
+    second_server.port = first_server.port
+    with pytest.raises(EngineStartError, match=rf"small.port: .*127.0.0.1:{first_server.port} "):
+        second_server.start()
+    assert second_server.poll() is None

@@ -1,4 +1,4 @@
-"""check_engine with the real client against a canned server: what it asks, and of whom."""
+"""check_engine with the real client and a server of prepared answers: its requests, and the engines that it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = ["engine"]  # a fixture
 
 
 @pytest.fixture
-def fitting(engine: Engine) -> Engine:
+def matching_engine(engine: Engine) -> Engine:
+    """An engine that matches the run."""
     engine.info(
         enable_return_routed_experts=False, version=SGLANG_VERSION, max_total_num_tokens=130
     )
@@ -30,56 +31,57 @@ def fitting(engine: Engine) -> Engine:
     return engine
 
 
-def check(folder: Path, url: str, **given: object) -> None:
+def check(folder: Path, url: str, **changes: object) -> None:
     async def connect_and_check() -> None:
         async with EngineClient(url) as client:
-            await check_engine(sections(folder, **given), client)
+            await check_engine(sections(folder, **changes), client)
 
     with AsyncRunner() as runner:
         runner.run(connect_and_check())
 
 
-def asked(engine: Engine) -> list[str]:
+def requested_paths(engine: Engine) -> list[str]:
     return [path for path, _ in engine.asked]
 
 
-def test_the_vocabulary_is_asked_of_an_engine_that_takes_requests(fitting, tmp_path):
-    # This one scores any token id: its vocabulary is larger than the run's.
+def test_the_vocabulary_is_asked_of_an_engine_that_takes_requests(matching_engine, tmp_path):
+    # This engine scores any token id, so its vocabulary is larger than the run's.
     with pytest.raises(EngineMismatchError, match=r"vocabulary: .* 512"):
-        check(tmp_path, fitting.url)
-    assert asked(fitting) == ["/server_info", "/model_info", "/ready", "/generate", "/generate"]
+        check(tmp_path, matching_engine.url)
+    paths = requested_paths(matching_engine)
+    assert paths == ["/server_info", "/model_info", "/ready", "/generate", "/generate"]
 
 
-def test_nothing_is_generated_on_a_paused_engine(fitting, tmp_path):
-    """It would hold the request until the run gives it up for lost."""
-    fitting.answers["/ready"] = (503, "")
-    check(tmp_path, fitting.url)
-    assert asked(fitting) == ["/server_info", "/model_info", "/ready"]
+def test_nothing_is_generated_on_a_paused_engine(matching_engine, tmp_path):
+    """A paused engine would hold the request until the run takes the engine for lost."""
+    matching_engine.answers["/ready"] = (503, "")
+    check(tmp_path, matching_engine.url)
+    assert requested_paths(matching_engine) == ["/server_info", "/model_info", "/ready"]
 
 
-def test_a_server_that_stores_no_recordings_is_refused(fitting, tmp_path):
-    fitting.info(
+def test_a_server_that_stores_no_recordings_is_refused(matching_engine, tmp_path):
+    matching_engine.info(
         enable_return_routed_experts=True, version=SGLANG_VERSION, max_total_num_tokens=130
     )
-    fitting.answers["/ready"] = (503, "")
+    matching_engine.answers["/ready"] = (503, "")
     path, replay = f"/routed_experts/{'0' * 32}", {"router_replay": True}
-    fitting.answers[path] = (404, "{}")
+    matching_engine.answers[path] = (404, "{}")
     with pytest.raises(EngineMismatchError, match="recorded routing: "):
-        check(tmp_path, fitting.url, rollout=replay)
-    fitting.answers[path] = (204, "")
-    check(tmp_path, fitting.url, rollout=replay)
-    assert asked(fitting)[-1] == path
+        check(tmp_path, matching_engine.url, rollout=replay)
+    matching_engine.answers[path] = (204, "")
+    check(tmp_path, matching_engine.url, rollout=replay)
+    assert requested_paths(matching_engine)[-1] == path
 
 
-def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):
-    fitting.answers["/ready"] = (503, "")
-    fitting.info(version="0.5.22", max_total_num_tokens=130)
+def test_other_differences_are_told_of_a_paused_engine_too(matching_engine, tmp_path):
+    matching_engine.answers["/ready"] = (503, "")
+    matching_engine.info(version="0.5.22", max_total_num_tokens=130)
     with pytest.raises(EngineMismatchError, match=r"sglang version: '0.5.22'"):
-        check(tmp_path, fitting.url)
+        check(tmp_path, matching_engine.url)
 
 
 @pytest.mark.parametrize(
-    ("path", "answer", "told"),
+    ("path", "answer", "fields"),
     [
         ("/server_info", "{}", "version, dtype, quantization, max_total_num_tokens"),
         ("/server_info", json.dumps(SERVER_INFO), "version, max_total_num_tokens"),
@@ -87,17 +89,17 @@ def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):
         ("/model_info", json.dumps({**MODEL, "architectures": None}), "architectures"),
     ],
 )
-def test_a_server_of_something_else_is_refused(fitting, tmp_path, path, answer, told):
-    fitting.answers[path] = (200, answer)
-    with pytest.raises(EngineMismatchError, match=rf"{path} .*{told}"):
-        check(tmp_path, fitting.url)
+def test_a_server_of_something_else_is_refused(matching_engine, tmp_path, path, answer, fields):
+    matching_engine.answers[path] = (200, answer)
+    with pytest.raises(EngineMismatchError, match=rf"{path} .*{fields}"):
+        check(tmp_path, matching_engine.url)
 
 
 @pytest.mark.parametrize("changes", [{"max_total_num_tokens": "many"}, {"dtype": None}])
-def test_fields_of_another_type_are_refused(fitting, tmp_path, changes):
-    fitting.info(**{"version": SGLANG_VERSION, "max_total_num_tokens": 130, **changes})
+def test_fields_of_another_type_are_refused(matching_engine, tmp_path, changes):
+    matching_engine.info(**{"version": SGLANG_VERSION, "max_total_num_tokens": 130, **changes})
     with pytest.raises(EngineMismatchError, match=f"{next(iter(changes))} as"):
-        check(tmp_path, fitting.url)
+        check(tmp_path, matching_engine.url)
 
 
 @pytest.mark.parametrize("field", ["dtype", "tp_size", "device"])
@@ -122,14 +124,15 @@ def test_an_engine_that_refuses_does_answer(engine: Engine, status: int, answers
 def test_a_server_is_not_lost_because_its_watcher_was_stopped(engine: Engine) -> None:
     async def watch() -> None:
         async with EngineClient(engine.url) as client:
-            watching = asyncio.create_task(client.watch(0.8))
+            watch_task = asyncio.create_task(client.watch(0.8))
             await asyncio.sleep(0.1)
-            time.sleep(2)  # as a SIGSTOP: this process does nothing, the server goes on
-            await asyncio.sleep(1.2)  # beyond the limit once more: it was asked, and answered
-            assert not watching.done()
+            time.sleep(2)  # like a SIGSTOP: this process stands still, the server goes on
+            # Longer than the limit again. The server has answered meanwhile.
+            await asyncio.sleep(1.2)
+            assert not watch_task.done()
             engine.answers["/health_generate"] = (503, "")
             with pytest.raises(EngineLostError, match=mentioning(engine.url)):
-                await asyncio.wait_for(watching, 5)
+                await asyncio.wait_for(watch_task, 5)
 
     asyncio.run(watch())
-    assert "/health_generate" in asked(engine)
+    assert "/health_generate" in requested_paths(engine)

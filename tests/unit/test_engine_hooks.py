@@ -1,4 +1,4 @@
-"""Hooks for SGLang's functions, and the answer to a flush of several attention replicas; with SGLang's own registry."""
+"""Hooks for SGLang's functions in SGLang's own registry, and the answer of several attention replicas to a flush."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ class Answer:
 
 @pytest.mark.parametrize("successes", [(True, True), (True, False), (False, True)])
 def test_a_flush_has_the_answer_of_all_replicas(successes: tuple[bool, ...]) -> None:
-    asked: list[Any] = []
+    timeouts: list[Any] = []
 
-    async def answers(request: Any) -> list[Answer]:
-        asked.append(request.timeout_s)
+    async def answer_all(request: Any) -> list[Answer]:
+        timeouts.append(request.timeout_s)
         return [Answer(success) for success in successes]
 
     manager = SimpleNamespace(
-        auto_create_handle_loop=lambda: None, flush_cache_communicator=answers, mm_processor=None
+        auto_create_handle_loop=lambda: None, flush_cache_communicator=answer_all, mm_processor=None
     )
     answer = asyncio.run(flushing.flush_all_replicas(manager, 3.0))
     assert answer.success is all(successes)
-    assert asked == [3.0]
+    assert timeouts == [3.0]
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def report(**changes: Any) -> dict[str, Any]:
 
 def test_the_state_of_a_server_is_that_of_all_its_replicas() -> None:
     reports = [report(), report(is_paused=True, released=["weights"], groups=["a"])]
-    for ordered in (reports, reports[::-1]):
-        state = server_state.state_of("url", {"internal_states": ordered})
+    for replica_reports in (reports, reports[::-1]):
+        state = server_state.state_of("url", {"internal_states": replica_reports})
         assert state == server_state.SchedulerState(True, ("weights",), False, ("a",), True)
     reports.append(report(places_directly=False))
     state = server_state.state_of("url", {"internal_states": reports})

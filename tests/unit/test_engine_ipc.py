@@ -1,4 +1,4 @@
-"""Handles of shared memory, opened by SGLang's own unpickler; and what the trainer imports."""
+"""Handles of shared memory, which SGLang's own unpickler opens, and the imports of the trainer."""
 
 import subprocess
 import sys
@@ -26,26 +26,27 @@ def test_sglang_opens_a_bucket():
     assert len(payloads) == 2
     for payload in payloads:
         bucket = MultiprocessingSerializer.deserialize(payload)
-        # As WeightUpdater._update_weights_from_flattened_bucket reads it.
+        # WeightUpdater._update_weights_from_flattened_bucket reads a bucket in this way.
         entries = [
             FlattenedTensorMetadata(m.name, m.shape, m.dtype, m.start_idx, m.end_idx, m.numel)
             for m in bucket["metadata"]
         ]
-        opened = FlattenedTensorBucket(
+        opened_bucket = FlattenedTensorBucket(
             flattened_tensor=bucket["flattened_tensor"], metadata=entries
         )
-        for name, tensor in opened.reconstruct_tensors():
+        for name, tensor in opened_bucket.reconstruct_tensors():
             assert torch.equal(tensor, weights[name])
             assert tensor.shape == weights[name].shape
 
 
 def test_a_cuda_device_is_named_by_its_uuid():
     arguments = ("Tensor", (4,), (1,), 0, "Storage", torch.float32, 1, b"handle", 16, 0)
-    rebuild, named = named_by_uuid(reductions.rebuild_cuda_tensor, arguments, "GPU-{}".format)
+    cuda_reduction = reductions.rebuild_cuda_tensor, arguments
+    rebuild, named_arguments = named_by_uuid(*cuda_reduction, "GPU-{}".format)
     assert rebuild is reductions.rebuild_cuda_tensor
-    assert named == (*arguments[:6], "GPU-1", *arguments[7:])
-    plain = reductions.rebuild_tensor, ("Tensor", "Storage", ())
-    assert named_by_uuid(*plain, "GPU-{}".format) == plain
+    assert named_arguments == (*arguments[:6], "GPU-1", *arguments[7:])
+    cpu_reduction = reductions.rebuild_tensor, ("Tensor", "Storage", ())
+    assert named_by_uuid(*cpu_reduction, "GPU-{}".format) == cpu_reduction
 
 
 def test_sglang_reads_the_uuid_where_we_write_it():
@@ -81,10 +82,10 @@ shared_payloads(WireHeader(("w",), ("float32",), ((2,),), 8), shared_empty(8, "c
 
 
 def test_the_trainer_runs_without_sglang():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT_SGLANG],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
