@@ -30,9 +30,9 @@ def test_the_nearest_file_wins_key_by_key(folder):
 
 
 def test_merging_changes_neither_side():
-    below, over = {"a": {"x": 1}}, {"a": {"y": 2}, "b": 3}
-    assert merged(below, over) == {"a": {"x": 1, "y": 2}, "b": 3}
-    assert (below, over) == ({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
+    base, top = {"a": {"x": 1}}, {"a": {"y": 2}, "b": 3}
+    assert merged(base, top) == {"a": {"x": 1, "y": 2}, "b": 3}
+    assert (base, top) == ({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def rows(tokens: int, version: int, start: int = 0) -> np.ndarray:
     return experts[:, None].astype(np.uint8)
 
 
-def make_answer(
+def answer_to(
     request: GenerationRequest, tokens: list[int], version: int, reason: FinishReason = "aborted",
     *, has_routing: bool = True,
 ) -> Trajectory:  # fmt: skip
@@ -84,16 +84,14 @@ def make_answer(
     )
 
 
-def take_parts(
-    request: GenerationRequest, *parts: tuple[Any, ...], **options: Any
-) -> Trajectory | None:
+def take_parts(request: GenerationRequest, *parts: tuple[Any, ...]) -> Trajectory | None:
     """Answer ``request`` and its continuations with ``parts``: (tokens, version[, reason]).
 
     Returns the response, or None if the parts do not complete it.
     """
     continuation, response = Continuation(decode), None
     for tokens, *version_and_reason in parts:
-        part = make_answer(continuation.rest(request), tokens, *version_and_reason, **options)
+        part = answer_to(continuation.rest(request), tokens, *version_and_reason)
         response = continuation.take(request, part)
     assert bool(continuation.partials) == (response is None)
     return response
@@ -116,8 +114,8 @@ def test_parts_of_several_versions_are_one_trajectory():
     expected = [-0.1, -1.1, -2.2, -3.3, -4.3]
     np.testing.assert_allclose(response.columns["rollout_log_probs"], expected, rtol=1e-6)
     assert response.columns["topk_ids"].tolist() == [[7], [8], [9], [10], [11]]
-    # Row t is of token t, which predicts token t + 1. Version 1 recorded rows 0 to 3 (row 3, of token 7, predicts 8),
-    # version 2 recorded row 4, and version 3 recorded rows 5 and 6.
+    # Row t is of the token at position t, which predicts the next one. Version 1 recorded rows 0 to 3 (row 3, of token
+    # 7, predicts 8), version 2 recorded row 4, and version 3 recorded rows 5 and 6.
     assert response.columns["routed_experts"][:, 0].tolist() == [
         [0, 51], [1, 51], [2, 51], [3, 51], [4, 52], [5, 53], [6, 53],
     ]  # fmt: skip
@@ -130,7 +128,7 @@ def test_the_rest_is_asked_for_with_what_is_held():
     request = make_request(8, seed=5, temperature=0.5)
     continuation = Continuation(decode)
     assert continuation.rest(request) == replace(request, continues=True)
-    assert continuation.take(request, make_answer(request, [7, 8, 20], 1)) is None
+    assert continuation.take(request, answer_to(request, [7, 8, 20], 1)) is None
     body = orjson.loads(request_body([continuation.rest(request)], "rid", adapter="policy-2"))
     assert body["input_ids"] == [4, 5, 6, 7, 8]
     assert body["sampling_params"]["max_new_tokens"] == 6
@@ -144,11 +142,11 @@ def test_the_rest_is_asked_for_with_what_is_held():
 @pytest.mark.parametrize("tokens", [[], [20]])
 def test_a_response_of_which_nothing_is_kept_is_asked_for_as_before(tokens):
     continuation = Continuation(decode)
-    assert continuation.take(make_request(), make_answer(make_request(), tokens, 1)) is None
+    assert continuation.take(make_request(), answer_to(make_request(), tokens, 1)) is None
     assert continuation.partials == {}
     assert continuation.redrawn == len(tokens)
     assert continuation.rest(make_request()).prompt_ids == PROMPT
-    response = continuation.take(make_request(), make_answer(make_request(), [7], 2, "stop"))
+    response = continuation.take(make_request(), answer_to(make_request(), [7], 2, "stop"))
     assert response is not None
     assert response.version_spans == (VersionSpan(2, 0, 1),)
     assert response.text == "the engine's"
@@ -167,11 +165,9 @@ def test_an_update_right_after_an_update_keeps_what_there_was():
 def test_an_end_token_that_the_server_did_not_look_at_ends_nothing():
     """Token 0 ends a response. The server sends the token with the abort, before it checks the token for an end."""
     continuation, request = Continuation(decode), make_request()
-    continuation.take(request, make_answer(request, [7, 8, 0], 1))
+    continuation.take(request, answer_to(request, [7, 8, 0], 1))
     assert continuation.partials["key"].response_ids.tolist() == [7, 8]
-    response = continuation.take(
-        request, make_answer(continuation.rest(request), [9, 0], 2, "stop")
-    )
+    response = continuation.take(request, answer_to(continuation.rest(request), [9, 0], 2, "stop"))
     assert response is not None
     assert response.response_ids.tolist() == [7, 8, 9, 0]
     assert response.text == "ghi"
@@ -179,10 +175,10 @@ def test_an_end_token_that_the_server_did_not_look_at_ends_nothing():
 
 def test_the_last_token_of_the_limit_may_be_asked_for_alone():
     continuation, request = Continuation(decode), make_request(3)
-    continuation.take(request, make_answer(request, [7, 8, 9], 1))
+    continuation.take(request, answer_to(request, [7, 8, 9], 1))
     rest = continuation.rest(request)
     assert rest.sampling.max_new_tokens == 1
-    response = continuation.take(request, make_answer(rest, [10], 2, "length"))
+    response = continuation.take(request, answer_to(rest, [10], 2, "length"))
     assert response is not None
     assert response.response_ids.tolist() == [7, 8, 10]
     assert response.text == "ghj"
@@ -191,10 +187,10 @@ def test_the_last_token_of_the_limit_may_be_asked_for_alone():
 def test_a_part_of_two_versions_was_recorded_by_the_weights_it_ended_with():
     """Version 1 sampled 7 and 8. The server went on with 9 under version 2, and then recorded all rows again."""
     continuation, request = Continuation(decode), make_request()
-    part = make_answer(request, [7, 8, 9, 20], 2)
+    part = answer_to(request, [7, 8, 9, 20], 2)
     versions = np.array([1, 1, 2, 2], np.int32)
     assert continuation.take(request, part.with_columns(weight_version=versions)) is None
-    response = continuation.take(request, make_answer(continuation.rest(request), [10], 3, "stop"))
+    response = continuation.take(request, answer_to(continuation.rest(request), [10], 3, "stop"))
     assert response is not None
     assert response.columns["weight_version"].tolist() == [1, 1, 2, 3]
     assert response.columns["routing_version"].tolist() == [2, 2, 2, 3]
@@ -229,8 +225,8 @@ def test_a_stop_text_that_spans_the_seam_is_found(tokens, seam, stop, end):
 def test_a_response_ends_with_the_token_that_completes_a_stop_text_across_the_seam():
     """The first part ends in "ab", the second begins with "c". The server looks for "abc" only within one part."""
     continuation, request = Continuation(decode), make_request(stop=("abc",))
-    assert continuation.take(request, make_answer(request, [7, 1, 2, 20], 1)) is None
-    second_part = make_answer(continuation.rest(request), [3, 24, 25], 2, "length")
+    assert continuation.take(request, answer_to(request, [7, 1, 2, 20], 1)) is None
+    second_part = answer_to(continuation.rest(request), [3, 24, 25], 2, "length")
     response = continuation.take(request, second_part)
     assert response is not None
     assert response.response_ids.tolist() == [7, 1, 2, 3]
@@ -261,22 +257,21 @@ def test_the_text_ends_as_the_engine_s_does():
 def test_turns_keep_the_topk_of_their_own_calls_and_what_is_between_has_none():
     """The turns are 7, 8 and 9, 10, with 20, 21, 22 between them. K = 2, with the sampled token first."""
     request = make_request()
-    turn = make_answer(request, [7, 8], 1, "stop").with_columns(
+    turn = answer_to(request, [7, 8], 1, "stop").with_columns(
         topk_ids=[[7, 1], [8, 2]], topk_log_probs=[[-0.1, -2.1], [-0.2, -2.2]]
     )
     next_request = request_after(request, turn, 5, [20, 21, 22])
     assert next_request.prompt_ids == [4, 5, 6, 7, 8, 20, 21, 22]
     assert next_request.columns["topk"] == 1
-    last_turn = make_answer(next_request, [9, 10], 2, "stop").with_columns(
+    last_turn = answer_to(next_request, [9, 10], 2, "stop").with_columns(
         topk_ids=[[9, 3], [10, 4]], topk_log_probs=[[-0.3, -2.3], [-0.4, -2.4]]
     )
     response = join(turn, last_turn)
     assert response.token_ids.tolist() == [4, 5, 6, 7, 8, 20, 21, 22, 9, 10]
     assert response.columns["topk_ids"].tolist() == [[7, 1], [8, 2], [9, 3], [10, 4]]
     log_probs = [[-0.1, -2.1], [-0.2, -2.2], [-0.3, -2.3], [-0.4, -2.4]]
-    np.testing.assert_array_equal(
-        response.columns["topk_log_probs"], np.array(log_probs, np.float32)
-    )
+    expected = np.array(log_probs, np.float32)
+    np.testing.assert_array_equal(response.columns["topk_log_probs"], expected)
     response.check()
     # The loss reads row t for token t + 1. Only the rows of sampled tokens have a Top-K.
     batch = pack([response])
@@ -284,7 +279,7 @@ def test_turns_keep_the_topk_of_their_own_calls_and_what_is_between_has_none():
     ids = [[-1, -1]] * 2 + [[7, 1], [8, 2]] + [[-1, -1]] * 3 + [[9, 3], [10, 4]] + [[-1, -1]]
     assert batch.columns["topk_ids"].tolist() == ids
     sampled_rows = batch.columns["topk_log_probs"][batch.loss_mask].numpy()
-    np.testing.assert_array_equal(sampled_rows, np.array(log_probs, np.float32))
+    np.testing.assert_array_equal(sampled_rows, expected)
 
 
 # --- recorded routing that was lost
@@ -293,13 +288,12 @@ def test_turns_keep_the_topk_of_their_own_calls_and_what_is_between_has_none():
 def test_a_part_without_recorded_routing_loses_its_own_rows_alone():
     """The second of three parts went back to the server's queue, and the server then freed its recording."""
     continuation, request = Continuation(decode), make_request()
-    continuation.take(request, make_answer(request, [7, 8, 20], 1))
-    continuation.take(
-        request, make_answer(continuation.rest(request), [9, 10, 21], 2, has_routing=False)
-    )
+    continuation.take(request, answer_to(request, [7, 8, 20], 1))
+    rest = continuation.rest(request)
+    continuation.take(request, answer_to(rest, [9, 10, 21], 2, has_routing=False))
     rest = continuation.rest(request)
     assert rest.columns["routed_experts"].start == len(PROMPT) + 4 - 1
-    response = continuation.take(request, make_answer(rest, [11], 3, "stop"))
+    response = continuation.take(request, answer_to(rest, [11], 3, "stop"))
     assert response is not None
     assert response.columns["routing_version"].tolist() == [1, 1, -1, -1, 3]
     usable = usable_rows(response.loss_mask, response.columns)
@@ -313,10 +307,10 @@ def test_a_part_without_recorded_routing_loses_its_own_rows_alone():
 
 def test_where_the_first_part_has_no_recording_the_next_one_records_all():
     continuation, request = Continuation(decode), make_request()
-    continuation.take(request, make_answer(request, [7, 8, 20], 1, has_routing=False))
+    continuation.take(request, answer_to(request, [7, 8, 20], 1, has_routing=False))
     rest = continuation.rest(request)
     assert rest.columns["routed_experts"].start == 0
-    response = continuation.take(request, make_answer(rest, [9], 2, "stop"))
+    response = continuation.take(request, answer_to(rest, [9], 2, "stop"))
     assert response is not None
     assert response.columns["routing_version"].tolist() == [2, 2, 2]
     usable = usable_rows(response.loss_mask, response.columns)
@@ -325,7 +319,7 @@ def test_where_the_first_part_has_no_recording_the_next_one_records_all():
 
 def test_a_response_in_one_part_is_what_the_engine_answered():
     request = make_request()
-    single = make_answer(request, [7, 8], 1, "stop")
+    single = answer_to(request, [7, 8], 1, "stop")
     assert take_parts(request, ([7, 8], 1, "stop")).columns.keys() == single.columns.keys()
     assert first_tokens(single, 2) is single
     with pytest.raises(AssertionError, match="another request"):
@@ -359,31 +353,27 @@ ABORT = {"type": "abort", "message": "Aborted", "status_code": None}
 
 def test_an_aborted_answer_is_read_where_the_request_goes_on():
     request = GenerationRequest("key", PROMPT, SamplingParams(8), {"routed_experts": SHAPE})
-    continuing_request = replace(request, continues=True)
-    partial = parse_answer(
-        answer_body([7, 8], ABORT, routed_experts=rows(4, 3)), continuing_request
-    )
+    rest = replace(request, continues=True)
+    partial = parse_answer(answer_body([7, 8], ABORT, routed_experts=rows(4, 3)), rest)
     assert (partial.finish_reason, partial.response_ids.tolist()) == ("aborted", [7, 8])
     assert len(partial.columns["routed_experts"]) == 4
-    without_routing = parse_answer(answer_body([7, 8], ABORT), continuing_request)
+    without_routing = parse_answer(answer_body([7, 8], ABORT), rest)
     assert without_routing.columns.keys() == {"rollout_log_probs", "weight_version"}
-    empty = parse_answer(answer_body([], ABORT), continuing_request)
+    empty = parse_answer(answer_body([], ABORT), rest)
     assert (empty.sampled, empty.finish_reason) == (0, "aborted")
     with pytest.raises(AbortedError):
         parse_answer(answer_body([7, 8], ABORT), request)
     failure = {"type": "abort", "message": "out of memory", "status_code": 500}
     with pytest.raises(AbortedError, match="out of memory"):
-        parse_answer(answer_body([7, 8], failure), continuing_request)
+        parse_answer(answer_body([7, 8], failure), rest)
 
 
 def test_rows_before_the_start_are_not_told():
     shape = replace(SHAPE, start=4)
-    request = GenerationRequest(
-        "key", (4, 5, 6, 7, 8), SamplingParams(6), {"routed_experts": shape}
-    )
-    trajectory = parse_answer(
-        answer_body([9], {"type": "stop"}, routed_experts=rows(5, 3)[4:]), request
-    )
+    columns = {"routed_experts": shape}
+    request = GenerationRequest("key", (4, 5, 6, 7, 8), SamplingParams(6), columns)
+    body = answer_body([9], {"type": "stop"}, routed_experts=rows(5, 3)[4:])
+    trajectory = parse_answer(body, request)
     assert trajectory.columns["routed_experts"][:, 0].tolist() == [[0, 0]] * 4 + [[4, 53]]
 
 
@@ -393,15 +383,13 @@ def test_rows_before_the_start_are_not_told():
 class AbortingClient:
     """A client whose calls return at most ``piece`` tokens of each response, as if an update then aborted the call.
 
-    ``lost_calls``: numbers of the calls during which one of several servers is lost. ``fatal_call``: number of the call
+    ``lost_call``: number of the call during which one of several servers is lost. ``fatal_call``: number of the call
     during which the last server is lost.
     """
 
-    def __init__(
-        self, length: int, piece: int, lost_calls: tuple[int, ...] = (), fatal_call: int = -1
-    ) -> None:
+    def __init__(self, length: int, piece: int, lost_call: int = -1, fatal_call: int = -1) -> None:
         self.length, self.piece = length, piece
-        self.lost_calls, self.fatal_call = lost_calls, fatal_call
+        self.lost_call, self.fatal_call = lost_call, fatal_call
         self.calls: list[tuple[int, ...]] = []
         self.rids: list[str] = []
 
@@ -410,7 +398,7 @@ class AbortingClient:
         self.calls.append(tuple(len(r.prompt_ids) for r in requests))
         self.rids.append(rid)
         await asyncio.sleep(0)
-        if number in self.lost_calls:
+        if number == self.lost_call:
             raise ServerLostError("one of many")
         if number == self.fatal_call:
             raise EngineLostError("the last one")
@@ -468,7 +456,7 @@ def test_responses_are_gone_on_with_until_they_end(per_call):
 
 
 def test_a_lost_server_costs_what_it_had_not_answered():
-    client, continuation = AbortingClient(6, 3, lost_calls=(1,)), Continuation(decode)
+    client, continuation = AbortingClient(6, 3, lost_call=1), Continuation(decode)
     (response,) = run_generation(client, 1, continuation).values()
     assert client.calls == [(1,), (3,), (3,), (5,)]
     assert response.sampled == 6

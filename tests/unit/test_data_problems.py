@@ -337,19 +337,19 @@ def test_byte_order_mark_crlf_and_blank_end(load):
 
 
 def test_long_prompts_are_dropped_and_counted_and_ids_stay(load):
-    long = json.dumps({"prompt": "1+1" * 50, "answer": "2"})
-    problem_set = load("\n".join([long, GOOD, long, GOOD]), max_prompt_tokens=10)
+    long_line = json.dumps({"prompt": "1+1" * 50, "answer": "2"})
+    problem_set = load("\n".join([long_line, GOOD, long_line, GOOD]), max_prompt_tokens=10)
     assert problem_set.dropped == 2
     assert [p.problem_id for p in problem_set.problems] == [1, 3]
 
 
 def test_long_prompts_without_an_answer_are_counted_as_long_alone(load):
-    long, short = (json.dumps({"prompt": "1+1" * repeats}) for repeats in (50, 1))
-    problem_set = load("\n".join([long, short, long]), max_prompt_tokens=10)
+    long_line, short_line = (json.dumps({"prompt": "1+1" * repeats}) for repeats in (50, 1))
+    problem_set = load("\n".join([long_line, short_line, long_line]), max_prompt_tokens=10)
     assert (problem_set.dropped, problem_set.records) == (2, 3)
     assert [row for row, _ in problem_set.unanswered] == [1]
     with pytest.raises(DataError, match=r" 2 .*max_prompt_tokens=10"):
-        load("\n".join([long, long]), max_prompt_tokens=10)
+        load("\n".join([long_line, long_line]), max_prompt_tokens=10)
 
 
 def test_a_file_of_long_prompts_only_is_refused(load):
@@ -484,20 +484,20 @@ def test_a_hostile_line_is_named_in_a_line(load, line, message):
 
 
 def test_a_whole_surrogate_pair_and_a_long_number_are_text(load):
-    pair, long = json.dumps({"prompt": "\U0001f600", "answer": "2"}), "9" * 400
-    problem_set = load(f'{pair}\n{{"prompt": "1+1", "answer": {long}}}')
-    assert [p.answer for p in problem_set.problems] == ["2", long]
+    pair, long_number = json.dumps({"prompt": "\U0001f600", "answer": "2"}), "9" * 400
+    problem_set = load(f'{pair}\n{{"prompt": "1+1", "answer": {long_number}}}')
+    assert [p.answer for p in problem_set.problems] == ["2", long_number]
 
 
 def test_megabytes_are_dropped_before_they_are_tokenised(load, tokenizer, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("tokenised")
 
-    huge = json.dumps({"prompt": "1+" * 5_000_000, "answer": "2"})
-    assert load(GOOD + "\n" + huge).dropped == 1
+    huge_line = json.dumps({"prompt": "1+" * 5_000_000, "answer": "2"})
+    assert load(GOOD + "\n" + huge_line).dropped == 1
     monkeypatch.setattr(type(tokenizer), "__call__", refuse)
     with pytest.raises(DataError, match=r" 1 .*max_prompt_tokens"):
-        load(huge)
+        load(huge_line)
 
 
 @pytest.mark.parametrize(

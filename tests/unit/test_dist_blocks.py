@@ -39,10 +39,10 @@ def test_flat_slice_by_hand():
 
 @pytest.mark.parametrize("dims", [(5,), (3, 4), (1, 1, 3, 4), (2, 3, 4)])
 def test_boxes_hold_the_slice_in_order(dims):
-    whole = torch.arange(torch.Size(dims).numel()).view(dims)
-    for start, stop in itertools.combinations(range(whole.numel() + 1), 2):
+    tensor = torch.arange(torch.Size(dims).numel()).view(dims)
+    for start, stop in itertools.combinations(range(tensor.numel() + 1), 2):
         boxes = list(flat_boxes(dims, start, stop))
-        parts = [box.of(whole, (0,) * len(dims)) for box in boxes]
+        parts = [box.of(tensor, (0,) * len(dims)) for box in boxes]
         assert all(part.is_contiguous() for part in parts)
         assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(start, stop))
         assert len(boxes) <= 2 * len(dims)
