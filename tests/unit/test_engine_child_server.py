@@ -23,10 +23,10 @@ from megatron_dppo.system.network import free_port
 
 SERVER = """
 import http.server, json, sys
-secrets = json.load(sys.stdin)
+stdin_values = json.load(sys.stdin)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        has_key = self.headers["Authorization"] == "Bearer " + secrets["key"]
+        has_key = self.headers["Authorization"] == "Bearer " + stdin_values["key"]
         self.send_response(200 if has_key else 401)
         self.end_headers()
         self.wfile.write(json.dumps({"name": NAME}).encode())
