@@ -371,8 +371,8 @@ def read_library_defaults(table):
 
 @pytest.mark.parametrize("table", [MEGATRON, SGLANG], ids=["megatron", "sglang"])
 def test_the_lists_fit_the_library(table):
-    """Each listed name is a field that can be set, and is in one list only. The library's default leaves each option of
-    ``off`` off."""
+    """Each listed name is a field that can be set, and is in one list only. The library's default of each option in
+    ``off`` counts as off."""
     fields = server_args_fields() if table is SGLANG else library_fields(table.name)
     settable = fields.types.keys() - fields.computed
     assert table.off.keys() <= settable

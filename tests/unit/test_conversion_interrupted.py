@@ -1,4 +1,4 @@
-"""A conversion that a full disk, a kill or a second conversion to the same folder stops leaves nothing that loads."""
+"""A full disk, a kill, or a second conversion to the same folder: none of them leaves a folder that loads."""
 
 from __future__ import annotations
 

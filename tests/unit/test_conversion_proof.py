@@ -175,7 +175,7 @@ def test_engine_layouts_of_a_moe(tensor, expert):
     ids=str,
 )
 def test_engine_layouts_with_attention_replicas(layout, copies):
-    """Every element arrives. Each replica holds attention and the embedding, and the output matrix if it is told to."""
+    """Each replica holds attention and the embedding, and with ``output_per_replica`` also the output matrix."""
     shape = replace(real_shape("qwen3-30b-a3b"), num_layers=2)
     report = prove_resharding(shape, Layout(tensor=2), layout, item_bytes=2)
     assert sum(report.direct) == sum(report.engine)

@@ -68,7 +68,7 @@ def test_no_sequences_still_plan_one_micro_batch_for_each_rank():
 
 
 def test_the_budget_outweighs_balance():
-    # First fit needs two groups of 10 tokens, [6 4] [6 4]. Three groups are even as [6] [6] [4 4].
+    # First fit needs two groups of 10 tokens, [6 4] [6 4]. Three groups of even cost are [6] [6] [4 4].
     plan = plan_mini_batch([6, 6, 4, 4], 1, 10, count_multiple=3)
     assert sorted(sums([6, 6, 4, 4], plan[0])) == [6, 6, 8]
 

@@ -184,7 +184,7 @@ def test_a_tensor_without_a_place_is_refused(fault: tuple[str, tuple[int, ...]])
 
 
 class Model(torch.nn.Module):
-    """Has what SGLang's models have: named tensors, a loader, and a value that is derived from loaded tensors."""
+    """The parts of an SGLang model that direct placement uses: named tensors, a loader, and a derived value."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
