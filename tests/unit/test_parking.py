@@ -1,4 +1,4 @@
-"""The parker by itself, on tensors that share storages as Megatron-Core's do."""
+"""The parker without a model, with tensors that share storages as Megatron-Core's parameters do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_dppo.trainer.parking import ParkedError, Parker
 from tests.messages import mentioning
 
 
-class Held:
-    """Two parameters that are views of one buffer, a frozen one, gradients, a moment."""
+class TrainerTensors:
+    """Two parameters that are views of one buffer, a frozen parameter, a reference copy, gradients and a moment."""
 
     def __init__(self) -> None:
         self.buffer = torch.arange(100, dtype=torch.float32)
@@ -41,51 +41,56 @@ class Held:
 
 
 @pytest.fixture
-def held() -> Held:
-    return Held()
+def tensors() -> TrainerTensors:
+    return TrainerTensors()
 
 
 @pytest.fixture
-def parker(held: Held) -> Parker:
-    return Parker(held)
+def parker(tensors: TrainerTensors) -> Parker:
+    return Parker(tensors)
 
 
-def test_all_storages_hold_nothing_and_come_back(held: Held, parker: Parker) -> None:
-    before = [t.clone() for part in held().values() for t in part]
-    row, sizes = held.first[2], held.sizes()
-    moved = parker.park()
-    assert set(held.sizes()) == {0}
-    assert moved.bytes == {"weights": 414, "reference": 20, "gradients": 400, "optimizer": 240}
-    assert moved.copied == 414 + 20 + 240
+def test_all_storages_hold_nothing_and_come_back(tensors: TrainerTensors, parker: Parker) -> None:
+    before = [t.clone() for part in tensors().values() for t in part]
+    view, sizes = tensors.first[2], tensors.sizes()
+    result = parker.park()
+    assert set(tensors.sizes()) == {0}
+    assert result.bytes == {"weights": 414, "reference": 20, "gradients": 400, "optimizer": 240}
+    assert result.copied == 414 + 20 + 240
     assert parker.parked == set(TRAINER_PARTS)
-    assert parker.unpark().bytes == moved.bytes
-    assert held.sizes() == sizes
+    assert parker.unpark().bytes == result.bytes
+    assert tensors.sizes() == sizes
     assert parker.parked == set()
-    after = [t for part in held().values() for t in part]
-    for name, old, new in zip(["w", "w", "w", "r", "g", "o"], before, after, strict=True):
-        assert torch.equal(new, torch.zeros_like(old) if name == "g" else old), name
-    held.buffer[20] = -1.0
-    assert row[0] == held.first[2, 0] == -1.0
+    after = [t for part in tensors().values() for t in part]
+    parts = ["weights", "weights", "weights", "reference", "gradients", "optimizer"]
+    for part, old, new in zip(parts, before, after, strict=True):
+        expected = torch.zeros_like(old) if part == "gradients" else old
+        assert torch.equal(new, expected), part
+    # Views that were made before parking still see the parameter's bytes.
+    tensors.buffer[20] = -1.0
+    assert view[0] == tensors.first[2, 0] == -1.0
 
 
 def test_gradients_are_zero_whatever_the_bytes_they_get_hold(
-    held: Held, parker: Parker, monkeypatch: pytest.MonkeyPatch
+    tensors: TrainerTensors, parker: Parker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = parking._allocate
+    allocate = parking._allocate
 
-    def take_used_bytes(storages: list[parking._Storage]) -> None:
-        take(storages)
+    def allocate_used_bytes(storages: list[parking._Storage]) -> None:
+        allocate(storages)
         for storage in storages:
             storage.flat().fill_(7)
 
-    monkeypatch.setattr(parking, "_allocate", take_used_bytes)
+    monkeypatch.setattr(parking, "_allocate", allocate_used_bytes)
     parker.park()
     parker.unpark()
-    assert not held.gradients.any()
-    assert held.reference.tolist() == [3.0] * 5
+    assert not tensors.gradients.any()
+    assert tensors.reference.tolist() == [3.0] * 5
 
 
-def test_a_wrong_order_is_one_error_and_changes_nothing(held: Held, parker: Parker) -> None:
+def test_a_wrong_order_is_one_error_and_changes_nothing(
+    tensors: TrainerTensors, parker: Parker
+) -> None:
     with pytest.raises(ParkedError, match=mentioning("trainer")):
         parker.unpark()
     parker.park(["gradients", "optimizer"])
@@ -100,18 +105,18 @@ def test_a_wrong_order_is_one_error_and_changes_nothing(held: Held, parker: Park
     parker.park(["weights"])
     parker.unpark(["weights"])
     assert parker.parked == {"gradients", "optimizer"}
-    assert held.second[0, 0] == 64
+    assert tensors.second[0, 0] == 64
 
 
-def test_what_never_changes_is_copied_once(held: Held, parker: Parker) -> None:
+def test_what_never_changes_is_copied_once(tensors: TrainerTensors, parker: Parker) -> None:
     parker.park()
     parker.unpark()
-    held.buffer += 1
+    tensors.buffer += 1
     assert parker.park().copied == 400 + 240
     parker.unpark()
-    assert held.frozen.tolist() == [1.0] * 7
-    assert held.reference.tolist() == [3.0] * 5
-    assert held.first[0, 0] == 1.0
+    assert tensors.frozen.tolist() == [1.0] * 7
+    assert tensors.reference.tolist() == [3.0] * 5
+    assert tensors.first[0, 0] == 1.0
 
 
 def test_quantised_copies_of_weights_are_dropped() -> None:
@@ -124,39 +129,41 @@ def test_quantised_copies_of_weights_are_dropped() -> None:
     assert copies == {}
 
 
-def test_moments_that_appear_later_are_parked_too(held: Held, parker: Parker) -> None:
+def test_moments_that_appear_later_are_parked_too(tensors: TrainerTensors, parker: Parker) -> None:
     parker.park(["optimizer"])
     parker.unpark()
-    held.moments.append(torch.full((60,), 0.25))
+    tensors.moments.append(torch.full((60,), 0.25))
     assert parker.park(["optimizer"]).bytes == {"optimizer": 480}
     parker.unpark()
-    assert [float(m[0]) for m in held.moments] == [0.5, 0.25]
+    assert [float(m[0]) for m in tensors.moments] == [0.5, 0.25]
 
 
-def test_without_room_on_the_host_nothing_is_parked(held: Held, parker: Parker, monkeypatch) -> None:  # fmt: skip
-    def full(size: int):
+def test_without_room_on_the_host_nothing_is_parked(
+    tensors: TrainerTensors, parker: Parker, monkeypatch
+) -> None:
+    def raise_full(size: int):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(platform, "HostMemory", full)
-    sizes = held.sizes()
+    monkeypatch.setattr(platform, "HostMemory", raise_full)
+    sizes = tensors.sizes()
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         parker.park()
-    assert held.sizes() == sizes
+    assert tensors.sizes() == sizes
     assert not parker.parked
 
 
-def test_without_room_on_the_device_all_stays_parked(held: Held) -> None:
-    class Full:
-        """A storage of a device that the engine still fills."""
+def test_without_room_on_the_device_all_stays_parked(tensors: TrainerTensors) -> None:
+    class StorageWithoutRoom:
+        """A storage on a device whose memory the engine still uses."""
 
         def resize_(self, size: int) -> None:
             if size:
                 raise torch.OutOfMemoryError("out of memory")
 
-    mine = held.buffer.untyped_storage()
-    size = mine.nbytes()
-    mine.resize_(0)
-    storages = [parking._Storage(s, size, is_constant=False) for s in (mine, Full())]
+    first = tensors.buffer.untyped_storage()
+    size = first.nbytes()
+    first.resize_(0)
+    storages = [parking._Storage(s, size, is_constant=False) for s in (first, StorageWithoutRoom())]
     with pytest.raises(torch.OutOfMemoryError):
         parking._allocate(storages)
-    assert mine.nbytes() == 0
+    assert first.nbytes() == 0

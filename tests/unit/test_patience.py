@@ -21,8 +21,8 @@ SPIN, SLEEP = "while True: pass", "time.sleep(600)"
 
 
 @contextmanager
-def started(code: str) -> Iterator[int]:
-    """A process on one core, which has begun with ``code``."""
+def run_process(code: str) -> Iterator[int]:
+    """Run ``code`` in a process on one core. Yield the process's id when the code begins."""
     command = [sys.executable, "-c", f"import time\nprint(flush=True)\n{code}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         os.sched_setaffinity(process.pid, {CORE})
@@ -35,11 +35,14 @@ def started(code: str) -> Iterator[int]:
 
 
 def share_spent(code: str, clock_s: float, others: int = 0) -> float:
-    """How much of a limit the process uses up, as a share of the time by the clock."""
+    """Return the share of the clock's time that counts against the limit of a process with ``code``.
+
+    ``others`` is the number of busy processes on the same core.
+    """
     with ExitStack() as stack:
-        pid = stack.enter_context(started(code))
+        pid = stack.enter_context(run_process(code))
         for _ in range(others):
-            stack.enter_context(started(SPIN))
+            stack.enter_context(run_process(SPIN))
         patience = Patience(1e9, lambda: family_of(pid))
         began = time.monotonic()
         while time.monotonic() < began + clock_s:
@@ -49,7 +52,7 @@ def share_spent(code: str, clock_s: float, others: int = 0) -> float:
 
 
 def test_time_in_the_queue_for_a_processor_does_not_count():
-    """With four others on its core it has a fifth of it at most."""
+    """With four other processes on its core, the process has at most a fifth of the core."""
     assert share_spent(SPIN, 4.0, others=4) < 0.5
 
 
@@ -70,13 +73,15 @@ def test_a_server_that_does_not_come_up_is_found_and_ended(tmp_path: Path):
 
 
 def test_a_command_has_its_output_read_and_is_killed_when_its_own_time_is_used_up():
-    family = set(family_of(os.getpid()))
-    talk = "import sys; print(sys.stdin.read() * 40_000); print('a', file=sys.stderr); sys.exit(3)"
-    done = run_patiently([sys.executable, "-c", talk], text_input="words\n")
-    assert (done.returncode, len(done.stdout), done.stderr) == (3, 240_001, "a\n")
+    family_before = set(family_of(os.getpid()))
+    code = "import sys; print(sys.stdin.read() * 40_000); print('a', file=sys.stderr); sys.exit(3)"
+    result = run_patiently([sys.executable, "-c", code], text_input="words\n")
+    assert (result.returncode, len(result.stdout), result.stderr) == (3, 240_001, "a\n")
     with pytest.raises(subprocess.CalledProcessError):
         run_patiently([sys.executable, "-c", "raise SystemExit(1)"], check=True)
-    begun = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; " + SLEEP
+    # The command waits for a child that hangs: both must be killed.
+    sleeping_child = f"[sys.executable, '-c', 'import time; {SLEEP}']"
+    code = f"import subprocess, sys; subprocess.run({sleeping_child})"
     with pytest.raises(subprocess.TimeoutExpired):
-        run_patiently([sys.executable, "-c", begun + "'])"], 1.5)
-    assert set(family_of(os.getpid())) <= family
+        run_patiently([sys.executable, "-c", code], 1.5)
+    assert set(family_of(os.getpid())) <= family_before

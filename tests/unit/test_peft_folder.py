@@ -1,4 +1,5 @@
-"""Folders of adapters in PEFT's format: what is written is read, and what is not of the run is refused by name."""
+"""Folders of adapters in PEFT's format: a written folder is read back, and adapters that do not fit the run are
+refused by name."""
 
 import json
 
@@ -21,7 +22,7 @@ from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write
 
 PLAIN = Adapters(4, 8.0, ("q_proj", "v_proj"))
 SHARED = Adapters(4, 8.0, ("down_proj",), share_experts=True)
-A = "model.layers.2.self_attn.v_proj.lora_A"
+LORA_A = "model.layers.2.self_attn.v_proj.lora_A"
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def shape(tmp_path):
     return load_model_shape(write_checkpoint(tmp_path / "moe", MOE))
 
 
-def written(folder, adapters, shape):
+def write_adapters(folder, adapters, shape):
+    """Write random adapters in PEFT's format, and return their tensors by name."""
     tensors = {n: torch.randn(dims) for n, dims in adapter_tensors(adapters, shape).items()}
     write_peft(folder, adapters, shape, tensors.items(), base="base", dtype=torch.float32)
     return tensors
@@ -37,22 +39,22 @@ def written(folder, adapters, shape):
 
 @pytest.mark.parametrize("adapters", [PLAIN, SHARED])
 def test_what_is_written_is_read(tmp_path, shape, adapters):
-    tensors = written(tmp_path / "out", adapters, shape)
+    tensors = write_adapters(tmp_path / "out", adapters, shape)
     with PeftReader(tmp_path / "out", adapters, shape) as reader:
         assert all(torch.equal(reader.read(n, tuple(t.shape)), t) for n, t in tensors.items())
 
 
 def test_names_are_pefts_and_shared_adapters_are_written_for_every_expert(tmp_path, shape):
-    tensors = written(tmp_path / "plain", PLAIN, shape)
+    tensors = write_adapters(tmp_path / "plain", PLAIN, shape)
     stored = load_file(tmp_path / "plain" / PEFT_WEIGHTS)
-    assert torch.equal(stored[f"base_model.model.{A}.weight"], tensors[A])
-    tensors = written(tmp_path / "shared", SHARED, shape)
+    assert torch.equal(stored[f"base_model.model.{LORA_A}.weight"], tensors[LORA_A])
+    tensors = write_adapters(tmp_path / "shared", SHARED, shape)
     stored = load_file(tmp_path / "shared" / PEFT_WEIGHTS)
     assert len(stored) == 4 * 8 * 2
-    one = "model.layers.1.mlp.experts.{}.down_proj.lora_B"
+    template = "model.layers.1.mlp.experts.{}.down_proj.lora_B"
     for expert in range(8):
-        name = f"base_model.model.{one.format(expert)}.weight"
-        assert torch.equal(stored[name], tensors[one.format("*")])
+        name = f"base_model.model.{template.format(expert)}.weight"
+        assert torch.equal(stored[name], tensors[template.format("*")])
 
 
 @pytest.mark.parametrize(
@@ -65,13 +67,13 @@ def test_names_are_pefts_and_shared_adapters_are_written_for_every_expert(tmp_pa
     ],
 )
 def test_other_adapters_are_refused(tmp_path, shape, adapters, words):
-    written(tmp_path / "out", PLAIN, shape)
+    write_adapters(tmp_path / "out", PLAIN, shape)
     with pytest.raises(CheckpointError, match=words):
         PeftReader(tmp_path / "out", adapters, shape)
 
 
 def test_adapters_of_another_kind_or_family_are_refused(tmp_path, shape):
-    written(tmp_path / "out", PLAIN, shape)
+    write_adapters(tmp_path / "out", PLAIN, shape)
     dense = load_model_shape(write_checkpoint(tmp_path / "dense", DENSE))
     with pytest.raises(CheckpointError, match=mentioning(tmp_path / "out")):
         PeftReader(tmp_path / "out", PLAIN, dense)
@@ -82,7 +84,7 @@ def test_adapters_of_another_kind_or_family_are_refused(tmp_path, shape):
 
 
 def test_experts_that_should_share_must_be_alike(tmp_path, shape):
-    written(tmp_path / "out", SHARED, shape)
+    write_adapters(tmp_path / "out", SHARED, shape)
     stored = load_file(tmp_path / "out" / PEFT_WEIGHTS)
     stored["base_model.model.model.layers.0.mlp.experts.5.down_proj.lora_A.weight"] += 1
     save_file(stored, tmp_path / "out" / PEFT_WEIGHTS)
@@ -98,8 +100,8 @@ def base(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("base"), "qwen3")
 
 
-def trained(base, folder, **options):
-    """PEFT's folder of adapters that moved away from their start; returns the model that PEFT merges of it."""
+def save_changed_adapters(base, folder, **options):
+    """Save adapters with changed values by PEFT, and return the tensors of the model into which PEFT merges them."""
     config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     torch.manual_seed(1)
@@ -108,7 +110,7 @@ def trained(base, folder, **options):
             if "lora_" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(folder, save_embedding_layers=False)
-    # As somebody else would load it: on the base that was published.
+    # Load the adapters as a user of the folder does: beside the published base.
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     return loaded.merge_and_unload().state_dict()
 
@@ -128,7 +130,7 @@ def trained(base, folder, **options):
     ],
 )
 def test_adapters_are_merged_as_peft_merges_them(base, tmp_path, options):
-    expected = trained(base, tmp_path / "peft", **options)
+    expected = save_changed_adapters(base, tmp_path / "peft", **options)
     merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
     merged, plain = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", base))
     for name, tensor in merged.items():
@@ -138,15 +140,17 @@ def test_adapters_are_merged_as_peft_merges_them(base, tmp_path, options):
 
 
 def test_the_configuration_s_word_for_all_linears_is_read_as_it_stands(base, tmp_path):
-    expected = trained(base, tmp_path / "peft", target_modules="all-linear")
-    configured(tmp_path / "peft", target_modules="all-linear")
+    """PEFT saves the names of all linear modules. A file may have the word ``all-linear`` instead."""
+    expected = save_changed_adapters(base, tmp_path / "peft", target_modules="all-linear")
+    change_config(tmp_path / "peft", target_modules="all-linear")
     merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6)
 
 
-def configured(folder, **entries):
+def change_config(folder, **entries):
+    """Change entries of the folder's adapter_config.json."""
     path = folder / PEFT_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
@@ -155,8 +159,8 @@ def configured(folder, **entries):
     "initial", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"]
 )
 def test_adapters_of_a_changed_base_are_no_start_of_a_run(tmp_path, shape, initial):
-    written(tmp_path / "out", PLAIN, shape)
-    configured(tmp_path / "out", init_lora_weights=initial)
+    write_adapters(tmp_path / "out", PLAIN, shape)
+    change_config(tmp_path / "out", init_lora_weights=initial)
     with pytest.raises(
         CheckpointError, match=f"'{initial}'.*path_initial_model_for_weight_conversion"
     ):
@@ -165,8 +169,9 @@ def test_adapters_of_a_changed_base_are_no_start_of_a_run(tmp_path, shape, initi
 
 @pytest.mark.parametrize("initial", ["pissa_niter_4", "corda", "loftq", "lora_ga"])
 def test_a_base_that_its_weights_do_not_tell_is_not_merged(base, tmp_path, initial):
-    trained(base, tmp_path / "peft", target_modules=["q_proj"])
-    configured(tmp_path / "peft", init_lora_weights=initial)
+    """With these values PEFT changes the base, and the change cannot be computed from the base's weights."""
+    save_changed_adapters(base, tmp_path / "peft", target_modules=["q_proj"])
+    change_config(tmp_path / "peft", init_lora_weights=initial)
     with pytest.raises(CheckpointError, match=f"init_lora_weights is '{initial}'"):
         merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
     assert not (tmp_path / "out").exists()
@@ -174,8 +179,8 @@ def test_a_base_that_its_weights_do_not_tell_is_not_merged(base, tmp_path, initi
 
 @pytest.mark.parametrize("initial", [True, False, "gaussian", "eva", "orthogonal", "mica"])
 def test_adapters_beside_an_unchanged_base_are_a_start(tmp_path, shape, initial):
-    written(tmp_path / "out", PLAIN, shape)
-    configured(tmp_path / "out", init_lora_weights=initial, target_modules=r".*(q|v)_proj")
+    write_adapters(tmp_path / "out", PLAIN, shape)
+    change_config(tmp_path / "out", init_lora_weights=initial, target_modules=r".*(q|v)_proj")
     PeftReader(tmp_path / "out", PLAIN, shape).close()
 
 
@@ -189,14 +194,15 @@ def test_adapters_beside_an_unchanged_base_are_a_start(tmp_path, shape, initial)
     ],
 )
 def test_modules_that_can_not_be_adapted_are_named(tmp_path, shape, targets, words):
-    written(tmp_path / "out", PLAIN, shape)
-    configured(tmp_path / "out", target_modules=targets)
+    write_adapters(tmp_path / "out", PLAIN, shape)
+    change_config(tmp_path / "out", target_modules=targets)
     with pytest.raises(CheckpointError, match=words):
         PeftReader(tmp_path / "out", PLAIN, shape)
 
 
 def test_they_are_refused_before_the_start(tmp_path, shape):
-    written(tmp_path / "out", PLAIN, shape)
+    """The adapters in the folder have rank 4, and the run asks for rank 8."""
+    write_adapters(tmp_path / "out", PLAIN, shape)
     overrides = ["lora.rank=8", "lora.target_modules=[q_proj,v_proj]"]
     config = load_config(
         write_config(tmp_path, minimal(tmp_path)),

@@ -1,4 +1,4 @@
-"""What is added to a token's loss and what multiplies it, worked by hand: penalties and scales."""
+"""Penalties, which are added to a token's loss, and scales, which multiply it: values worked by hand."""
 
 import math
 
@@ -27,7 +27,8 @@ def test_each_penalty_gives_its_value_and_its_derivative():
 
 
 def test_penalties_by_hand_and_for_blocked_tokens_too():
-    # r = 1.5 and 0.5, both with A = 1; TV .25 blocks the first at a threshold of .2.
+    # r = 1.5 and 0.5, both with A = 1 and TV .25. The threshold .2 blocks the first token only, because its r is
+    # above 1.
     x = inputs([0.75, 0.25, 0.25], [0.5] * 3, [1.0, 1.0, 1.0], loss_mask=[True, True, False])
     grad, sums = gradient("dppo-binary-tv", x, tv_threshold=0.2, kl_coefficient=0.1)
     torch.testing.assert_close(grad, torch.tensor([0.05, -0.5 - 0.05, 0.0], dtype=torch.float64))
@@ -39,8 +40,8 @@ def test_penalties_by_hand_and_for_blocked_tokens_too():
     expected = [-1.5 + 0.2 * math.log(1.5), -0.5 + 0.2 * math.log(0.5), 0.0]
     assert grad.tolist() == pytest.approx(expected)
     both = gradient("pg-is", x, log_ratio_coefficient=0.2, kl_coefficient=0.1)[0]
-    only = gradient("pg-is", x, kl_coefficient=0.1)[0] - gradient("pg-is", x)[0]
-    torch.testing.assert_close(both, grad + only)
+    kl_part = gradient("pg-is", x, kl_coefficient=0.1)[0] - gradient("pg-is", x)[0]
+    torch.testing.assert_close(both, grad + kl_part)
     assert "loss/penalty" not in gradient("pg-is", x)[1].metrics.values()
 
 
@@ -49,9 +50,9 @@ def test_a_scale_multiplies_value_and_gradient_of_each_token_but_not_the_metrics
     algorithm = build_algorithm("pg-is", {"kl_coefficient": 0.1})
     plain = policy_loss(algorithm, x)
     scaled = policy_loss(algorithm, x, torch.tensor([2.0, 0.0], dtype=torch.float64))
-    first = torch.autograd.grad(plain.loss, x.log_probs)[0]
+    plain_grad = torch.autograd.grad(plain.loss, x.log_probs)[0]
     (grad,) = torch.autograd.grad(scaled.loss, x.log_probs)
-    torch.testing.assert_close(grad, first * torch.tensor([2.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(grad, plain_grad * torch.tensor([2.0, 0.0], dtype=torch.float64))
     assert scaled.loss.item() == pytest.approx(2 * (-1.5 + 0.1 * (0.5 - math.log(1.5))))
     assert scaled.metrics.values() == plain.metrics.values()
     single = inputs([0.5], [0.5], [1.0], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Who runs where, by hand."""
+"""The placement of ranks, servers and router on hosts: examples worked by hand."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ def hosts(count: int, devices: int | None = 8) -> Allocation:
 
 
 def servers_of(placement) -> list[tuple[str, int, int]]:
+    """Return the host, the first device and the number of devices of each server."""
     return [(s.host.name, s.first_device, s.devices) for s in placement.servers]
 
 
 def test_half_the_nodes_train_and_half_generate():
-    found = place(Roles(16, 8, 2, router=True), hosts(4))
-    assert [(r.rank, r.host.name, r.device) for r in found.ranks[7:10]] == [
+    placement = place(Roles(16, 8, 2, router=True), hosts(4))
+    assert [(r.rank, r.host.name, r.device) for r in placement.ranks[7:10]] == [
         (7, "n1", 7),
         (8, "n2", 0),
         (9, "n2", 1),
     ]
-    assert servers_of(found) == [(n, d, 2) for n in ("n3", "n4") for d in (0, 2, 4, 6)]
-    assert [s.port for s in found.servers] == list(range(21003, 21011))
-    assert (found.master_address, found.master_port) == ("10.0.0.1", 21000)
-    assert found.router is not None
-    assert (found.router.host.name, found.router.port, found.router.metrics_port) == (
+    assert servers_of(placement) == [(n, d, 2) for n in ("n3", "n4") for d in (0, 2, 4, 6)]
+    assert [s.port for s in placement.servers] == list(range(21003, 21011))
+    assert (placement.master_address, placement.master_port) == ("10.0.0.1", 21000)
+    assert placement.router is not None
+    assert (placement.router.host.name, placement.router.port, placement.router.metrics_port) == (
         "n1",
         21001,
         21002,
     )
-    assert {place.port_step for place in (found.router, *found.servers)} == {11}
-    assert found.unused == ()
-    assert [h.name for h in found.rank_hosts] == ["n1", "n2"]
-    assert found.ranks_per_host == 8
+    assert {process.port_step for process in (placement.router, *placement.servers)} == {11}
+    assert placement.unused == ()
+    assert [h.name for h in placement.rank_hosts] == ["n1", "n2"]
+    assert placement.ranks_per_host == 8
 
 
 def test_one_node_is_shared_and_a_whole_one_is_spare():
-    found = place(Roles(4, 2, 2), hosts(2))
-    assert servers_of(found) == [("n1", 4, 2), ("n1", 6, 2)]
-    assert [host.name for host in found.unused] == ["n2"]
-    assert found.router is None
+    placement = place(Roles(4, 2, 2), hosts(2))
+    assert servers_of(placement) == [("n1", 4, 2), ("n1", 6, 2)]
+    assert [host.name for host in placement.unused] == ["n2"]
+    assert placement.router is None
 
 
 def test_a_server_is_not_cut_in_two_by_the_end_of_a_host():
@@ -60,18 +61,18 @@ def test_a_server_is_not_cut_in_two_by_the_end_of_a_host():
 
 
 def test_a_server_larger_than_a_host_takes_all_devices_of_several():
-    found = place(Roles(12 - 4, 2, 16, router=True), hosts(5))
-    names = [[host.name for host in server.hosts] for server in found.servers]
+    placement = place(Roles(12 - 4, 2, 16, router=True), hosts(5))
+    names = [[host.name for host in server.hosts] for server in placement.servers]
     assert names == [["n2", "n3"], ["n4", "n5"]]
-    assert servers_of(found) == [("n2", 0, 8), ("n4", 0, 8)]
-    assert [(s.port, s.meeting_port, s.port_step) for s in found.servers] == [
+    assert servers_of(placement) == [("n2", 0, 8), ("n4", 0, 8)]
+    assert [(s.port, s.meeting_port, s.port_step) for s in placement.servers] == [
         (21003, 21004, 7),
         (21005, 21006, 7),
     ]
-    assert found.router.port_step == 7
-    assert [host.name for host in found.server_hosts] == ["n2", "n3", "n4", "n5"]
-    assert found.unused == ()
-    assert found.table().splitlines()[3:5] == [
+    assert placement.router.port_step == 7
+    assert [host.name for host in placement.server_hosts] == ["n2", "n3", "n4", "n5"]
+    assert placement.unused == ()
+    assert placement.table().splitlines()[3:5] == [
         "n2    engine0    0-7      10.0.0.2:21003",
         "n3    engine0    0-7      10.0.0.3",
     ]
@@ -86,10 +87,10 @@ def test_a_server_larger_than_a_host_begins_on_a_host_of_its_own():
 
 
 def test_slots_of_hosts_without_gpus():
-    found = place(Roles(2, 2), hosts(4, 1))
-    assert [r.host.name for r in found.ranks] == ["n1", "n2"]
-    assert [r.device for r in found.ranks] == [0, 0]
-    assert servers_of(found) == [("n3", 0, 1), ("n4", 0, 1)]
+    placement = place(Roles(2, 2), hosts(4, 1))
+    assert [r.host.name for r in placement.ranks] == ["n1", "n2"]
+    assert [r.device for r in placement.ranks] == [0, 0]
+    assert servers_of(placement) == [("n3", 0, 1), ("n4", 0, 1)]
 
 
 def test_servers_may_share_the_ranks_devices():
@@ -100,8 +101,8 @@ def test_servers_may_share_the_ranks_devices():
 
 
 def test_a_port_of_the_configuration_is_kept():
-    found = place(Roles(8, 2, port=9000), hosts(2))
-    assert [(s.port, s.port_step) for s in found.servers] == [(9000, 0), (9001, 0)]
+    placement = place(Roles(8, 2, port=9000), hosts(2))
+    assert [(s.port, s.port_step) for s in placement.servers] == [(9000, 0), (9001, 0)]
 
 
 @pytest.mark.parametrize(
@@ -180,10 +181,10 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
 def test_a_machine_without_gpus_takes_everything(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
     machine = Machine(cores=2, gpus=0, memory_bytes=2**33, open_files=1024)
-    found = local_placement(15, ServerSections.of(settings), machine)
-    assert len(found.ranks) == 15
-    assert found.router is not None
-    assert [s.port for s in found.servers] == [None, None]
+    placement = local_placement(15, ServerSections.of(settings), machine)
+    assert len(placement.ranks) == 15
+    assert placement.router is not None
+    assert [s.port for s in placement.servers] == [None, None]
 
 
 def two_groups(first: int, second: int, devices: int = 8) -> Allocation:
@@ -194,10 +195,10 @@ def two_groups(first: int, second: int, devices: int = 8) -> Allocation:
 
 
 def test_servers_of_a_heterogeneous_job_take_its_second_group():
-    found = place(Roles(4, 2, 4), two_groups(1, 1))
-    assert [rank.host.name for rank in found.ranks] == ["n1"] * 4
-    assert servers_of(found) == [("n2", 0, 4), ("n2", 4, 4)]
-    assert [server.host.group for server in found.servers] == [1, 1]
+    placement = place(Roles(4, 2, 4), two_groups(1, 1))
+    assert [rank.host.name for rank in placement.ranks] == ["n1"] * 4
+    assert servers_of(placement) == [("n2", 0, 4), ("n2", 4, 4)]
+    assert [server.host.group for server in placement.servers] == [1, 1]
 
 
 def test_what_does_not_fit_a_heterogeneous_job():
@@ -227,8 +228,8 @@ def test_servers_that_generate_beside_training_keep_a_core_each(
 def test_ranks_share_the_cores_that_they_are_given(tmp_path, monkeypatch, cores, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     outputs = [tmp_path / "rank0.out", tmp_path / "rank1.out"]
-    say = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    group = RankGroup([sys.executable, "-c", say], outputs, 1, cores=cores)
+    code = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    group = RankGroup([sys.executable, "-c", code], outputs, 1, cores=cores)
     group.start()
     while None in group.codes():
         time.sleep(0.01)
@@ -236,10 +237,10 @@ def test_ranks_share_the_cores_that_they_are_given(tmp_path, monkeypatch, cores,
 
 
 def test_ranks_have_ended_only_without_an_error(tmp_path):
-    """A rank may fail between the supervisor's look at failures and its look at the end."""
+    """A rank may fail after the supervisor looked for failures, and before it checks whether the ranks have ended."""
     outputs = [tmp_path / "rank0.out", tmp_path / "rank1.out"]
-    fails = "import os; raise SystemExit(int(os.environ['RANK']))"
-    group = RankGroup([sys.executable, "-c", fails], outputs, 1)
+    code = "import os; raise SystemExit(int(os.environ['RANK']))"
+    group = RankGroup([sys.executable, "-c", code], outputs, 1)
     group.start()
     while None in group.codes():
         time.sleep(0.01)

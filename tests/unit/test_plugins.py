@@ -1,4 +1,4 @@
-"""Entry points: what this package registers, and a package of a user's own, installed for the test."""
+"""Entry points: those of this package, and those of a user's package that the tests install."""
 
 import os
 import shutil
@@ -77,8 +77,8 @@ def test_a_command_of_another_package_runs(environment, tmp_path):
         for k, tokens in enumerate((4, 9, 6))
     ]
     StepLines(tmp_path / SAMPLES_FILE, 0).write(lines)
-    done = run(environment, "lengths", str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "step 3: 4 to 9 tokens, median 6\n")
+    result = run(environment, "lengths", str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, "step 3: 4 to 9 tokens, median 6\n")
 
 
 def test_a_start_finds_the_parts_of_another_package(environment, tmp_path):
@@ -86,11 +86,11 @@ def test_a_start_finds_the_parts_of_another_package(environment, tmp_path):
     words = ["train", str(config), "--check"]
     parts = ["reward.name=brief", "environment.name=guess", "tracking.trackers=[csv]"]
     turns = ["environment.max_turns=2", "environment.max_observation_tokens=8"]
-    done = run(environment, *words, *parts, *turns)
-    assert done.returncode == 0, done.stderr
-    assert "GiB free in" in done.stdout
-    without = {**environment, "PYTHONPATH": str(ROOT)}
-    done = run(without, *words, *parts, *turns)
-    assert done.returncode == 2
+    result = run(environment, *words, *parts, *turns)
+    assert result.returncode == 0, result.stderr
+    assert "GiB free in" in result.stdout
+    bare_environment = {**environment, "PYTHONPATH": str(ROOT)}
+    result = run(bare_environment, *words, *parts, *turns)
+    assert result.returncode == 2
     for name in ("brief", "guess", "csv"):
-        assert f"{name!r}" in done.stderr
+        assert f"{name!r}" in result.stderr

@@ -57,8 +57,8 @@ def test_drpo_gradient_is_that_of_its_published_loss():
     ratio = (x.log_probs - x.rollout_log_probs).exp()
     mu = x.rollout_log_probs.exp()
     a = x.advantages
-    published = (-a * ratio + a.abs() * mu * (ratio - 1) ** 2 / (2 * delta)).sum()
-    (expected,) = torch.autograd.grad(published, x.log_probs)
+    published_loss = (-a * ratio + a.abs() * mu * (ratio - 1) ** 2 / (2 * delta)).sum()
+    (expected,) = torch.autograd.grad(published_loss, x.log_probs)
     torch.testing.assert_close(gradient("drpo", x, penalty_threshold=delta), expected)
     # |pi - mu| = .25 is beyond delta = .2: outward updates are reversed, inward ones amplified.
     assert (expected * a > 0).tolist() == [True, False, False, True]
@@ -66,7 +66,7 @@ def test_drpo_gradient_is_that_of_its_published_loss():
 
 def test_gspo_weighs_and_clips_whole_sequences():
     ids = torch.tensor([0, 0, 1, 1])
-    # s = sqrt(1.5 * 1/1.5) = 1 and s = sqrt(2 * 2) = 2
+    # The sequences' geometric mean ratios: s = sqrt(1.5 * 1/1.5) = 1 and s = sqrt(2 * 2) = 2.
     x = inputs(
         [0.75, 0.4, 0.2, 0.2], [0.5, 0.6, 0.1, 0.1], [1.0, 1.0, -1.0, -1.0], sequence_ids=ids
     )
@@ -105,9 +105,12 @@ def test_all_rows_blocked_still_has_a_gradient_path():
 
 
 def complete_inputs(tokens=24, k=5, seed=0):
-    """Random tokens of four sequences with everything that any preset may ask for."""
+    """Return random tokens of four sequences, with every input that a preset may need."""
     g = torch.Generator().manual_seed(seed)
-    uniform = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
     mu = uniform(tokens, 12).log_softmax(-1)
     pi = (mu + 2 * uniform(tokens, 12)).log_softmax(-1)
     a = torch.randint(0, 12, (tokens,), generator=g)
@@ -132,7 +135,8 @@ def complete_inputs(tokens=24, k=5, seed=0):
     )
 
 
-def part(x, rows):
+def select_rows(x, rows):
+    """Return the inputs of some rows. Their sequence ids begin at 0."""
     values = {}
     for name in x.__dataclass_fields__:
         value = getattr(x, name)
@@ -142,16 +146,19 @@ def part(x, rows):
     return TokenInputs(**values)
 
 
-WIDE = {"trm-mean": {"mean_k3": 0.1}, "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1}}
-"""Masks that block all of the random tokens at their own numbers, and others at which they don't."""
+WIDER_MASKS = {
+    "trm-mean": {"mean_k3": 0.1},
+    "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1},
+}
+"""Options of presets whose masks block all of the random tokens by default. With these options they do not."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_gives_sums_that_do_not_depend_on_micro_batching(name):
-    x, algorithm = complete_inputs(), build_algorithm(name, WIDE.get(name))
+    x, algorithm = complete_inputs(), build_algorithm(name, WIDER_MASKS.get(name))
     whole = policy_loss(algorithm, x)
     (expected,) = torch.autograd.grad(whole.loss, x.log_probs)
-    pieces = [policy_loss(algorithm, part(x, rows)) for rows in (slice(0, 6), slice(6, 24))]
+    pieces = [policy_loss(algorithm, select_rows(x, rows)) for rows in (slice(0, 6), slice(6, 24))]
     (grad,) = torch.autograd.grad(pieces[0].loss + pieces[1].loss, x.log_probs)
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-14)
     merged = (pieces[0].metrics + pieces[1].metrics).values()
@@ -162,12 +169,12 @@ def test_every_preset_gives_sums_that_do_not_depend_on_micro_batching(name):
 
 
 def test_metrics_worked_by_hand():
-    # r = 2, 0.2, 1; gaps .25, -.6, 0; the first is blocked by TV .2, the second by both.
+    # r = 2, 0.2, 1; gaps .25, -.6, 0. Both DPPO and PPO's clip block the first two tokens.
     x = inputs([0.5, 0.15, 0.4, 0.9], [0.25, 0.75, 0.4, 0.1], [1.0, -1.0, 1.0, 5.0],
                loss_mask=[True, True, True, False],
                entropy=torch.tensor([1.0, 2.0, 3.0, 9.0], dtype=torch.float64))  # fmt: skip
     metrics = policy_loss(build_algorithm("dppo-binary-tv", {"ratio_cap": 1.5}), x).metrics.values()
-    shown = means(metrics)
+    recorded = means(metrics)
     expected = {
         "policy/tokens": 3, "policy/abs_prob_gap": 0.85 / 3, "policy/prob_gap": -0.35 / 3,
         "policy/prob_gap_max": 0.25, "policy/prob_gap_min": -0.6, "policy/ratio_max": 2.0,
@@ -177,12 +184,12 @@ def test_metrics_worked_by_hand():
         "policy/entropy": 2.0, "mask/ppo_only": 0.0, "mask/dppo_only": 0.0, "loss/mean": -1 / 3,
         "policy/kl": (1 - math.log(2) - 0.8 - math.log(0.2)) / 3, "mask/nonfinite": 0,
     }  # fmt: skip
-    assert shown == pytest.approx(expected)
+    assert recorded == pytest.approx(expected)
     prefixes = ("policy/", "mask/", "loss/", "reference/")
-    of_the_loss = {row.recorded_as or n for n, row in METRICS.items() if n.startswith(prefixes)}
-    of_the_loss -= {GAP_STALE}
-    of_others = {"policy/topk_mass", "loss/penalty", "reference/kl", "reference/clamped"}
-    assert set(shown) | of_others == of_the_loss
+    loss_metrics = {row.recorded_as or n for n, row in METRICS.items() if n.startswith(prefixes)}
+    loss_metrics -= {GAP_STALE}
+    optional = {"policy/topk_mass", "loss/penalty", "reference/kl", "reference/clamped"}
+    assert set(recorded) | optional == loss_metrics
 
 
 def test_counts_at_their_boundaries():
@@ -191,14 +198,15 @@ def test_counts_at_their_boundaries():
     algorithm = build_algorithm("pg-tis", {"ratio_cap": 1.0})
     metrics = policy_loss(algorithm, x).metrics.values()
     assert (metrics["mask/tokens_positive"], metrics["mask/tokens_negative"]) == (2, 2)
-    assert metrics["policy/bad_update"] == 1  # not the small drop, nor the rewarded token's
+    # Neither the drop of .1 nor the drop with A > 0 is a bad update.
+    assert metrics["policy/bad_update"] == 1
     assert metrics["mask/cap_hit"] == 0  # r = 1 is the cap, not above it
 
 
 def test_no_tokens_at_all_leave_the_extremes_of_others():
     empty = torch.empty(0, dtype=torch.float64, requires_grad=True)
-    none = TokenInputs(empty, empty.detach(), empty.detach(), empty.bool())
-    metrics = policy_loss(build_algorithm("pg-is"), none).metrics.values()
+    no_tokens = TokenInputs(empty, empty.detach(), empty.detach(), empty.bool())
+    metrics = policy_loss(build_algorithm("pg-is"), no_tokens).metrics.values()
     assert metrics["policy/prob_gap_max"] == metrics["policy/ratio_max"] == -math.inf
     assert metrics["policy/prob_gap_min"] == math.inf
     assert metrics["policy/tokens"] == 0
@@ -215,7 +223,9 @@ def test_the_clip_that_every_mask_is_compared_with_is_clip_higher():
     # r = 0.75 and 0.85 with A < 0; 1.25 and 1.3 with A > 0, which DPPO does not block.
     x = inputs([0.15, 0.17, 0.25, 0.26], [0.2] * 4, [-1.0, -1.0, 1.0, 1.0])
     for rows, blocked in ((slice(0, 1), 1), (slice(1, 2), 0), (slice(2, 3), 0), (slice(3, 4), 1)):
-        metrics = policy_loss(build_algorithm("dppo-binary-tv"), part(x, rows)).metrics.values()
+        metrics = policy_loss(
+            build_algorithm("dppo-binary-tv"), select_rows(x, rows)
+        ).metrics.values()
         assert metrics["mask/ppo_only"] == blocked
 
 
@@ -240,8 +250,9 @@ def test_one_vector_carries_sums_and_extremes_of_all_ranks():
         MetricSums({"s": torch.tensor(float(r + 1))}, {"hi": torch.tensor(-3.0 - r)}, {"lo": torch.tensor(2.0 + r)})
         for r in range(3)
     ]  # fmt: skip
-    nothing = {"s": 0.0}, {"hi": -math.inf}, {"lo": math.inf}
-    ranks.append(MetricSums(*({n: torch.tensor(v) for n, v in part.items()} for part in nothing)))
+    # A rank without tokens.
+    smallest, largest = torch.tensor(-math.inf), torch.tensor(math.inf)
+    ranks.append(MetricSums({"s": torch.tensor(0.0)}, {"hi": smallest}, {"lo": largest}))
     total = sum(m.to_vector(r, 4) for r, m in enumerate(ranks))
     reduced = MetricSums.from_vector(ranks[0].names, total, 4)
     assert reduced.values() == {"s": 6.0, "hi": -3.0, "lo": 2.0}
@@ -276,14 +287,15 @@ def test_sums_of_float32_losses_are_float64():
 
 
 def test_the_mass_of_float32_entries_is_summed_in_float64():
-    """Each of 24 tokens has 1 and five times 2^-26 in its Top-K, which float32 would lose."""
+    """Each token's Top-K has the probability 1 once and 2^-26 four times, which a float32 sum would lose. The last of
+    the six columns is the sampled token's, which the mass leaves out."""
     x = complete_inputs()
     entries = torch.full((24, 6), -26 * math.log(2))
     entries[:, 0] = 0.0
-    floats = {
+    float32_inputs = {
         n: getattr(x, n).float() for n in ("log_probs", "rollout_log_probs", "topk_log_probs")
     }
-    x = replace(x, **floats, rollout_topk_log_probs=entries.float(), entropy=None)
+    x = replace(x, **float32_inputs, rollout_topk_log_probs=entries.float(), entropy=None)
     sums = policy_loss(build_algorithm("dppo-topk-tv"), x).metrics.sums
     assert {value.dtype for value in sums.values()} == {torch.float64}
     mean = float(sums["policy/topk_mass"]) / int(x.loss_mask.sum())

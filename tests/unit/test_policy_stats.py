@@ -1,4 +1,4 @@
-"""policy_stats on one rank: against the dense float64 twin, for every backend and dtype."""
+"""policy_stats on one rank, compared with its dense float64 twin for every backend and dtype."""
 
 import contextlib
 import math
@@ -25,13 +25,14 @@ CASES.append(("eager", torch.float64))
 
 
 def problem(dtype, seed=0, spread=3.0):
+    """Return logits, sampled ids, Top-K ids and weights of the tokens in a loss."""
     g = torch.Generator().manual_seed(seed)
     logits = (torch.randn(T, COLUMNS, generator=g, dtype=torch.float64) * spread).to(dtype)
     logits[:, V:] = 50.0  # padding must not count
     ids = torch.randint(0, V, (T,), generator=g)
     topk = torch.randint(0, V, (T, K), generator=g)
-    topk[:, 1] = ids  # the sampled token inside the Top-K, not first, and
-    topk[:, 2] = ids  # twice
+    topk[:, 1] = ids  # the Top-K has the sampled token, not in the first place,
+    topk[:, 2] = ids  # and has it twice
     topk[3, 3] = -1
     weights = torch.randn(2, T, generator=g, dtype=torch.float64)
     weights[:, ::4] = 0
@@ -44,19 +45,19 @@ def loss_of(stats, weights):
 
 
 def test_the_dense_twin_by_hand():
-    """p = 1/2, 1/4, 1/4 and 0 at temperature 2, and a column of padding; id -1 stands for none."""
+    """At temperature 2, p is 1/2, 1/4, 1/4 and 0. The last column is padding, and the Top-K id -1 means no id."""
     logits = 2 * torch.tensor([[0.5, 0.25, 0.25, 0.0, 99.0]]).log()
-    given = {"vocab_size": 4, "temperature": 2.0}
+    options = {"vocab_size": 4, "temperature": 2.0}
     twin = dense_policy_stats(
         logits, torch.tensor([2]), topk_ids=torch.tensor([[0, 3, -1]]), with_entropy=True,
-        with_squares=True, **given
+        with_squares=True, **options
     )  # fmt: skip
     assert twin.log_probs.tolist() == pytest.approx([math.log(0.25)])
     assert twin.topk_log_probs.tolist() == [pytest.approx([math.log(0.5), -math.inf, -math.inf])]
     assert twin.entropy.tolist() == pytest.approx([1.5 * math.log(2)])
     assert twin.sum_squares.tolist() == pytest.approx([1 / 4 + 2 / 16])
     assert twin.fault_counts.tolist() == [0, 0, 0]
-    plain = dense_policy_stats(logits, torch.tensor([2]), **given)
+    plain = dense_policy_stats(logits, torch.tensor([2]), **options)
     assert (plain.topk_log_probs, plain.entropy, plain.sum_squares) == (None, None, None)
 
 
@@ -73,16 +74,16 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     twin_leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(twin_leaf, ids, **options)
 
-    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
-    torch.testing.assert_close(stats.log_probs.double(), twin.log_probs, **close)
-    torch.testing.assert_close(stats.topk_log_probs.double(), twin.topk_log_probs, **close)
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
+    torch.testing.assert_close(stats.log_probs.double(), twin.log_probs, **tolerance)
+    torch.testing.assert_close(stats.topk_log_probs.double(), twin.topk_log_probs, **tolerance)
     assert stats.topk_log_probs[3, 3] == -math.inf
     if with_entropy:
-        torch.testing.assert_close(stats.entropy.double(), twin.entropy, **close)
+        torch.testing.assert_close(stats.entropy.double(), twin.entropy, **tolerance)
     assert (stats.sum_squares is not None) == with_squares
     if with_squares:
         assert not stats.sum_squares.requires_grad
-        relative = {"rtol": close["atol"], "atol": 0}
+        relative = {"rtol": tolerance["atol"], "atol": 0}
         torch.testing.assert_close(stats.sum_squares.double(), twin.sum_squares, **relative)
 
     loss_of(stats, weights).backward()
@@ -96,7 +97,7 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
 
 
 def loss_at_ids(stats, weights, topk):
-    """Of random weights at every id of the Top-K, in some rows of a sum that is 0, in others of no gradient at all."""
+    """Return a loss with random weights at all Top-K ids. The weights of row 1 sum to 0; every fourth row has none."""
     g = torch.Generator().manual_seed(9)
     at_ids = torch.randn(T, K, generator=g, dtype=torch.float64)
     at_ids[1] -= (at_ids[1].sum() + weights[0, 1]) / K
@@ -110,7 +111,7 @@ def loss_at_ids(stats, weights, topk):
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_a_gradient_flows_through_every_id(backend, dtype, with_entropy, temperature):
     logits, ids, topk, weights = problem(dtype)
-    logits[2, ids[2]] = 40.0  # p is 1 but for 1e-13: 1 - p is no difference of two numbers
+    logits[2, ids[2]] = 40.0  # 1 - p is tiny here, and must not be computed as a difference
     options = {"vocab_size": V, "temperature": temperature, "topk_ids": topk,
                "with_entropy": with_entropy}  # fmt: skip
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
@@ -122,7 +123,7 @@ def test_a_gradient_flows_through_every_id(backend, dtype, with_entropy, tempera
     assert (leaf.grad[::4] == 0).all()
     at_ids = topk.clamp(min=0)
     difference = leaf.grad.double().gather(1, at_ids) - exact.grad.gather(1, at_ids)
-    # Each of them was rounded once.
+    # Each of these elements was rounded once.
     rounding = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2.01**-8}[dtype]
     assert (difference.abs() <= rounding * exact.grad.gather(1, at_ids).abs() + 1e-6).all()
 
@@ -133,7 +134,7 @@ def test_a_bfloat16_gradient_is_rounded_to_the_nearest(backend):
 
 
 def bfloat16_gradients(backend):
-    """Of the same logits: as the backend gives it, and exact."""
+    """Return the backend's gradient and the exact gradient, both by the same logits."""
     logits, ids, _, weights = problem(torch.bfloat16)
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     loss_of(policy_stats(leaf, ids, vocab_size=V, backend=backend), weights).backward()
@@ -142,11 +143,11 @@ def bfloat16_gradients(backend):
 
 
 def rounding_of(gradient, exact):
-    """Largest error of an element, in halves of its last place: 1 where it is rounded, 2 where it is cut off."""
-    half = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 9)
-    counted = exact.abs() > 1e-30
-    assert counted.any()
-    return ((gradient.double() - exact).abs() / half)[counted].max()
+    """Return the largest error in halves of an element's last place: up to 1 by rounding, up to 2 by truncation."""
+    half_place = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 9)
+    is_counted = exact.abs() > 1e-30
+    assert is_counted.any()
+    return ((gradient.double() - exact).abs() / half_place)[is_counted].max()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -161,22 +162,22 @@ def test_gradcheck(with_entropy):
         )
         return (stats.log_probs, stats.entropy) if with_entropy else stats.log_probs
 
-    # gradcheck goes back several times, and the first one writes over the logits: each is given its own.
-    anew = partial(checkpoint, function, use_reentrant=False)
-    assert torch.autograd.gradcheck(anew, (logits,))
+    # gradcheck calls backward several times, and each call overwrites the logits. So each call recomputes them.
+    recompute = partial(checkpoint, function, use_reentrant=False)
+    assert torch.autograd.gradcheck(recompute, (logits,))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_values_worked_by_hand(backend, dtype):
-    # p = (1/4, 1/2, 1/4): log p and H = 3/2 log 2; dH/dz = -p (log p + H), in units of log 2.
+    # p = (1/4, 1/2, 1/4), so H = 3/2 log 2 and dH/dz = -p (log p + H).
     leaf = torch.tensor([[0.0, math.log(2), 0.0]]).to(dtype).requires_grad_()
     stats = policy_stats(leaf, torch.tensor([1]), vocab_size=3, with_entropy=True, backend=backend)
-    near = {"rel": 2e-3 if dtype == torch.bfloat16 else 1e-6}
-    assert stats.log_probs.item() == pytest.approx(-math.log(2), **near)
-    assert stats.entropy.item() == pytest.approx(1.5 * math.log(2), **near)
+    tolerance = {"rel": 2e-3 if dtype == torch.bfloat16 else 1e-6}
+    assert stats.log_probs.item() == pytest.approx(-math.log(2), **tolerance)
+    assert stats.entropy.item() == pytest.approx(1.5 * math.log(2), **tolerance)
     (stats.log_probs + stats.entropy).sum().backward()
-    h = math.log(2)
-    expected = [-0.25 + 0.125 * h, 0.5 - 0.25 * h, -0.25 + 0.125 * h]
+    log2 = math.log(2)
+    expected = [-0.25 + 0.125 * log2, 0.5 - 0.25 * log2, -0.25 + 0.125 * log2]
     assert leaf.grad[0].tolist() == pytest.approx(
         expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6
     )
@@ -185,9 +186,9 @@ def test_values_worked_by_hand(backend, dtype):
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_minus_infinity_certainty_and_far_tails(backend, dtype):
     logits = torch.full((4, 3000), -math.inf).to(dtype)
-    logits[0, 1] = 5.0  # certain
+    logits[0, 1] = 5.0  # the only token of the row
     logits[1, :2] = torch.tensor([0.0, -30.0])  # log-prob -30
-    logits[2, 2999] = -200.0  # the only one, and far below 0
+    logits[2, 2999] = -200.0  # the only token, with a logit far below 0
     logits[3, [0, 2500]] = torch.tensor([1000.0, 1000.0]).to(dtype)
     ids = torch.tensor([1, 1, 2999, 2500])
     leaf = logits.clone().requires_grad_()
@@ -236,7 +237,7 @@ def test_rows_without_a_gradient_are_not_read(backend, with_entropy):
     logits, ids, _, weights = problem(torch.float32)
     leaf = logits.clone().requires_grad_()
     stats = policy_stats(leaf, ids, vocab_size=V, backend=backend, with_entropy=with_entropy)
-    leaf.data[::4] = math.nan  # whoever reads these rows makes NaN of them
+    leaf.data[::4] = math.nan  # a backward pass that reads these rows returns NaN
     loss_of(stats, weights).backward()
     assert (leaf.grad[::4] == 0).all()
 
@@ -276,35 +277,35 @@ def test_a_vocabulary_of_one_token_is_certain_of_it():
 
 
 def test_eager_blocks_hold_at_most_their_bytes_on_a_cpu_and_a_sixteenth_elsewhere(monkeypatch):
-    def steps(rows, columns, device="cpu"):
+    def block_ranges(rows, columns, device="cpu"):
         blocks = backends._blocks(torch.empty(rows, columns, device=device))
         return [(block.start, block.stop) for block in blocks]
 
     monkeypatch.setattr(backends, "BLOCK_BYTES", 36)  # three rows of three float32
-    assert steps(7, 3) == [(0, 3), (3, 6), (6, 7)]
-    assert steps(2, 10) == [(0, 1), (1, 2)]
-    assert steps(18, 0) == [(0, 9), (9, 18)]
-    assert steps(33, 3, "meta") == [(at, min(at + 2, 33)) for at in range(0, 33, 2)]
-    assert steps(30, 3, "meta") == [(at, at + 1) for at in range(30)]
-    assert steps(2, 3, "meta") == [(0, 1), (1, 2)]
+    assert block_ranges(7, 3) == [(0, 3), (3, 6), (6, 7)]
+    assert block_ranges(2, 10) == [(0, 1), (1, 2)]
+    assert block_ranges(18, 0) == [(0, 9), (9, 18)]
+    assert block_ranges(33, 3, "meta") == [(at, min(at + 2, 33)) for at in range(0, 33, 2)]
+    assert block_ranges(30, 3, "meta") == [(at, at + 1) for at in range(30)]
+    assert block_ranges(2, 3, "meta") == [(0, 1), (1, 2)]
 
 
 def test_vocabulary_order_does_not_matter():
     logits, ids, topk, _ = problem(torch.float32)
     order = torch.randperm(V, generator=torch.Generator().manual_seed(1))
-    place = torch.empty(V, dtype=torch.int64)
-    place[order] = torch.arange(V)
+    position = torch.empty(V, dtype=torch.int64)
+    position[order] = torch.arange(V)
     topk = topk.clamp(min=0)
     plain = policy_stats(logits, ids, vocab_size=V, topk_ids=topk, with_entropy=True)
-    moved = policy_stats(
+    permuted = policy_stats(
         logits[:, order].contiguous(),
-        place[ids],
+        position[ids],
         vocab_size=V,
-        topk_ids=place[topk],
+        topk_ids=position[topk],
         with_entropy=True,
     )
     for name in ("log_probs", "topk_log_probs", "entropy"):
-        torch.testing.assert_close(getattr(plain, name), getattr(moved, name), rtol=0, atol=2e-6)
+        torch.testing.assert_close(getattr(plain, name), getattr(permuted, name), rtol=0, atol=2e-6)
 
 
 def test_no_tokens_and_no_gradient():
@@ -389,10 +390,10 @@ def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend)
 
 
 def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, caplog):
-    def failing():
+    def fail_build():
         raise kernels.KernelBuildError("not found on PATH: g++")
 
-    monkeypatch.setattr(backends, "load_kernels", failing)
+    monkeypatch.setattr(backends, "load_kernels", fail_build)
     backends._build_failure.cache_clear()
     try:
         assert choose(torch.zeros(1, 4)) is BACKENDS["eager"]
@@ -422,7 +423,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_a_nearly_certain_token_is_known_relative_to_its_rest(backend, dtype, with_entropy, gap):
-    """log p of -5e-1 to -1e-24: p has a relative error of 1e-7 where 1 - p would have one of 1 and more."""
+    """log p is between -5e-1 and -1e-24. Computed as the logarithm of a rounded p it would lose all its digits."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     ids = torch.tensor([0, 299, 77])
     logits[torch.arange(3), ids] = gap
@@ -440,16 +441,16 @@ def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dt
     """V = 130 as 4 x 128: the third and fourth ranks hold no token of the vocabulary."""
     g = torch.Generator().manual_seed(0)
     logits, kernel = torch.randn(3, 128, generator=g).to(dtype), BACKENDS[backend]
-    nowhere = torch.full((3, 2), -1)
-    lse, plogp, squares, owned = kernel.forward(logits, 0, 1.0, nowhere, with_entropy, True)
+    no_ids = torch.full((3, 2), -1)
+    lse, plogp, squares, owned = kernel.forward(logits, 0, 1.0, no_ids, with_entropy, True)
     assert squares.tolist() == [0.0] * 3
     assert lse.tolist() == [-math.inf] * 3
     assert not with_entropy or plogp.tolist() == [0.0] * 3
     assert (owned == 0).all()
-    one = torch.ones(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    known = (one, one.double()) if with_entropy else (None, None)
+    ones = torch.ones(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    entropy_inputs = (ones, ones.double()) if with_entropy else (None, None)
     gradient = RowGradient(
-        torch.ones(3, dtype=torch.float64), nowhere[:, 0].contiguous(), one, *known
+        torch.ones(3, dtype=torch.float64), no_ids[:, 0].contiguous(), ones, *entropy_inputs
     )
     out = torch.full_like(logits, 7.0)
     kernel.backward(logits, 0, 1.0, gradient, out)
@@ -458,28 +459,28 @@ def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dt
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_a_shard_without_mass_in_a_row_adds_nothing_to_it(backend, dtype):
-    """Another rank's columns hold all of row 0; row 1 has log(e^0 + e^0) here."""
+    """Another rank's columns have all the mass of row 0. Of row 1, this shard has e^0 + e^0."""
     logits = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0]]).to(dtype)
-    nowhere = torch.full((2, 1), -1)
-    lse, plogp, squares, _ = BACKENDS[backend].forward(logits, 2, 1.0, nowhere, True, True)
+    no_ids = torch.full((2, 1), -1)
+    lse, plogp, squares, _ = BACKENDS[backend].forward(logits, 2, 1.0, no_ids, True, True)
     assert squares.tolist() == pytest.approx([0.0, 0.5])
     assert lse.tolist() == pytest.approx([-math.inf, math.log(2)])
     assert plogp.tolist() == pytest.approx([0.0, -math.log(2)])
 
 
 def test_a_token_too_rare_to_change_the_sum_still_has_entropy():
-    """z = (0, -50): 1 + e^-50 rounds to 1, and p log p of the second is -50 e^-50."""
+    """For z = (0, -50), 1 + e^-50 rounds to 1, but p log p of the second token is -50 e^-50."""
     logits = torch.tensor([[0.0, -50.0]], dtype=torch.float64)
-    nowhere = torch.full((1, 1), -1)
-    _, plogp, *_ = BACKENDS["eager"].forward(logits, 2, 1.0, nowhere, True)
+    no_ids = torch.full((1, 1), -1)
+    _, plogp, *_ = BACKENDS["eager"].forward(logits, 2, 1.0, no_ids, True)
     assert plogp.item() == pytest.approx(-50 * math.exp(-50), rel=1e-12, abs=0)
 
 
 def test_eager_sums_over_a_row_are_taken_in_float64():
-    """Of z = (0, -20) in float32 1 + e^-20 is 1 and its logarithm 0; of -e^-1 - 20 e^-20 the half is lost."""
+    """In float32, 1 + e^-20 is 1 and its logarithm is 0, and -e^-1 - 20 e^-20 loses half of its last term."""
     for z in ([0.0, -20.0], [0.0, -1.0, -20.0]):
-        nowhere = torch.full((1, 1), -1)
-        lse, plogp, *_ = BACKENDS["eager"].forward(torch.tensor([z]), len(z), 1.0, nowhere, True)
+        no_ids = torch.full((1, 1), -1)
+        lse, plogp, *_ = BACKENDS["eager"].forward(torch.tensor([z]), len(z), 1.0, no_ids, True)
         p = torch.tensor(z).exp()
         total, weighted = p.double().sum(), (p * torch.tensor(z)).double().sum()
         torch.testing.assert_close(lse[0], total.log(), rtol=0, atol=1e-15)
@@ -498,40 +499,42 @@ def test_everything_stays_on_the_device_of_the_logits():
 
 
 class UnknownSumError(Exception):
-    """A rank has given its share of a sum that not every rank has given."""
+    """A rank has contributed to a sum to which other ranks have not contributed yet."""
 
 
 class Ranks:
-    """In place of a group: each rank runs as far as the sums are known, again and again."""
+    """Replaces a process group. The ranks run one after another, each up to the first all-reduce whose sum is unknown.
+    Then the sum of their contributions is known, and all ranks run again from the start.
+    """
 
     def __init__(self, size):
-        self.size, self.sums, self.shares, self.left = size, [], [], []
+        self.size, self.sums, self.shares, self.remaining = size, [], [], []
 
     def all_reduce(self, buffer, *, group, async_op=False):
         assert group is self
-        if not self.left:
+        if not self.remaining:
             self.shares.append(buffer.clone())
             raise UnknownSumError
-        buffer.copy_(self.left.pop(0))
+        buffer.copy_(self.remaining.pop(0))
         return self if async_op else None
 
     def wait(self):
         return True
 
-    def answers(self, call, monkeypatch):
-        """What ``call(rank, group)`` gives on each rank."""
+    def run(self, call, monkeypatch):
+        """Return the result of ``call(rank, group)`` for each rank."""
         monkeypatch.setattr(wire.dist, "all_reduce", self.all_reduce)
         monkeypatch.setattr(wire.dist, "get_world_size", lambda group: group.size)
-        found = []
-        while len(found) < self.size:
-            found, self.shares = [], []
+        results = []
+        while len(results) < self.size:
+            results, self.shares = [], []
             for rank in range(self.size):
                 monkeypatch.setattr(wire.dist, "get_rank", lambda group, rank=rank: rank)
-                self.left = list(self.sums)
+                self.remaining = list(self.sums)
                 with contextlib.suppress(UnknownSumError):
-                    found.append(call(rank, self))
+                    results.append(call(rank, self))
             self.sums.append(sum(self.shares))
-        return found
+        return results
 
 
 def test_two_ranks_together_give_what_one_does(monkeypatch):
@@ -542,12 +545,12 @@ def test_two_ranks_together_give_what_one_does(monkeypatch):
     options = {"vocab_size": 7, "temperature": 0.5, "topk_ids": topk, "with_entropy": True,
                "with_squares": True}  # fmt: skip
 
-    def of_shard(rank, group):
+    def stats_of_shard(rank, group):
         shard = logits[:, 5 * rank : 5 * (rank + 1)].contiguous()
         return policy_stats(shard, ids, group, **options)
 
     twin = dense_policy_stats(logits, ids, **options)
-    for stats in Ranks(2).answers(of_shard, monkeypatch):
+    for stats in Ranks(2).run(stats_of_shard, monkeypatch):
         for name in ("log_probs", "topk_log_probs", "entropy", "sum_squares"):
             torch.testing.assert_close(
                 getattr(stats, name).double(), getattr(twin, name), rtol=0, atol=2e-6
@@ -555,19 +558,20 @@ def test_two_ranks_together_give_what_one_does(monkeypatch):
 
 
 def test_shards_with_and_without_real_columns_add_up_to_the_whole():
-    """The 4 x 128 split by hand: forward of each shard, combined, and backward, against the twin."""
+    """The vocabulary is split into 4 x 128 columns by hand. The combined forward passes and the backward passes of the
+    shards must agree with the twin.
+    """
     g = torch.Generator().manual_seed(0)
     whole = torch.randn(5, 512, generator=g)
     ids = torch.tensor([0, 127, 128, 129, 5])
     kernel, parts = BACKENDS["eager"], whole.split(128, 1)
     shards = [VocabShard.part(i, 4, 128, 130) for i in range(4)]
     assert [(s.start, s.real) for s in shards] == [(0, 128), (128, 2), (256, 0), (384, 0)]
-    lse = torch.stack(
-        [
-            kernel.forward(p.contiguous(), s.real, 1.0, ids[:, None] * 0 - 1, False)[0]
-            for p, s in zip(parts, shards, strict=True)
-        ]
-    ).logsumexp(0)
+    no_ids = torch.full((5, 1), -1)
+    shard_lses = []
+    for part, shard in zip(parts, shards, strict=True):
+        shard_lses.append(kernel.forward(part.contiguous(), shard.real, 1.0, no_ids, False)[0])
+    lse = torch.stack(shard_lses).logsumexp(0)
     leaf = whole.double().requires_grad_()
     twin = dense_policy_stats(leaf, ids, vocab_size=130).log_probs
     twin.sum().backward()
@@ -582,23 +586,23 @@ def test_shards_with_and_without_real_columns_add_up_to_the_whole():
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
-    """At |logit| 1e4 one float32 carries the log-sum-exp to 5e-4 only: both halves are needed."""
-    shares = torch.tensor([[0.3, 1.7, 0.9, -0.4, 2.2, -1.1]], dtype=torch.float64)
-    whole = (shares + offset).float()
-    ranks = [VocabShard(3 * i, 3, 3, 6, i, 2) for i in range(2)]
+    """At |logit| = 1e4 one float32 number holds the log-sum-exp only to 5e-4, so a rank sends it as two numbers."""
+    small = torch.tensor([[0.3, 1.7, 0.9, -0.4, 2.2, -1.1]], dtype=torch.float64)
+    whole = (small + offset).float()
+    shards = [VocabShard(3 * i, 3, 3, 6, i, 2) for i in range(2)]
     ids = torch.tensor([[0]])
     own = [
         BACKENDS["eager"].forward(
             whole[:, s.start : s.start + 3].contiguous(), 3, 1.0, s.local(ids), True
         )
-        for s in ranks
+        for s in shards
     ]
     sent = []
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
-    for shard, rows in zip(ranks, own, strict=True):
+    for shard, rows in zip(shards, own, strict=True):
         wire.reduce_rows(shard, *rows, 1.0, None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
-    reduced = wire.reduce_rows(ranks[0], *own[0], 1.0, None)
+    reduced = wire.reduce_rows(shards[0], *own[0], 1.0, None)
     twin = whole.double()
     torch.testing.assert_close(reduced.lse, twin.logsumexp(1), rtol=0, atol=1e-7)
     log_p = twin.log_softmax(1)
@@ -612,15 +616,16 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
 @pytest.mark.parametrize("with_squares", [True, False])
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monkeypatch):
-    """p = (1 | 2 5 | .) / 8 of four ids, the last rank without mass in row 0; row 1 = (1 | 1 2 | 4) / 8.
-    The sampled token is id 1, which the sums leave out, and id 3 is asked for: ranks 1 and 2 own them.
+    """Row 0 is p = (1 | 2 5 | 0) / 8 and row 1 is p = (1 | 1 2 | 4) / 8, where bars separate the ranks' ids. Id 1 is
+    sampled, so the sums leave it out. The Top-K ids are 3 and one that no rank owns.
     """
     mass = torch.tensor([[1.0, 2, 5, 0], [1, 1, 2, 4]], dtype=torch.float64)
     parts = [mass[:, :1], mass[:, 2:3], mass[:, 3:]]
     lse = [part.sum(1).log() for part in parts]
-    plogp = [torch.xlogy(q := part / part.sum(1, True), q).nan_to_num().sum(1) for part in parts]
-    squares = [(part / part.sum(1, True)).square().nan_to_num().sum(1) for part in parts]
-    owned = [torch.zeros(2, 3, dtype=torch.float64) for _ in parts]  # the last id is nobody's
+    shares = [part / part.sum(1, True) for part in parts]  # NaN where a rank has no mass
+    plogp = [torch.xlogy(share, share).nan_to_num().sum(1) for share in shares]
+    squares = [share.square().nan_to_num().sum(1) for share in shares]
+    owned = [torch.zeros(2, 3, dtype=torch.float64) for _ in parts]  # no rank owns the last id
     owned[1][:, 0] = mass[:, 1].log()
     owned[2][:, 1] = torch.tensor([-9.0, math.log(4)])
     own = [
@@ -638,7 +643,9 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monk
         others = [at for at in range(3 * slots) if at // slots != rank]
         assert (buffer[:, others] == 0).all()
         assert buffer[:, rank * slots].tolist() == lse[rank].tolist()
-        assert (buffer[:, rank * slots + 1] == 0).all()  # nothing is lost in float64, nor of -inf
+        assert (
+            buffer[:, rank * slots + 1] == 0
+        ).all()  # the low half is 0 for float64 and for -inf
         assert torch.equal(buffer[:, 3 * slots :], owned[rank])
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
     reduced = wire.reduce_rows(shards[0], *own[0], 1.0, None)
@@ -660,21 +667,21 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monk
 
 
 def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
-    told, waited, reduce = [], [], torch.distributed.all_reduce
+    sent, waits, reduce = [], [], torch.distributed.all_reduce
 
     class Work:
-        """Counts who waits for the real one."""
+        """The handle of an all-reduce. It notes each wait."""
 
         def __init__(self, work):
             self._work = work
 
         def wait(self):
-            waited.append(len(told))
+            waits.append(len(sent))
             self._work.wait()
 
     def all_reduce(table, **options):
         assert options["group"] is torch.distributed.group.WORLD
-        told.append(table.clone())
+        sent.append(table.clone())
         return Work(reduce(table, **options))
 
     monkeypatch.setattr(wire.dist, "all_reduce", all_reduce)
@@ -685,19 +692,19 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         world, ids = torch.distributed.group.WORLD, torch.tensor([0, 1])
         found = policy_stats(torch.zeros(2, 4), ids, world, vocab_size=4)
         assert found.log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
-        # Tokens, columns, no Top-K ids, no entropy, no squares, vocabulary, 1 * 0 + 2 * 1, not bad.
-        assert [table.tolist() for table in told] == [[[2, 4, 0, 0, 0, 4, 2, 0]]]
-        assert told[0].dtype == torch.int64  # a checksum passes 2^24
+        # Tokens, columns, K, entropy, squares, vocabulary, checksum 1 * 0 + 2 * 1, bad input.
+        assert [table.tolist() for table in sent] == [[[2, 4, 0, 0, 0, 4, 2, 0]]]
+        assert sent[0].dtype == torch.int64  # float32 would round checksums above 2^24
         with pytest.raises(ValueError, match=mentioning(1, "target")):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
-        assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1]]
-        assert waited == [1, 2]  # once for each call: the bad one waits before it raises
+        assert sent[1].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1]]
+        assert waits == [1, 2]  # each call waits once, the bad call before it raises
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_ranks_that_disagree_are_told_what_on():
-    """Rows of three ranks: tokens, columns, K, entropy, squares, vocabulary, checksum, bad input."""
+    """Each rank's row has these facts: tokens, columns, K, entropy, squares, vocabulary, checksum, bad input."""
     good = agreement._facts_row([4, 10, 2, 0, 1, 18, 77])
     assert good == [4, 10, 2, 0, 1, 18, 77, 0]
     assert agreement._facts_row(None) == [0, 0, 0, 0, 0, 0, 0, 1]
@@ -705,7 +712,8 @@ def test_ranks_that_disagree_are_told_what_on():
     bad = agreement.disagreement([good, good, agreement._facts_row(None)])
     assert mentions(bad or "", "[2]", "input")
     for place, name in enumerate(agreement.FACTS):
-        other = [fact + (at == place) for at, fact in enumerate(good)]
+        other = good.copy()
+        other[place] += 1
         values = [good[place], good[place] + 1, good[place]]
         assert mentions(agreement.disagreement([good, other, good]) or "", name, values)
 
@@ -727,7 +735,9 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
 
 
 def test_what_ranks_compare_of_their_calls():
-    """Tokens, shard columns, Top-K ids, entropy, squares, vocabulary, checksum: 1*1 + 2*2 + 3*3, and 4 + ... + 9."""
+    """The facts are tokens, shard columns, Top-K ids, entropy, squares, vocabulary and checksum. The checksum is
+    1*1 + 2*2 + 3*3, plus 4 + ... + 9 for the Top-K ids.
+    """
     targets = torch.tensor([1, 2, 3])
     topk = torch.tensor([[4, 5], [6, 7], [8, 9]])
     assert StatsQuery(targets, topk, 20, 1.0, True).facts(3, 7) == [3, 7, 2, 1, 0, 20, 14 + 39]

@@ -41,9 +41,9 @@ def test_every_number_is_the_published_one(settings):
 
 
 def test_the_table_in_the_docs_is_the_golden_copy():
-    """Row by row: both settings' numbers, and both sources; equal numbers are written once."""
+    """A row has the numbers of both settings and their sources. Numbers that do not differ are written once."""
 
-    def words(numbers):
+    def describe(numbers):
         named = (item for item in sorted(numbers.items()) if item != ("ratio_cap", math.inf))
         return ", ".join(f"`{name}` {value:g}" for name, value in named) or "none"
 
@@ -53,8 +53,8 @@ def test_the_table_in_the_docs_is_the_golden_copy():
     found.pop("algorithm.name")
     expected = {
         name: [
-            words(stability),
-            "the same" if scaling == stability else words(scaling),
+            describe(stability),
+            "the same" if scaling == stability else describe(scaling),
             *sources,
         ]
         for name, (stability, scaling, *sources) in GOLDEN.items()
@@ -77,13 +77,13 @@ def test_every_name_that_the_configuration_takes_is_implemented():
 
 
 def test_a_row_measures_what_its_mask_compares():
-    """Else a saved batch records another divergence than the one that blocked."""
+    """Otherwise a step's records contain another divergence than the one that the mask bounds."""
     measured = {name: row.divergence for name, row in PRESETS.items() if row.divergence}
     bounded = {n for n, row in PRESETS.items() if {"tv_threshold", "kl_threshold"} & set(row.stability)}  # fmt: skip
     assert set(measured) == bounded
     masks = {name: PRESETS[name].mask for name in measured}
-    others = {n: (masks[n], measured[n]) for n in measured if masks[n] != measured[n]}
-    assert others == {
+    exceptions = {n: (masks[n], measured[n]) for n in measured if masks[n] != measured[n]}
+    assert exceptions == {
         "cppo-binary-tv": ("prefix_budget", "binary_tv"),
         "cppo-topk-tv": ("prefix_budget", "topk_tv"),
         "cppo-binary-kl": ("prefix_budget", "binary_kl"),
@@ -94,7 +94,9 @@ def test_a_row_measures_what_its_mask_compares():
         "dppo-symmetric": ("symmetric_binary_tv", "binary_tv"),
         "kpop": ("kpop", "binary_kl_both_ways"),
     }
-    assert all(PRESETS[n].fixed["measure"] == measured[n] for n in others if n.startswith("cppo"))
+    assert all(
+        PRESETS[n].fixed["measure"] == measured[n] for n in exceptions if n.startswith("cppo")
+    )
 
 
 def test_what_each_algorithm_costs_is_declared():
@@ -191,7 +193,7 @@ def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
 def test_carried_top_k_is_what_the_algorithm_looks_at():
     topk = build_algorithm("dppo-topk-tv")
     assert [carried_topk(topk, k, 151936) for k in (0, 20)] == [20, 20]
-    # More would be another divergence under its name, fewer too.
+    # With more or fewer ids the mask would bound another divergence under the same name.
     for other in (19, 21):
         with pytest.raises(ValueError, match=mentioning(20, other, 0, 20)):
             carried_topk(topk, other, 151936)
@@ -255,22 +257,22 @@ RANGES = {
     **dict.fromkeys(["mismatch_high", "penalty_threshold", "ratio_cap", "topk"], "(0, inf]"),
     **dict.fromkeys(["gate_segment", "repair_segment", "kl_bound"], "(0, inf]"),
 }
-"""Square brackets include the end."""
+"""The expected range of each option. A square bracket means that the end is included."""
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_every_option_takes_its_range_with_these_ends(name):
-    option, words = OPTIONS[name], RANGES[name]
-    low, high = int(words[1]), 1 if words.endswith("1]") else math.inf
+    option, range_text = OPTIONS[name], RANGES[name]
+    low, high = int(range_text[1]), 1 if range_text.endswith("1]") else math.inf
     if option.whole:
         assert option.fault(1) is None
         assert "(0, inf]" in option.fault(0)
         return
     assert option.fault(low + 1e-9) is option.fault(high) is None
-    assert words in option.fault(low - 1e-9)
-    assert (option.fault(low) is None) == words.startswith("[")
+    assert range_text in option.fault(low - 1e-9)
+    assert (option.fault(low) is None) == range_text.startswith("[")
     if high == 1:
-        assert words in option.fault(high + 1e-9)
+        assert range_text in option.fault(high + 1e-9)
 
 
 def test_counts_are_whole_numbers():

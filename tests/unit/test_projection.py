@@ -1,4 +1,4 @@
-"""TROLL's projection: against a solver of its own in plain Python, and its gradient against finite differences."""
+"""TROLL's projection, compared with a solver in plain Python, and its gradient, compared with finite differences."""
 
 import math
 from dataclasses import replace
@@ -20,10 +20,10 @@ def kl(p, q):
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
 
-def solved(pi, mu, bound):
-    """The projected distribution, in plain Python: mixed in logarithms until KL(p || mu) is the bound."""
+def solve_projection(pi, mu, bound):
+    """Return the projection of pi: the mixture of log pi and log mu for which KL(p || mu) is the bound."""
 
-    def mixed(x):
+    def mix(x):
         raw = [a ** (1 - x) * b**x for a, b in zip(pi, mu, strict=True)]
         return [r / sum(raw) for r in raw]
 
@@ -32,8 +32,8 @@ def solved(pi, mu, bound):
     low, high = 0.0, 1.0
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if kl(mixed(middle), mu) > bound else (low, middle)
-    return mixed(high)
+        low, high = (middle, high) if kl(mix(middle), mu) > bound else (low, middle)
+    return mix(high)
 
 
 def policies(seed, vocabulary=7, spread=1.0):
@@ -42,8 +42,8 @@ def policies(seed, vocabulary=7, spread=1.0):
     return mu + spread * torch.randn(vocabulary, generator=g, dtype=F64), mu
 
 
-def of_states(logits, mu_logits, sampled, k, advantage=1.0):
-    """One token sampled from each of the same state."""
+def tokens_of(logits, mu_logits, sampled, k, advantage=1.0):
+    """Return one token for each id in ``sampled``. All tokens have the same logits of pi and mu."""
     count = len(sampled)
     advantages = torch.full((count,), advantage, dtype=F64)
     at = torch.tensor(sampled)
@@ -60,44 +60,47 @@ def test_the_projection_is_the_one_of_a_plain_solver(seed, k):
         kept = order[:k] + ([] if sampled in order[:k] else [sampled])
         rest = [i for i in range(7) if i not in kept]
         buckets = [[i] for i in kept] + ([rest] if rest else [])
-        points = [[float(p[b].sum()) for b in buckets] for p in (pi, mu)]
-        p = solved(*points, BOUND)
-        found = projection.projected(of_states(logits, mu_logits, [sampled], k), BOUND)
+        masses = [[float(p[b].sum()) for b in buckets] for p in (pi, mu)]
+        p = solve_projection(*masses, BOUND)
+        found = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
         at = kept.index(sampled)
-        assert found.log_ratio.exp().item() == pytest.approx(p[at] / points[1][at], rel=1e-9)
-        assert found.distance.item() == pytest.approx(kl(points[0], p), rel=1e-6, abs=1e-12)
-        assert kl(p, points[1]) <= BOUND * (1 + 1e-9)
+        assert found.log_ratio.exp().item() == pytest.approx(p[at] / masses[1][at], rel=1e-9)
+        assert found.distance.item() == pytest.approx(kl(masses[0], p), rel=1e-6, abs=1e-12)
+        assert kl(p, masses[1]) <= BOUND * (1 + 1e-9)
 
 
 def test_a_policy_within_the_bound_is_left_as_it_is():
     logits, mu_logits = policies(2)
     pi, mu = logits.softmax(-1), mu_logits.softmax(-1)
     distance = kl(pi.tolist(), mu.tolist())
-    x = of_states(logits, mu_logits, range(7), 7)
+    x = tokens_of(logits, mu_logits, range(7), 7)
     inside = projection.projected(x, distance * (1 + 1e-9))
     assert torch.equal(inside.log_ratio, x.log_probs - x.rollout_log_probs)
     assert (inside.distance == 0).all()
     assert (inside.column_slopes == 0).all()
     assert (projection.projected(x, distance * (1 - 1e-6)).explicit_slope < 1).all()
-    # The loss is PG-IS's then, gradient and all.
+    # Then the loss is that of PG-IS, and so is the gradient.
     troll = build_algorithm("troll", {"kl_bound": distance * 1.001, "topk": 7})
     leaf = logits.clone().requires_grad_()
-    x = of_states(leaf, mu_logits, range(7), 7)
+    x = tokens_of(leaf, mu_logits, range(7), 7)
     (found,) = torch.autograd.grad(policy_loss(troll, x).loss, leaf, retain_graph=True)
     (plain,) = torch.autograd.grad(policy_loss(build_algorithm("pg-is"), x).loss, leaf)
     assert torch.equal(found, plain)
 
 
 def objective(logits, mu_logits, sampled, k, advantage, fixed, regression):
-    """-A p(y) / mu(y) + regression KL(pi || fixed), of numbers; ``fixed``: the projection at the point itself."""
-    found = projection.projected(of_states(logits, mu_logits, [sampled], k), BOUND)
+    """Return -A p(y) / mu(y) + regression KL(pi || fixed) as a number.
+
+    ``fixed`` is the projection at the logits where the gradient is tested: the regression has no gradient through it.
+    """
+    found = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
     mu = mu_logits.softmax(-1)
     order = mu.argsort(descending=True).tolist()
     kept = order[:k] + ([] if sampled in order[:k] else [sampled])
     pi = logits.softmax(-1)
-    points = [float(pi[i]) for i in kept]
-    points.append(max(1 - sum(points), 4 * torch.finfo(F64).eps))
-    return -advantage * found.log_ratio.exp().item() + regression * kl(points, fixed)
+    masses = [float(pi[i]) for i in kept]
+    masses.append(max(1 - sum(masses), 4 * torch.finfo(F64).eps))
+    return -advantage * found.log_ratio.exp().item() + regression * kl(masses, fixed)
 
 
 @pytest.mark.parametrize(
@@ -109,20 +112,20 @@ def test_the_gradient_goes_through_the_projection_and_its_constraint(seed, sampl
     pi, mu = logits.softmax(-1), mu_logits.softmax(-1)
     order = mu.argsort(descending=True).tolist()
     kept = order[:k] + ([] if sampled in order[:k] else [sampled])
-    points = []
+    masses = []
     for p in (pi, mu):
         inside = [float(p[i]) for i in kept]
-        points.append([*inside, max(1 - sum(inside), 4 * torch.finfo(F64).eps)])
-    assert kl(*points) > 1.1 * BOUND
-    fixed = solved(*points, BOUND)
+        masses.append([*inside, max(1 - sum(inside), 4 * torch.finfo(F64).eps)])
+    assert kl(*masses) > 1.1 * BOUND
+    fixed = solve_projection(*masses, BOUND)
     leaf = logits.clone().requires_grad_()
     algorithm = build_algorithm("troll", {"topk": k, "regression": 0.7})
-    sums = policy_loss(algorithm, of_states(leaf, mu_logits, [sampled], k, advantage))
+    sums = policy_loss(algorithm, tokens_of(leaf, mu_logits, [sampled], k, advantage))
     (found,) = torch.autograd.grad(sums.loss, leaf)
     value = objective(logits, mu_logits, sampled, k, advantage, fixed, 0.7)
     assert sums.loss.item() == pytest.approx(value)
     penalty = sums.metrics.values()["loss/penalty"]
-    assert penalty == pytest.approx(0.7 * kl(points[0], fixed), rel=1e-6)
+    assert penalty == pytest.approx(0.7 * kl(masses[0], fixed), rel=1e-6)
     for i in range(7):
         step = torch.zeros_like(logits)
         step[i] = 1e-5
@@ -135,16 +138,16 @@ def test_the_gradient_goes_through_the_projection_and_its_constraint(seed, sampl
 
 
 def test_the_regression_draws_pi_into_the_ball():
-    """Gradient steps on logits alone, no advantage: KL(pi || mu) falls into the ball, where nothing moves it."""
+    """With advantages of 0, gradient steps lower KL(pi || mu) until pi is in the ball, where the gradient is 0."""
     logits, mu_logits = policies(4)
     troll = build_algorithm("troll", {"topk": 7})
-    at = logits.clone()
+    current = logits.clone()
     for _ in range(150):
-        leaf = at.clone().requires_grad_()
-        x = of_states(leaf, mu_logits, range(7), 7, advantage=0.0)
+        leaf = current.clone().requires_grad_()
+        x = tokens_of(leaf, mu_logits, range(7), 7, advantage=0.0)
         (slope,) = torch.autograd.grad(policy_loss(troll, x).loss / 7, leaf)
-        at = at - 3 * slope
-    distance = kl(at.softmax(-1).tolist(), mu_logits.softmax(-1).tolist())
+        current = current - 3 * slope
+    distance = kl(current.softmax(-1).tolist(), mu_logits.softmax(-1).tolist())
     assert 0 < distance < 1.05 * BOUND
     assert kl(logits.softmax(-1).tolist(), mu_logits.softmax(-1).tolist()) > 2 * BOUND
 
@@ -153,7 +156,7 @@ def test_tokens_that_do_not_train_have_no_gradient_and_a_factor_scales_all_of_it
     logits, mu_logits = policies(6)
     troll = build_algorithm("troll", {"topk": 3})
     leaf = logits.clone().requires_grad_()
-    x = of_states(leaf, mu_logits, [0, 5], 3)
+    x = tokens_of(leaf, mu_logits, [0, 5], 3)
     (whole,) = torch.autograd.grad(policy_loss(troll, x).loss, leaf, retain_graph=True)
     scale = torch.full((2,), 0.25, dtype=F64)
     (quarter,) = torch.autograd.grad(policy_loss(troll, x, scale).loss, leaf, retain_graph=True)
@@ -169,12 +172,14 @@ def test_tokens_that_do_not_train_have_no_gradient_and_a_factor_scales_all_of_it
 
 
 def test_a_peaked_policy_is_projected_without_infinite_numbers():
-    """pi is all but certain in float32, and mu is not: "other" has a few units of rounding, every slope is finite."""
+    """pi is certain of one id up to float32 rounding, and mu is uniform. The mass of all other ids is then only
+    rounding error, but every slope must be finite.
+    """
     mu_logits = torch.zeros(7)
     logits = torch.tensor([60.0, 0, 0, 0, 0, 0, 0]).requires_grad_()
     troll = build_algorithm("troll", {"topk": 3})
     for sampled in (0, 4):
-        x = of_states(logits, mu_logits, [sampled], 3)
+        x = tokens_of(logits, mu_logits, [sampled], 3)
         (gradient,) = torch.autograd.grad(policy_loss(troll, x).loss, logits)
         assert gradient.isfinite().all()
         assert gradient.abs().max() < 100
