@@ -423,7 +423,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_a_nearly_certain_token_is_known_relative_to_its_rest(backend, dtype, with_entropy, gap):
-    """log p is between -5e-1 and -1e-24. Computed as the logarithm of a rounded p it would lose all its digits."""
+    """log p is between -5e-1 and -1e-24. Computed as the logarithm of a rounded p it could lose all its digits."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     ids = torch.tensor([0, 299, 77])
     logits[torch.arange(3), ids] = gap
@@ -643,9 +643,8 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monk
         others = [at for at in range(3 * slots) if at // slots != rank]
         assert (buffer[:, others] == 0).all()
         assert buffer[:, rank * slots].tolist() == lse[rank].tolist()
-        assert (
-            buffer[:, rank * slots + 1] == 0
-        ).all()  # the low half is 0 for float64 and for -inf
+        # The low half is 0 in float64, and for -inf.
+        assert (buffer[:, rank * slots + 1] == 0).all()
         assert torch.equal(buffer[:, 3 * slots :], owned[rank])
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
     reduced = wire.reduce_rows(shards[0], *own[0], 1.0, None)

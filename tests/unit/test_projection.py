@@ -21,7 +21,7 @@ def kl(p, q):
 
 
 def solve_projection(pi, mu, bound):
-    """Return the projection of pi: the mixture of log pi and log mu for which KL(p || mu) is the bound."""
+    """Return the projection of pi: pi within the bound, else the geometric mixture of pi and mu at the bound."""
 
     def mix(x):
         raw = [a ** (1 - x) * b**x for a, b in zip(pi, mu, strict=True)]

@@ -1,5 +1,4 @@
-"""The environment ``python``: what its sandbox keeps from a snippet that attacks, and that without a sandbox nothing
-runs."""
+"""The environment ``python``: its sandbox stops a snippet's attacks, and no snippet runs without a sandbox."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from tests.patience import Patience, family_of, happens, own_patience
 
 @pytest.fixture(scope="module")
 def sandbox() -> None:
-    """This machine must have one: else what needs it is skipped, or fails where ``CI`` is set."""
+    """Skip a test that needs the sandbox if this machine cannot run it. Fail the test if ``CI`` is set."""
     try:
         Python.check_options()
     except SandboxError as error:
@@ -44,15 +43,15 @@ def sandbox() -> None:
         pytest.skip(str(error))
 
 
-protected = pytest.mark.usefixtures("sandbox")
-HERE = Path(__file__).resolve()
+needs_sandbox = pytest.mark.usefixtures("sandbox")
+THIS_FILE = Path(__file__).resolve()
 
 
 def run(snippet: str, **bounds: int) -> str:
     return asyncio.run(run_snippet(snippet, **bounds))
 
 
-@protected
+@needs_sandbox
 @pytest.mark.parametrize(
     ("snippet", "answer"),
     [
@@ -70,12 +69,12 @@ def test_a_snippet_is_answered_with_what_it_prints(snippet, answer):
     assert re.fullmatch(answer, run(snippet, seconds=30))
 
 
-@protected
+@needs_sandbox
 @pytest.mark.parametrize(
     ("attack", "answer"),
     [
         ("open('/etc/shadow').read()", "FileNotFoundError: .*"),
-        (f"open({str(HERE)!r}).read()", "FileNotFoundError: .*"),
+        (f"open({str(THIS_FILE)!r}).read()", "FileNotFoundError: .*"),
         ("import os; print(set(os.listdir('/')) - {'usr', 'lib', 'lib64', 'root', 'opt', 'home'})", r"set\(\)"),
         ("import os; print(os.listdir(os.path.expanduser('~')))", "FileNotFoundError: .*|NotADirectoryError: .*"),
         ("open('/proc/1/environ').read()", "FileNotFoundError: .*"),
@@ -105,7 +104,7 @@ def test_an_attack_meets_nothing(attack, answer, monkeypatch):
     assert re.fullmatch(answer, run(attack, seconds=30), re.DOTALL)
 
 
-# As /usr/include/x86_64-linux-gnu/asm/unistd_64.h and asm-generic/unistd.h number them.
+# The numbers of system calls in /usr/include/x86_64-linux-gnu/asm/unistd_64.h and asm-generic/unistd.h.
 NUMBERS = {
     "x86_64": {
         "modify_ldt": 154, "io_setup": 206, "io_submit": 209, "io_pgetevents": 333, "memfd_create": 319,
@@ -125,7 +124,7 @@ NUMBERS = {
         "open_by_handle_at": 265, "move_pages": 239, "clone": 220, "clone3": 435, "socket": 198, "shmget": 194,
     },
 }  # fmt: skip
-# Every call with six zeros: one that is allowed succeeds, or fails otherwise than by EPERM (or ends the snippet).
+# Make each system call with six zeros. An allowed call succeeds, ends the snippet or fails with an error but EPERM.
 CALLS = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -134,7 +133,7 @@ for number in {numbers}:
 """
 
 
-@protected
+@needs_sandbox
 def test_each_denied_call_fails_in_the_sandbox():
     numbers = {*NUMBERS["x86_64"].values(), *denied_numbers(DENIED_TO_SNIPPETS, "x86_64")}
     printed = run(CALLS.format(numbers=sorted(numbers)), seconds=30, longest_output=10_000)
@@ -144,18 +143,18 @@ def test_each_denied_call_fails_in_the_sandbox():
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_denied_calls_have_the_numbers_of_each_machine(machine):
     assert set(NUMBERS[machine].values()) <= set(denied_numbers(DENIED_TO_SNIPPETS, machine))
-    # Eight bytes an instruction, and a jump spans 255 at most.
+    # An instruction has eight bytes. A jump spans 255 instructions at most, so each call has a return of its own.
     denied = len(denied_numbers(DENIED, machine))
     assert len(filter_program(DENIED, machine)) == 8 * (6 + 2 * denied + 1)
 
 
-def _inside() -> list[psutil.Process]:
-    """The sandboxes' processes and the interpreters in them; those of other programs end within seconds, too."""
+def _sandbox_processes() -> list[psutil.Process]:
+    """Return all sandboxes and the interpreters in them. Those of other programs end within seconds, too."""
     running = psutil.process_iter(["name", "cmdline"])
     return [p for p in running if p.info["name"] == "bwrap" or _BOOT in (p.info["cmdline"] or ())]
 
 
-@protected
+@needs_sandbox
 @pytest.mark.parametrize(
     ("snippet", "answer"),
     [
@@ -165,23 +164,25 @@ def _inside() -> list[psutil.Process]:
     ],
 )
 def test_what_does_not_end_is_ended_and_leaves_nothing(snippet, answer):
-    # Far below what the snippet asks for.
+    # Far below the 1000 s for which a snippet sleeps.
     patience = own_patience(300)
     assert re.search(answer, run(snippet, seconds=1, longest_output=50))
     assert not patience.is_exhausted()
-    inside = _inside()
-    assert happens(lambda: not any(process.is_running() for process in inside))
+    processes = _sandbox_processes()
+    assert happens(lambda: not any(process.is_running() for process in processes))
 
 
-@protected
+@needs_sandbox
 def test_cpu_time_that_is_used_up_is_no_memory_that_ran_out():
-    """The kernel says so at the first bound, and kills at the second; here the first is brought near."""
+    """The kernel sends a signal at the soft limit of CPU time and kills at the hard limit. To save time, the snippet
+    lowers the soft limit to 1 s.
+    """
     limits = "import resource as r\nprint(r.getrlimit(r.RLIMIT_CPU), flush=True)\n"
     burn = "r.setrlimit(r.RLIMIT_CPU, (1, 61))\nwhile True: pass"
     assert run(limits + burn, seconds=60) == "(60, 61) [used up 60 s of CPU time]"
 
 
-@protected
+@needs_sandbox
 def test_a_turn_with_a_snippet_is_answered_and_another_one_is_the_last():
     async def steps() -> list[Step]:
         environment = Python(seconds=2)
@@ -193,8 +194,8 @@ def test_a_turn_with_a_snippet_is_answered_and_another_one_is_the_last():
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[RemoteEnvironment]:
-    """The environment in a process of environments, after its reset."""
+async def open_environment() -> AsyncIterator[RemoteEnvironment]:
+    """Yield the environment, which runs in a worker process, after its reset."""
     pool = EnvironmentPool(EnvironmentSpec("python", {"begin": "{", "end": "}"}, 60.0), 1)
     try:
         environment = await pool.open()
@@ -204,21 +205,21 @@ async def opened() -> AsyncIterator[RemoteEnvironment]:
         pool.close()
 
 
-@protected
+@needs_sandbox
 def test_it_works_in_a_process_of_environments():
     async def ask() -> Step:
-        async with opened() as environment:
+        async with open_environment() as environment:
             return await environment.step(Turn("{ print ( 7 * 8 ) }", (1, 2)))
 
     assert asyncio.run(ask()) == Step("56")
 
 
-@protected
+@needs_sandbox
 def test_snippets_leave_no_process_behind():
-    """Not even as a zombie, which holds a number until its parent asks for it."""
+    """Not even a zombie, which keeps its process id until its parent waits for it."""
 
     async def ask() -> None:
-        async with opened() as environment:
+        async with open_environment() as environment:
             before = len(psutil.Process().children(recursive=True))
             for i in range(6):
                 assert await environment.step(Turn(f"{{ print({i}) }}", (1, 2))) == Step(str(i))
@@ -230,7 +231,7 @@ def test_snippets_leave_no_process_behind():
     asyncio.run(ask())
 
 
-@protected
+@needs_sandbox
 def test_more_snippets_than_cores_are_all_answered():
     async def many() -> list[str]:
         return await asyncio.gather(*(run_snippet(f"print({i} ** 2)") for i in range(12)))
@@ -245,7 +246,7 @@ def test_without_bubblewrap_a_run_is_refused(tmp_path, monkeypatch, capsys):
         check_environment("python", {})
     with pytest.raises(SandboxError, match="bubblewrap"):
         run("print(1)")
-    # Before material is made, which takes minutes.
+    # The demo checks this before it makes its material, which takes minutes.
     assert demo_main(["--task", "python"]) == 2
     assert "apt-get install bubblewrap" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

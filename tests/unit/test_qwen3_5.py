@@ -1,5 +1,5 @@
-"""Qwen3.5: its configuration with a table for the language model, its names in checkpoints and in the engine, and
-faults planted in what the engine holds."""
+"""Qwen3.5: its configuration, whose ``text_config`` is the table of the language model, its tensors' names in
+checkpoints and in the engine, and faults planted in the engine's tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ PUBLISHED = CONFIGS / NAME
 LAYER = "model.language_model.layers.{}."
 
 
-def tiny() -> ModelShape:
-    """The model with four layers and small widths."""
+def tiny_shape() -> ModelShape:
+    """Return the model's shape with four layers and small widths."""
     shape = load_model_shape(PUBLISHED)
     assert shape.delta is not None
     delta = replace(shape.delta, key_heads=2, value_heads=4, key_size=4, value_size=6)
@@ -62,7 +62,7 @@ def test_the_table_of_the_language_model_is_read_as_transformers_reads_it(tmp_pa
     )
     assert ours.rotary_fraction == text.rope_parameters["partial_rotary_factor"]
     assert unknown_key_warnings(PUBLISHED) == []
-    # SGLang does not build the vision tower.
+    # The missing key tells SGLang not to build the vision tower.
     assert missing_engine_keys(PUBLISHED) == {"language_model_only": True}
     assert embedding_rows(PUBLISHED) == text.vocab_size
     # A file that transformers 5 saves lacks keys that SGLang reads in the table.
@@ -113,7 +113,7 @@ def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:
 
 def test_the_vision_tower_and_the_layer_of_further_tokens_are_carried() -> None:
     names = ["model.visual.pos_embed.weight", "mtp.fc.weight", "model.language_model.norm.weight"]
-    assert set(carried_names(tiny(), names)) == set(names[:2])
+    assert set(carried_names(tiny_shape(), names)) == set(names[:2])
 
 
 def test_context_parallelism_is_refused_by_its_key() -> None:
@@ -152,22 +152,22 @@ def test_a_float32_decay_of_a_bfloat16_checkpoint_is_kept_by_conversion(tmp_path
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_element_moves_once_into_the_engine(ranks: int) -> None:
-    report = prove_resharding(tiny(), Layout.smallest(2, 1, None, 2, 1), EngineLayout(ranks))
+    report = prove_resharding(tiny_shape(), Layout.smallest(2, 1, None, 2, 1), EngineLayout(ranks))
     assert sum(report.holds) == report.model_bytes
 
 
 def test_a_rank_of_the_engine_has_its_sections() -> None:
-    parameters = {p.name: p for p in engine_parameters(tiny(), EngineLayout(2), 1)}
+    parameters = {p.name: p for p in engine_parameters(tiny_shape(), EngineLayout(2), 1)}
     inputs = parameters["model.layers.0.linear_attn.in_proj_qkvz.weight"]
     rows = [(s.hf_name.split(".")[-2], s.hf_start, s.length) for s in inputs.segments]
-    # Queries and keys are 8 rows wide, values and their gates 24.
+    # Queries and keys have 8 rows each, values and their gates 24. Rank 1 has the second half of each.
     assert rows == [
         ("in_proj_qkv", 4, 4),
         ("in_proj_qkv", 8 + 4, 4),
         ("in_proj_qkv", 16 + 12, 12),
         ("in_proj_z", 12, 12),
     ]
-    # SGLang makes this norm in the type of its weights.
+    # SGLang builds this norm in the dtype of its weights.
     assert parameters["model.layers.0.linear_attn.norm.weight"].dtype is None
     assert parameters["model.layers.0.linear_attn.A_log"].dtype == "float32"
 
@@ -179,8 +179,8 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
     return random_weights(shape, float32_ends=("linear_attn.norm.weight",))
 
 
-def packed(hf: dict[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
-    """The tensors of all experts of a layer, as files and SGLang have them."""
+def stack_experts(hf: dict[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the tensors of all experts of a layer, in the form of files and SGLang."""
     prefix = LAYER.format(layer) + "mlp.experts."
     ups = [
         torch.cat([hf[f"{prefix}{expert}.{part}_proj.weight"] for part in ("gate", "up")])
@@ -191,7 +191,7 @@ def packed(hf: dict[str, Tensor], layer: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of layer 0, a delta net, as SGLang's loader builds them in a bfloat16 model."""
+    """Return tensors of layer 0, a delta net, and the embedding, as SGLang's loader builds them in bfloat16."""
     source = LAYER.format(0)
     delta = source + "linear_attn."
     found = {
@@ -206,7 +206,7 @@ def engine_tensors(hf: dict[str, Tensor]) -> dict[str, Tensor]:
         "model.embed_tokens.weight": hf["model.language_model.embed_tokens.weight"],
         "model.layers.0.input_layernorm.gemma_weight": hf[f"{source}input_layernorm.weight"] + 1,
     }
-    w13, w2 = packed(hf)
+    w13, w2 = stack_experts(hf)
     found["model.layers.0.mlp.experts.w13_weight"] = w13
     found["model.layers.0.mlp.experts.w2_weight"] = w2
     return found
@@ -229,11 +229,12 @@ def another_expert(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
 
 def an_expert_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
     name = "model.layers.0.mlp.experts.w13_weight"
-    engine[name] = torch.cat([engine[name][:3], packed(hf, 1)[0][3:]])
+    engine[name] = torch.cat([engine[name][:3], stack_experts(hf, 1)[0][3:]])
     return name
 
 
 def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    """The norm's weight lacks the 1 that SGLang adds."""
     name = "model.layers.0.input_layernorm.gemma_weight"
     engine[name] = hf[LAYER.format(0) + "input_layernorm.weight"]
     return name
@@ -246,6 +247,7 @@ def inputs_of_two_numbers_swapped(engine: dict[str, Tensor], hf: dict[str, Tenso
 
 
 def gate_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    """The rows of the gate keep earlier values, here zeros."""
     name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
     rows = len(hf[LAYER.format(0) + "linear_attn.in_proj_z.weight"])
     engine[name] = torch.cat([engine[name][:-rows], torch.zeros_like(engine[name][-rows:])])
@@ -253,7 +255,7 @@ def gate_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) 
 
 
 def test_the_checksums_are_those_of_what_sglang_builds() -> None:
-    shape = tiny()
+    shape = tiny_shape()
     hf = weights(shape)
     (digests,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)
@@ -273,7 +275,7 @@ def test_the_checksums_are_those_of_what_sglang_builds() -> None:
     ],
 )
 def test_a_planted_fault_is_named(plant: Fault) -> None:
-    shape = tiny()
+    shape = tiny_shape()
     hf = weights(shape)
     (expected,) = expected_digests(shape, hf)
     engine = engine_tensors(hf)

@@ -1,5 +1,5 @@
-"""Whether weights can get to a server elsewhere: a process that joins as SGLang's ranks do, and one that
-does not."""
+"""Whether weights can reach a server on another host: once a process joins the group as SGLang's ranks do, and once
+no process joins."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ options = dist.BroadcastOptions()
 options.rootRank = options.rootTensor = 0
 got = torch.ones(4, dtype=torch.uint8)
 group.broadcast([got], options).wait(limit)
-# At once: a process that ends beside its group's threads may be aborted before it says anything.
+# Flush: a process that ends while its group's threads run may be aborted before it writes its output.
 print("received", got.tolist(), flush=True)
 """
 
 
 class Ranks:
-    """As ``EngineWeights``: one engine rank, which joins in a process of its own, or never."""
+    """Replaces ``EngineWeights``: one engine rank, which joins in a process of its own, or never joins."""
 
     url, ranks, device = "http://127.0.0.1:1", 1, "cpu"
 
@@ -69,8 +69,8 @@ class Ranks:
 
     async def receive(self, header: WireHeader, group: str) -> None:
         self.calls.append("receive")
-        said, _ = await self.process.communicate()
-        assert said == b"received [0, 0, 0, 0]\n"
+        output, _ = await self.process.communicate()
+        assert output == b"received [0, 0, 0, 0]\n"
 
     async def end(self) -> None:
         self.calls.append("end")

@@ -1,5 +1,5 @@
-"""reasoning-gym's tasks by the real package: what its generators make earns its full mark through a file and the
-verifier. Where it could not be installed the tests are skipped, and fail where ``CI`` is set."""
+"""reasoning-gym's tasks with the real package: right answers to generated problems earn the full score, through a file
+and the verifier. Without the package the tests are skipped; if ``CI`` is set, they fail."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ WITHOUT_ANSWER = {
     "rubiks_cube": "any moves that solve it: the generator's are in its metadata",
     "rush_hour": "any moves that free the car: none is generated",
 }
-"""The package's entries of these tasks have no answer, and why."""
+"""Tasks whose entries have no answer in the package, and the reason."""
 
 
-def by_hand(entry: dict[str, Any]) -> str | None:
-    """A right answer from the metadata of a task without one; None where there is none."""
+def answer_in_metadata(entry: dict[str, Any]) -> str | None:
+    """Return a right answer from the metadata of an entry without an answer, or None."""
     if "possible_answer" in entry:
         return json.dumps(entry["possible_answer"])
     return entry.get("example_answer") or entry.get("example_correct_answer")
@@ -51,10 +51,10 @@ def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
     inputs, expected, tasks = [], [], []
     for problem in found.problems:
         task = problem.metadata["task"]
-        answer = problem.answer or by_hand(from_json(problem.metadata["entry"]))
+        answer = problem.answer or answer_in_metadata(from_json(problem.metadata["entry"]))
         assert bool(problem.answer) != (task in WITHOUT_ANSWER), task
-        right = [(f"<answer>{answer}</answer>", 1.0)] if answer else []
-        for response, value in [*right, ("I don't know.", 0.0)]:
+        right_responses = [(f"<answer>{answer}</answer>", 1.0)] if answer else []
+        for response, value in [*right_responses, ("I don't know.", 0.0)]:
             inputs.append(RewardInput.of(problem, response))
             expected.append(value)
             tasks.append(task)
@@ -98,7 +98,7 @@ def test_where_the_answer_stands(answer_in: str, response: str, value: float, re
     ],
 )
 def test_an_answer_that_a_check_fails_on_is_wrong(task: str, answer: str, error: str) -> None:
-    """A response says it, so nothing of it may end the run."""
+    """The answer comes from a response, so an error in its check must not end the run."""
     (line,) = gym.problems(task, 1, 5)
     text = f"<answer>{answer}</answer>"
     result = gym.score(RewardInput(text, line["answer"], line["problem"], (), line["metadata"]))

@@ -63,7 +63,8 @@ def answer_with(content: bytes, tokens: int = 2) -> dict:
     return {"output_ids": [5] * tokens, "meta_info": {"routed_experts": text}}
 
 
-def fetched(answer: dict):
+def fetch_from_memory(answer: dict):
+    """Return the recording of the answer, which must be in shared memory."""
     assert insert_from_memory(answer, REQUEST) == "shared memory"
     return answer["meta_info"]["routed_experts"]
 
@@ -117,11 +118,11 @@ def test_a_recording_does_not_age_while_its_server_is_paused(folder):
     now = [0.0]
     store = RecordingStore([folder], stored_s=900, clock=lambda: now[0])
     first = store.put(ROUTED)
-    now[0] = (
-        7200.0  # a colocated trainer's turn, after which the client reads what the abort before it answered
-    )
+    # A colocated trainer had the devices. Now the client reads the answers of requests that were aborted before.
+    now[0] = 7200.0
     store.put(ROUTED)
     assert (folder / first.id).exists()
+    # The pause counts as 60 s. After 29 further gaps of 30 s the recording is older than 900 s.
     for _ in range(29):
         now[0] += 30
         store.put(ROUTED)
@@ -134,12 +135,13 @@ def test_what_has_no_room_in_shared_memory_goes_among_the_temporary_files(folder
 
     memory, disk = folders
     monkeypatch.setattr(os, "statvfs", lambda path: Space)
-    notice = RecordingStore(folders).put(ROUTED)  # 24 bytes: half of the memory stays free
+    # 24 bytes would leave 49 of 100 free: half of the memory must stay free.
+    notice = RecordingStore(folders).put(ROUTED)
     assert notice.folder == str(disk)
     Space.f_bavail = 74
     assert RecordingStore(folders).put(ROUTED).folder == str(memory)
     monkeypatch.undo()
-    # A client on the same host gets that of the disk by HTTP: it trusts folders in shared memory alone.
+    # A client on the same host fetches the recording on the disk by HTTP: it trusts only folders in shared memory.
     assert insert_from_memory(answer_with(notice.encode()), REQUEST) == notice
     with pytest.raises(FileNotFoundError):
         RecordingStore([disk / "none"]).put(ROUTED)
@@ -170,7 +172,7 @@ def test_a_notice_survives_its_encoding_and_a_broken_one_is_refused():
 
 def test_a_recording_comes_through_shared_memory_and_its_file_goes(folder):
     notice = RecordingStore([folder]).put(ROUTED)
-    array = fetched(answer_with(notice.encode()))
+    array = fetch_from_memory(answer_with(notice.encode()))
     assert array.dtype == np.uint8
     assert array.tolist() == ROUTED.tolist()
     assert list(folder.iterdir()) == []
@@ -196,21 +198,21 @@ def test_damage_is_told(folder, damage, message):
     path = folder / notice.id
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(EngineAnswerError, match=f"request r: {message}"):
-        fetched(answer_with(notice.encode()))
+        fetch_from_memory(answer_with(notice.encode()))
 
 
 def test_another_responses_recording_is_refused_before_it_is_read(folder):
     notice = RecordingStore([folder]).put(ROUTED)
     message = r"request r: a recording of shape \(3, 2, 4\), expected \(4, 2, 4\)"
     with pytest.raises(EngineAnswerError, match=message):
-        fetched(answer_with(notice.encode(), tokens=3))
+        fetch_from_memory(answer_with(notice.encode(), tokens=3))
 
 
 def test_one_that_is_gone_is_asked_for_again(folder):
     notice = RecordingStore([folder]).put(ROUTED)
     (folder / notice.id).unlink()
     with pytest.raises(AbortedError, match=mentioning("request r", notice.id)):
-        fetched(answer_with(notice.encode()))
+        fetch_from_memory(answer_with(notice.encode()))
 
 
 def test_no_file_outside_of_a_servers_folder_is_read(tmp_path, folder):
@@ -226,7 +228,7 @@ def test_no_file_outside_of_a_servers_folder_is_read(tmp_path, folder):
 
 
 class BinaryServer:
-    """``/routed_experts`` of one file, under the API key."""
+    """Serves one recording at ``/routed_experts``, and checks the API key."""
 
     def __init__(self, content: bytes, status: int = 200) -> None:
         self.content, self.status, self.removed = content, status, 0
@@ -252,30 +254,30 @@ class BinaryServer:
         return web.Response(status=204)
 
 
-def by_http(server: BinaryServer, notice: Notice) -> np.ndarray:
+def fetch_by_http(server: BinaryServer, notice: Notice) -> np.ndarray:
     async def fetch() -> np.ndarray:
         async with server as url, EngineClient(url, "key") as client:
-            told = answer_with(notice.encode())
-            missing = insert_from_memory(told, REQUEST)
+            answer = answer_with(notice.encode())
+            missing = insert_from_memory(answer, REQUEST)
             assert missing == notice
-            insert(told, REQUEST, notice, await client.fetch_recording(notice))
-            return told["meta_info"]["routed_experts"]
+            insert(answer, REQUEST, notice, await client.fetch_recording(notice))
+            return answer["meta_info"]["routed_experts"]
 
     return asyncio.run(fetch())
 
 
 @pytest.fixture
-def far(folder, monkeypatch) -> tuple[Notice, bytes]:
-    """A notice of a server whose memory this host does not share, and the bytes it has."""
+def remote_recording(folder, monkeypatch) -> tuple[Notice, bytes]:
+    """Return the notice and the bytes of a recording in the memory of another host's server."""
     notice = RecordingStore([folder]).put(ROUTED)
     monkeypatch.setattr(recordings, "is_private", lambda folder: False)
     return notice, (folder / notice.id).read_bytes()
 
 
-def test_another_hosts_recording_comes_by_http_and_is_removed_there(far):
-    notice, content = far
+def test_another_hosts_recording_comes_by_http_and_is_removed_there(remote_recording):
+    notice, content = remote_recording
     server = BinaryServer(content)
-    assert by_http(server, notice).tolist() == ROUTED.tolist()
+    assert fetch_by_http(server, notice).tolist() == ROUTED.tolist()
     assert server.removed == 1
 
 
@@ -287,11 +289,11 @@ def test_another_hosts_recording_comes_by_http_and_is_removed_there(far):
         (bytes(24), "hash"),
     ],
 )
-def test_what_http_brings_is_bounded_and_checked(far, content, message):
+def test_what_http_brings_is_bounded_and_checked(remote_recording, content, message):
     with pytest.raises(EngineAnswerError, match=message):
-        by_http(BinaryServer(content), far[0])
+        fetch_by_http(BinaryServer(content), remote_recording[0])
 
 
-def test_one_that_is_gone_there_is_asked_for_again(far):
+def test_one_that_is_gone_there_is_asked_for_again(remote_recording):
     with pytest.raises(AbortedError, match="is no longer there"):
-        by_http(BinaryServer(b"", status=404), far[0])
+        fetch_by_http(BinaryServer(b"", status=404), remote_recording[0])

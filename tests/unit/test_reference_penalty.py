@@ -1,4 +1,5 @@
-"""The penalty on leaving a reference policy: values by hand, means by enumeration, and that nothing else changes."""
+"""The penalty on the distance from a reference policy: values by hand, means by enumeration, and the rest of the loss,
+which must not change."""
 
 import math
 from typing import get_args
@@ -40,7 +41,7 @@ def test_k3_by_hand():
     ],
 )
 def test_the_other_estimators_by_hand(name, value, slope):
-    """Of each token: what has the mean 0 cannot be told from the means."""
+    """Compare each token, because a wrong term whose mean is 0 does not change the means."""
     got = ESTIMATORS[name](REFERENCE.log() - PI.log())
     assert [x.tolist() for x in got] == [pytest.approx(x, abs=1e-6) for x in (value, slope)]
 
@@ -67,32 +68,34 @@ MEANINGS = {
 }
 
 
-def enumerated(name, sampler, logits, reference, weight_cap):
-    """Mean over the sampler's tokens, each of them with its probability, of what the trainer adds."""
+def expected_penalty(name, sampler, logits, reference, weight_cap):
+    """Return the mean penalty under ``sampler``, a sum over all ids with their probabilities, and its gradient."""
     log_probs = logits.log_softmax(0)
-    everything = torch.ones(len(logits), dtype=torch.bool)
-    nothing = LossSums(torch.zeros((), dtype=torch.float64), MetricSums())
-    inputs = TokenInputs(log_probs, sampler, torch.zeros_like(sampler), everything)
-    total = reference_penalty(1.0, name, weight_cap)(nothing, inputs, reference, sampler.exp())
+    all_tokens = torch.ones(len(logits), dtype=torch.bool)
+    no_loss = LossSums(torch.zeros((), dtype=torch.float64), MetricSums())
+    inputs = TokenInputs(log_probs, sampler, torch.zeros_like(sampler), all_tokens)
+    total = reference_penalty(1.0, name, weight_cap)(no_loss, inputs, reference, sampler.exp())
     return total.loss, torch.autograd.grad(total.loss, logits)[0]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("is_off_policy", [False, True])
 def test_means_by_enumeration(name, is_off_policy):
-    """Value and gradient are means of what the documentation says, under pi and, with weights, under mu."""
+    """Value and gradient have the documented means under pi and, with importance weights, under mu."""
     g = torch.Generator().manual_seed(5)
     logits, reference, mu = torch.randn(3, 6, generator=g, dtype=torch.float64) * 1.5
     logits.requires_grad_()
     reference, mu = reference.log_softmax(0), mu.log_softmax(0)
     sampler = mu if is_off_policy else logits.detach().log_softmax(0)
-    got = enumerated(name, sampler, logits, reference, math.inf if is_off_policy else None)
-    mean, lowered = MEANINGS[name]
-    assert float(got[0].detach()) == pytest.approx(
-        float(mean(logits.detach().log_softmax(0), reference)), abs=1e-12
+    value, gradient = expected_penalty(
+        name, sampler, logits, reference, math.inf if is_off_policy else None
     )
-    (expected,) = torch.autograd.grad(lowered(logits.log_softmax(0), reference), logits)
-    assert torch.allclose(got[1], expected, rtol=0, atol=1e-12)
+    divergence, minimized = MEANINGS[name]
+    assert float(value.detach()) == pytest.approx(
+        float(divergence(logits.detach().log_softmax(0), reference)), abs=1e-12
+    )
+    (expected,) = torch.autograd.grad(minimized(logits.log_softmax(0), reference), logits)
+    assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
 
 
 def test_the_two_directions_part_and_unweighted_tokens_of_mu_are_neither():
@@ -106,15 +109,15 @@ def test_the_two_directions_part_and_unweighted_tokens_of_mu_are_neither():
     )
     assert torch.cosine_similarity(forward, reverse, dim=0) < 0.9
     for name in ESTIMATORS:
-        unweighted = enumerated(name, mu, logits, reference, None)[1]
+        unweighted = expected_penalty(name, mu, logits, reference, None)[1]
         assert min((unweighted - x).abs().max() for x in (forward, reverse)) > 0.05
 
 
 def test_weights_are_capped():
     pi, mu = PI.log().requires_grad_(), torch.tensor([0.1, 0.2, 0.5]).log()
     inputs = TokenInputs(pi, mu, torch.zeros(3), torch.ones(3, dtype=torch.bool))
-    nothing = LossSums(torch.zeros(()), MetricSums())
-    total = reference_penalty(2.0, "k2", 3.0)(nothing, inputs, REFERENCE.log(), None)
+    no_loss = LossSums(torch.zeros(()), MetricSums())
+    total = reference_penalty(2.0, "k2", 3.0)(no_loss, inputs, REFERENCE.log(), None)
     (gradient,) = torch.autograd.grad(total.loss, pi)
     # pi / mu is 5 (capped at 3), 1, 1/2; log pi / reference is log 2, -log 2, 0.
     assert gradient.tolist() == pytest.approx(
@@ -125,14 +128,14 @@ def test_weights_are_capped():
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("weight_cap", [None, math.inf])
 def test_a_token_that_pi_has_left_is_bounded_and_counted(name, weight_cap):
-    """log reference - log pi = 120: e^120 is no float32, its square of no use long before; 20 is not counted."""
+    """Three log-ratios are 120, 20.5 and 20. e^120 overflows float32. Values above 20 are clamped and counted."""
     log_probs = torch.tensor([-121.0, -21.5, -21.0, -0.5, -0.5, -0.5], requires_grad=True)
     inputs = TokenInputs(
         log_probs, torch.full((6,), -1.0), torch.zeros(6), torch.tensor([True] * 6)
     )
-    nothing = LossSums(torch.zeros(()), MetricSums())
+    no_loss = LossSums(torch.zeros(()), MetricSums())
     reference = torch.tensor([-1.0, -1.0, -1.0, -0.5, -0.5, -0.5])
-    total = reference_penalty(1.0, name, weight_cap)(nothing, inputs, reference, None)
+    total = reference_penalty(1.0, name, weight_cap)(no_loss, inputs, reference, None)
     (gradient,) = torch.autograd.grad(total.loss, log_probs)
     assert total.loss.isfinite()
     assert gradient.square().sum().isfinite()
@@ -154,7 +157,7 @@ def test_it_is_added_to_the_loss_of_tokens_in_the_mask(scale):
     inputs = TokenInputs(log_probs, PI.log(), torch.ones(3), mask)
     plain = policy_loss(build_algorithm("dppo-binary-tv"), inputs, scale)
     reference = REFERENCE.log()
-    reference[2] = math.nan  # outside the mask: not looked at
+    reference[2] = math.nan  # outside the mask, so it must not be read
     total = reference_penalty(0.1)(plain, inputs, reference, scale)
     value, slope = k3(REFERENCE.log() - PI.log())
     factor = torch.ones(3) if scale is None else scale.float()
@@ -166,9 +169,9 @@ def test_it_is_added_to_the_loss_of_tokens_in_the_mask(scale):
     assert torch.allclose(with_penalty - without, expected, atol=1e-6)
     assert total.blocked is plain.blocked
     assert float(total.metrics.sums[names.REFERENCE_KL]) == pytest.approx(float(value[:2].sum()))
-    own = (names.REFERENCE_KL, names.REFERENCE_CLAMPED)
-    shared = {k: v for k, v in total.metrics.sums.items() if k not in own}
-    assert shared == dict(plain.metrics.sums)
+    penalty_metrics = (names.REFERENCE_KL, names.REFERENCE_CLAMPED)
+    other_metrics = {k: v for k, v in total.metrics.sums.items() if k not in penalty_metrics}
+    assert other_metrics == dict(plain.metrics.sums)
 
 
 def test_what_is_impossible_outside_the_mask_changes_nothing():

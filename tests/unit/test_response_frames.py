@@ -1,4 +1,4 @@
-"""Files of scored responses: what is read is what was kept, and what is torn or damaged is not."""
+"""Files of scored responses: responses are read as they were written, and torn or damaged frames are not read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def keys(path: Path) -> list[int]:
+def read_keys(path: Path) -> list[int]:
     return [found.key[0] for found in read_frames(path)]
 
 
@@ -59,10 +59,10 @@ def test_a_torn_frame_ends_the_file_and_is_replaced_by_the_next(path: Path) -> N
     whole = path.read_bytes()
     for cut in (1, 30, 200):
         path.write_bytes(whole[:-cut])
-        assert keys(path) == [0, 1]
+        assert read_keys(path) == [0, 1]
         with open_frames(path) as file:
             append_frame(file, response(5))
-        assert keys(path) == [0, 1, 5]
+        assert read_keys(path) == [0, 1, 5]
 
 
 def test_a_damaged_frame_is_not_used(path: Path) -> None:
@@ -72,5 +72,5 @@ def test_a_damaged_frame_is_not_used(path: Path) -> None:
         damaged = bytearray(whole)
         damaged[size + offset] ^= 4
         path.write_bytes(damaged)
-        assert 1 not in keys(path)
-        assert keys(path)[:1] == [0]
+        assert 1 not in read_keys(path)
+        assert read_keys(path)[:1] == [0]

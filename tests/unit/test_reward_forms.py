@@ -1,4 +1,4 @@
-"""What a reward may see and return, by its signature; several at once; and those that can't be had."""
+"""A reward's signature decides its inputs and its form. Also batches, several rewards, and unavailable rewards."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ def verifier_of(function: str, **settings: Any) -> Verifier:
 
 
 def test_a_reward_gets_what_its_parameters_name():
-    given = RewardInput("2.5", prompt="abc", messages=({}, {}), metadata={"factor": 3})
+    reward_input = RewardInput("2.5", prompt="abc", messages=({}, {}), metadata={"factor": 3})
     with verifier_of("with_metadata") as verifier:
         assert verifier.form() == RewardForm(("response", "metadata"), is_async=False)
-        assert verifier.score([given]) == [
+        assert verifier.score([reward_input]) == [
             Score(7.5, components={"given": 2.5, "factor": 3.0}, reason="2.5 x 3.0")
         ]
     with verifier_of("whole_record") as verifier:
-        assert verifier.score([given])[0].value == pytest.approx(3.23)
+        assert verifier.score([reward_input])[0].value == pytest.approx(3.23)
 
 
 def test_a_reward_reads_columns_by_the_names_of_its_parameters():
-    given = RewardInput("abc", metadata={"difficulty": 2, "other": 5})
+    reward_input = RewardInput("abc", metadata={"difficulty": 2, "other": 5})
     with verifier_of("with_columns", options={"factor": 10}) as verifier:
         assert verifier.form() == RewardForm(("response",), is_async=False, columns=("difficulty",))
-        assert [score.value for score in verifier.score([given])] == [60.0]
-        (lacking,) = verifier.check([RewardInput("abc", metadata={"other": 5})])
-        assert "'difficulty'" in (lacking.refusal or "")
-        assert "['other']" in (lacking.refusal or "")
+        assert [score.value for score in verifier.score([reward_input])] == [60.0]
+        (score,) = verifier.check([RewardInput("abc", metadata={"other": 5})])
+        assert "'difficulty'" in (score.refusal or "")
+        assert "['other']" in (score.refusal or "")
 
 
 def test_a_function_of_verl_gets_what_verl_gives_it():
     options = {"function": PLANTED + "compute_score", "arguments": {"bonus": 0.5}}
     metadata = {"data_source": "gsm8k", "extra_info": {"split": "train"}}
     with Verifier("verl", 60.0, 1, options=options) as verifier:
-        given = [
+        inputs = [
             RewardInput("7", "7", metadata=metadata),
             RewardInput("8", "7", metadata=metadata),
             RewardInput("plain", "7", metadata={"data_source": "x"}),
         ]
-        right, wrong, plain = verifier.score(given)
+        right, wrong, plain = verifier.score(inputs)
         assert right == Score(1.5, components={"acc": 1.0, "of_train": 1.0})
         assert wrong == Score(0.5, components={"acc": 0.0, "of_train": 1.0})
         assert plain == Score(0.25)
-        (lacking,) = verifier.check([RewardInput("7", "7", metadata={"split": "train"})])
-        assert "data_source" in (lacking.refusal or "")
+        (score,) = verifier.check([RewardInput("7", "7", metadata={"split": "train"})])
+        assert "data_source" in (score.refusal or "")
 
 
 def test_options_are_keyword_arguments():
@@ -109,7 +109,7 @@ def test_one_of_a_batch_that_ends_the_process_costs_its_own_score():
 def test_an_asynchronous_reward_is_asked_for_several_at_the_same_time():
     with verifier_of("together", batch_size=3) as verifier:
         assert verifier.form().is_async
-        # Alone, the first would wait for two others for ever.
+        # Calls one after another would never end: the first waits for the two others.
         assert [s.value for s in verifier.score([RewardInput("3")] * 3)] == [1.0] * 3
 
 
@@ -132,7 +132,9 @@ def test_an_asynchronous_reward_whose_process_ends_is_no_reward_of_0():
 
 
 def test_a_synchronous_reward_may_say_that_a_service_is_to_blame(monkeypatch):
-    """For what takes too long or ends the process; which one of a batch it was is found out as ever."""
+    """With on_timeout = "unavailable", a call that takes too long or ends its process is unavailable and scores no 0.
+    In a batch this is so only for the response at fault.
+    """
     monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.001)
     settings = {"on_timeout": "unavailable", "timeout_s": 2.0}
     with verifier_of("loop_on_request", **settings) as verifier:
@@ -149,7 +151,7 @@ def test_a_synchronous_reward_may_say_that_a_service_is_to_blame(monkeypatch):
 
 
 ANSWERS = {
-    # Nothing, a piece of what was announced, and two that OpenAI's client has classes for.
+    # An empty answer, a part of an answer, and statuses for which OpenAI's client has exceptions of their own.
     "/nothing": b"",
     "/piece": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc",
     "/busy": b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n",
@@ -158,7 +160,7 @@ ANSWERS = {
 }
 
 
-class Failing(socketserver.StreamRequestHandler):
+class FailingHandler(socketserver.StreamRequestHandler):
     """A service that ends each connection with one of ``ANSWERS``."""
 
     def handle(self) -> None:
@@ -170,7 +172,7 @@ class Failing(socketserver.StreamRequestHandler):
 
 @pytest.fixture(scope="module")
 def failing_service() -> Iterator[str]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Failing) as server:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), FailingHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -184,16 +186,16 @@ def failing_service() -> Iterator[str]:
     ],
 )
 def test_a_clients_error_about_its_service_is_no_end_of_the_run(form, clients, failing_service):
-    nobody = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    urls = (f"{failing_service}/nothing", f"{failing_service}/piece", nobody)
-    asked = [f"{client} {url}" for client in clients for url in urls]
-    asked += [f"openai {failing_service}/{state}" for state in ("busy", "broken")]
+    unused_url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    urls = (f"{failing_service}/nothing", f"{failing_service}/piece", unused_url)
+    texts = [f"{client} {url}" for client in clients for url in urls]
+    texts += [f"openai {failing_service}/{state}" for state in ("busy", "broken")]
     name = f"tests.unit.planted_services:{form}"
     with Verifier(name, 60.0, 1, batch_size=4) as verifier:
-        scores = verifier.check([RewardInput(text) for text in asked])
-        lacking = {text for text, s in zip(asked, scores, strict=True) if s.unavailable}
-        assert lacking == set(asked), [s.unavailable for s in scores]
-        # What says that the request is wrong is a fault of the program.
+        scores = verifier.check([RewardInput(text) for text in texts])
+        unavailable = {text for text, s in zip(texts, scores, strict=True) if s.unavailable}
+        assert unavailable == set(texts), [s.unavailable for s in scores]
+        # An answer that rejects the request itself is an error of the program.
         with pytest.raises(verifiers.VerifierError, match="BadRequestError"):
             verifier.check([RewardInput(f"openai {failing_service}/refused")])
 
@@ -205,8 +207,8 @@ def test_what_is_away_is_asked_again_so_many_times(monkeypatch, error):
     with verifier_of("Counting", options=options, attempts=3) as verifier:
         assert verifier.score([RewardInput("a"), RewardInput("b")]) == [Score(3.0)] * 2
     with verifier_of("Counting", options=options, attempts=2) as verifier:
-        (lacking,) = verifier.check([RewardInput("a")])
-        assert mentions(lacking.unavailable or "", 2)
+        (score,) = verifier.check([RewardInput("a")])
+        assert mentions(score.unavailable or "", 2)
 
 
 def test_the_weighted_sum_by_hand():
@@ -220,11 +222,13 @@ def test_the_weighted_sum_by_hand():
     )  # fmt: skip
     alone = weighted_sum({"short": scores["short"]}, {"short": 0.5})
     assert (alone.value, alone.components) == (-1.0, {"tokens": 7.0})
-    lacking = scores | {"judge": Score.without_value("refused")}
-    total = weighted_sum(lacking, dict.fromkeys(lacking, 1.0))
+    with_unavailable = scores | {"judge": Score.without_value("refused")}
+    total = weighted_sum(with_unavailable, dict.fromkeys(with_unavailable, 1.0))
     assert math.isnan(total.value)
     assert total.unavailable == "reward judge: refused"
-    refused = weighted_sum(lacking | {"x": Score(0.0, refusal="no")}, dict.fromkeys("x", 1.0))
+    refused = weighted_sum(
+        with_unavailable | {"x": Score(0.0, refusal="no")}, dict.fromkeys("x", 1.0)
+    )
     assert refused.refusal == "reward x: no"
     beyond = weighted_sum({"x": Score(1e18), "y": Score(1.0)}, {"x": 1e300, "y": 2.0})
     assert mentions(beyond.refusal or "", "x 1e+18 * 1e+300", "y 1 * 2", "inf")
@@ -254,7 +258,7 @@ def test_several_rewards_of_a_run():
 def test_an_error_in_a_run_shows_the_row_the_answer_and_the_rewards_own_frames(
     reward: str, response: str, reason: str
 ) -> None:
-    """An exception that the reward raises, and a ValueError, which is a refusal of one response."""
+    """The reward raises an exception, or a ValueError, which refuses one response."""
     problem, places = Problem(4, "1+1", "two", (7, 8)), {(7, 8): "sums.jsonl, line 5"}
     config = RewardConfig(name=PLANTED + reward, workers=1)
     with Scorer(config, lambda ids: places[tuple(ids)]) as scorer:

@@ -15,68 +15,68 @@ import psutil
 import pytest
 
 from megatron_dppo.config.data_schema import RewardConfig
-from megatron_dppo.rewards import RewardInput as Given
+from megatron_dppo.rewards import RewardInput as Input
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
 from tests.messages import mentioning, mentions
 from tests.patience import UNBOUNDED_S, happens, own_patience
 
 
-def planted(function: str) -> str:
+def reward_name(function: str) -> str:
     return f"tests.unit.planted_rewards:{function}"
 
 
 def test_inline_rewards_start_no_process():
     with Verifier("exact_integer", timeout_s=1.0, workers=2) as verifier:
         assert verifier._pool.workers == []
-        assert verifier.score([Given("1+1=2", "2"), Given("3", "2")]) == [Score(1.0), Score(0.0)]
+        assert verifier.score([Input("1+1=2", "2"), Input("3", "2")]) == [Score(1.0), Score(0.0)]
 
 
 def test_order_is_kept_and_workers_share_the_work():
-    with Verifier(planted("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
-        pairs = [Given(str(0.05 * (i % 3)), str(i / 10)) for i in range(10)]
+    with Verifier(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
+        pairs = [Input(str(0.05 * (i % 3)), str(i / 10)) for i in range(10)]
         assert [s.value for s in verifier.score(pairs)] == [i / 10 for i in range(10)]
         assert verifier.score([]) == []
-        assert verifier.score([Given("0", "1")]) == [Score(1.0)]
+        assert verifier.score([Input("0", "1")]) == [Score(1.0)]
 
 
 def test_a_runaway_check_is_killed_on_time_and_the_others_get_their_scores():
-    with Verifier(planted("loop_on_request"), timeout_s=2.0, workers=2) as verifier:
-        verifier.score([Given("", "")] * 4)  # both workers have started
+    with Verifier(reward_name("loop_on_request"), timeout_s=2.0, workers=2) as verifier:
+        verifier.score([Input("", "")] * 4)  # both workers have started
         patience = own_patience(60)
         scores = verifier.score(
             [
-                Given("ok", ""),
-                Given("loop", ""),
-                Given("ok", ""),
-                Given("power", ""),
-                Given("ok", ""),
+                Input("ok", ""),
+                Input("loop", ""),
+                Input("ok", ""),
+                Input("power", ""),
+                Input("ok", ""),
             ]
         )
         is_late = patience.is_exhausted()
         assert [s.timed_out for s in scores] == [False, True, False, True, False]
         assert [s.value for s in scores] == [1.0, 0.0, 1.0, 0.0, 1.0]
         assert not is_late
-        assert verifier.score([Given("ok", "")]) == [Score(1.0)]
+        assert verifier.score([Input("ok", "")]) == [Score(1.0)]
 
 
 def test_a_worker_that_the_system_ends_costs_one_score():
-    with Verifier(planted("die_on_request"), timeout_s=60.0, workers=1) as verifier:
-        scores = verifier.score([Given("ok", ""), Given("die", ""), Given("ok", "")])
+    with Verifier(reward_name("die_on_request"), timeout_s=60.0, workers=1) as verifier:
+        scores = verifier.score([Input("ok", ""), Input("die", ""), Input("ok", "")])
         assert scores == [Score(1.0), Score(0.0, crashed=True), Score(1.0)]
 
 
 @pytest.mark.parametrize("code", ["sys.exit()", "sys.exit('enough')"])
 def test_a_check_that_exits_costs_one_score(code):
-    with Verifier(planted("value_of"), timeout_s=60.0, workers=1) as verifier:
-        scores = verifier.score([Given(text, "") for text in ("1", code, "2")])
+    with Verifier(reward_name("value_of"), timeout_s=60.0, workers=1) as verifier:
+        scores = verifier.score([Input(text, "") for text in ("1", code, "2")])
         assert scores == [Score(1.0), Score(0.0, crashed=True), Score(2.0)]
 
 
 @pytest.mark.parametrize(("memory_gib", "is_enough"), [(4, False), (8, True)])
 def test_a_worker_has_the_address_space_that_it_is_given(memory_gib, is_enough):
-    with Verifier(planted("ask_for_gib"), 60.0, workers=1, memory_gib=memory_gib) as verifier:
+    with Verifier(reward_name("ask_for_gib"), 60.0, workers=1, memory_gib=memory_gib) as verifier:
         large = Score(1.0) if is_enough else Score(0.0, crashed=True)
-        assert verifier.score([Given("1", ""), Given("5", ""), Given("1", "")]) == [
+        assert verifier.score([Input("1", ""), Input("5", ""), Input("1", "")]) == [
             Score(1.0),
             large,
             Score(1.0),
@@ -86,18 +86,18 @@ def test_a_worker_has_the_address_space_that_it_is_given(memory_gib, is_enough):
 
 
 def test_a_worker_that_dies_while_idle_is_found_out():
-    with Verifier(planted("die_on_request"), timeout_s=60.0, workers=1) as verifier:
-        verifier.score([Given("ok", "")])
+    with Verifier(reward_name("die_on_request"), timeout_s=60.0, workers=1) as verifier:
+        verifier.score([Input("ok", "")])
         verifier._pool.workers[0]._process.kill()
         verifier._pool.workers[0]._process.wait()
-        assert verifier.score([Given("ok", ""), Given("ok", "")]) == [Score(1.0), Score(1.0)]
+        assert verifier.score([Input("ok", ""), Input("ok", "")]) == [Score(1.0), Score(1.0)]
 
 
 def test_what_earlier_calls_left_in_a_process_costs_no_score():
-    with Verifier(planted("hoard"), 60.0, workers=1, memory_gib=1) as verifier:
-        # Alone each has room; the second not beside the first, which is still there.
-        assert verifier.score([Given("600", "")] * 3) == [Score(1.0)] * 3
-        assert verifier.score([Given("1200", ""), Given("1", "")]) == [
+    with Verifier(reward_name("hoard"), 60.0, workers=1, memory_gib=1) as verifier:
+        # Each call has room alone, but not beside the memory of the call before, which the process still holds.
+        assert verifier.score([Input("600", "")] * 3) == [Score(1.0)] * 3
+        assert verifier.score([Input("1200", ""), Input("1", "")]) == [
             Score(0.0, crashed=True),
             Score(1.0),
         ]
@@ -105,39 +105,39 @@ def test_what_earlier_calls_left_in_a_process_costs_no_score():
 
 @pytest.mark.parametrize(("where", "value"), [("forked", 0.0), ("here", 1.0)])
 def test_no_answer_counts_for_another_response(where, value):
-    """What a reward forks can't answer; what its own process sends is its own answer, and no later one."""
-    with Verifier(planted("forge_on_request"), timeout_s=60.0, workers=1) as verifier:
-        scores = verifier.score([Given(text, "") for text in (where, "10", "20", "30")])
+    """A forked child cannot send an answer. A forged answer of the reward's own process counts for this call only."""
+    with Verifier(reward_name("forge_on_request"), timeout_s=60.0, workers=1) as verifier:
+        scores = verifier.score([Input(text, "") for text in (where, "10", "20", "30")])
         assert [s.value for s in scores] == [value, 10.0, 20.0, 30.0]
 
 
 def test_a_reward_that_raises_is_an_error_with_its_traceback():
     with (
-        Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
+        Verifier(reward_name("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
         pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")),
     ):
-        verifier.score([Given("raise", "")])
+        verifier.score([Input("raise", "")])
 
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_output():
     with (
-        Verifier(planted("no_such_function"), timeout_s=60.0, workers=1) as verifier,
+        Verifier(reward_name("no_such_function"), timeout_s=60.0, workers=1) as verifier,
         pytest.raises(VerifierError, match="no_such_function"),
     ):
-        verifier.score([Given("", "")])
+        verifier.score([Input("", "")])
 
 
 def test_long_unicode_responses_and_prints_of_the_reward_pass():
-    with Verifier(planted("length_and_print"), timeout_s=60.0, workers=1) as verifier:
-        assert verifier.score([Given("é\n\u2028" * 100_000, "")]) == [Score(0.3)]
+    with Verifier(reward_name("length_and_print"), timeout_s=60.0, workers=1) as verifier:
+        assert verifier.score([Input("é\n\u2028" * 100_000, "")]) == [Score(0.3)]
 
 
 def test_calls_from_several_threads_get_their_own_scores():
-    with Verifier(planted("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
+    with Verifier(reward_name("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
         results: dict[int, list[float]] = {}
 
         def call(k: int) -> None:
-            results[k] = [s.value for s in verifier.score([Given("0.01", str(k / 2))] * 5)]
+            results[k] = [s.value for s in verifier.score([Input("0.01", str(k / 2))] * 5)]
 
         threads = [threading.Thread(target=call, args=(k,)) for k in range(3)]
         for t in threads:
@@ -148,18 +148,18 @@ def test_calls_from_several_threads_get_their_own_scores():
 
 
 def test_processes_are_gone_after_closing():
-    with Verifier(planted("loop_on_request"), timeout_s=60.0, workers=2) as verifier:
+    with Verifier(reward_name("loop_on_request"), timeout_s=60.0, workers=2) as verifier:
         pids = [worker.pid for worker in verifier._pool.workers]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     with pytest.raises(ValueError, match="open"):
-        verifier.score([Given("", "")])
+        verifier.score([Input("", "")])
 
 
 def test_bombs_in_mathematics_do_not_hang():
     bombs = [r"\boxed{9^{9^{9^9}}}", r"\boxed{" + "(" * 400 + "}", r"\boxed{999999999!}"]
-    pairs = [Given(bomb, "5") for bomb in bombs] + [Given(r"\boxed{5}", "5")]
+    pairs = [Input(bomb, "5") for bomb in bombs] + [Input(r"\boxed{5}", "5")]
     with Verifier("math_verify", timeout_s=2.0, workers=1) as verifier:
         scores = verifier.score(pairs)
     assert [s.value for s in scores] == [0.0, 0.0, 0.0, 1.0]
@@ -189,12 +189,12 @@ def test_impossible_settings():
     ],
 )
 def test_anything_but_a_score_is_one_line(value, complaint):
-    with Verifier(planted("value_of"), timeout_s=60.0, workers=1) as verifier:
+    with Verifier(reward_name("value_of"), timeout_s=60.0, workers=1) as verifier:
         with pytest.raises(VerifierError) as caught:
-            verifier.score([Given("0.5", "a"), Given(value, "b" * 999)])
-        # The worker lives on, and numbers of other libraries, 0, 1 and truth values are scores.
+            verifier.score([Input("0.5", "a"), Input(value, "b" * 999)])
+        # The worker goes on. NumPy's numbers, integers and booleans are scores.
         kinds = ["__import__('numpy').float32(0.5)", "0", "1", "True", "False", "-1.5"]
-        scores = verifier.score([Given(kind, "") for kind in kinds])
+        scores = verifier.score([Input(kind, "") for kind in kinds])
     assert complaint in str(caught.value)
     assert str(caught.value).startswith("reward tests.unit.planted_rewards:value_of: ")
     assert len(str(caught.value).splitlines()) == 1
@@ -203,24 +203,24 @@ def test_anything_but_a_score_is_one_line(value, complaint):
 
 
 def test_a_check_hands_back_what_a_reward_refuses():
-    with Verifier(planted("refuse_on_request"), timeout_s=60.0, workers=1) as verifier:
-        good, bad = verifier.check([Given("", ""), Given("refuse", "")])
+    with Verifier(reward_name("refuse_on_request"), timeout_s=60.0, workers=1) as verifier:
+        good, bad = verifier.check([Input("", ""), Input("refuse", "")])
     assert good == Score(1.0)
     assert bad.value == 0.0
     assert mentions(bad.refusal or "", "planted_rewards.py")
     with Verifier("exact_integer", timeout_s=1.0, workers=1) as verifier:
-        (refused,) = verifier.check([Given("1", "one")])
+        (refused,) = verifier.check([Input("1", "one")])
     assert "'one'" in (refused.refusal or "")
 
 
 def children_of(path: Path) -> list[psutil.Process]:
-    """Those that ``leave_children`` noted, where they still run."""
+    """Return the processes that ``leave_children`` noted and that still run."""
     ids = [int(word) for word in path.read_text().split()]
     assert len(ids) == 2
-    return [psutil.Process(i) for i in ids if psutil.pid_exists(i) and runs(i)]
+    return [psutil.Process(i) for i in ids if psutil.pid_exists(i) and is_running(i)]
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -229,54 +229,56 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("response", ["ok", "die", "loop"])
 def test_what_a_check_started_ends_with_it(tmp_path, response):
-    """Also where it took another session, or another parent, and the check crashed or was killed."""
-    noted = tmp_path / "children"
-    with Verifier(planted("leave_children"), timeout_s=4.0, workers=1) as verifier:
-        [score] = verifier.score([Given(response, str(noted))])
+    """This includes a process in another session or with another parent, and a check that crashed or was killed."""
+    ids_file = tmp_path / "children"
+    with Verifier(reward_name("leave_children"), timeout_s=4.0, workers=1) as verifier:
+        [score] = verifier.score([Input(response, str(ids_file))])
         assert (score.crashed, score.timed_out) == (response == "die", response == "loop")
-        assert happens(lambda: children_of(noted) == [])
+        assert happens(lambda: children_of(ids_file) == [])
 
 
 def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     """A trainer rank that is killed in the middle of a check leaves nothing behind."""
-    noted = tmp_path / "children"
+    ids_file = tmp_path / "children"
     code = (
         "from megatron_dppo.rewards import RewardInput\n"
         "from megatron_dppo.rewards.verifier import Verifier\n"
-        f"with Verifier({planted('leave_children')!r}, timeout_s=300, workers=1) as verifier:\n"
-        f"    verifier.score([RewardInput('loop', {str(noted)!r})])\n"
+        f"with Verifier({reward_name('leave_children')!r}, timeout_s=300, workers=1) as verifier:\n"
+        f"    verifier.score([RewardInput('loop', {str(ids_file)!r})])\n"
     )
     rank = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     try:
-        assert happens(lambda: noted.exists() and len(noted.read_text().split()) == 2)
+        assert happens(lambda: ids_file.exists() and len(ids_file.read_text().split()) == 2)
         assert rank.poll() is None
         workers = psutil.Process(rank.pid).children(recursive=True)
     finally:
         rank.kill()
         rank.wait()
-    assert happens(lambda: not any(runs(p.pid) for p in workers) and not children_of(noted))
+    assert happens(
+        lambda: not any(is_running(p.pid) for p in workers) and not children_of(ids_file)
+    )
 
 
-@pytest.mark.parametrize("reward", ["exact_integer", planted("is_the_answer")])
+@pytest.mark.parametrize("reward", ["exact_integer", reward_name("is_the_answer")])
 def test_what_arrives_is_scored_while_nobody_waits(reward):
     with Verifier(reward, timeout_s=5, workers=1) as verifier:
-        futures = [verifier.submit(Given(str(i), "3")) for i in range(5)]
+        futures = [verifier.submit(Input(str(i), "3")) for i in range(5)]
         assert reward != "exact_integer" or all(f.done() for f in futures)
         assert [f.result(timeout=UNBOUNDED_S).value for f in futures] == [0, 0, 0, 1, 0]
-        assert verifier.submit(Given("3", "3")).result(timeout=UNBOUNDED_S).value == 1
+        assert verifier.submit(Input("3", "3")).result(timeout=UNBOUNDED_S).value == 1
 
 
 def test_an_error_reaches_who_waits_and_later_responses_are_scored():
-    with Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
+    with Verifier(reward_name("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
         with pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")):
-            verifier.submit(Given("raise", "")).result(timeout=UNBOUNDED_S)
-        assert verifier.submit(Given("ok", "")).result(timeout=UNBOUNDED_S) == Score(1.0)
+            verifier.submit(Input("raise", "")).result(timeout=UNBOUNDED_S)
+        assert verifier.submit(Input("ok", "")).result(timeout=UNBOUNDED_S) == Score(1.0)
 
 
 def test_closing_ends_what_is_being_checked_and_what_waits():
-    with Verifier(planted("loop_on_request"), timeout_s=60.0, workers=1) as verifier:
-        verifier.score([Given("ok", "")])
-        first, second = (verifier.submit(Given("loop", "")) for _ in range(2))
+    with Verifier(reward_name("loop_on_request"), timeout_s=60.0, workers=1) as verifier:
+        verifier.score([Input("ok", "")])
+        first, second = (verifier.submit(Input("loop", "")) for _ in range(2))
         while not first.running():
             time.sleep(0.01)
         patience = own_patience(30)
@@ -287,6 +289,6 @@ def test_closing_ends_what_is_being_checked_and_what_waits():
 
 
 def test_a_refusal_that_came_early_is_an_error_where_it_is_used():
-    require([Score(1.0)], [Given("1", "1")])
+    require([Score(1.0)], [Input("1", "1")])
     with pytest.raises(VerifierError, match=mentioning("reward x", "no", "'r'", "'a'")):
-        require([Score(0.0, refusal="no")], [Given("r", "a")], "reward x: ")
+        require([Score(0.0, refusal="no")], [Input("r", "a")], "reward x: ")

@@ -1,7 +1,7 @@
-"""Router replay without a model: what a router is told to choose, and which part of a recording a
-rank's routers get.
+"""Router replay without a model: which experts a router chooses, and which part of a recording a rank's
+routers get.
 
-Three tokens, four experts, two of them a token. The top-2 of SCORES are (1, 2), (0, 3), (3, 0).
+Three tokens choose two of four experts each. The top-2 of SCORES are (1, 2), (0, 3), (3, 0).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.trajectories import trajectory
 CPU = torch.device("cpu")
 SCORES = torch.tensor([[0.0, 0.6, 0.3, 0.1], [0.5, 0.1, 0.0, 0.4], [0.3, 0.1, 0.0, 0.6]])
 NATURAL = [[1, 2], [0, 3], [3, 0]]
-EXPERTS = torch.tensor(  # [token, layer, choice]; layer 1 is read here
+EXPERTS = torch.tensor(  # [token, layer, choice]
     [[[0, 3], [2, 1]], [[1, 2], [1, 2]], [[2, 1], [0, 1]]], dtype=torch.uint8
 )
 SHAPE = ModelShape(
@@ -64,7 +64,7 @@ def test_recorded_experts_where_there_are_any_else_the_top_k() -> None:
     weights.sum().backward()
     assert scores.grad is not None
     assert scores.grad.tolist() == [[0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0]]
-    # Compared: tokens 0 and 2; token 0 goes to its natural two, in another order.
+    # Tokens 0 and 2 are compared. The recorded experts of token 0 are its top-2, in another order.
     assert state.counts.tolist() == [1, 2]
     choose(router)
     assert state.counts.tolist() == [2, 4]
@@ -108,7 +108,7 @@ def test_a_rank_without_routers_takes_a_recording_of_no_layers() -> None:
 
 
 def chunk(*routed: bool, first: int = 1) -> Any:
-    """Layers with or without a router, numbered from ``first`` as Megatron-Core does."""
+    """Return layers with or without a router, numbered from ``first`` on. Megatron-Core's numbers begin at 1."""
     layers = [
         SimpleNamespace(
             layer_number=first + i,
@@ -120,7 +120,7 @@ def chunk(*routed: bool, first: int = 1) -> Any:
 
 
 def test_each_router_reads_its_own_layer() -> None:
-    # A pipeline's second chunk: layers 2..5 of a model that routes in 1, 3, 5.
+    # A pipeline's second chunk: layers 2..5, counted from 0, of a model with routers in layers 1, 3, 5.
     state, part = ChunkState(CPU), chunk(False, True, False, True, first=3)
     assert attach(part, state, (1, 3, 5)) == [1, 2]
     state.replay(Recording(EXPERTS, torch.tensor([True] * 3)), compares=False)
@@ -134,7 +134,7 @@ def test_each_router_reads_its_own_layer() -> None:
 
 
 def batch(*routed: Any, pad_multiple: int = 1, input_rows: Any = None) -> PackedBatch:
-    """One sequence of four tokens with three recorded rows, or without any, for each of ``routed``."""
+    """Return one sequence of four tokens for each of ``routed``: its three recorded rows, or None."""
     samples = [
         trajectory([7, 7], [8, 8], routed_experts=None if r is None else np.array(r, np.uint8))
         for r in routed
@@ -149,8 +149,10 @@ def model_replay(
     return ModelReplay(chunks, SHAPE, topology, share=TokenShare(), device=CPU)
 
 
-def used(replay: ModelReplay, part: Any, micro_batch: int, tokens: int, number: int = 0) -> Any:
-    """What the routers of chunk ``number`` choose, by layer, in a forward pass."""
+def run_routers(
+    replay: ModelReplay, part: Any, micro_batch: int, tokens: int, number: int = 0
+) -> Any:
+    """Run a forward pass of chunk ``number``. Return the experts that its routers choose, by layer, and the output."""
     scores = torch.tensor([[0.0, 0.1, 0.2, 0.3]]).expand(tokens, -1).clone().requires_grad_()
     chosen = []
 
@@ -163,36 +165,37 @@ def used(replay: ModelReplay, part: Any, micro_batch: int, tokens: int, number: 
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
+def single_process() -> Iterator[None]:
+    """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process")
 def test_each_micro_batch_replays_its_own_in_both_passes_and_is_compared_once() -> None:
     part = chunk(True, True)
     replay = model_replay([part])
     assert router_replay.RouterReplay.global_router_replay_instances == []
     first, second = EXPERTS.tolist(), EXPERTS.flip(1).tolist()
     replay.load([batch(first), batch(second), batch(None)])
-    by_layer = [[*EXPERTS[:, layer].tolist(), [3, 2]] for layer in (0, 1)]  # the last routes freely
-    chosen, output = used(replay, part, 0, 4)
+    # The last token has no row, so its router chooses.
+    by_layer = [[*EXPERTS[:, layer].tolist(), [3, 2]] for layer in (0, 1)]
+    chosen, output = run_routers(replay, part, 0, 4)
     assert chosen == by_layer
-    assert used(replay, part, 1, 4)[0] == by_layer[::-1]
-    assert used(replay, part, 2, 4)[0] == [[[3, 2]] * 4] * 2
+    assert run_routers(replay, part, 1, 4)[0] == by_layer[::-1]
+    assert run_routers(replay, part, 2, 4)[0] == [[[3, 2]] * 4] * 2
     # Each of 2 x 3 x 2 recorded choices is compared; none is the natural (3, 2).
     assert replay.agreement().values() == {"r3/agreement": 0, "r3/compared": 12}
-    # The first one's backward pass recomputes after the others' forward passes.
-    again: list[Any] = []
+    # The backward pass of the first micro-batch recomputes its routing after the other forward passes.
+    recomputed: list[Any] = []
     for layer in part.decoder.layers:
         replayed = layer.mlp.router.router_replay
         output.register_hook(
-            lambda _, r=replayed: again.append(choose(r, torch.zeros(4, 4))[1][:3].tolist())
+            lambda _, r=replayed: recomputed.append(choose(r, torch.zeros(4, 4))[1][:3].tolist())
         )
     output.backward()
-    assert again == [rows[:3] for rows in by_layer]
+    assert recomputed == [rows[:3] for rows in by_layer]
     assert replay.agreement().values()["r3/compared"] == 12
     replay.load([])
     assert replay.agreement().values()["r3/compared"] == 0
@@ -202,23 +205,23 @@ def test_each_micro_batch_replays_its_own_in_both_passes_and_is_compared_once() 
         replay.forward(0, 0, lambda: torch.zeros(1))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process")
 def test_chunks_get_their_layers_and_agreement_counts_all_of_them() -> None:
     parts = [chunk(True), chunk(True, first=2)]
     replay = model_replay(parts)
     natural = [[[3, 2], [2, 3]]] * 2 + [[[3, 1], [0, 1]]]
     replay.load([batch(natural)])
-    assert used(replay, parts[0], 0, 4)[0] == [[[3, 2], [3, 2], [3, 1], [3, 2]]]
-    assert used(replay, parts[1], 0, 4, number=1)[0] == [[[2, 3], [2, 3], [0, 1], [3, 2]]]
+    assert run_routers(replay, parts[0], 0, 4)[0] == [[[3, 2], [3, 2], [3, 1], [3, 2]]]
+    assert run_routers(replay, parts[1], 0, 4, number=1)[0] == [[[2, 3], [2, 3], [0, 1], [3, 2]]]
     assert replay.agreement().values() == {"r3/agreement": 4, "r3/compared": 6}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel", "rows", "compared"),
     [
         ((2, 0), True, [0, 1], 2),
-        ((2, 1), True, [2], 1),  # and the row of the last token, which holds nothing
+        ((2, 1), True, [2], 1),  # and the last token, which has no recording
         ((2, 0), False, [0, 1, 2], 3),
         ((2, 1), False, [0, 1, 2], 0),  # the same tokens again: rank 0 has counted them
     ],
@@ -233,9 +236,11 @@ def test_sequence_parallel_ranks_get_their_own_tokens(
     replay = ModelReplay([part], whole, topology, share=share, device=CPU)
     tokens = 2 if sequence_parallel else 4
     expected = [EXPERTS[row, 0].tolist() for row in rows]
-    for rows_of in (None, share.rows):  # all rows, or this rank's alone
+    for rows_of in (None, share.rows):  # the batch has all rows, or only this rank's
         replay.load([batch(EXPERTS[:, :1].tolist(), pad_multiple=2, input_rows=rows_of)])
-        assert used(replay, part, 0, tokens)[0] == [expected + [[3, 2]] * (tokens - len(rows))]
+        assert run_routers(replay, part, 0, tokens)[0] == [
+            expected + [[3, 2]] * (tokens - len(rows))
+        ]
         assert replay.agreement().values()["r3/compared"] == compared
 
 
@@ -255,13 +260,13 @@ def test_recordings_of_another_model_are_refused() -> None:
 
 
 def test_a_recording_of_this_ranks_layers_alone_is_read_like_one_of_all() -> None:
-    """A stage with layer 1 alone of a model that routes in both, three experts a token."""
+    """The stage has only layer 1 of two layers with routers. A token goes to three experts."""
     shape = replace(SHAPE, experts_per_token=3)
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
-    replays = ModelReplay([chunk(True, first=2)], shape, topology, share=TokenShare(), device=CPU)
+    replay = ModelReplay([chunk(True, first=2)], shape, topology, share=TokenShare(), device=CPU)
     own = [[[2, 1, 0]], [[1, 2, 3]], [[0, 1, 3]]]
     for routed in (own, [[[3, 2, 1], row[0]] for row in own]):
-        replays.load([batch(routed)])
-        ((recording,),) = replays._recordings
+        replay.load([batch(routed)])
+        ((recording,),) = replay._recordings
         assert recording is not None
         assert recording.experts[:3].tolist() == own

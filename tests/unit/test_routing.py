@@ -1,4 +1,4 @@
-"""Recorded routing: what is refused, which rows hold, and where they stand in a pack."""
+"""Recorded routing: which recordings are refused, which rows are usable, and where a packed batch has them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_recordings_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("routed", "told"),
+    ("routed", "message"),
     [
         ([[[0, 8]]], r"outside 0\.\.7"),
         ([[[-1, 2]]], r"outside 0\.\.7"),
@@ -81,8 +81,8 @@ def test_recordings_that_do_not_fit_are_refused():
         (np.zeros((3, 2, 2)), "all 0"),
     ],
 )
-def test_what_no_router_chooses_is_refused(routed, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_no_router_chooses_is_refused(routed, message):
+    with pytest.raises(ValueError, match=message):
         check_recording(np.array(routed, np.int32), 8)
 
 
@@ -99,13 +99,13 @@ def test_zeros_of_one_expert_a_token_are_unwritten_only_where_they_are_many():
 
 
 def test_rows_that_other_weights_used_are_dropped():
-    """Three prompt tokens, five response tokens: 0 and 1 by version 4, 2 by 5, 3 and 4 by 6."""
+    """Of five response tokens, version 4 sampled 0 and 1, version 5 sampled 2, and version 6 sampled 3 and 4."""
     mixed = sample(3, 5, versions=[4, 4, 5, 6, 6])
     # Row 2 predicts response token 0, row 4 token 2, row 5 token 3.
     expected = [True, True, False, False, False, True, True]
     assert usable_rows(mixed.loss_mask, mixed.columns).tolist() == expected
-    for one in (sample(3, 5, versions=[4] * 5), sample(3, 5)):
-        assert usable_rows(one.loss_mask, one.columns).all()
+    for unmixed in (sample(3, 5, versions=[4] * 5), sample(3, 5)):
+        assert usable_rows(unmixed.loss_mask, unmixed.columns).all()
 
 
 def test_rows_between_two_turns_hold():

@@ -1,4 +1,4 @@
-"""A process's private place: who can enter it, and who removes it when its process is gone."""
+"""A process's private directory: only its user can enter it, and it is removed after its process has ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_dppo.system.scratch import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-DIES = """
+PROCESS_CODE = """
 import os, sys
 from multiprocessing import get_context, shared_memory
 from megatron_dppo.engine.launch_server import name_shared_memory, private_place
@@ -39,12 +39,12 @@ sys.stdin.read()
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A short folder in place of the machine's, under a umask that lets a group write."""
+    """A folder for temporary files, under a umask that lets a group write."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scratch, "_MAX_FOLDER_BYTES", 4096)
-    before = os.umask(0o002)
+    old_umask = os.umask(0o002)
     yield tmp_path
-    os.umask(before)
+    os.umask(old_umask)
 
 
 def test_its_user_alone_can_enter_it_whatever_the_umask(temporary: Path) -> None:
@@ -81,10 +81,10 @@ def test_temporary_files_go_there_but_compiled_kernels_stay(
 
 
 def test_what_a_killed_process_leaves_is_removed_and_nothing_else(temporary: Path) -> None:
-    """Its folder with a socket, its shared memory and its semaphores; not those of the living."""
+    """The process leaves a folder with a socket, shared memory and a semaphore. They stay as long as it lives."""
     environment = {**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-c", DIES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", PROCESS_CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=environment, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -99,7 +99,7 @@ def test_what_a_killed_process_leaves_is_removed_and_nothing_else(temporary: Pat
     assert stat.S_IMODE((shared / memory).stat().st_mode) == 0o600
     remove_left_behind()
     assert all(path.exists() for path in left)
-    os.killpg(process.pid, 9)  # its resource tracker, which tidies up after it, dies with it
+    os.killpg(process.pid, 9)  # this also kills its resource tracker, which would remove the files
     process.communicate()
     remove_left_behind()
     assert not any(path.exists() for path in left)
@@ -110,11 +110,11 @@ def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.Monke
     user, namespace, pid = own.split("-")[1:4]
     names = [
         f"mdppo-{int(user) + 1}-{namespace}-{pid}-1-abc",  # another user's name
-        f"mdppo-{user}-{int(namespace) + 1}-{pid}-1-abc",  # a container's, whose ids mean nothing here
+        f"mdppo-{user}-{int(namespace) + 1}-{pid}-1-abc",  # a container's, whose process ids mean nothing here
         f"{own}abc",  # this process lives
         "mdppo-notes",
     ]
-    gone = f"mdppo-{user}-{namespace}-{pid}-1-abc"  # another process had this id
+    gone = f"mdppo-{user}-{namespace}-{pid}-1-abc"  # an ended process that had this process's id
     for name in (*names, gone):
         (temporary / name).mkdir()
     target = temporary / "precious"
@@ -140,7 +140,7 @@ def test_tensors_that_ended_ranks_shared_are_removed(
 def test_what_another_user_planted_under_this_ones_name_stays(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here this process takes itself for another user than the one who owns its files."""
+    """getuid is patched: this process takes itself for a user who does not own its files."""
     user, namespace, pid = private_name().split("-")[1:4]
     planted = temporary / f"mdppo-{int(user) + 1}-{namespace}-{pid}-1-abc"
     planted.mkdir()

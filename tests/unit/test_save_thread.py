@@ -10,7 +10,7 @@ from megatron_dppo.trainer.checkpoint.saving import SaveThread
 
 @pytest.fixture
 def thread() -> Iterator[SaveThread]:
-    """A thread that the test's end ends."""
+    """A thread that is closed after the test."""
     thread = SaveThread()
     yield thread
     thread.close()

@@ -1,5 +1,5 @@
-"""Seals: a healthy batch passes, each planted fault is named before it is trained on, in the loop's check and in a
-batch's file."""
+"""Seals: a healthy batch passes. Each planted fault is named before the batch is trained on, in the loop's check and
+in a saved batch."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def response(step: int, problem: int, sample: int, sampling: SamplingParams) -> Trajectory:
-    """As a server would answer: tokens by a seed, log-probabilities, routing; stamped."""
+    """Return a stamped response like a server's: random tokens by a seed, log-probabilities and routing."""
     seed = SamplingSeeds(1, f"step {step}", [problem]).of(0, sample)
     draw = np.random.default_rng(seed)
     tokens = draw.integers(3, 50, draw.integers(2, 5))
+    log_probs = -draw.random(len(tokens))
+    experts = draw.permuted(np.tile(np.arange(4), (len(tokens) + 1, 2, 1)), axis=2)
     answer = Trajectory.of_response(
         PROBLEMS[problem].prompt_ids,
         tokens,
         problem_id=problem,
         sample_index=sample,
         columns={
-            "rollout_log_probs": -draw.random(len(tokens)).astype(np.float32),
+            "rollout_log_probs": log_probs.astype(np.float32),
             "weight_version": np.full(len(tokens), step - 1, np.int32),
-            "routed_experts": draw.permuted(np.tile(np.arange(4), (len(tokens) + 1, 2, 1)), axis=2)[
-                ..., :2
-            ].astype(np.uint8),
+            "routed_experts": experts[..., :2].astype(np.uint8),
         },
     )
     return answer.stamped(sampling.as_json(), seed)
 
 
-def made(step: int = STEP, sampling: SamplingParams = SAMPLING) -> list[Trajectory]:
-    """Four groups of two, scored; the problems follow from the step."""
+def make_batch(step: int = STEP, sampling: SamplingParams = SAMPLING) -> list[Trajectory]:
+    """Return four groups of two scored responses. The problems depend on the step."""
     answers = [
         response(step, (4 * step + g) % len(PROBLEMS), sample, sampling)
         for g in range(4)
@@ -82,7 +82,7 @@ def batch_of(answers: list[Trajectory], seal: Seal | None = None) -> RolloutBatc
     return RolloutBatch([Outline.of(t) for t in answers], dict(enumerate(answers)), {}, {}, seal)
 
 
-def checks(*, replays: bool = False) -> BatchSeals:
+def make_seals(*, replays: bool = False) -> BatchSeals:
     seals = BatchSeals(ORIGIN, 1, keeps=True, replays=replays)
     for version in range(STEP):
         seals.remember(version, f"weights {version}")
@@ -90,13 +90,13 @@ def checks(*, replays: bool = False) -> BatchSeals:
 
 
 def seal_of(answers: list[Trajectory]) -> Seal:
-    seal = checks().check(STEP, batch_of(answers))
+    seal = make_seals().check(STEP, batch_of(answers))
     assert seal is not None
     return seal
 
 
 def test_a_healthy_batch_gets_its_seal():
-    answers = made()
+    answers = make_batch()
     seal = seal_of(answers)
     assert (seal.step, seal.template) == (STEP, "template")
     assert dict(seal.weights) == {STEP - 1: "weights 2"}
@@ -107,10 +107,10 @@ def test_a_healthy_batch_gets_its_seal():
 
 
 def test_a_thousand_healthy_steps_pass():
-    seals = checks()
+    seals = make_seals()
     for step in range(1, 1001):
         seals.remember(step - 1, f"weights {step - 1}")
-        assert seals.check(step, batch_of(made(step))) is not None
+        assert seals.check(step, batch_of(make_batch(step))) is not None
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -121,7 +121,7 @@ def test_a_batch_may_come_from_every_version_that_the_bound_allows_and_from_no_o
         seals.remember(version, f"weights {version}")
 
     def sampled_by(version: int) -> list[Trajectory]:
-        answers = made(6)
+        answers = make_batch(6)
         stale = [
             t.with_columns(weight_version=np.full_like(t.column("weight_version"), version))
             for t in answers
@@ -141,17 +141,18 @@ def test_a_batch_may_come_from_every_version_that_the_bound_allows_and_from_no_o
         seals.check(6, batch_of(sampled_by(4 - max_staleness)))
 
 
-# --- planted faults: what becomes of a batch between the server's answer and the trainer
+# --- planted faults: changes of a batch between the server's answer and the trainer
 
 Fault = Callable[[list[Trajectory]], list[Trajectory]]
 
 
 def at(position: int, change: Callable[[Trajectory], Trajectory]) -> Fault:
+    """Return a fault that changes the trajectory at ``position``."""
     return lambda batch: [change(t) if i == position else t for i, t in enumerate(batch)]
 
 
 def with_row(name: str, row: int, value: Any) -> Callable[[Trajectory], Trajectory]:
-    """The trajectory with one row of a column changed."""
+    """Return a function that changes one row of a trajectory's column."""
 
     def change(t: Trajectory) -> Trajectory:
         array = t.column(name).copy()
@@ -168,13 +169,13 @@ def with_token(t: Trajectory) -> Trajectory:
 
 
 def cut(t: Trajectory) -> Trajectory:
-    """Without its last token, which the engine did sample."""
+    """Remove the last token, which the engine did sample."""
     columns = {name: array[:-1] for name, array in t.columns.items()}
     return replace(t, token_ids=t.token_ids[:-1], loss_mask=t.loss_mask[:-1], columns=columns)
 
 
 def with_swapped_prompts(batch: list[Trajectory]) -> list[Trajectory]:
-    """The responses to two problems go under each other's."""
+    """Two responses are exchanged: each has the prompt of the other."""
     one, other = batch[0], batch[2]
     return [
         replace(one, token_ids=np.concatenate([other.prompt_ids, one.response_ids])),
@@ -185,7 +186,7 @@ def with_swapped_prompts(batch: list[Trajectory]) -> list[Trajectory]:
 
 
 def with_swapped_groups(batch: list[Trajectory]) -> list[Trajectory]:
-    """Two groups trade rewards and advantages, each consistent in itself."""
+    """Two groups exchange rewards and advantages. Each group is consistent in itself."""
     return [
         replace(t, reward=other.reward, advantage=other.advantage)
         for t, other in zip(batch, [*batch[2:4], *batch[:2], *batch[4:]], strict=True)
@@ -208,8 +209,8 @@ def with_rows_of_another(batch: list[Trajectory]) -> list[Trajectory]:
 
 
 def with_top_p(batch: list[Trajectory]) -> list[Trajectory]:
-    """An evaluation's settings for the batch."""
-    return made(sampling=replace(SAMPLING, top_p=0.95))
+    """The batch was sampled with an evaluation's settings."""
+    return make_batch(sampling=replace(SAMPLING, top_p=0.95))
 
 
 FAULTS: dict[str, tuple[Fault, str]] = {
@@ -244,28 +245,28 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 def test_a_fault_is_named_before_training(name):
     fault, message = FAULTS[name]
     with pytest.raises(SealError) as caught:
-        checks().check(STEP, batch_of(fault(made())))
+        make_seals().check(STEP, batch_of(fault(make_batch())))
     assert mentions(str(caught.value), f"step {STEP}", "seal")
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("advantage", ["leave-one-out", "group-standardized"])
 def test_advantages_are_those_that_the_run_makes(advantage):
-    """The same batch is refused by a run that makes its advantages otherwise."""
-    origin, batch = replace(ORIGIN, advantage=advantage), made()
+    """A run refuses advantages that are computed in another way than its own."""
+    origin, batch = replace(ORIGIN, advantage=advantage), make_batch()
     expected = group_relative([t.reward for t in batch], GROUP, advantage).tolist()
-    others = [replace(t, advantage=a) for t, a in zip(batch, expected, strict=True)]
-    outlines, usual = ([Outline.of(t) for t in of] for of in (others, batch))
-    assert not list(advantage_faults(outlines, origin))
-    assert list(advantage_faults(outlines, ORIGIN))
-    assert list(advantage_faults(usual, origin))
+    changed = [replace(t, advantage=a) for t, a in zip(batch, expected, strict=True)]
+    changed_outlines = [Outline.of(t) for t in changed]
+    assert not list(advantage_faults(changed_outlines, origin))
+    assert list(advantage_faults(changed_outlines, ORIGIN))
+    assert list(advantage_faults([Outline.of(t) for t in batch], origin))
 
 
 def test_a_batch_that_comes_twice_is_refused():
-    seals = checks()
-    seals.check(STEP, batch_of(made()))
+    seals = make_seals()
+    seals.check(STEP, batch_of(make_batch()))
     with pytest.raises(SealError, match="all responses are those of the batch before"):
-        seals.check(STEP + 1, batch_of(made()))
+        seals.check(STEP + 1, batch_of(make_batch()))
 
 
 # --- advantages of turns
@@ -273,9 +274,9 @@ def test_a_batch_that_comes_twice_is_refused():
 BY_TURN = replace(ORIGIN, credit="turn")
 
 
-def with_turns() -> list[Trajectory]:
-    """Groups of two; the first response's second token is somebody else's, and each of its turns earned a half."""
-    batch = made()
+def make_batch_with_turns() -> list[Trajectory]:
+    """Return a batch whose first response has two turns with an observation token between. Each turn earned 0.5."""
+    batch = make_batch()
     episode, *others = batch
     mask = np.insert(episode.loss_mask, 3, False)
     columns = {
@@ -290,24 +291,24 @@ def with_turns() -> list[Trajectory]:
     return [t.credited(g, a) for t, g, a in zip(batch, returns, by_turn, strict=True)]
 
 
-def by_turn_checked(batch: list[Trajectory], origin: Origin = BY_TURN) -> Seal | None:
+def check_by_turn(batch: list[Trajectory], origin: Origin = BY_TURN) -> Seal | None:
     seals = BatchSeals(origin, 1, keeps=True, replays=False)
     seals.remember(STEP - 1, "weights 2")
     return seals.check(STEP, batch_of(batch))
 
 
 def test_a_batch_with_advantages_of_turns_passes_and_is_read_back(tmp_path):
-    batch = with_turns()
-    # 1 beside 0, and 0.5 beside 0.
+    batch = make_batch_with_turns()
+    # The returns of its turns are 1 and 0.5, and the other response of the group has 0.
     assert batch[0].advantages_by_turn == [0.5, 0.25]
-    seal = by_turn_checked(batch)
+    seal = check_by_turn(batch)
     assert seal is not None
     assert Seal.from_text(seal.to_text()) == seal
     save_batch(tmp_path, STEP, batch, seal)
-    assert replayed(tmp_path, BY_TURN) is not None
+    assert replay_saved(tmp_path, BY_TURN) is not None
     assert all(same(a, b) for a, b in zip(load_batch(tmp_path, STEP), batch, strict=True))
     with pytest.raises(SealError, match=r"credit: .*turn, .*trajectory"):
-        replayed(tmp_path)
+        replay_saved(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -327,49 +328,49 @@ def test_a_batch_with_advantages_of_turns_passes_and_is_read_back(tmp_path):
 )
 def test_advantages_of_other_turns_are_told(change, message):
     with pytest.raises(SealError) as caught:
-        by_turn_checked(at(0, change)(with_turns()))
+        check_by_turn(at(0, change)(make_batch_with_turns()))
     assert message in str(caught.value)
 
 
 def test_an_environments_first_observation_may_follow_a_prompt():
-    """The last token of the prompt (1, 5 + i) asks for an answer: a message may stand before it, and nothing else."""
-    played = replace(ORIGIN, generation_tokens=1)
+    """The last token of the prompt (1, 5 + i) is the generation prompt. Only an observation may come before it."""
+    origin_of_episodes = replace(ORIGIN, generation_tokens=1)
 
-    def answers(*prompt: int) -> tuple[bool, bool]:
+    def has_prompt(*prompt: int) -> tuple[bool, bool]:
         t = Trajectory.of_response(prompt, [3], problem_id=4)
-        return ORIGIN.has_prompt(t), played.has_prompt(t)
+        return ORIGIN.has_prompt(t), origin_of_episodes.has_prompt(t)
 
-    assert answers(1, 9) == (True, True)
-    assert answers(1, 7, 7, 9) == (False, True)
-    assert answers(2, 7, 7, 9) == answers(1, 8) == answers(1) == (False, False)
+    assert has_prompt(1, 9) == (True, True)
+    assert has_prompt(1, 7, 7, 9) == (False, True)
+    assert has_prompt(2, 7, 7, 9) == has_prompt(1, 8) == has_prompt(1) == (False, False)
 
 
-# --- of files
+# --- saved batches
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    answers = made()
+    answers = make_batch()
     save_batch(tmp_path, STEP, answers, seal_of(answers).trained("weights 3"))
     return tmp_path
 
 
-def replayed(folder: Path, origin: Origin = ORIGIN, step: int = STEP) -> Seal | None:
+def replay_saved(folder: Path, origin: Origin = ORIGIN, step: int = STEP) -> Seal | None:
     seals = BatchSeals(origin, 1, keeps=False, replays=True)
     saved = SavedBatch(folder, STEP)
     return seals.check(step, batch_of(saved.read(range(len(saved.problems))), saved.seal))
 
 
 def test_a_saved_batch_passes_with_its_seal(folder):
-    seal = replayed(folder)
+    seal = replay_saved(folder)
     assert seal is not None
     assert seal.weights[STEP] == "weights 3"
-    assert all(same(a, b) for a, b in zip(load_batch(folder, STEP), made(), strict=True))
+    assert all(same(a, b) for a, b in zip(load_batch(folder, STEP), make_batch(), strict=True))
 
 
 def test_early_files_have_no_seal_and_are_read(tmp_path):
-    save_batch(tmp_path, STEP, made())
-    assert replayed(tmp_path) is None
+    save_batch(tmp_path, STEP, make_batch())
+    assert replay_saved(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -396,21 +397,21 @@ def test_early_files_have_no_seal_and_are_read(tmp_path):
 )
 def test_a_saved_batch_of_another_origin_is_refused(folder, origin, step, message):
     with pytest.raises(SealError) as caught:
-        replayed(folder, origin, step)
+        replay_saved(folder, origin, step)
     assert message in str(caught.value)
 
 
 def test_lengths_and_stops_of_another_run_are_no_fault(folder):
-    assert replayed(folder, replace(ORIGIN, sampling={**ORIGIN.sampling, "max_new_tokens": 9}))
+    assert replay_saved(folder, replace(ORIGIN, sampling={**ORIGIN.sampling, "max_new_tokens": 9}))
 
 
 @pytest.mark.parametrize("name", ["changed token", "changed log-probability", "truncated response"])
 def test_a_file_whose_hashes_were_made_anew_still_has_its_seal(folder, name):
-    """Somebody changed a response and wrote the batch again, seal and all."""
+    """A response was changed, and the batch was written again with the old seal."""
     seal = SavedBatch(folder, STEP).seal
     save_batch(folder, STEP, FAULTS[name][0](load_batch(folder, STEP)), seal)
     with pytest.raises(SealError) as caught:
-        replayed(folder)
+        replay_saved(folder)
     assert FAULTS[name][1] in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Variables that hold keys: where they may be seen, and which processes get them."""
+"""Variables that hold keys: where they are visible, and which processes get them."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_a_program_and_a_worker_get_no_keys():
 
 # --- in /proc
 
-# Becomes an ordinary user, as after a login, where the tests are root's.
-USER = f"""
+# Become an ordinary user, as after a login, if the tests run as root.
+DEFINE_BECOME_USER = f"""
 import ctypes, json, os, subprocess, sys
 from megatron_dppo.system.secret_variables import hide_secrets
 def become_user():
@@ -83,7 +83,7 @@ def become_user():
         os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
         ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 """
-HIDDEN = """
+HIDE_AND_REPORT = """
 hide_secrets()
 hide_secrets()
 names = ("WANDB_API_KEY", "HF_TOKEN", "https_proxy", "MODEL_URL")
@@ -91,7 +91,7 @@ inherited = subprocess.run(["env"], capture_output=True, text=True).stdout
 print(json.dumps([{name: os.environ.get(name) for name in names}, inherited]), flush=True)
 sys.stdin.read()
 """
-READING = """
+OPEN_FILES = """
 become_user()
 opened = []
 for name in ("environ", "mem", "maps"):
@@ -105,10 +105,10 @@ print(json.dumps(opened))
 
 
 @contextmanager
-def hidden(environment: Mapping[str, str], code: str) -> Iterator[tuple[int, list]]:
-    """A process that has hidden its keys: its id, and what it says of them."""
+def run_code(environment: Mapping[str, str], code: str) -> Iterator[tuple[int, list]]:
+    """Run a process that hides its keys. Yield its id and its report."""
     process = subprocess.Popen(
-        [sys.executable, "-c", USER + code], env=dict(environment), stdin=subprocess.PIPE,
+        [sys.executable, "-c", DEFINE_BECOME_USER + code], env=dict(environment), stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process:
@@ -120,7 +120,7 @@ def hidden(environment: Mapping[str, str], code: str) -> Iterator[tuple[int, lis
 
 
 def test_a_process_that_hides_its_keys_keeps_them_and_shows_none():
-    with hidden({**KEYS, **PLAIN}, HIDDEN) as (pid, (kept, inherited)):
+    with run_code({**KEYS, **PLAIN}, HIDE_AND_REPORT) as (pid, (kept, inherited)):
         assert kept == {**KEYS, "MODEL_URL": "http://x:1"}
         assert "4711" not in inherited
         assert "MODEL_URL=http://x:1" in inherited
@@ -135,8 +135,8 @@ def test_a_process_that_hides_its_keys_keeps_them_and_shows_none():
     [({}, []), ({"MEGATRON_DPPO_DUMPABLE": "1"}, ["environ", "mem", "maps"])],
 )
 def test_the_same_users_processes_can_not_read_one_that_has_keys(variables, opened):
-    with hidden({**KEYS, **PLAIN, **variables}, f"become_user()\n{HIDDEN}") as (pid, _):
-        command = [sys.executable, "-c", USER + READING, str(pid)]
+    with run_code({**KEYS, **PLAIN, **variables}, f"become_user()\n{HIDE_AND_REPORT}") as (pid, _):
+        command = [sys.executable, "-c", DEFINE_BECOME_USER + OPEN_FILES, str(pid)]
         done = subprocess.run(command, env=PLAIN, check=True, capture_output=True)
         assert json.loads(done.stdout) == opened
 
@@ -186,20 +186,17 @@ def keys(monkeypatch):
         monkeypatch.setenv(name, f"{name} of the run")
 
 
-def seen(verifier: Verifier) -> list[list[str]]:
-    (score,) = verifier.score([given(NAMES)])
+def read_variables(verifier: Verifier) -> list[list[str]]:
+    """Return the variables of the reward's process, and those of a program that it starts."""
+    (score,) = verifier.score([RewardInput(NAMES, "")])
     return json.loads(score.reason)
-
-
-def given(response: str) -> RewardInput:
-    return RewardInput(response, "")
 
 
 @pytest.mark.usefixtures("keys")
 def test_a_reward_gets_the_keys_that_are_passed_and_what_it_starts_gets_none():
     with Verifier(PLANTED + "variables_seen", 60.0, 1) as verifier:
-        assert seen(verifier) == [["MODEL_URL"], ["MODEL_URL"]]
-        # Its limits and options aren't in its command line either.
+        assert read_variables(verifier) == [["MODEL_URL"], ["MODEL_URL"]]
+        # The worker's limits and options are not in its command line either.
         (worker,) = verifier._pool.workers
         command = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")
         assert command[-3:-2] == [b"megatron_dppo.rewards.verifier"]
@@ -207,7 +204,7 @@ def test_a_reward_gets_the_keys_that_are_passed_and_what_it_starts_gets_none():
     with Verifier(
         PLANTED + "variables_seen", 60.0, 1, passed_variables=["HF_TOKEN", "NOT_SET"]
     ) as verifier:
-        assert seen(verifier) == [["HF_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
+        assert read_variables(verifier) == [["HF_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
 
 
 @pytest.mark.usefixtures("keys")
@@ -240,7 +237,7 @@ def test_an_environment_gets_the_keys_that_are_passed_and_so_do_its_programs(pas
 def test_a_key_that_options_name_is_passed():
     options = {"api_key_variable": "JUDGE_TOKEN"}
     with Verifier(PLANTED + "VariablesSeen", 60.0, 1, options=options) as verifier:
-        assert seen(verifier) == [["JUDGE_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
+        assert read_variables(verifier) == [["JUDGE_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
 
 
 @pytest.mark.usefixtures("keys")
@@ -249,9 +246,9 @@ def test_a_reward_that_misses_a_key_is_told_how_to_get_it():
         Verifier(PLANTED + "key_on_request", 60.0, 1) as verifier,
         pytest.raises(VerifierError, match=r"HF_TOKEN.*passed_variables"),
     ):
-        verifier.score([given("HF_TOKEN")])
+        verifier.score([RewardInput("HF_TOKEN", "")])
     with Verifier(PLANTED + "key_on_request", 60.0, 1, passed_variables=["HF_TOKEN"]) as verifier:
-        (score,) = verifier.score([given("HF_TOKEN")])
+        (score,) = verifier.score([RewardInput("HF_TOKEN", "")])
     assert score.value == len("HF_TOKEN of the run")
 
 

@@ -1,4 +1,5 @@
-"""Who is on devices that trainer and servers share, moment by moment, in a session with servers that keep count."""
+"""Devices that trainer and servers share: in which order both release and restore their parts, as the tests' trainer
+and engines note it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ assert one_rank  # a fixture
 
 
 class SharedTrainer:
-    """Parks names."""
+    """A trainer that only notes which parts it parks and unparks."""
 
     shape, weights = None, dict
 
@@ -50,7 +51,7 @@ class SharedTrainer:
 
 
 class SharedEngine(Engine):
-    """Tells ``moments`` what it releases and restores."""
+    """An engine that notes in ``moments`` what it releases and restores."""
 
     def __init__(self, name: str, url: str, moments: list[str]) -> None:
         super().__init__(url)
@@ -71,8 +72,8 @@ class SharedEngine(Engine):
             self._moments.append(f"{self.name} restores {' '.join(sorted(tags or ()))}")
 
 
-class Shared(Small):
-    """``faults``: by server, what its next connection fails in."""
+class SharedSession(Small):
+    """A session with shared devices. ``faults``: for each server, the call in which its next connection fails."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.moments: list[str] = []
@@ -98,12 +99,12 @@ class Shared(Small):
         )
 
     def start_another(self) -> None:
-        """A second server is published."""
+        """Start a second server and publish it."""
         self.second = self.runner.run(SmallServer("engine1").start())
         self.record.publish(Server("engine1", self.second.url, 1, 18))
 
     def lose_first(self) -> None:
-        """As the supervisor does when it has ended a server that was reported lost."""
+        """Do what the supervisor does after it has ended a server that was reported lost."""
         assert self.record.take_report("engine0") == 1
         self.moments.append("engine0 is gone")
         self.record.withdraw(self.record.servers()[0])
@@ -115,9 +116,9 @@ class Shared(Small):
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedSession]:
     monkeypatch.setattr(membership, "_POLL_S", 0.02)
-    small = Shared(tmp_path, monkeypatch)
+    small = SharedSession(tmp_path, monkeypatch)
     small.session.connect()
     assert small.next_moments() == [f"park {' '.join(sorted(TRAINER_PARTS))}"]
     yield small
@@ -138,6 +139,7 @@ def test_in_the_first_update_the_servers_have_released_all_but_their_weights(sha
 
 
 def test_so_have_they_when_an_update_that_failed_in_the_end_is_tried_again(shared):
+    """When an update is retried, the servers have released all but their weights, too."""
     shared.faults["engine0"] = "score"
     shared.session._is_attached = False
     shared.session._admit()
@@ -178,8 +180,8 @@ def test_where_the_last_server_died_in_its_turn_the_trainer_leaves_so_that_the_n
         shared.record.publish(replace(server, incarnation=2))
         shared.record.end_start("engine0")
 
-    starts = threading.Thread(target=supervise, daemon=True)
-    starts.start()
+    supervisor = threading.Thread(target=supervise, daemon=True)
+    supervisor.start()
     shared.session.update_weights(2)
     all_but_weights = " ".join(sorted(set(TRAINER_PARTS) - {"weights"}))
     assert shared.next_moments() == [
@@ -191,22 +193,22 @@ def test_where_the_last_server_died_in_its_turn_the_trainer_leaves_so_that_the_n
 
 
 def test_the_trainer_waits_until_a_server_that_does_not_release_is_gone(shared):
-    """The supervisor takes its time over the report."""
+    """The supervisor reacts to the report after half a second."""
     shared.faults["engine0"] = "release"
     shared.session._is_attached = False
     shared.session._admit()
     shared.next_moments()
-    ends = threading.Timer(0.5, shared.lose_first)
-    ends.start()
+    timer = threading.Timer(0.5, shared.lose_first)
+    timer.start()
     shared.session.take_devices()
     assert shared.next_moments() == ["engine0 is gone", "unpark all"]
-    ends.join()
+    timer.join()
 
 
 def test_the_trainer_waits_until_nothing_starts_and_says_what_does_not_leave(shared, monkeypatch):
     shared.record.begin_start("engine7")
-    ends = threading.Timer(0.5, lambda: shared.record.end_start("engine7"))
-    ends.start()
+    timer = threading.Timer(0.5, lambda: shared.record.end_start("engine7"))
+    timer.start()
     shared.session.take_devices()
     assert not shared.record.begin_start("engine7")
     shared.record.allow_starts(True)
@@ -214,7 +216,7 @@ def test_the_trainer_waits_until_nothing_starts_and_says_what_does_not_leave(sha
     monkeypatch.setattr(membership, "_CLEAR_S", 0.1)
     with pytest.raises(EngineUnavailableError, match=mentioning("0 s", "engine7")):
         shared.session.take_devices()
-    ends.join()
+    timer.join()
 
 
 def test_a_server_that_came_in_the_trainer_s_turn_releases_before_weights_are_restored(shared):

@@ -1,4 +1,4 @@
-"""GLM-4.5, DeepSeek-V3, GLM-4.7-Flash and MiniMax-M2: how their configurations are read, and what they cost."""
+"""GLM-4.5, DeepSeek-V3, GLM-4.7-Flash, MiniMax-M2 and Hy3: how their configurations are read, and what they cost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_minimax_is_read_as_transformers_reads_it() -> None:
     assert (ours.rope_theta, ours.norm_eps) == (5e6, theirs.rms_norm_eps)
     assert ours.rotary_fraction == theirs.rope_parameters["partial_rotary_factor"] == 0.5
     assert ours.moe_layers == tuple(range(62))
-    # Of 229 billion parameters 10 take part in a token.
+    # A token uses 10 of 229 billion parameters.
     assert active_parameters(ours) == pytest.approx(10.4e9, rel=0.01)
 
 
@@ -144,7 +144,7 @@ def test_a_config_that_transformers_saves_is_read_alike(tmp_path: Path, name: st
         # Megatron-Core always renormalises the weights of sigmoids, except of a single expert.
         ({"norm_topk_prob": False}, "norm_topk_prob"),
         ({"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok"),
-        # Megatron-Core's score of a group is another than the model's.
+        # Megatron-Core computes the score of a group in another way than the model.
         ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 6}, "topk_group"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"topk_method": "greedy"}, "topk_method"),
@@ -236,7 +236,7 @@ def test_keys_that_the_engine_reads_are_completed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*EXAMPLES.values(), MOONLIGHT, MINIMAX, HY])
 def test_active_parameters_are_those_of_the_tensors(name: str) -> None:
-    """Matrices that multiply a token: all but the embedding, and of the experts' those of the chosen ones."""
+    """All matrices multiply a token, except the embedding and the matrices of experts that are not chosen."""
     shape = load_model_shape(CONFIGS / name)
     embedding = FAMILIES[shape.family].embedding.sources[0].name
     expected = 0
@@ -250,7 +250,7 @@ def test_active_parameters_are_those_of_the_tensors(name: str) -> None:
 
 
 def test_the_cache_of_latent_attention_holds_latents() -> None:
-    """Elements of a token in all layers: 7.1 times fewer than keys and values of heads in Moonlight."""
+    """In a layer of Moonlight, a token's latents have 7.1 times fewer elements than its heads' keys and values."""
     shape = load_model_shape(CONFIGS / MOONLIGHT)
     assert [shape.cached_elements(tensor) for tensor in (1, 8)] == [576, 576]
     heads = 2 * shape.num_query_groups * shape.latent.plain_size  # type: ignore[union-attr]
@@ -260,7 +260,7 @@ def test_the_cache_of_latent_attention_holds_latents() -> None:
 
 
 def test_attention_costs_the_widths_of_queries_and_of_values() -> None:
-    """Moonlight: 16 heads of 192 and of 128 in each of 27 layers."""
+    """Each of Moonlight's 27 layers has 16 heads, with 192 elements of a query and 128 of a value."""
     cost = forward_flops(load_model_shape(CONFIGS / MOONLIGHT))
     assert cost.quadratic == 27 * 16 * (192 + 128)
 
