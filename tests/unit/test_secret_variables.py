@@ -262,5 +262,5 @@ def test_an_error_about_a_key_that_was_passed_has_no_hint():
         Verifier(reward, 60.0, 1, passed_variables=passed) as verifier,
         pytest.raises(VerifierError, match="HF_TOKEN") as caught,
     ):
-        verifier.score([given("HF_TOKEN")])
+        verifier.score([RewardInput("HF_TOKEN", "")])
     assert "passed_variables" not in str(caught.value)
