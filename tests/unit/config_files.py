@@ -24,8 +24,7 @@ DENSE = {
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any] = MOE) -> Path:
-    """A folder that looks like a checkpoint: config.json, an empty safetensors file, a
-    tokenizer."""
+    """Write a folder that looks like a checkpoint: config.json, an empty safetensors file, a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
@@ -34,7 +33,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any] = MOE) -> Path:
 
 
 def minimal(folder: Path, model: dict[str, Any] = MOE) -> dict[str, dict[str, Any]]:
-    """Only what has no default, with every file in ``folder``."""
+    """Return a configuration of only the keys that have no default, and write the files that it names to ``folder``."""
     (folder / "train.jsonl").touch()
     return {
         "run": {"directory": str(folder / "run"), "steps": 10},
@@ -57,7 +56,7 @@ def faults_of(folder: Path, *overrides: str, model: dict[str, Any] = MOE) -> lis
 
 
 def write_config(folder: Path, tree: Any) -> Path:
-    """``tree`` as YAML, or text as it is."""
+    """Write ``tree`` as YAML, or a text as it is, and return the file's path."""
     path = folder / "config.yaml"
     path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
     return path

@@ -1,4 +1,4 @@
-"""The command of a test of forks: it writes what it was started with, then does what its first word says."""
+"""The command that tests of forks start: it prints how it was started, and then ends as its first argument says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 
 
 def main() -> None:
-    how = sys.argv[1]
-    found = {
+    ending = sys.argv[1]
+    report = {
         "input": sys.stdin.read(),
         "arguments": sys.argv[1:],
         "shown": Path("/proc/self/cmdline").read_text().split("\0")[0],
@@ -25,11 +25,11 @@ def main() -> None:
         "draws": [random.random(), np.random.random()],
     }
     child = None
-    if how == "waits":
+    if ending == "waits":
         child = subprocess.Popen(["sleep", "600"])
-        found["child"] = child.pid
-    print(json.dumps(found), flush=True)
-    if how == "fails":
+        report["child"] = child.pid
+    print(json.dumps(report), flush=True)
+    if ending == "fails":
         raise ValueError("this command fails")
     if child is not None:
         time.sleep(600)

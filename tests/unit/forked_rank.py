@@ -1,4 +1,4 @@
-"""What a forked rank of a test runs: the file that it is called with says how it ends."""
+"""The program of the forked ranks in tests. The file that its argument names says how the ranks end."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron_dppo.system.secret_variables import hide_secrets
 
 def main() -> int:
     rank = os.environ["RANK"]
-    shown = Path("/proc/self/environ").read_text(errors="replace")
+    initial_environment = Path("/proc/self/environ").read_text(errors="replace")
     print(
         rank, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], os.environ.get("HF_TOKEN"),
-        "4711" in shown, os.getsid(0) == os.getpid(), sys.stdin.read() == "", flush=True,
+        "4711" in initial_environment, os.getsid(0) == os.getpid(), sys.stdin.read() == "", flush=True,
     )  # fmt: skip
-    how = Path(sys.argv[1]).read_text()
-    if how == "killed" and rank == "1":
+    ending = Path(sys.argv[1]).read_text()
+    if ending == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "killed once" and rank == "1" and os.environ["MEGATRON_DPPO_START"] == "1":
+    if ending == "killed once" and rank == "1" and os.environ["MEGATRON_DPPO_START"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "killed once" and os.environ["MEGATRON_DPPO_START"] == "1":
+    if ending == "killed once" and os.environ["MEGATRON_DPPO_START"] == "1":
         time.sleep(600)
-    if how == "raises" and rank == "1":
+    if ending == "raises" and rank == "1":
         raise ValueError("this rank fails")
-    if how == "server" and rank == "1":
+    if ending == "server" and rank == "1":
         os.kill(os.getppid(), signal.SIGKILL)
-    if how in ("waits", "killed", "raises", "server"):
+    if ending in ("waits", "killed", "raises", "server"):
         time.sleep(600)
     return 0
 

@@ -1,5 +1,5 @@
-"""Agents by OpenAI's own client, which know nothing of training; apart, as environments' processes import this file,
-and run it as a program."""
+"""Agents that use OpenAI's own client and know nothing of training. They have a file of their own, because the
+processes of environments import it, and run it as a program."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def client_of(session: Any) -> AsyncOpenAI:
 
 
 async def asking_twice(problem: Any, session: Any) -> float:
-    """The second call is streamed. A reward of a quarter for the text of each turn that came as it was said."""
+    """Make two calls, the second of them streamed. Each response whose text is the expected one earns a quarter."""
     client, messages = client_of(session), first_messages(problem)
     answer = await client.chat.completions.create(model=session.model, messages=messages)
-    said = answer.choices[0].message
-    messages += [said.to_dict(), {"role": "user", "content": "sure?"}]
+    message = answer.choices[0].message
+    messages += [message.to_dict(), {"role": "user", "content": "sure?"}]
     stream = await client.chat.completions.create(
         model="any", messages=messages, stream=True, max_tokens=9
     )
     text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
-    return 0.25 * ((said.content == "4 and") + (text == "5"))
+    return 0.25 * ((message.content == "4 and") + (text == "5"))
 
 
 async def calling_tools(problem: Any, session: Any) -> str:
-    """Does what the policy asks for until it asks for nothing; its last text is the answer."""
+    """Run the tool calls of the policy until a response has none. The text of that response is the answer."""
     client, messages = client_of(session), first_messages(problem)
     while True:
         answer = await client.chat.completions.create(
@@ -64,7 +64,7 @@ async def calling_tools(problem: Any, session: Any) -> str:
 
 
 async def talking(problem: Any, session: Any) -> float:
-    """Three turns, whatever the policy says."""
+    """Take three turns, whatever the policy responds."""
     client, messages = client_of(session), first_messages(problem)
     for _ in range(3):
         answer = await client.chat.completions.create(model=session.model, messages=messages)
@@ -73,8 +73,8 @@ async def talking(problem: Any, session: Any) -> float:
 
 
 async def shortening(problem: Any, session: Any) -> float:
-    """Two turns; two more from a history that it made shorter; then goes on with the whole one, whose last turn earns
-    a tenth of its length modulo 3."""
+    """Take two turns with the whole history, two with a shortened one, and one more with the whole history. The length
+    of the last response modulo 3 is the reward in tenths."""
     client, whole = client_of(session), first_messages(problem)
 
     async def say(messages: list[Any]) -> None:
@@ -129,7 +129,7 @@ async def hanging(problem: Any, session: Any) -> None:
 
 
 def by_a_framework(prompt: str, doubts: int = 0) -> str:
-    """An agent of pydantic-ai, with a tool; so many answers are sent back."""
+    """Run an agent of pydantic-ai with a tool. It rejects the first ``doubts`` answers of the policy."""
     from pydantic_ai import Agent, ModelRetry
     from pydantic_ai.models.openai import OpenAIChatModel
 
@@ -152,23 +152,24 @@ def by_a_framework(prompt: str, doubts: int = 0) -> str:
 
 
 def main() -> None:
-    """A command: the variables of OpenAI's client are all that it knows of where it is."""
-    problem, (end,) = json.load(sys.stdin), sys.argv[1:]
-    if end == "framework":
+    """Run as a command, which finds the policy by the environment variables of OpenAI's client alone."""
+    problem = json.load(sys.stdin)
+    (mode,) = sys.argv[1:]
+    if mode == "framework":
         print(json.dumps({"answer": by_a_framework(problem["prompt"])}))
         return
-    if end == "map":
+    if mode == "map":
         map_untouched(6)
-    if end == "doubtful":
+    if mode == "doubtful":
         print(json.dumps({"reward": len(by_a_framework(problem["prompt"], 1)) % 3 / 10}))
         return
     messages = [{"role": "user", "content": problem["prompt"]}]
     answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     print("said", answer.choices[0].message.content, flush=True)
-    if end == "fail":
+    if mode == "fail":
         sys.exit("planted")
     print(json.dumps({"reward": 0.5}), flush=True)
-    if end == "complain":
+    if mode == "complain":
         print("deprecated", file=sys.stderr)
 
 

@@ -1,3 +1,3 @@
-"""A module that fails while it is imported, with what no importer expects."""
+"""A module whose import raises an exception that importers do not expect."""
 
 raise KeyError("planted")

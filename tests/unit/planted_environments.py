@@ -1,4 +1,4 @@
-"""Environments that fail on purpose; apart, because the processes that run them import this file."""
+"""Environments that fail on purpose. They have a file of their own, because the processes that run them import it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megatron_dppo.system.secret_variables import program_environment
 
 
 class Counting:
-    """Two observations, then the end; turn i earns i + 1 tenths. What the last digit of a turn asks for goes wrong."""
+    """An episode of three turns: turn i, from 1, earns i / 10, and the observation after it is i. A turn whose text
+    ends with the name of a fault, such as ``crash``, causes this fault."""
 
     def __init__(self, flag: str = "") -> None:
         self.turns, self.flag = 0, flag
@@ -47,8 +48,8 @@ class Counting:
 
 
 class Greeting(Counting):
-    """Says ``greeting`` first; once it fails, in its second turn, and greets otherwise, where ``flag`` says where it
-    keeps that in mind."""
+    """Begins with ``greeting``. If ``flag`` is a path, the second turn of the first episode fails and creates that
+    file, and later episodes begin with another greeting."""
 
     def __init__(self, greeting: str, flag: str = "") -> None:
         super().__init__(flag)
@@ -65,7 +66,7 @@ class Greeting(Counting):
 
 
 class Mapping(Counting):
-    """Maps ``gib`` of address space, and touches none of it."""
+    """Maps ``gib`` GiB of address space, and touches none of it."""
 
     def __init__(self, gib: int) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class UncheckedStep(Step):
 
 
 class Answering(Counting):
-    """Begins with, and answers, whatever these say in Python."""
+    """Evaluates the Python expressions ``first`` for its first observation and ``step`` for the result of a step."""
 
     makes_prompts = True
 
@@ -112,7 +113,7 @@ SAID = [{"role": "user", "content": "8"}]
 
 
 class Closing(Counting):
-    """Takes a while to close, and touches ``flag`` then."""
+    """Takes a while to close, and then creates the file ``flag``."""
 
     async def close(self) -> None:
         await asyncio.sleep(0.2)
@@ -120,6 +121,8 @@ class Closing(Counting):
 
 
 class Halving(Counting):
+    """Its observations end with half of a surrogate pair, which is no valid text."""
+
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)
         return replace(step, observation=step.observation + "\ud83d")
@@ -136,8 +139,8 @@ class Long(Counting):
 
 
 class Faulty(Counting):
-    """A fifth of the problems has environments that crash in their second turn, others end their process, hang, or
-    answer 10 MB, as often as ``TIMES`` says of each such problem; a file in ``folder`` for each fault. The rest is
+    """The second turn of a problem crashes, ends its process, hangs or answers 10 MB, if ``problem_id % 5`` is 0, 1, 2
+    or 3; ``TIMES`` says how often for each such problem. Each fault creates a file in ``folder``. Other problems are
     slow."""
 
     TIMES = (12, 1, 2, 2)
@@ -170,7 +173,7 @@ class Faulty(Counting):
 
 
 class OnceBroken(Counting):
-    """Fails in its second turn while there is no file ``flag``, which it makes then."""
+    """Ends its process in the second turn if there is no file ``flag``, and creates the file before it ends."""
 
     async def misbehave(self, text: str) -> None:
         if self.turns == 2 and not Path(self.flag).exists():
@@ -179,7 +182,7 @@ class OnceBroken(Counting):
 
 
 class Forgetful(OnceBroken):
-    """Answers otherwise after that."""
+    """Answers with other observations once the file ``flag`` exists."""
 
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)
@@ -187,7 +190,7 @@ class Forgetful(OnceBroken):
 
 
 class Unchecked(Counting):
-    """Its check of options fails with what no check should raise."""
+    """Its check of options raises an exception that no check should raise."""
 
     @staticmethod
     def check_options(flag: str = "") -> None:
@@ -195,7 +198,7 @@ class Unchecked(Counting):
 
 
 class Synchronous:
-    """As gymnasium's environments: no method is asynchronous."""
+    """No method is asynchronous, as in gymnasium's environments."""
 
     def reset(self, problem: Problem) -> str:
         return ""
@@ -208,7 +211,7 @@ class Synchronous:
 
 
 class Wrapping:
-    """Finds the methods of another environment when they are called."""
+    """Has the methods of another environment, which it looks up when they are called."""
 
     def __init__(self) -> None:
         self.inner = Counting()
@@ -225,15 +228,15 @@ CONSTANT = 5
 
 
 class Variables:
-    """Says which of the variables that its options name are set here, and which it passes to a program."""
+    """Its first observation lists which variables of ``names`` this process has, and which a program receives."""
 
     def __init__(self, names: str, key_variable: str = "") -> None:
         self._names = names.split()
 
     async def reset(self, problem: Problem) -> str:
-        here = [name for name in self._names if name in os.environ]
+        set_here = [name for name in self._names if name in os.environ]
         passed = program_environment(os.environ)
-        return json.dumps([here, [name for name in self._names if name in passed]])
+        return json.dumps([set_here, [name for name in self._names if name in passed]])
 
     async def close(self) -> None:
         return

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, for its own Python environment: a number is to be guessed."""
+"""Environments of OpenEnv in which the policy guesses a number. They run in a Python environment of their own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class GuessAction(Action):
     message: str
 
 
-class Told(Observation):
+class TextObservation(Observation):
     message: str
 
 
-class Described(Observation):
+class CountedObservation(Observation):
     text: str
     guesses: int
 
 
 class Guess(Environment):
-    """One that is reset with the seed 0 breaks. ``closed``: a file that gets a line where one is closed."""
+    """A reset with the seed 0 fails. Each environment that is closed appends a line to the file ``closed``."""
 
     def __init__(self, highest: int = 10, closed: str = "/dev/null") -> None:
         super().__init__()
@@ -32,17 +32,17 @@ class Guess(Environment):
         if seed == 0:
             raise RuntimeError("planted")
         self.number = random.Random(seed).randint(1, self.highest)
-        return self.observed(f"Guess, from 1 to {self.highest}.")
+        return self.observe(f"Guess, from 1 to {self.highest}.")
 
     def step(self, action: GuessAction) -> Observation:
         self.guesses += 1
         guess = int(action.message)
         if guess == self.number:
-            return self.observed("Right.", done=True, reward=1)
-        return self.observed(f"It is {'higher' if guess < self.number else 'lower'}.", reward=-0.25)
+            return self.observe("Right.", done=True, reward=1)
+        return self.observe(f"It is {'higher' if guess < self.number else 'lower'}.", reward=-0.25)
 
-    def observed(self, text: str, **fields: object) -> Observation:
-        return Told(message=text, **fields)
+    def observe(self, text: str, **fields: object) -> Observation:
+        return TextObservation(message=text, **fields)
 
     @property
     def state(self) -> State:
@@ -54,10 +54,10 @@ class Guess(Environment):
 
 
 class Seedless(Guess):
-    """Its reset is that of OpenEnv's own template, and it says what it says in fields of its own."""
+    """Its reset takes no seed, as in OpenEnv's own template, and its observations have fields of other names."""
 
     def reset(self) -> Observation:  # type: ignore[override]
         return super().reset(seed=7)
 
-    def observed(self, text: str, **fields: object) -> Observation:
-        return Described(text=text, guesses=self.guesses, **fields)
+    def observe(self, text: str, **fields: object) -> Observation:
+        return CountedObservation(text=text, guesses=self.guesses, **fields)

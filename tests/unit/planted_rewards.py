@@ -48,17 +48,17 @@ def die_on_request(response: str, answer: str) -> float:
 
 
 def ask_for_gib(response: str, answer: str) -> float:
-    """Of memory, none of which it touches."""
+    """Allocate as many GiB as the response says, and touch none of them."""
     return float(len(bytes(int(response) << 30)) > 0)
 
 
 def hoard(response: str, answer: str) -> float:
-    """So many MiB, untouched, for as long as the process lives."""
-    kept.append(bytes(int(response) << 20))
+    """Keep as many MiB as the response says, untouched, for as long as the process lives."""
+    kept_memory.append(bytes(int(response) << 20))
     return 1.0
 
 
-kept: list[bytes] = []
+kept_memory: list[bytes] = []
 
 
 def raise_on_request(response: str, answer: str) -> float:
@@ -73,7 +73,7 @@ def length_and_print(response: str, answer: str) -> float:
 
 
 def value_of(response: str, answer: str) -> object:
-    """Whatever the response says in Python."""
+    """Return the value of the response, which is a Python expression."""
     return eval(response)
 
 
@@ -84,16 +84,16 @@ def refuse_on_request(response: str, answer: str) -> float:
 
 
 def leave_children(response: str, answer: str) -> float:
-    """Starts a child in a session of its own and a grandchild without a parent, whose ids it puts into the
-    file ``answer``; then it ends as the response says."""
-    orphan = (
+    """Start a child in a session of its own and a grandchild without a parent, write their ids to the file ``answer``,
+    and end as the response says."""
+    orphan_code = (
         "import subprocess as s\n"
         "print(s.Popen(['sleep', '300'], start_new_session=True, stdout=s.DEVNULL).pid)"
     )
-    command = [sys.executable, "-c", orphan]
-    found = subprocess.check_output(command, text=True)
+    command = [sys.executable, "-c", orphan_code]
+    orphan_id = subprocess.check_output(command, text=True)
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
-    Path(answer).write_text(f"{child.pid} {found}")
+    Path(answer).write_text(f"{child.pid} {orphan_id}")
     if response == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
     while response == "loop":
@@ -102,23 +102,22 @@ def leave_children(response: str, answer: str) -> float:
 
 
 def of_every_character(response: str, answer: str) -> float:
-    """Another number for almost every response, from 0 to 1."""
+    """Return a number from 0 to 1 that differs between almost all responses."""
     return zlib.crc32(response.encode()) / 2**32
 
 
 def is_the_answer(response: str, answer: str) -> float:
-    """1 where they are equal."""
     return float(response == answer)
 
 
 def end_at_once(response: str, answer: str) -> float:
-    """Ends its worker."""
+    """A reward function whose call ends its worker process."""
     os._exit(3)
 
 
 def forge_on_request(response: str, answer: str) -> float:
-    """The number that the response is; else it says where an answer comes from that none may send: a forked
-    child, to the next call; or this process, before its own."""
+    """Return the number in the response. Other responses forge an answer: for ``forked``, a forked child sends one to
+    the next call; otherwise, this process sends one to the present call before its own answer."""
     if response.isdigit():
         return float(response)
     if response == "forked":
@@ -144,7 +143,7 @@ def send_forged(number: int) -> None:
 
 
 def with_metadata(response: str, metadata: dict) -> RewardResult:
-    """The metadata's number times the response's, in parts."""
+    """Return the response's number times the metadata's factor, with both numbers as components."""
     parts = {"given": float(response), "factor": float(metadata["factor"])}
     return RewardResult(parts["given"] * parts["factor"], parts, f"{response} x {parts['factor']}")
 
@@ -154,7 +153,7 @@ def whole_record(record: RewardInput) -> float:
 
 
 def in_batches(records: list[RewardInput]) -> list[float]:
-    """The size of the batch, unless a response says otherwise."""
+    """Return the size of the batch for each record, unless a response asks for a fault."""
     for record in records:
         if record.response == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +163,7 @@ def in_batches(records: list[RewardInput]) -> list[float]:
 
 
 async def together(response: str) -> float:
-    """1 once as many as the response says are asked at the same time."""
+    """Wait until as many calls as the response says have begun, then return 1."""
     waiting.append(None)
     while len(waiting) < int(response):
         await asyncio.sleep(0.01)
@@ -190,7 +189,7 @@ def with_options(response: str, *, longest: int, penalty: float = 1.0) -> float:
 
 
 class Counting:
-    """Answers with its number of calls so far; fails for the first ones of each response as configured."""
+    """Returns the number of calls with the same response so far. The first ``fails`` of them raise ``error``."""
 
     def __init__(self, fails: int = 0, error: str = "RewardUnavailableError") -> None:
         self.fails, self.seen = fails, Counter()
@@ -210,7 +209,7 @@ def with_columns(response: str, difficulty: int, factor: int = 1) -> float:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, bonus: float = 0
 ) -> Any:
-    """In verl's form."""
+    """A reward with verl's parameters and result."""
     if solution_str == "plain":
         return 0.25
     is_right = solution_str == ground_truth
@@ -228,14 +227,14 @@ def mixed(records: list[RewardInput], answer: str) -> list[float]:
 
 
 def unlucky(response: str) -> RewardResult:
-    """Can't be had for ``bad``; a component beside it."""
+    """Unavailable for the response ``bad``; else the length of the response, also as a component."""
     if response == "bad":
         raise RewardUnavailableError("the service is away")
     return RewardResult(float(len(response)), {"length": len(response)})
 
 
 def flaky(response: str) -> float:
-    """1, unless the response is one of a fifth for which it can't be had, whenever it is asked."""
+    """Unavailable at every call for a fifth of the responses, and 1 for the others."""
     if zlib.crc32(response.encode()) % 5 == 0:
         raise RewardUnavailableError("away for a fifth of the responses")
     return 1.0
@@ -248,16 +247,16 @@ def away_for_two(response: str, answer: str) -> float:
 
 
 def variables_seen(response: str) -> RewardResult:
-    """Of the variables that the response names, which are set here: in Python, and in a program that this starts."""
+    """List which of the variables in the response this process has, and which a program has that it starts."""
     names = response.split()
-    here = [name for name in names if name in os.environ]
-    done = subprocess.run(["env"], capture_output=True, text=True, check=True)
-    there = [name for name in names if f"\n{name}=" in f"\n{done.stdout}"]
-    return RewardResult(0.0, reason=json.dumps([here, there]))
+    set_here = [name for name in names if name in os.environ]
+    result = subprocess.run(["env"], capture_output=True, text=True, check=True)
+    set_in_program = [name for name in names if f"\n{name}=" in f"\n{result.stdout}"]
+    return RewardResult(0.0, reason=json.dumps([set_here, set_in_program]))
 
 
 def key_on_request(response: str) -> float:
-    """Of the variable that the response names."""
+    """Return the length of the variable that the response names."""
     return float(len(os.environ[response]))
 
 
@@ -267,7 +266,7 @@ def key_named_in_an_error(response: str) -> float:
 
 
 class VariablesSeen:
-    """As ``variables_seen``, with a key that its options name."""
+    """The reward ``variables_seen`` with an option that names the variable of a key."""
 
     def __init__(self, api_key_variable: str) -> None:
         self._variable = api_key_variable
@@ -277,7 +276,7 @@ class VariablesSeen:
 
 
 class FailingToStart:
-    """Its constructor raises what no constructor should."""
+    """Its constructor raises an exception that no constructor should raise."""
 
     def __init__(self) -> None:
         raise KeyError("planted")
@@ -292,7 +291,7 @@ def last_line(response: str, answer: str) -> float:
 
 
 def boxed(response: str) -> float:
-    """Fails on a formula that is not closed, as a truncated response has one."""
+    """Fails on a formula that is not closed, as in a truncated response."""
     return float(response.partition("{")[2].index("}")) if "{" in response else 0.0
 
 

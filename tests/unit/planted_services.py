@@ -1,4 +1,5 @@
-"""Rewards that ask a service, each by a client of its own; apart, as only their workers need the clients."""
+"""Rewards that call a service by different HTTP clients. They have a file of their own, because only their workers
+need the clients."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ CLIENTS = {
 
 
 def at_once(response: str) -> float:
-    """By the client, at the address, that the response names; 1 where an answer came."""
+    """Call the client and the URL that the response names, and return 1 if the service answers."""
     client, url = response.split()
     CLIENTS[client](url)
     return 1.0

@@ -1,4 +1,5 @@
-"""An environment of verifiers, for a Python of its own: the sum of two numbers, asked again until it is right."""
+"""An environment of the library verifiers, which asks for a sum until the answer is right. It runs in a Python
+environment of its own."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ import verifiers as vf
 from datasets import Dataset
 
 
-def said(completion: list) -> str:
+def last_text(completion: list) -> str:
     return str(completion[-1].content).strip()
 
 
 def is_sum(completion: list, answer: str) -> float:
-    return float(said(completion) == answer)
+    return float(last_text(completion) == answer)
 
 
 class AskingAgain(vf.MultiTurnEnv):
     async def env_response(self, messages: list, state: vf.State, **_: object) -> list:
-        return [{"role": "user", "content": f"No, not {said(messages)}."}]
+        return [{"role": "user", "content": f"No, not {last_text(messages)}."}]
 
     @vf.stop
     async def is_right(self, state: vf.State) -> bool:

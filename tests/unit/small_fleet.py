@@ -1,4 +1,4 @@
-"""Small real HTTP servers that speak as SGLang and smg do, as far as a FleetClient sees them."""
+"""Small real HTTP servers with the routes of SGLang and smg that a FleetClient calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ KEYS = Keys("user", "admin")
 
 
 class SmallServer:
-    """Answers every request with its prompt's first token. ``silent``: takes calls and answers none,
-    as a stopped process does. ``refuses``: answers 400. ``deaf``: paths on which it is silent, as behind
-    a live HTTP process a stopped scheduler or detokenizer is. ``info``: status and text of
-    ``/server_info`` and ``/model_info``; ``asked`` counts what was asked; ``adapters``: those
-    that calls named; ``versions``: other ones than ``version``, by that token. An abort of all ends what it holds
-    back, also while it is ``silent``: with two tokens. ``dies_of``: whether a prompt with that first token ends it."""
+    """Answers every request with the first token of its prompt. Tests change its behaviour by attributes.
+
+    ``silent``: the server receives requests and does not answer them, as a stopped process. Only an abort of all
+    requests ends them, with two tokens each. ``deaf``: the paths that are silent, as those of an HTTP process whose
+    scheduler or detokenizer is stopped. ``refuses``: generation is answered with 400. ``info``: status and text of
+    ``/server_info`` and ``/model_info``. ``versions``: the weight versions of first tokens for which it is not
+    ``version``. ``dies_of``: whether a prompt with this first token ends the server. ``asked`` counts calls by path,
+    ``answered`` counts answers by first token, and ``adapters`` has the adapters that requests named."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
@@ -53,20 +55,20 @@ class SmallServer:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health)
-        app.router.add_post("/continue_generation", self._order)
-        app.router.add_post("/pause_generation", self._order)
+        app.router.add_post("/continue_generation", self._receive_order)
+        app.router.add_post("/pause_generation", self._receive_order)
         app.router.add_get("/server_info", self._info)
         app.router.add_get("/model_info", self._info)
         await self._serve(app)
         return self
 
-    async def _order(self, request: web.Request) -> web.Response:
-        await self._breathe(request.path)
+    async def _receive_order(self, request: web.Request) -> web.Response:
+        await self._wait_while_silent(request.path)
         self.asked[request.path] += 1
         return web.json_response({})
 
     async def _info(self, request: web.Request) -> web.Response:
-        await self._breathe(request.path)
+        await self._wait_while_silent(request.path)
         self.asked[request.path] += 1
         status, text = self.info.get(request.path, (404, "not found"))
         return web.Response(status=status, text=text)
@@ -79,7 +81,7 @@ class SmallServer:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def die(self) -> None:
-        """Break every connection off and listen no more."""
+        """Abort every connection and stop listening."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
             for connection in list(runner.server.connections if runner.server else []):
@@ -87,12 +89,12 @@ class SmallServer:
                     connection.transport.abort()
             await runner.cleanup()
 
-    async def _breathe(self, path: str = "") -> None:
+    async def _wait_while_silent(self, path: str = "") -> None:
         while self.silent or path in self.deaf:
             await asyncio.sleep(0.01)
 
     async def _health(self, request: web.Request) -> web.Response:
-        await self._breathe(request.path)
+        await self._wait_while_silent(request.path)
         return web.Response()
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -102,7 +104,7 @@ class SmallServer:
                 await asyncio.sleep(0.01)
             self.aborts += 1
             return web.json_response({})
-        await self._breathe()
+        await self._wait_while_silent()
         self.aborted.append(body["rid"])
         return web.json_response({})
 
@@ -138,7 +140,7 @@ class SmallServer:
 
 
 class SmallRouter(SmallServer):
-    """Sends calls to its servers in turn, and answers for those that are gone, as smg does."""
+    """Sends requests to its servers in turn, and answers with smg's errors for servers that are gone."""
 
     def __init__(self, incarnation: int = 1) -> None:
         super().__init__("router")
@@ -161,7 +163,7 @@ class SmallRouter(SmallServer):
         return self
 
     async def _route(self, request: web.Request) -> web.Response:
-        await self._breathe()
+        await self._wait_while_silent()
         body = await request.read()
         if (await request.json())["model"] != "policy":
             return web.json_response({"error": {"code": "missing_model"}}, status=400)
@@ -180,9 +182,9 @@ class SmallRouter(SmallServer):
             message = f"error sending request for url ({url}/generate)"
             error = {"code": "call_upstream_connection_failed", "message": message}
             return web.json_response({"error": error}, status=500)
-        named = {"x-smg-routed-worker-id": url}
+        worker_header = {"x-smg-routed-worker-id": url}
         return web.Response(
-            body=text, status=status, headers=named, content_type="application/json"
+            body=text, status=status, headers=worker_header, content_type="application/json"
         )
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -200,5 +202,5 @@ class SmallRouter(SmallServer):
         return web.json_response({}, status=202)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        found = self.workers.pop(request.match_info["id"], None)
-        return web.json_response({}, status=404 if found is None else 202)
+        url = self.workers.pop(request.match_info["id"], None)
+        return web.json_response({}, status=404 if url is None else 202)

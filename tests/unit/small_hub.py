@@ -7,14 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does where every file goes into the commit itself."""
+    """Answers as the hub does for files that are small enough to be part of the commit request."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, body))
         if self.path.endswith("/create"):
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
+            repository = json.loads(body)
+            name = f"{repository['organization']}/{repository['name']}"
             self.answer({"url": f"{self.server.url}/{name}", "name": name, "id": name})
         elif "/preupload/" in self.path:
             plain = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
@@ -43,7 +43,8 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def small_hub():
-    """A server; ``asked``: path and body of each request, ``url``: its address; ``is_public``: its repositories."""
+    """Yield a server: ``asked`` has path and body of each request, ``url`` is the server's address, and ``is_public``
+    says whether its repositories are public."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.is_public = False
     server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,7 +1,7 @@
-"""A command of ``agent`` that looks around: ``python spying_agent.py FOLDER|- [PATH ...]``.
+"""A command for the environment ``agent`` that reports what it can see: ``python spying_agent.py FOLDER|- [PATH ...]``.
 
-It asks the policy once, where it is given a policy, and reports its variables, what /proc shows it of processes, and
-which of the paths it can read: as a file in FOLDER, or as its answer.
+It calls the policy once, if there is one. It reports its environment variables, what /proc shows of processes, and
+which of the paths it can read. The report is a file in FOLDER, or for ``-`` the command's answer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ def main() -> None:
     folder, *paths = sys.argv[1:]
     if os.environ.get("OPENAI_BASE_URL"):
         ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "variables": dict(os.environ),
-        "processes": processes(),
+        "processes": visible_processes(),
         "readable": [path for path in paths if is_readable(Path(path))],
     }
     if folder == "-":
-        # An answer has 64 KiB at most.
-        found["processes"] = sorted(found["processes"])
-        print(json.dumps({"answer": json.dumps(found)}))
+        # An answer may have 64 KiB, so the report keeps only the ids of processes.
+        report["processes"] = sorted(report["processes"])
+        print(json.dumps({"answer": json.dumps(report)}))
         return
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
-        json.dump(found, file)
+        json.dump(report, file)
     print(json.dumps({"reward": 1.0}))
 
 
@@ -41,18 +41,18 @@ def ask(url: str, key: str) -> None:
     urllib.request.urlopen(request).close()
 
 
-def processes() -> dict[str, str]:
-    """Of each process that can be read: its command line and its initial environment."""
-    found = {}
+def visible_processes() -> dict[str, str]:
+    """Return command line and initial environment, in one text, of each process by its id."""
+    texts = {}
     for process in Path("/proc").glob("[0-9]*"):
-        shown = ""
+        text = ""
         for name in ("cmdline", "environ"):
             try:
-                shown += (process / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                text += (process / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-        found[process.name] = shown
-    return found
+        texts[process.name] = text
+    return texts
 
 
 def is_readable(path: Path) -> bool:

@@ -1,14 +1,13 @@
-"""A supervised run of stand-in processes, as a program of its own: what the supervisor's tests
-start and kill.
+"""A supervised run of stand-in processes, as a program that the supervisor's tests start and kill.
 
 ``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
-Python code of every rank; ``world_size``; ``servers``: for each server, Python code of each
-incarnation, the last one again and again; ``router``: the same of the router (empty: none);
-``attached``: URLs of servers elsewhere; ``max_restarts`` of each server and ``rank_restarts``: limits
-of restarts, here after short pauses; ``rank_pause_s``: the first pause before ranks start again. A file
-``trained`` counts as progress. The code sees ``RANK`` in its environment and may call ``note(text)``,
-which appends a line to ``<directory>/notes``, ``wait_published(name)`` and
-``report_lost(incarnation, name)``; servers see ``INCARNATION``.
+Python code of every rank; ``world_size``; ``servers``: for each server, a list with the Python code of
+each incarnation, of which later incarnations run the last; ``router``: the same list for the router, or
+an empty one for no router; ``attached``: URLs of attached servers; ``max_restarts`` of each server and
+``rank_restarts`` of the ranks; ``rank_pause_s``: the first pause before ranks start again. A file
+``trained`` in the directory counts as progress. Ranks have ``RANK`` and servers have ``INCARNATION`` in their
+environment, and their code may call the functions of PRELUDE: for example, ``note(text)`` appends a line
+to ``<directory>/notes``.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def report_lost(incarnation, name="engine0"):
 
 
 class StandInEngine:
-    """As ``engine.process.ChildServer``, with a child that says it is healthy by making a file."""
+    """Like ``engine.process.ChildServer``, with a child that runs Python code and is healthy once a file exists."""
 
     def __init__(self, code: str, directory: RunDirectory, name: str, incarnation: int) -> None:
         self.url = f"http://stand-in/{name}/{incarnation}"
@@ -133,16 +132,18 @@ def main() -> int:
         for url in spec["attached"]:
             record.attach(url)
 
-        def supervised(name: str, codes: list[str]) -> SupervisedServer:
-            def make(i: int) -> StandInEngine:
-                code = prelude + codes[min(i, len(codes)) - 1]
-                return StandInEngine(code, directory, name, i)
+        def supervised_server(name: str, codes: list[str]) -> SupervisedServer:
+            def make_engine(incarnation: int) -> StandInEngine:
+                code = prelude + codes[min(incarnation, len(codes)) - 1]
+                return StandInEngine(code, directory, name, incarnation)
 
             budget = RestartBudget(spec["max_restarts"], 3600, first_pause_s=0.05)
-            return SupervisedServer(name, make, record, budget=budget, title=name)
+            return SupervisedServer(name, make_engine, record, budget=budget, title=name)
 
-        servers = [supervised(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
-        router = supervised("router", spec["router"]) if spec["router"] else None
+        servers = [
+            supervised_server(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])
+        ]
+        router = supervised_server("router", spec["router"]) if spec["router"] else None
         fleet = SupervisedFleet(servers, router, record, Keys("a", "b"), "127.0.0.1")
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce, **fleet.rank_variables}

@@ -1,4 +1,4 @@
-"""The lines that say what is started, and what is active."""
+"""The log lines that name the started processes and the active features."""
 
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig

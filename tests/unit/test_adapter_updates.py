@@ -1,4 +1,4 @@
-"""Updates of adapters alone over engines that fail where they are told to: who keeps which adapters."""
+"""Weight updates that send adapters alone: which adapters each engine has after an update, also after a failed one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AdapterSource(Source):
 
 
 class LoraEngine(Engine):
-    """Holds what it reads from the folders that it is told to load."""
+    """Holds the adapters that it loads from the folders in load requests."""
 
     def __init__(self, url: str = A) -> None:
         super().__init__(url)
@@ -60,12 +60,12 @@ class LoraEngine(Engine):
         self.occupation = Occupation(url)
         self.adapters: dict[str, Mapping[str, torch.Tensor]] = {}
         self.scored: list[str | None] = []
-        self.tells_digests = True
+        self.has_digests = True
 
     async def get_json(self, path: str) -> dict[str, Any]:
         assert path == "/v1/models"
-        held = [{"id": name, "parent": "base"} for name in self.adapters]
-        return {"data": [{"id": "base", "parent": None}, *held]}
+        adapters = [{"id": name, "parent": "base"} for name in self.adapters]
+        return {"data": [{"id": "base", "parent": None}, *adapters]}
 
     async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         name = body["lora_name"]
@@ -74,11 +74,11 @@ class LoraEngine(Engine):
             del self.adapters[name]
             return {}
         assert path == "/load_lora_adapter"
-        self.adapters[name] = found = load_file(Path(body["lora_path"]) / PEFT_WEIGHTS)
+        self.adapters[name] = tensors = load_file(Path(body["lora_path"]) / PEFT_WEIGHTS)
         self.step("load")
-        digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in found.items()}
+        digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in tensors.items()}
         return {
-            "loaded_adapters": {ADAPTER_DIGESTS: json.dumps(digests)} if self.tells_digests else {}
+            "loaded_adapters": {ADAPTER_DIGESTS: json.dumps(digests)} if self.has_digests else {}
         }
 
     async def score(
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_tell_what_it_loaded_is_refused(
     source: AdapterSource, tmp_path: Path
 ) -> None:
     engine = LoraEngine()
-    engine.tells_digests = False
+    engine.has_digests = False
     words = f"{EngineAnswerError.__name__}: {A}/load_lora_adapter does not say the digests"
     with pytest.raises(WeightUpdateError, match=words):
         updater(source, tmp_path, engine).update(1)

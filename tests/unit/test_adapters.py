@@ -1,4 +1,4 @@
-"""Which adapters a model has and what a rank holds of them: names, shapes, and that ranks tile every tensor."""
+"""The adapters of a model and the parts that each rank has: names, shapes, and that the parts tile every tensor."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def dense(tmp_path):
 
 
 def test_tensors_of_a_model(moe):
-    found = adapter_tensors(adapters(moe), moe)
-    assert len(found) == 4 * (4 + 8 * 3) * 2
-    assert found["model.layers.3.self_attn.k_proj.lora_A"] == (4, 64)
-    assert found["model.layers.3.self_attn.k_proj.lora_B"] == (2 * 16, 4)
-    assert found["model.layers.0.mlp.experts.7.down_proj.lora_A"] == (4, 32)
-    assert found["model.layers.0.mlp.experts.7.down_proj.lora_B"] == (64, 4)
+    tensors = adapter_tensors(adapters(moe), moe)
+    assert len(tensors) == 4 * (4 + 8 * 3) * 2
+    assert tensors["model.layers.3.self_attn.k_proj.lora_A"] == (4, 64)
+    assert tensors["model.layers.3.self_attn.k_proj.lora_B"] == (2 * 16, 4)
+    assert tensors["model.layers.0.mlp.experts.7.down_proj.lora_A"] == (4, 32)
+    assert tensors["model.layers.0.mlp.experts.7.down_proj.lora_B"] == (64, 4)
 
 
 def test_a_shared_expert_has_adapters_of_its_own_in_the_experts_group(tmp_path):
@@ -96,7 +96,7 @@ def test_a_shared_expert_has_adapters_of_its_own_in_the_experts_group(tmp_path):
 
 
 def test_matrices_before_latents_have_adapters_and_routers_have_none():
-    """Each rank holds both factors of a matrix that tensor parallelism does not cut, and one rank is its first."""
+    """Each rank has both factors of a matrix that tensor parallelism does not cut, and rank 0 has the primary parts."""
     folder = EXAMPLES / "deepseek-v3"
     shape = replace(load_model_shape(folder), num_layers=4, num_experts=8)
     names = adapter_tensors(adapters(shape), shape)
@@ -110,34 +110,36 @@ def test_matrices_before_latents_have_adapters_and_routers_have_none():
     assert {n.split(".mlp.")[1] for n in in_mlp} == {
         f"{m}_proj.lora_{f}" for m in ("gate", "up", "down") for f in "AB"
     }
-    wanted = adapters(shape, "q_a_proj")
+    model_adapters = adapters(shape, "q_a_proj")
     layout = Layout.smallest(tensor=2)
-    held = [list(adapter_parameters(wanted, shape, layout, rank)) for rank in range(2)]
-    for parts in held:
+    parts_by_rank = [
+        list(adapter_parameters(model_adapters, shape, layout, rank)) for rank in range(2)
+    ]
+    for parts in parts_by_rank:
         assert [p.shape for p in parts] == 4 * [(4, 7168), (1536, 4)]
-    assert [p.is_primary for parts in held for p in parts] == 8 * [True] + 8 * [False]
-    assert not list(adapter_faults(wanted, shape, layout))
+    assert [p.is_primary for parts in parts_by_rank for p in parts] == 8 * [True] + 8 * [False]
+    assert not list(adapter_faults(model_adapters, shape, layout))
 
 
 def test_shared_by_the_experts_of_a_layer(moe):
-    found = adapter_tensors(adapters(moe, "experts", share=True), moe)
-    assert len(found) == 4 * 3 * 2
-    assert found["model.layers.1.mlp.experts.*.up_proj.lora_B"] == (32, 4)
+    tensors = adapter_tensors(adapters(moe, "experts", share=True), moe)
+    assert len(tensors) == 4 * 3 * 2
+    assert tensors["model.layers.1.mlp.experts.*.up_proj.lora_B"] == (32, 4)
 
 
 def test_a_rank_holds_what_belongs_to_its_part_of_the_matrix(dense):
     layout = Layout.smallest(tensor=2)
-    held = {
+    parts = {
         p.segments[0].hf_name.removeprefix("model.layers.0."): (p.shape, p.segments[0])
         for p in adapter_parameters(adapters(dense), dense, layout, 1)
         if ".layers.0." in p.segments[0].hf_name
     }
-    shape, segment = held["self_attn.q_proj.lora_B"]
+    shape, segment = parts["self_attn.q_proj.lora_B"]
     assert (shape, segment.dim, segment.hf_start, segment.length) == ((256, 4), 0, 256, 256)
-    shape, segment = held["mlp.down_proj.lora_A"]
+    shape, segment = parts["mlp.down_proj.lora_A"]
     assert (shape, segment.dim, segment.hf_start, segment.length) == ((4, 64), 1, 64, 64)
-    assert held["self_attn.q_proj.lora_A"][0] == (4, 64)
-    assert held["mlp.down_proj.lora_B"][0] == (64, 4)
+    assert parts["self_attn.q_proj.lora_A"][0] == (4, 64)
+    assert parts["mlp.down_proj.lora_B"][0] == (64, 4)
 
 
 def test_fused_rows_lie_where_the_fused_weight_has_them(dense):
@@ -180,10 +182,12 @@ def test_primary_parts_tile_the_tensors_of_delta_nets(name, layout):
 
 def check_tiling(shape, layout, *, share=False):
     """Assert that the ranks' primary parts of A and B have every element of the model's tensors once."""
-    wanted = adapters(shape, share=share)
-    covered = {name: torch.zeros(dims) for name, dims in adapter_tensors(wanted, shape).items()}
+    model_adapters = adapters(shape, share=share)
+    covered = {
+        name: torch.zeros(dims) for name, dims in adapter_tensors(model_adapters, shape).items()
+    }
     for rank in range(layout.world_size):
-        for p in adapter_parameters(wanted, shape, layout, rank):
+        for p in adapter_parameters(model_adapters, shape, layout, rank):
             filled = torch.zeros(p.shape)
             for segment in p.segments:
                 segment.of_local(filled).add_(1)
@@ -198,8 +202,8 @@ def test_merged_parts_are_the_parts_of_the_merged_matrix(name, ranks):
     """Compare each rank's B A, in the rows of its fused linear, with the part of the whole B A that the family's table
     gives to the rank."""
     shape = small(name)
-    wanted, layout = adapters(shape), Layout.smallest(tensor=ranks)
-    tensors = adapter_tensors(wanted, shape)
+    model_adapters, layout = adapters(shape), Layout.smallest(tensor=ranks)
+    tensors = adapter_tensors(model_adapters, shape)
     torch.manual_seed(0)
     whole = {name: torch.randn(dims) for name, dims in tensors.items()}
     products = {}
@@ -211,12 +215,12 @@ def test_merged_parts_are_the_parts_of_the_merged_matrix(name, ranks):
     def read(tensor, dims):
         return whole[tensor]
 
-    options = AdapterOptions(wanted, 0.0, False, torch.float32, torch.device("cpu"))
+    options = AdapterOptions(model_adapters, 0.0, False, torch.float32, torch.device("cpu"))
     compared = set()
     for rank in range(ranks):
-        linears = adapted_linears(wanted, shape, layout, rank)
+        linears = adapted_linears(model_adapters, shape, layout, rank)
         modules = [DenseAdapter(linear, options) for linear in linears if not linear.of_experts]
-        table = adapter_parameters(wanted, shape, layout, rank)
+        table = adapter_parameters(model_adapters, shape, layout, rank)
         fill(modules, (p for p in table if ".experts." not in p.name), read, tensors)
         weights = {p.name: p for p in local_parameters(shape, layout, rank)}
         for module in modules:
@@ -224,16 +228,17 @@ def test_merged_parts_are_the_parts_of_the_merged_matrix(name, ranks):
             expected = torch.zeros(weights[name].shape)
             for segment in weights[name].segments:
                 segment.of_local(expected).copy_(segment.of_hf(products[segment.hf_name]))
-            torch.testing.assert_close(module.weight_delta(), wanted.scale * expected)
+            torch.testing.assert_close(module.weight_delta(), model_adapters.scale * expected)
             compared.add(name)
     names = [name.rpartition("self_attention.")[2] for name in compared]
     assert {"in_proj.weight", "out_proj.weight", "linear_qkv.weight"} <= set(names)
 
 
 def test_buckets_hold_every_tensor_on_rank_0(moe):
-    wanted, layout = adapters(moe), Layout.smallest(tensor=2, expert=2)
-    plan = adapter_buckets_plan(wanted, moe, layout, 4096, 4)
-    assert [t.name for bucket in plan for t in bucket.tensors] == list(adapter_tensors(wanted, moe))
+    model_adapters, layout = adapters(moe), Layout.smallest(tensor=2, expert=2)
+    plan = adapter_buckets_plan(model_adapters, moe, layout, 4096, 4)
+    names = [tensor.name for bucket in plan for tensor in bucket.tensors]
+    assert names == list(adapter_tensors(model_adapters, moe))
     assert {bucket.receiver for bucket in plan} == {0}
     assert max(bucket.elements * 4 for bucket in plan if len(bucket.tensors) > 1) <= 4096
 
@@ -254,21 +259,22 @@ def test_a_starts_with_the_spread_of_its_inputs_or_of_the_rank_and_b_at_zero(ini
 
 @pytest.mark.parametrize("init", INITS)
 def test_every_a_starts_otherwise_and_the_same_each_time(moe, init):
-    """By its name and the run's seed, on whichever rank it is drawn."""
+    """The values depend only on the name of A and the run's seed, not on the rank that draws them."""
     tensors = adapter_tensors(adapters(moe), moe)
-    drawn = [
+    initial_values = [
         initial_tensor(name, (2, 8), 4, seed, init)
         for seed in (1, 2)
         for name in tensors
         if name.endswith("lora_A")
     ]
-    assert len({tuple(a.flatten().tolist()) for a in drawn}) == len(drawn) == len(tensors)
+    different_values = {tuple(a.flatten().tolist()) for a in initial_values}
+    assert len(different_values) == len(initial_values) == len(tensors)
     name = next(iter(tensors))
-    assert torch.equal(initial_tensor(name, (2, 8), 4, 1, init), drawn[0])
+    assert torch.equal(initial_tensor(name, (2, 8), 4, 1, init), initial_values[0])
 
 
 class Operations(TorchDispatchMode):
-    """Collects the names of the operations of a block."""
+    """Collects the names of the operators that run inside the block."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +290,7 @@ class Operations(TorchDispatchMode):
     [
         (torch.bfloat16, 8, True),
         (torch.float32, 4, True),
-        # A row of the product begins at a multiple of 8 bytes.
+        # Rows of the product are 8 bytes apart, and the kernel needs multiples of 16.
         (torch.bfloat16, 4, False),
         (torch.float64, 8, False),
     ],
@@ -295,11 +301,11 @@ def test_experts_adapters_run_in_one_kernel_and_as_one_by_one(dtype, rank, is_gr
     x = torch.randn(sum(tokens), 32, dtype=dtype, requires_grad=True)
     a = torch.randn(len(tokens), rank, 32, dtype=dtype, requires_grad=True)
     with Operations() as used:
-        found = grouped_linear(x, a, tokens)
+        output = grouped_linear(x, a, tokens)
     pieces = x.split(list(tokens))
-    expected = torch.cat([F.linear(piece, a[i]) for i, piece in enumerate(pieces)])
-    gradient = torch.randn_like(found)
-    tensors = [found, *torch.autograd.grad(found, (x, a), gradient)]
-    wanted = [expected, *torch.autograd.grad(expected, (x, a), gradient)]
-    torch.testing.assert_close(tensors, wanted)
+    expected_output = torch.cat([F.linear(piece, a[i]) for i, piece in enumerate(pieces)])
+    gradient = torch.randn_like(output)
+    actual_tensors = [output, *torch.autograd.grad(output, (x, a), gradient)]
+    expected_tensors = [expected_output, *torch.autograd.grad(expected_output, (x, a), gradient)]
+    torch.testing.assert_close(actual_tensors, expected_tensors)
     assert used.names.count("_grouped_mm") == int(is_grouped and sum(tokens) > 0)

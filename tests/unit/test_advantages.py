@@ -35,11 +35,11 @@ def test_a_group_of_one_is_its_own_mean():
 
 
 def test_a_turn_is_compared_with_the_others_turns_of_its_number():
-    """By hand: means .3, .7 / 3 and .5 / 3; a response that ended counts with its last turn."""
-    found = turn_relative([[0.6, 0.5, 0.3], [0.3, 0.2], [0.0]], 3)
+    """The turns' means are .3, .7 / 3 and .5 / 3. A response that has ended counts with its last turn."""
+    advantages = turn_relative([[0.6, 0.5, 0.3], [0.3, 0.2], [0.0]], 3)
     expected = [[0.3, 0.8 / 3, 0.4 / 3], [0.0, -0.1 / 3], [-0.3]]
-    assert [pytest.approx(turns, abs=1e-6) for turns in expected] == found
-    # Groups are apart, of whatever lengths.
+    assert [pytest.approx(turns, abs=1e-6) for turns in expected] == advantages
+    # Groups are independent, whatever the lengths of their responses.
     both = turn_relative([[1.0, 0.5], [0.0], [0.6, 0.5, 0.3], [0.2]], 2)
     assert both[0] == [0.5, 0.25]
     assert both[2] == pytest.approx([0.2, 0.15, 0.05])
@@ -47,27 +47,27 @@ def test_a_turn_is_compared_with_the_others_turns_of_its_number():
 
 def test_where_the_last_turn_alone_earns_a_turn_has_the_whole_responses_advantage():
     whole = group_relative([1.0, 0.0, 1.0], 3).tolist()
-    found = turn_relative([[1.0] * 4, [0.0] * 2, [1.0]], 3)
-    assert found == [[whole[0]] * 4, [whole[1]] * 2, [whole[2]]]
+    advantages = turn_relative([[1.0] * 4, [0.0] * 2, [1.0]], 3)
+    assert advantages == [[whole[0]] * 4, [whole[1]] * 2, [whole[2]]]
     assert turn_relative([[0.1, 0.3], [0.1]], 1) == [[0.0, 0.0], [0.0]]
 
 
 def test_leave_one_out_compares_with_the_others_alone():
-    # Others' means: 0, 1/2, 1/2; and by RLOO's formula.
+    # As in RLOO: the means of the other rewards are 0, 1/2 and 1/2.
     rewards = [1.0, 0.0, 0.0]
-    found = group_relative(rewards, 3, "leave-one-out").tolist()
-    assert found == pytest.approx([1.0, -0.5, -0.5])
+    advantages = group_relative(rewards, 3, "leave-one-out").tolist()
+    assert advantages == pytest.approx([1.0, -0.5, -0.5])
     assert group_relative([0.1] * 7, 7, "leave-one-out").eq(0).all()
     assert group_relative([3.0], 1, "leave-one-out").tolist() == [0.0]
 
 
 def test_standardized_advantages_are_in_the_groups_deviations():
-    # Deviations of two degrees of freedom: sqrt(2/3 / 2) and, of the tenfold, ten times that.
+    # The sample deviation (n - 1 = 2) of the first group is sqrt(2/3 / 2), that of the second ten times as large.
     unit = (2 / 3 / 2) ** 0.5
-    found = group_relative([1.0, 0.0, 0.0, 10.0, 0.0, 0.0], 3, "group-standardized").tolist()
+    advantages = group_relative([1.0, 0.0, 0.0, 10.0, 0.0, 0.0], 3, "group-standardized").tolist()
     expected = [2 / 3 / (unit + 1e-6), -1 / 3 / (unit + 1e-6), -1 / 3 / (unit + 1e-6)]
-    assert found[:3] == pytest.approx(expected, rel=1e-6)
-    assert found[3:] == pytest.approx(expected, rel=1e-5)
+    assert advantages[:3] == pytest.approx(expected, rel=1e-6)
+    assert advantages[3:] == pytest.approx(expected, rel=1e-5)
     assert torch.tensor([1.0, 0.0, 0.0]).std().item() == pytest.approx(unit)
     assert group_relative([0.1] * 7, 7, "group-standardized").eq(0).all()
     assert group_relative([3.0], 1, "group-standardized").tolist() == [0.0]
@@ -76,6 +76,6 @@ def test_standardized_advantages_are_in_the_groups_deviations():
 def test_turns_are_compared_as_whole_responses_are():
     returns = [[1.0, 0.5], [0.0], [0.6, 0.6], [0.2]]
     for kind in ("leave-one-out", "group-standardized"):
-        found = turn_relative(returns, 2, kind)
-        assert [g[0] for g in found] == group_relative([1.0, 0.0, 0.6, 0.2], 2, kind).tolist()
-        assert found[0][1] == group_relative([0.5, 0.0], 2, kind)[0]
+        advantages = turn_relative(returns, 2, kind)
+        assert [g[0] for g in advantages] == group_relative([1.0, 0.0, 0.6, 0.2], 2, kind).tolist()
+        assert advantages[0][1] == group_relative([0.5, 0.0], 2, kind)[0]

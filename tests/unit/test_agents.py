@@ -1,4 +1,4 @@
-"""Agents that talk to the policy by OpenAI's client: their sessions as trajectories, and what a session refuses."""
+"""Agents that call the policy by OpenAI's client: trajectories of sessions, and the calls that a session refuses."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class ChatEngine(Engine):
 
 
 def play(engine: Engine, agent: str, **settings: Any) -> tuple[Trajectory, Episodes]:
-    """What becomes of problem 0 with an agent of these tests, or a command."""
+    """Return the trajectory of problem 0, with an agent of ``planted_agents`` or a command, and the episodes."""
     name = agent if " " in agent else f"{PLANTED}:{agent}"
-    (found,), episodes = environments.play(engine, "agent", agent=name, **settings)
-    return found, episodes
+    (trajectory,), episodes = environments.play(engine, "agent", agent=name, **settings)
+    return trajectory, episodes
 
 
-def spelled(engine: ChatEngine, *pieces: tuple[str, bool]) -> tuple[list[int], list[bool]]:
-    """Tokens of texts laid end to end, and their loss mask."""
+def tokens_and_mask(engine: ChatEngine, *pieces: tuple[str, bool]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of the texts, one after another, and their loss mask."""
     tokens: list[int] = []
     mask: list[bool] = []
     for text, is_sampled in pieces:
@@ -89,7 +89,9 @@ BEGIN = (
 def test_a_session_is_an_exact_trajectory():
     t, episodes = play(engine := ChatEngine("4 and", "5"), "asking_twice")
     sure = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
-    tokens, mask = spelled(engine, (BEGIN, False), ("4 and", True), (sure, False), ("5", True))
+    tokens, mask = tokens_and_mask(
+        engine, (BEGIN, False), ("4 and", True), (sure, False), ("5", True)
+    )
     assert t.token_ids.tolist() == tokens
     assert t.loss_mask.tolist() == mask
     turns = len(engine.ids("4 and")) + 1, len(engine.ids("5")) + 1
@@ -98,7 +100,7 @@ def test_a_session_is_an_exact_trajectory():
     # The second call asked for 9 tokens; the run for 16.
     assert [r.sampling.max_new_tokens for r in engine.asked] == [16, 9]
     assert not episodes.faults
-    # The data's prompt is another one, which is told from a run whose problems are what is asked.
+    # The prompt is the agent's, not the data's. Only a run whose environment makes prompts may have such a one.
     origin = Origin({}, "", 1, {0: PROBLEM})
     assert not origin.has_prompt(t)
     assert replace(origin, makes_prompts=makes_prompts("agent")).has_prompt(t)
@@ -109,11 +111,11 @@ def test_a_session_is_an_exact_trajectory():
 def test_tools_are_the_templates_and_their_calls_openais():
     t, _ = play(engine := ChatEngine(f"well {ADD}{ADD}", "8"), "calling_tools", turn_tokens=200)
     tools = f"<|im_start|>tools\n{json.dumps(TOOL)}\n<|im_end|>\n"
-    said = (
+    tool_results = (
         "".join("\n<|im_start|>tool\n8<|im_end|>" for _ in range(2)) + "\n<|im_start|>assistant\n"
     )
-    pieces = (tools + BEGIN, False), (f"well {ADD}{ADD}", True), (said, False), ("8", True)
-    tokens, mask = spelled(engine, *pieces)
+    pieces = (tools + BEGIN, False), (f"well {ADD}{ADD}", True), (tool_results, False), ("8", True)
+    tokens, mask = tokens_and_mask(engine, *pieces)
     assert t.token_ids.tolist() == tokens
     assert t.loss_mask.tolist() == mask
     # The run's rewards score what it returned.
@@ -121,9 +123,10 @@ def test_tools_are_the_templates_and_their_calls_openais():
 
 
 def test_an_edited_history_is_a_branch_in_which_nothing_is_trained_again():
-    """Turns of branches 0, 0, 1, 1, 0, of which every token is sampled once; what a branch repeats is its prompt."""
-    said = ["4 and", "5", "6 is", "7", "8 and"]
-    t, episodes = play(engine := ChatEngine(*said), "shortening", turn_tokens=40)
+    """The five turns are of the branches 0, 0, 1, 1, 0. Each sampled token is trained once: where a branch repeats it,
+    it is part of the prompt."""
+    texts = ["4 and", "5", "6 is", "7", "8 and"]
+    t, episodes = play(engine := ChatEngine(*texts), "shortening", turn_tokens=40)
     sure = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
     shorter = "<|im_start|>system\nso far<|im_end|>\n<|im_start|>assistant\n4 and<|im_end|>\n"
     first = (
@@ -137,20 +140,20 @@ def test_an_edited_history_is_a_branch_in_which_nothing_is_trained_again():
     second = (shorter + sure[1:], False), ("6 is", True), (sure, False), ("7", True)
     assert not episodes.faults
     for branch, pieces in zip(t.branches, (first, second), strict=True):
-        tokens, mask = spelled(engine, *pieces)
+        tokens, mask = tokens_and_mask(engine, *pieces)
         assert branch.token_ids.tolist() == tokens
         assert branch.loss_mask.tolist() == mask
-        # A row of the routing says which call recorded it, a version which call sampled.
+        # Routing rows have the number of the call that recorded them, versions that of the call that sampled.
         assert usable_rows(branch.loss_mask, branch.columns).all()
         calls = branch.columns["routed_experts"][:, 0, 0]
         predicting = np.flatnonzero(branch.loss_mask) - 1
         assert calls[predicting].tolist() == branch.columns["weight_version"].tolist()
     calls, tokens_of = np.unique(t.columns["weight_version"], return_counts=True)
     assert calls.tolist() == [1, 2, 3, 4, 5]
-    assert tokens_of.tolist() == [len(engine.ids(text)) + 1 for text in said]
+    assert tokens_of.tolist() == [len(engine.ids(text)) + 1 for text in texts]
     assert (t.turn_times, t.turn_rewards) == ((0, 1, 4, 2, 3), (0, 0, 0.2, 0, 0))
     assert (t.turns, t.text, t.finish_reason) == (5, "8 and", "stop")
-    # A branch's first call asks for all rows of its routing.
+    # Only the first call of a branch asks for all rows of its routing.
     assert [r.columns["routed_experts"].start == 0 for r in engine.asked] == [1, 0, 1, 0, 0]
     assert t.stamp is not None
     assert t.stamp.digests == t.digests()
@@ -159,8 +162,8 @@ def test_an_edited_history_is_a_branch_in_which_nothing_is_trained_again():
 def test_calls_that_come_together_are_branches():
     t, episodes = play(engine := ChatEngine("4 and", "5"), "asking_together")
     assert not episodes.faults
-    spoken = [spelled(engine, (BEGIN, False), (text, True)) for text in ("4 and", "5")]
-    assert [(b.token_ids.tolist(), b.loss_mask.tolist()) for b in t.branches] == spoken
+    expected = [tokens_and_mask(engine, (BEGIN, False), (text, True)) for text in ("4 and", "5")]
+    assert [(b.token_ids.tolist(), b.loss_mask.tolist()) for b in t.branches] == expected
     assert t.turn_rewards == (0.0, 1.0)
 
 
@@ -168,11 +171,11 @@ def test_the_tokens_of_all_branches_are_bounded_together():
     engine = ChatEngine("4 and", "5")
     t, _ = play(engine, "shortening", turn_tokens=40)
     lengths = t.branch_lengths
-    turn = len(engine.ids("5")) + 1
-    third = len(engine.asked[2].prompt_ids)
-    before = len(engine.asked[1].prompt_ids) + turn
-    assert lengths[0] > before
-    for tokens, turns in ((before + third, 2), (before + third + 1, 3)):
+    turn_length = len(engine.ids("5")) + 1
+    third_prompt = len(engine.asked[2].prompt_ids)
+    first_branch = len(engine.asked[1].prompt_ids) + turn_length
+    assert lengths[0] > first_branch
+    for tokens, turns in ((first_branch + third_prompt, 2), (first_branch + third_prompt + 1, 3)):
         limits, engine = replace(LIMITS, tokens=tokens), ChatEngine("4 and", "5")
         t, _ = play(engine, "shortening", limits=limits, turn_tokens=40)
         assert (t.turns, t.finish_reason) == (turns, "length")
@@ -193,8 +196,8 @@ def test_what_the_template_can_not_say_is_a_fault():
 
 
 @asynccontextmanager
-async def begun(agent: str) -> AsyncIterator[tuple[Agent, ChatCall]]:
-    """An agent of these tests, or a command, after its first call. Nothing of it is left."""
+async def started_agent(agent: str) -> AsyncIterator[tuple[Agent, ChatCall]]:
+    """Start an agent of ``planted_agents`` or a command; yield it with its first call. In the end it must be done."""
     environment = Agent(agent if " " in agent else f"{PLANTED}:{agent}")
     try:
         yield environment, await environment.reset(PROBLEM)
@@ -209,13 +212,13 @@ def test_a_command_has_openais_variables_and_the_problem():
 
     async def work() -> None:
         command = f"{sys.executable} -m {PLANTED}"
-        async with begun(f"{command} reward") as (agent, call):
+        async with started_agent(f"{command} reward") as (agent, call):
             assert call == ChatCall([user("3+5")], [], None)
             assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
-        async with begun(f"{command} fail") as (agent, _):
+        async with started_agent(f"{command} fail") as (agent, _):
             with pytest.raises(RuntimeError, match=r"\b1: planted"):
                 await agent.step(Turn("4", (1,)))
-        async with begun(f"{command} fail"):
+        async with started_agent(f"{command} fail"):
             assert len(child_ids() - before) == 1
 
     run(work)
@@ -224,25 +227,25 @@ def test_a_command_has_openais_variables_and_the_problem():
 
 @pytest.mark.parametrize("ends", ["exit 0", "exec sleep 600"])
 def test_nothing_that_a_command_starts_outlives_it(ends, tmp_path):
-    """Also in a session of its own; whether the command ends, or the episode does before."""
-    noted = tmp_path / "pid"
-    start = f"setsid sh -c 'echo $$ > {noted}.new; mv {noted}.new {noted}; exec sleep 600' &"
-    command = ["sh", "-c", f"{start} while ! [ -e {noted} ]; do sleep 0.1; done; {ends}"]
+    """This includes a process in a session of its own, whether the command ends or the episode is cancelled before."""
+    id_file = tmp_path / "pid"
+    start = f"setsid sh -c 'echo $$ > {id_file}.new; mv {id_file}.new {id_file}; exec sleep 600' &"
+    command = ["sh", "-c", f"{start} while ! [ -e {id_file} ]; do sleep 0.1; done; {ends}"]
 
     async def work() -> None:
         task = asyncio.create_task(_run_command(command, PROBLEM, AgentSession("", "")))
-        while not noted.exists():
+        while not id_file.exists():
             await asyncio.sleep(0.01)
         if ends != "exit 0":
             task.cancel()
         await asyncio.wait([task])
 
     run(work)
-    assert process_start(int(noted.read_text())) is None
+    assert process_start(int(id_file.read_text())) is None
 
 
 def test_a_command_is_not_bound_by_its_workers_address_space():
-    """It maps 6 GiB, and the worker may have 4."""
+    """The command maps 6 GiB, and its worker may map 4."""
     command = f"{sys.executable} -m {PLANTED} map"
     t, episodes = play(ChatEngine("4"), command)
     assert (t.finish_reason, t.turn_rewards) == ("stop", (0.5,)), episodes.faults
@@ -251,8 +254,8 @@ def test_a_command_is_not_bound_by_its_workers_address_space():
 SPY = f"{sys.executable} {Path(__file__).with_name('spying_agent.py')} -"
 
 
-def spied(command: str, sandbox_paths: list[str] | None = None) -> dict[str, Any]:
-    """What a command sees that looks around."""
+def spy_report(command: str, sandbox_paths: list[str] | None = None) -> dict[str, Any]:
+    """Return the report of ``spying_agent`` as a command."""
 
     async def work() -> Any:
         session = AgentSession("", "the session's key")
@@ -265,7 +268,7 @@ def test_a_command_gets_no_keys(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a key")
     monkeypatch.setenv("MEGATRON_DPPO_LEASE", "a nonce")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
-    variables = spied(SPY)["variables"]
+    variables = spy_report(SPY)["variables"]
     assert variables["OPENAI_API_KEY"] == "the session's key"
     assert variables["LC_ALL"] == "C.UTF-8"
     assert not {"WANDB_API_KEY", "MEGATRON_DPPO_LEASE"} & variables.keys()
@@ -273,7 +276,7 @@ def test_a_command_gets_no_keys(monkeypatch):
 
 @pytest.fixture
 def sandbox() -> None:
-    """This machine must have one: else what needs it is skipped, or fails where ``CI`` is set."""
+    """Skip the test if this machine has no sandbox, or let it fail if ``CI`` is set."""
     try:
         agent_programs.check_sandbox(())
     except SandboxError as error:
@@ -284,23 +287,23 @@ def sandbox() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_command_in_a_sandbox_sees_neither_processes_nor_files_of_others(tmp_path, monkeypatch):
-    home, shown = tmp_path / "home", tmp_path / "shown"
-    for folder in (home, shown):
+    home_folder, shown_folder = tmp_path / "home", tmp_path / "shown"
+    for folder in (home_folder, shown_folder):
         folder.mkdir()
         (folder / ".netrc").write_text("password secret")
-    monkeypatch.setenv("HOME", str(home))
-    paths = [home / ".netrc", shown / ".netrc", Path(__file__), Path("/etc/shadow")]
+    monkeypatch.setenv("HOME", str(home_folder))
+    paths = [home_folder / ".netrc", shown_folder / ".netrc", Path(__file__), Path("/etc/shadow")]
     command = " ".join([SPY, *map(str, paths)])
-    found = spied(command, [str(shown)])
-    # Itself, and what bubblewrap leaves as the first process.
-    assert len(found["processes"]) == 2
-    assert found["readable"] == [str(shown / ".netrc"), str(Path(__file__))]
-    assert found["variables"]["HOME"] == "/tmp"
+    report = spy_report(command, [str(shown_folder)])
+    # The command itself, and bubblewrap's first process in the sandbox.
+    assert len(report["processes"]) == 2
+    assert report["readable"] == [str(shown_folder / ".netrc"), str(Path(__file__))]
+    assert report["variables"]["HOME"] == "/tmp"
 
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_command_in_a_sandbox_plays_an_episode():
-    """It starts processes and threads, and reaches its session's server."""
+    """The command can start processes and threads, and reaches the server of its session."""
     command = f"{sys.executable} -m {PLANTED} reward"
     t, episodes = play(ChatEngine("4"), command, sandbox=True, sandbox_paths=[sys.base_prefix])
     assert (t.finish_reason, t.turn_rewards) == ("stop", (0.5,)), episodes.faults
@@ -340,28 +343,26 @@ fetch(url, {method: "POST", headers, body: JSON.stringify(body)}).then(answer =>
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_a_command_may_be_of_node(tmp_path):
-    """Its fetch reserves 10 GiB of addresses."""
+    """Node's ``fetch`` reserves 10 GiB of address space."""
     (tmp_path / "agent.js").write_text(NODE_AGENT)
     t, episodes = play(ChatEngine("4"), f"node {tmp_path / 'agent.js'}")
     assert (t.finish_reason, t.turn_rewards) == ("stop", (0.25,)), episodes.faults
 
 
 def test_a_framework_needs_no_more_than_openais_variables():
-    """pydantic-ai, with the newest client, in packages of its own: it calls a tool, and goes on with what it gave."""
+    """pydantic-ai has the newest client in packages of its own. It calls a tool, and goes on with the tool's result."""
 
     async def work() -> None:
         path = environment_with("agents")["PYTHONPATH"]
-        async with begun(f"env PYTHONPATH={path} {sys.executable} -m {PLANTED} framework") as (
-            agent,
-            call,
-        ):
+        command = f"env PYTHONPATH={path} {sys.executable} -m {PLANTED} framework"
+        async with started_agent(command) as (agent, call):
             assert call.messages == [{"role": "system", "content": "sums"}, user("3+5")]
             assert [tool["function"]["name"] for tool in call.tools] == ["add"]
-            said = await agent.step(Turn(ADD, (1,)))
+            step = await agent.step(Turn(ADD, (1,)))
             result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
-            assert said == Step(ChatCall([result], call.tools))
-            end = await agent.step(Turn("It is 8.", (1,)))
-            assert end == Step(done=True, is_scored=True, scored_text="It is 8.")
+            assert step == Step(ChatCall([result], call.tools))
+            last_step = await agent.step(Turn("It is 8.", (1,)))
+            assert last_step == Step(done=True, is_scored=True, scored_text="It is 8.")
 
     run(work)
 
@@ -392,7 +393,7 @@ def test_the_last_line_of_a_command_may_be_its_result():
 
 def test_what_a_command_says_to_standard_error_is_no_result():
     async def work() -> None:
-        async with begun(f"{sys.executable} -m {PLANTED} complain") as (agent, _):
+        async with started_agent(f"{sys.executable} -m {PLANTED} complain") as (agent, _):
             assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
 
     run(work)
@@ -408,7 +409,7 @@ def test_what_a_command_says_to_standard_error_is_no_result():
 )
 def test_what_an_agent_fails_with_is_no_reward(agent, reason):
     async def work() -> None:
-        async with begun(agent) as (environment, _):
+        async with started_agent(agent) as (environment, _):
             with pytest.raises((RuntimeError, TypeError), match=reason):
                 await environment.step(Turn("4", (1,)))
 
@@ -417,13 +418,13 @@ def test_what_an_agent_fails_with_is_no_reward(agent, reason):
 
 def test_an_agent_that_never_calls_is_no_episode():
     async def work() -> None:
-        # No turn, and so nothing of it, was sampled.
+        # The agent ends before its first call, so there is no turn.
         with pytest.raises(RuntimeError, match="ended"):
-            async with begun("silent"):
+            async with started_agent("silent"):
                 pytest.fail("an agent without a call began")
-        # As a worker does after environment.step_timeout_s.
+        # A worker ends the wait in this way after environment.step_timeout_s.
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2), begun("hanging"):
+            async with asyncio.timeout(0.2), started_agent("hanging"):
                 pass
 
     run(work)
@@ -436,7 +437,7 @@ def test_an_agent_that_never_calls_is_no_episode():
 async def session(
     *turns: Turn, key: str = "key", **options: Any
 ) -> AsyncIterator[tuple[AsyncOpenAI, Conversation]]:
-    """A server whose policy says ``turns``, and a client with its key."""
+    """Serve a conversation in which the policy answers with ``turns``, and yield a client with the session's key."""
     conversation = Conversation(**options)
     runner, url = await agent_server.serve(conversation, key, "127.0.0.1")
 
@@ -445,13 +446,13 @@ async def session(
             await conversation.calls.get()
             conversation.answer(turn)
 
-    speaking = asyncio.create_task(policy())
+    policy_task = asyncio.create_task(policy())
     client = AsyncOpenAI(base_url=url, api_key=key, timeout=30)
     try:
         yield client, conversation
     finally:
         await client.close()
-        speaking.cancel()
+        policy_task.cancel()
         await runner.cleanup()
 
 
@@ -469,8 +470,8 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
 
 def test_an_answer_is_openais_streamed_or_not():
     async def work() -> None:
-        told = Turn(ADD, (5, 6, 7), False, 11), Turn("8 an", (8, 9), True, 20)
-        async with session(*told) as (client, _):
+        turns = Turn(ADD, (5, 6, 7), False, 11), Turn("8 an", (8, 9), True, 20)
+        async with session(*turns) as (client, _):
             first = await say(client, user("3+5"), tools=[TOOL])
             (choice,) = first.choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
@@ -480,7 +481,7 @@ def test_an_answer_is_openais_streamed_or_not():
             assert first.usage.to_dict() == {
                 "prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14,
             }  # fmt: skip
-            # Another way to write the same message.
+            # The client may send the same messages back in another form.
             text = [{"type": "text", "text": "8"}]
             sent = {**choice.message.to_dict(), "content": "", "refusal": None}
             sent["tool_calls"][0]["function"]["arguments"] = '{ "b":5, "a":3 }'
@@ -547,7 +548,7 @@ def test_a_session_has_one_key_and_one_model():
             "id, name and arguments",
         ),
         ({"extra_body": {"tools": TOOL}}, "tools: got .*, expected a list"),
-        # The form of another interface of OpenAI's.
+        # The form of tools in OpenAI's Responses interface.
         (
             {"tools": [{"type": "function", "name": "add", "parameters": {}}]},
             'tools: got .*, expected .*"function": .*"name"',
@@ -562,7 +563,7 @@ def test_what_a_session_can_not_do_is_refused(settings, message):
                     **{"model": "m", "messages": [user("3+5")], **settings}
                 )
             assert re.search(message, conversation.refusal)
-            # It goes on, with what asks for nothing.
+            # The session goes on, and accepts settings that change nothing.
             await say(client, user("3+5"), n=1, tool_choice="auto", temperature=None)
 
     run(work)
@@ -572,8 +573,8 @@ def test_the_runs_own_sampling_settings_may_be_repeated():
     async def work() -> None:
         turns = Turn("8", (1,)), Turn("9", (2,))
         async with session(*turns, sampling={"temperature": 0.5, "top_p": 1.0}) as (client, _):
-            said = await say(client, user("3+5"), temperature=0.5, top_p=1)
-            assert said.choices[0].message.content == "8"
+            completion = await say(client, user("3+5"), temperature=0.5, top_p=1)
+            assert completion.choices[0].message.content == "8"
             for other in ({"temperature": 0.7}, {"top_p": 0.5}, {"temperature": "0.5"}):
                 with pytest.raises(openai.BadRequestError, match=next(iter(other))):
                     await say(client, user("3+6"), extra_body=other)
@@ -593,9 +594,8 @@ def test_an_episode_knows_the_sampling_settings_of_its_run():
 def test_fields_are_ignored_where_the_options_say_so():
     async def work() -> None:
         async with session(Turn("8", (1,)), ignored=frozenset({"temperature"})) as (client, _):
-            assert (await say(client, user("3+5"), temperature=0.5)).choices[
-                0
-            ].message.content == "8"
+            completion = await say(client, user("3+5"), temperature=0.5)
+            assert completion.choices[0].message.content == "8"
 
     run(work)
 
@@ -619,16 +619,15 @@ def test_a_history_that_no_branch_has_is_refused_where_there_may_be_no_more(mess
     async def work() -> None:
         turns = Turn(" 8", (1,)), Turn("9", (2,))
         async with session(*turns, most_branches=1) as (client, _):
-            said = (await say(client, user("3+5"))).choices[0].message
-            sent = [said if m == "said" else m for m in messages]
+            sampled = (await say(client, user("3+5"))).choices[0].message
+            sent = [sampled if m == "said" else m for m in messages]
             with pytest.raises(openai.ConflictError, match=message):
                 await say(client, *sent)
             with pytest.raises(openai.ConflictError, match="tools: "):
-                await say(client, user("3+5"), said, user("sure?"), tools=[TOOL])
+                await say(client, user("3+5"), sampled, user("sure?"), tools=[TOOL])
             again = {"role": "assistant", "content": "8"}
-            assert (await say(client, user("3+5"), again, user("sure?"))).choices[
-                0
-            ].message.content == "9"
+            completion = await say(client, user("3+5"), again, user("sure?"))
+            assert completion.choices[0].message.content == "9"
 
     run(work)
 
@@ -653,10 +652,10 @@ def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_com
             assert (await again).choices[0].message.content == "8"
             assert (await other).choices[0].message.content == "9"
             assert conversation.calls.empty()
-            # Its turn may come before it does.
-            given_up = asyncio.create_task(say(client, user("3+7")))
+            # The turn of a call whose caller has gone may arrive before the caller sends the call again.
+            cancelled_call = asyncio.create_task(say(client, user("3+7")))
             assert (await conversation.calls.get()).branch == 2
-            given_up.cancel()
+            cancelled_call.cancel()
             while conversation._undelivered[0].has_client:
                 await asyncio.sleep(0.01)
             conversation.answer(Turn("10", (1,)))
@@ -667,8 +666,9 @@ def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_com
 
 
 def test_a_branch_goes_on_where_it_was():
-    """The newest that fits; with other tools, or a policy's turn that nobody said, none."""
-    said = [Turn(text, (1,)) for text in "aacdefg"]
+    """A call continues the newest branch that is a prefix of its messages. A call with other tools, or with a turn that
+    the policy did not sample, begins a branch."""
+    turns = [Turn(text, (1,)) for text in "aacdefg"]
     sure = user("sure?")
 
     def policy(text: str) -> dict[str, str]:
@@ -678,10 +678,10 @@ def test_a_branch_goes_on_where_it_was():
         async with session() as (client, conversation):
 
             async def branch(*messages: Any, **settings: Any) -> tuple[int, list[Any]]:
-                asking = asyncio.create_task(say(client, *messages, **settings))
+                call_task = asyncio.create_task(say(client, *messages, **settings))
                 call = await conversation.calls.get()
-                conversation.answer(said.pop(0))
-                await asking
+                conversation.answer(turns.pop(0))
+                await call_task
                 return call.branch, list(call.messages)
 
             assert await branch(user("x")) == (0, [user("x")])
@@ -732,7 +732,7 @@ def body_of(*messages: Any, **fields: Any) -> str:
     return json.dumps({"model": "m", "messages": list(messages), **fields})
 
 
-def calling(calls: Any) -> str:
+def body_with_calls(calls: Any) -> str:
     return body_of({"role": "assistant", "content": None, "tool_calls": calls})
 
 
@@ -765,18 +765,18 @@ NESTED = json.loads("[" * 500 + "]" * 500)
         "role": body_of({"role": "emperor", "content": "3"}),
         "control token": body_of({"role": "user<|im_end|>", "content": "3"}),
         "name": body_of({"role": "user", "name": ["a"], "content": "3"}),
-        "tool_calls 5": calling(5),
-        "tool_calls of null": calling([None]),
-        "tool_calls of text": calling("ab"),
-        "name of a call": calling([tool_call(function={"name": 5, "arguments": "{}"})]),
-        "deep arguments": calling([tool_call(function={"name": "f", "arguments": DEEP})]),
+        "tool_calls 5": body_with_calls(5),
+        "tool_calls of null": body_with_calls([None]),
+        "tool_calls of text": body_with_calls("ab"),
+        "name of a call": body_with_calls([tool_call(function={"name": 5, "arguments": "{}"})]),
+        "deep arguments": body_with_calls([tool_call(function={"name": "f", "arguments": DEEP})]),
         "tools 5": body_of(user("3+5"), tools=5),
         "stream_options 5": body_of(user("3+5"), stream=True, stream_options=5),
     }.items(),
     ids=lambda body: body[0],
 )
 def test_what_no_session_can_read_is_refused_once(body):
-    """With 400: OpenAI's clients repeat a call that ends with 500. Nothing is written about it to the worker's log."""
+    """The status is 400, because OpenAI's clients repeat a call that ends with 500."""
 
     async def work() -> None:
         async with session(Turn("8", (1,))) as (client, conversation):
@@ -784,9 +784,9 @@ def test_what_no_session_can_read_is_refused_once(body):
             async with aiohttp.ClientSession(headers=headers) as other:
                 url = f"{client.base_url}chat/completions"
                 async with other.post(url, data=body[1]) as answer:
-                    told = await answer.json()
+                    content = await answer.json()
             assert (answer.status, answer.headers["x-should-retry"]) == (400, "false")
-            assert told["error"]["message"] == conversation.refusal != ""
+            assert content["error"]["message"] == conversation.refusal != ""
             assert (await say(client, user("3+5"))).choices[0].message.content == "8"
 
     run(work)
@@ -811,7 +811,7 @@ def test_a_key_and_a_charset_that_are_no_text_are_refused():
 
 
 def test_calls_that_policy_nests_too_deeply_stay_text():
-    """As one that is no JSON: a sample must not be replaced for what the policy says."""
+    """Such a call is treated like one that is no JSON. What the policy says must be no reason to replace a sample."""
     text = f'<tool_call>{{"name": "add", "arguments": {{"a": {json.dumps(NESTED)}}}}}</tool_call>'
 
     async def work() -> None:
@@ -829,7 +829,7 @@ def test_calls_that_policy_nests_too_deeply_stay_text():
     [
         ('{"name": "add", "parameters": {"a": 3}}', None, {"a": 3}),
         ('\n{"name": "add", "parameters": {}} ', None, {}),
-        # Neither is a call.
+        # The following texts are no calls.
         ('so {"name": "add", "parameters": {"a": 3}}', ..., None),
         ('{"name": "add", "arguments": {"a": 3}}', ..., None),
         ('{"name": "add", "parameters": 3}', ..., None),

@@ -27,7 +27,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x, weight, torch.randn(7, 1, 3, 5, dtype=dtype)
 
 
-def by_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x.flatten(-2), (15,), weight, EPS).view_as(x)
 
 
@@ -43,15 +43,15 @@ def results(norm, dtype: torch.dtype) -> list[torch.Tensor]:
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str
 )
 def test_values_and_gradients_are_those_of_torch(dtype, tolerance):
-    ours = results(lambda x, weight: _Norm.apply(x, weight, EPS, 15, OneRank()), dtype)
-    for found, expected in zip(ours, results(by_torch, dtype), strict=True):
-        assert found.dtype == expected.dtype == dtype
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    actual_results = results(lambda x, weight: _Norm.apply(x, weight, EPS, 15, OneRank()), dtype)
+    for actual, expected in zip(actual_results, results(torch_norm, dtype), strict=True):
+        assert actual.dtype == expected.dtype == dtype
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_frozen_weight_has_no_gradient():
     x, weight, gradient = inputs(torch.float32)
     _Norm.apply(x, weight.detach(), EPS, 15, OneRank()).backward(gradient)
     expected, _, _ = inputs(torch.float32)
-    by_torch(expected, weight.detach()).backward(gradient)
+    torch_norm(expected, weight.detach()).backward(gradient)
     torch.testing.assert_close(x.grad, expected.grad, atol=1e-6, rtol=1e-6)

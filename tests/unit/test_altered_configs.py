@@ -1,9 +1,8 @@
-"""Configurations of published models, each altered by what derived models carry: accepted with the right meaning, or
-refused by the key."""
+"""Configurations of published models with the changes that derived models have: each is read with the right meaning,
+or refused with the key in the error."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_dppo.model.errors import UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
+from tests.unit.published_configs import written
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 4,
@@ -20,11 +20,11 @@ QWEN3_MOE: dict[str, Any] = {
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False,
 }  # fmt: skip
-_OF_EXPERTS = {
+_EXPERT_KEYS = {
     "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step",
     "mlp_only_layers",
 }  # fmt: skip
-_DENSE = {key: value for key, value in QWEN3_MOE.items() if key not in _OF_EXPERTS}
+_DENSE = {key: value for key, value in QWEN3_MOE.items() if key not in _EXPERT_KEYS}
 LLAMA = _DENSE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 QWEN2 = _DENSE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -72,7 +72,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     (QWEN3_MOE, {"text_config": QWEN3_MOE}, {"text_config"}),
     (LLAMA, {"mlp_bias": True}, {"mlp_bias"}),
 ]
-"""A configuration, what is altered, and the keys by which the result is refused."""
+"""A configuration, its changes, and the keys that the error must name."""
 
 BOTH_ROPES = {
     "rope_scaling": {"rope_type": "default"},
@@ -92,12 +92,7 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (QWEN3_MOE, {"attention_dropout": 0.1}, {"family": "qwen3_moe"}),
     (QWEN3_MOE, {"tie_word_embeddings": True}, {"tied_embeddings": True}),
 ]
-"""A configuration, what is altered, and fields of the resulting shape."""
-
-
-def written(folder: Path, values: dict[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
+"""A configuration, its changes, and fields of the resulting shape."""
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron_dppo.rewards.answers import final_answer
 from megatron_dppo.rewards.math_verify import check_gold, math_verify
 
 RIGHT = [
-    # Where the answer stands.
+    # Places of the answer in the response.
     ("48/2 = 24, 48 + 24 = 72\n#### 72", "72"),
     ("#### 1,042", "1042"),
     ("#### $72", "72"),
@@ -183,7 +183,7 @@ WRONG = [
     ("It is certainly not $42$.", "42"),
     (r"I think $x\ne 42$.", "42"),
     ("\u7b54\u6848\u4e0d\u662f42", "42"),
-    # Several answers where one is right: all of them, or none.
+    # Several answers of which one is right: all of them must be, or none counts.
     (r"\boxed{2} and \boxed{3}", "3"),
     (r"\boxed{1}, \boxed{2}, \boxed{3}", "3"),
     (r"$x=\boxed{2}$ or $x=\boxed{3}$", "3"),
@@ -252,7 +252,7 @@ WRONG = [
     (r"\boxed{on}", "no"),
     (r"\boxed{False}", "True"),
     (r"\boxed{AB}", "A"),
-    # Another thing than a number.
+    # Answers that are no numbers: pairs, intervals, equations and matrices.
     (r"\boxed{(3,2)}", "(2,3)"),
     (r"\boxed{[1,2]}", "[1,2)"),
     (r"\boxed{x=2,y=3}", "x=3,y=2"),

@@ -1,4 +1,4 @@
-"""Answers parsed in a process beside the trainer's: the same trajectories, errors and end."""
+"""Answers of engines, parsed in a process beside the trainer's: trajectories and errors are the same."""
 
 from __future__ import annotations
 
@@ -47,42 +47,42 @@ from tests.unit.test_engine_protocol import unrouted as request
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[AnswerParser]:
-    made = AnswerParser(smallest=0)
-    yield made
-    made.close()
+    parser = AnswerParser(smallest=0)
+    yield parser
+    parser.close()
 
 
-HERE = AnswerParser(smallest=None)
+LOCAL_PARSER = AnswerParser(smallest=None)
 
 
-def parsed(parser, payload: object, requests: list, versions=None, downloaded=None):
+def parse(parser, payload: object, requests: list, versions=None, downloaded=None):
     body = orjson.dumps(payload)
     received = ReceivedAnswer(body, requests, versions, downloaded or {})
     return asyncio.run(parser.parse(received))
 
 
 def test_the_process_parses_as_this_one_does(process):
-    both = [request(problem_id=9, sample_index=s) for s in (3, 4)]
-    told = [answer(), answer(output_token_logprobs=[[-1.5, 7, None], [-0.125, 2, None]])]
-    here, there = (parsed(p, told, both) for p in (HERE, process))
-    assert len(there.trajectories) == 2
-    assert all(same(a, b) for a, b in zip(here.trajectories, there.trajectories, strict=True))
-    assert not any(a.flags.writeable for a in there.trajectories[0].columns.values())
+    requests = [request(problem_id=9, sample_index=s) for s in (3, 4)]
+    payload = [answer(), answer(output_token_logprobs=[[-1.5, 7, None], [-0.125, 2, None]])]
+    local, remote = (parse(p, payload, requests) for p in (LOCAL_PARSER, process))
+    assert len(remote.trajectories) == 2
+    assert all(same(a, b) for a, b in zip(local.trajectories, remote.trajectories, strict=True))
+    assert not any(a.flags.writeable for a in remote.trajectories[0].columns.values())
     assert process._worker is not None
     (parser,) = psutil.Process(process._worker.pid).children()
-    left = f"mdppo-{os.getuid()}-*-{parser.pid}-*buffer-*"
-    assert list(SHARED_MEMORY.glob(left)) == []
+    pattern = f"mdppo-{os.getuid()}-*-{parser.pid}-*buffer-*"
+    assert list(SHARED_MEMORY.glob(pattern)) == []
 
 
 def test_a_small_answer_is_parsed_where_it_arrives():
     size = len(orjson.dumps(answer()))
-    for smallest, handed_over in ((size + 1, False), (size, True)):
+    for smallest, uses_process in ((size + 1, False), (size, True)):
         process = AnswerParser(smallest)
-        assert parsed(process, answer(), [request()]).trajectories
-        assert (process._worker is not None) == handed_over
+        assert parse(process, answer(), [request()]).trajectories
+        assert (process._worker is not None) == uses_process
         process.close()
     recordings = AnswerParser(size + 16)
-    parsed(recordings, answer(), [request()], downloaded={"unused": bytes(16)})
+    parse(recordings, answer(), [request()], downloaded={"unused": bytes(16)})
     assert recordings._worker is not None
     recordings.close()
 
@@ -102,84 +102,84 @@ def test_a_small_answer_is_parsed_where_it_arrives():
 )
 def test_errors_of_parsing_come_back_as_they_are(process, changes, versions, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        parsed(process, answer(**changes), [request()], versions)
+        parse(process, answer(**changes), [request()], versions)
 
 
-RECORDED = {"topk": 2, "routed_experts": SHAPE}
+RECORDED_COLUMNS = {"topk": 2, "routed_experts": SHAPE}
 
 
 def test_a_recording_in_this_hosts_memory_is_read(process):
     with recordings_folders() as folders:
         notice = RecordingStore(folders).put(np.array(ROUTED, np.int32))
         content = answer(routed_experts=b64(list(notice.encode()), "u1"))
-        there = parsed(process, content, [request(columns=RECORDED)])
-    assert there.ways == {"shared memory"}
+        result = parse(process, content, [request(columns=RECORDED_COLUMNS)])
+    assert result.ways == {"shared memory"}
     expected = protocol.parse_answer(protocol.answer(), protocol.request())
-    assert same(there.trajectories[0], expected)
+    assert same(result.trajectories[0], expected)
 
 
 def test_a_recording_on_another_host_is_named_and_then_brought(process):
     content = np.array(ROUTED, np.uint8).tobytes()
     digest = content_hash(np.frombuffer(content, np.uint8))
     notice = Notice("0" * 32, "/dev/shm/elsewhere", "uint8", (4, 2, 2), digest)
-    payload, asking = (
-        answer(routed_experts=b64(list(notice.encode()), "u1")),
-        request(columns=RECORDED),
-    )
-    first = parsed(process, payload, [asking])
+    payload = answer(routed_experts=b64(list(notice.encode()), "u1"))
+    requests = [request(columns=RECORDED_COLUMNS)]
+    first = parse(process, payload, requests)
     assert (first.missing, first.trajectories) == ([notice], [])
-    second = parsed(process, payload, [asking], downloaded={notice.id: content})
+    second = parse(process, payload, requests, downloaded={notice.id: content})
     assert second.missing == []
     assert second.ways == {"binary HTTP answers"}
     expected = protocol.parse_answer(protocol.answer(), protocol.request())
     assert same(second.trajectories[0], expected)
     with pytest.raises(EngineAnswerError, match=mentioning("request (0, 0)", digest)):
-        parsed(process, payload, [asking], downloaded={notice.id: bytes(16)})
+        parse(process, payload, requests, downloaded={notice.id: bytes(16)})
 
 
 def test_the_end_of_the_process_is_told_at_once():
     process = AnswerParser(smallest=0)
-    assert parsed(process, answer(), [request()]).trajectories
+    assert parse(process, answer(), [request()]).trajectories
     assert process._worker is not None
     (parser,) = psutil.Process(process._worker.pid).children()
     parser.kill()
     with pytest.raises(ParserLostError, match=mentioning("SIGKILL")):
-        parsed(process, answer(), [request()])
+        parse(process, answer(), [request()])
     process.close()
     process.close()
     with pytest.raises(ParserLostError):
-        parsed(AnswerParser_closed(), answer(), [request()])
+        parse(closed_parser(), answer(), [request()])
 
 
-def AnswerParser_closed() -> AnswerParser:  # noqa: N802
+def closed_parser() -> AnswerParser:
     process = AnswerParser(smallest=0)
     process.close()
     return process
 
 
 def test_without_room_in_shared_memory_arrays_follow_in_the_connection(monkeypatch):
-    def full(size: int) -> None:
+    def fail_to_allocate(size: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(answer_parsing, "SharedBuffer", full)
+    monkeypatch.setattr(answer_parsing, "SharedBuffer", fail_to_allocate)
     reply = answer_to(pickle.dumps((orjson.dumps(answer()), [request()], None, {})))
     assert pickle.loads(reply)[2] is None
-    (sent,) = parsed_of(reply).trajectories
-    assert same(sent, parsed(HERE, answer(), [request()]).trajectories[0])
+    (received,) = parsed_of(reply).trajectories
+    assert same(received, parse(LOCAL_PARSER, answer(), [request()]).trajectories[0])
 
 
 def test_trajectories_are_pickled_around_their_arrays():
-    bare = {"advantage": 0.0, "rollout_log_probs": None}
-    whole = [trajectory([1], [2, 3], advantage=0.0), trajectory([1, 2], [], **bare)]
-    whole[0] = replace(whole[0], text="é", finish_reason="length")
+    unset_fields = {"advantage": 0.0, "rollout_log_probs": None}
+    trajectories = [trajectory([1], [2, 3], advantage=0.0), trajectory([1, 2], [], **unset_fields)]
+    trajectories[0] = replace(trajectories[0], text="é", finish_reason="length")
     arrays: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(whole, protocol=5, buffer_callback=arrays.append)
+    head = pickle.dumps(trajectories, protocol=5, buffer_callback=arrays.append)
     assert len(arrays) == 5
-    back = pickle.loads(head, buffers=[np.array(array) for array in arrays])
-    assert all(same(a, b) for a, b in zip(back, whole, strict=True))
-    assert not any(t.token_ids.flags.writeable for t in back)
+    restored = pickle.loads(head, buffers=[np.array(array) for array in arrays])
+    assert all(same(a, b) for a, b in zip(restored, trajectories, strict=True))
+    assert not any(t.token_ids.flags.writeable for t in restored)
     with pytest.raises(ValueError, match=mentioning(2, "rollout_log_probs")):
-        pickle.loads(pickle.dumps(whole[0]).replace(whole[0].loss_mask.tobytes(), bytes(3)))
+        pickle.loads(
+            pickle.dumps(trajectories[0]).replace(trajectories[0].loss_mask.tobytes(), bytes(3))
+        )
 
 
 def test_each_array_begins_at_a_multiple_of_64_bytes():

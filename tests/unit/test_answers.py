@@ -1,4 +1,4 @@
-"""Gold answers at load: what is taken from a solution, what is refused with its line, what is dropped."""
+"""Gold answers when data are loaded: the final answer of a solution, and answers that are refused or dropped."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ def run_data(tmp_path: Path):
 
 
 def test_a_run_reads_the_files_of_folders(run_data, tmp_path, caplog):
-    """A resume compares the hash of all of them, and a bad answer is placed in its file."""
+    """The hash that a resume compares covers all files, and the error of a bad answer names its file."""
     for folder, answers in {"sums": ("1", "$"), "more": ("2", "3")}.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "README.md").touch()
         for name, answer in zip("ab", answers, strict=True):
             text = json.dumps({"prompt": answer, "answer": answer})
             (tmp_path / folder / f"{name}.jsonl").write_text(text)
-    train = [{"path": f"{tmp_path}/sums/"}, {"path": f"{tmp_path}/more/*"}]
-    train[1]["path"] += ".jsonl"
+    train = [{"path": f"{tmp_path}/sums/"}, {"path": f"{tmp_path}/more/*.jsonl"}]
     with caplog.at_level("WARNING"):
         data = run_data([], train=train)
     assert [p.answer for p in data.train.problems] == ["1", "$", "2", "3"]
@@ -73,23 +72,23 @@ def test_a_run_reads_the_files_of_folders(run_data, tmp_path, caplog):
 
 
 def test_a_chat_templates_arguments_reach_prompts_and_turns(run_data):
-    """And what saved rollouts remember of the template, which stays as it was without arguments."""
+    """The record of the template in saved rollouts includes the arguments, if there are any."""
     rows = [{"prompt": f"{i}", "answer": "1"} for i in range(3)]
     template = tiny_tokenizer().chat_template + "{{ word }}"
 
-    def made(**data: object) -> RunData:
+    def make_data(**data: object) -> RunData:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tests.tiny_models.CHAT_TEMPLATE", template)
             return run_data(rows, environment="calculator", apply_chat_template=True, **data)
 
-    usual, spoken = made(), made(chat_template_arguments={"word": "on"})
-    for data, end in ((usual, "assistant\n"), (spoken, "assistant\non")):
+    plain, extended = make_data(), make_data(chat_template_arguments={"word": "on"})
+    for data, end in ((plain, "assistant\n"), (extended, "assistant\non")):
         problems = (*data.train.problems, *data.held_out["sums"])
         assert all(data.text_of(problem.prompt_ids).endswith(end) for problem in problems)
         assert data.turns is not None
         assert data.text_of(data.turns.delta([7], "8")).endswith(end)
-    assert usual.origin().template != spoken.origin().template
-    assert usual.origin().template == text_digest(repr(template), repr(PromptForm()))
+    assert plain.origin().template != extended.origin().template
+    assert plain.origin().template == text_digest(repr(template), repr(PromptForm()))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_answers_that_can_be_matched_are_let_pass(run_data):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_each_reward_reads_an_answer_as_if_it_were_alone(run_data, order):
-    """The table's the end of a solution; one's own all of it, whichever comes first."""
+    """A built-in reward reads the final answer of a solution, and a user's reward the whole text, in either order."""
     solution = r"$x + 2 = 74$, so \boxed{72}"
     first, second = ["math_verify", "tests.unit.planted_rewards:is_the_answer"][::order]
     config = RewardConfig(name=first, further={"other": RewardTerm(name=second)})
@@ -169,7 +168,7 @@ def test_they_are_dropped_and_counted_where_the_recipe_says_so(run_data, caplog)
 
 
 def test_empty_answers_are_bad_answers(run_data, tmp_path):
-    """Together with those that the reward refuses, and also where a run scores none."""
+    """Empty and missing answers are counted together with the answers that the reward refuses."""
     rows = [*GOOD, row(""), row("$"), row(None)]
     path = str(tmp_path / "train.jsonl")
     data = run_data(rows)
@@ -188,8 +187,8 @@ def test_fewer_problems_than_a_step_draws_are_refused_with_the_reasons(run_data,
     rows = [*GOOD[:2], long, long, row("$")]
     with caplog.at_level(logging.WARNING):
         data = run_data(rows, on_bad_answer="drop", max_prompt_tokens=100)
-    told = "2 of 5 prompts are longer than data.max_prompt_tokens = 100 and were left out; 3 problems are"
-    assert told in caplog.text
+    warning = "2 of 5 prompts are longer than data.max_prompt_tokens = 100 and were left out; 3 problems are"
+    assert warning in caplog.text
     with pytest.raises(DataError) as caught:
         data.refuse_or_drop(data.bad_answers())
     counts = (2, 5, 2, "data.max_prompt_tokens = 100", 1, "rollout.prompts_per_step = 3")
@@ -204,7 +203,7 @@ def test_every_file_that_can_not_be_read_is_told_of(run_data, tmp_path):
 
 
 def test_a_prompt_s_place_is_found_by_its_tokens(run_data):
-    """Of two problems, one of which begins as the other, it is the longer one's; a response may follow."""
+    """A response may follow the prompt. If a prompt is the beginning of another, the longer one is the place."""
     data = run_data([{"prompt": p, "answer": "1"} for p in ("12", "123", "5")])
     for number, problem in enumerate(data.train.problems, 1):
         place = data.place_of((*problem.prompt_ids, 7, 7))
@@ -234,7 +233,7 @@ def test_the_integer_reward_wants_integers(run_data, tmp_path):
 
 
 def test_a_reward_of_ones_own_gets_answers_as_they_stand(run_data, tmp_path):
-    """It need not give 1 to the answer itself, but it must take it."""
+    """Such a reward need not return 1 for the answer itself, but it must accept the answer."""
     name = "tests.unit.planted_rewards:refuse_on_request"
     data = run_data([row("a #### 1"), row("refuse")], reward=name)
     assert data.train.problems[0].answer == "a #### 1"
@@ -261,15 +260,16 @@ def test_each_different_answer_is_checked_once(run_data):
 
 
 def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
-    """They score nothing then, unless what is to be scored is something else than what was."""
+    """The ranks check no answers again, unless their answers or their reward differ from those of the start's check."""
     data = run_data(GOOD + BAD)
     bad = data.bad_answers()
     with checked_answers_file() as path:
         assert handed_over(data.answer_check_inputs) is None  # nothing is there yet
         hand_over(Path(path), data.answer_check_inputs, bad)
+        # From here on, a check of answers calls None.
         monkeypatch.setattr("megatron_dppo.loop.inputs.bad_answers", None)
         assert run_data(GOOD + BAD).bad_answers() == bad
-        with pytest.raises(TypeError):  # scored anew
+        with pytest.raises(TypeError):
             run_data(GOOD).bad_answers()
         with pytest.raises(TypeError):
             run_data(GOOD + BAD, "exact_integer").bad_answers()
@@ -279,7 +279,7 @@ def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
 
 
 def test_several_files_are_one_training_set(run_data, tmp_path):
-    """Problems count on from file to file, also where one is left out; each file is checked once."""
+    """Problem ids count on from file to file, also if a problem is dropped; each file is checked once."""
     second = tmp_path / "second.parquet"
     rows = [{"q": {"text": "2+2"}, "gold": 4.0}, {"q": {"text": "3"}, "gold": 3.0}]
     pq.write_table(pa.Table.from_pylist(rows), second)
@@ -294,10 +294,10 @@ def test_several_files_are_one_training_set(run_data, tmp_path):
         (2, "2+2", "4"),
         (3, "3", "3"),
     ]
-    drawn = data.sampler().next(8)
-    assert sorted(drawn) == [0, 0, 1, 1, 1, 2, 2, 2]
+    positions = data.sampler().next(8)
+    assert sorted(positions) == [0, 0, 1, 1, 1, 2, 2, 2]
     plain = run_data([row("1")], train=[{"path": f["path"]} for f in files[:1]])
-    # One file is drawn from without weights.
+    # A single file is sampled without weights.
     assert plain.sampler().state_dict().keys() == ProblemSampler(1, seed=0).state_dict().keys()
 
 

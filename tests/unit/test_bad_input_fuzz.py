@@ -1,6 +1,6 @@
 """Hostile configurations and data files: each is refused with exit code 2, on one screen, in seconds.
 
-All in one process, through the entry point's ``--check``, which opens everything that a start would.
+All tests run in one process, through the entry point's ``--check``, which opens everything that a start would open.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A configuration that passes, on a tiny model; imports are paid here."""
+    """A valid configuration of a tiny model. The modules are imported here, so that no test measures the imports."""
     folder = tmp_path_factory.mktemp("fuzz")
     save_tiny_model(folder / "model", "qwen3_moe", vocab_size=515)
-    (folder / "train.jsonl").write_text(GOOD * 8)  # what a step draws
+    (folder / "train.jsonl").write_text(GOOD * 8)  # A step needs 8 prompts.
     tree = {
         "run": {"directory": str(folder / "run"), "steps": 2},
         "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
@@ -49,35 +49,35 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def resident(*, reset_peak: bool = False) -> int:
-    """Bytes of memory that this process held at most since the last reset, or holds after one."""
+    """Return the peak memory of this process in bytes since the last reset of the peak."""
     if reset_peak:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def worked() -> float:
-    """Seconds that a core worked for this process and its children that ended: a busy machine adds none."""
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its ended children, which other load on the machine does not change."""
     return sum(os.times()[:4])
 
 
 def refusal(
     path: Path, words: list[str], capsys: pytest.CaptureFixture[str], seconds: float = SECONDS
 ) -> str:
-    """What the entry point says, after checking that it refuses in time, in memory and on a screen."""
+    """Return the error text of the entry point, after a check of its CPU time, memory and length."""
     capsys.readouterr()
-    before, began = resident(reset_peak=True), worked()
+    memory_before, cpu_before = resident(reset_peak=True), cpu_seconds()
     with pytest.raises(FatalError) as caught:
         main([str(path), *words, "--check"])
-    took, peak = worked() - began, resident() - before
-    said = capsys.readouterr().err
+    cpu_time, memory = cpu_seconds() - cpu_before, resident() - memory_before
+    text = capsys.readouterr().err
     assert caught.value.code == 2
-    assert "Traceback" not in said
-    assert len(said.splitlines()) <= LINES, said
-    assert len(said) <= CHARACTERS, said
-    assert took < seconds
-    assert peak < MEMORY
-    return said
+    assert "Traceback" not in text
+    assert len(text.splitlines()) <= LINES, text
+    assert len(text) <= CHARACTERS, text
+    assert cpu_time < seconds
+    assert memory < MEMORY
+    return text
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -166,9 +166,9 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_hostile_configurations(name, valid, tmp_path, capsys):
+def test_hostile_configurations(name, valid_tree, tmp_path, capsys):
     change, expected = CONFIGURATIONS[name]
-    tree = copy.deepcopy(valid)
+    tree = copy.deepcopy(valid_tree)
     change(tree)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -219,9 +219,9 @@ def test_hostile_paths_of_the_configuration(name, capsys):
     "word",
     ["run.seed=99999999999999999999", "run..x=1", "=", "a.b.c.d=1", "run=1", "run.steps=[", "x=\0"],
 )
-def test_hostile_overrides(word, valid, tmp_path, capsys):
+def test_hostile_overrides(word, valid_tree, tmp_path, capsys):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(valid))
+    path.write_text(yaml.safe_dump(valid_tree))
     refusal(path, [word], capsys)
 
 
@@ -247,9 +247,9 @@ DATA: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_hostile_data(name, valid, tmp_path, capsys):
+def test_hostile_data(name, valid_tree, tmp_path, capsys):
     content, expected = DATA[name]
-    tree = copy.deepcopy(valid)
+    tree = copy.deepcopy(valid_tree)
     data = GOOD.encode() + content
     if name == "an empty file":
         data = b""
@@ -262,10 +262,10 @@ def test_hostile_data(name, valid, tmp_path, capsys):
     assert expected in refusal(path, [], capsys)
 
 
-def test_a_long_answer_and_a_long_prompt_are_let_pass(valid, tmp_path):
+def test_a_long_answer_and_a_long_prompt_are_let_pass(valid_tree, tmp_path):
     long = json.dumps({"prompt": "1" * 10**7, "answer": 1}) + "\n"
     (tmp_path / "train.jsonl").write_text(GOOD * 8 + long + answer("9" * 400).decode())
-    tree = copy.deepcopy(valid)
+    tree = copy.deepcopy(valid_tree)
     tree["data"]["train"] = str(tmp_path / "train.jsonl")
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -292,24 +292,24 @@ MODEL_FILES: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
-def test_hostile_model_folders(name, valid, tmp_path, capsys):
+def test_hostile_model_folders(name, valid_tree, tmp_path, capsys):
     file, content = MODEL_FILES[name]
     save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
     (tmp_path / "model" / file).write_bytes(content)
-    tree = copy.deepcopy(valid)
+    tree = copy.deepcopy(valid_tree)
     tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    said = refusal(path, [], capsys)
-    assert str(tmp_path) in said
+    text = refusal(path, [], capsys)
+    assert str(tmp_path) in text
 
 
-def test_more_experts_for_a_token_than_there_are(valid, tmp_path, capsys):
+def test_more_experts_for_a_token_than_there_are(valid_tree, tmp_path, capsys):
     save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
     file = tmp_path / "model" / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "num_experts_per_tok": 99}))
-    tree = copy.deepcopy(valid)
+    tree = copy.deepcopy(valid_tree)
     tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -23,7 +23,7 @@ E4M3 = sorted(
 """The magnitudes that e4m3 has, by its definition: 448 is the largest, and the code of 480 is NaN."""
 
 
-def nearest(value: float) -> float:
+def nearest_e4m3(value: float) -> float:
     """The e4m3 number nearest to ``value``; of two, the one with the even mantissa."""
     magnitude = abs(value)
     distances = [(abs(magnitude - number), index % 2) for index, number in enumerate(E4M3)]
@@ -34,14 +34,14 @@ def nearest(value: float) -> float:
 def test_every_value_is_the_nearest_that_e4m3_has() -> None:
     torch.manual_seed(0)
     weight = (torch.randn(BLOCK, BLOCK) * torch.rand(BLOCK, 1)).to(torch.bfloat16)
-    got = quantize(weight)
+    result = quantize(weight)
     scale = torch.tensor(weight.abs().max().item() / 448, dtype=torch.float32)
-    assert got.scales.item() == scale.item()
+    assert result.scales.item() == scale.item()
     scaled = (weight.float() / scale).double()
     for row in (0, 17, 127):
-        expected = [nearest(value) for value in scaled[row].tolist()]
-        assert got.values[row].double().tolist() == expected
-    assert got.values.double().abs().max() == 448
+        expected = [nearest_e4m3(value) for value in scaled[row].tolist()]
+        assert result.values[row].double().tolist() == expected
+    assert result.values.double().abs().max() == 448
 
 
 def test_a_block_worked_by_hand() -> None:
@@ -74,14 +74,15 @@ def test_smaller_blocks_at_the_edges(n: int, k: int) -> None:
     assert scales.shape == scale_dims((n, k))
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            at = (
+            block = (
                 slice(row * BLOCK, row * BLOCK + BLOCK),
                 slice(column * BLOCK, column * BLOCK + BLOCK),
             )
-            assert scales[row, column] == weight[at].abs().max() / 448
-            # Half a unit in the last place: three bits after the leading one, in units of the largest value.
-            error = (dequantize(values, scales)[at] - weight[at]).abs()
-            bound = (weight[at].abs() / 16).clamp_min(scales[row, column] * 2.0**-10)
+            assert scales[row, column] == weight[block].abs().max() / 448
+            # Half a unit in the last place, with three bits after the leading one. Subnormal values are multiples of
+            # 2^-9 of the scale.
+            error = (dequantize(values, scales)[block] - weight[block]).abs()
+            bound = (weight[block].abs() / 16).clamp_min(scales[row, column] * 2.0**-10)
             assert (error <= bound * (1 + 1e-6)).all()
 
 
@@ -123,10 +124,10 @@ def test_transformers_reads_the_same_weights() -> None:
 def test_activations_are_rounded_by_groups_of_one_row() -> None:
     x = torch.zeros(2, 2 * BLOCK, dtype=torch.bfloat16)
     x[0, 0], x[0, 1], x[0, BLOCK], x[1, 2] = 448, 17, 3, -4480
-    got = round_activations(x)
-    assert got.dtype == torch.float32
-    assert got[0, :2].tolist() == [448.0, 16.0]
-    assert got[0, BLOCK].item() == pytest.approx(3, rel=1e-7)
-    assert got[1].tolist() == [0.0, 0.0, -4480.0] + [0.0] * (2 * BLOCK - 3)
+    result = round_activations(x)
+    assert result.dtype == torch.float32
+    assert result[0, :2].tolist() == [448.0, 16.0]
+    assert result[0, BLOCK].item() == pytest.approx(3, rel=1e-7)
+    assert result[1].tolist() == [0.0, 0.0, -4480.0] + [0.0] * (2 * BLOCK - 3)
     with pytest.raises(ValueError, match="200"):
         round_activations(torch.ones(1, 200))

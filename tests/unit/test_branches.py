@@ -1,4 +1,4 @@
-"""Branches of a response: cut where they are packed, one response everywhere else."""
+"""Branches of a response: packing makes each branch a sequence, and everything else sees one response."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.unit.test_mini_batches import Config, Part
 V = 64
 
 
-def turns(
+def make_branch(
     tokens: str, versions: list[int], routing: int | None = None, **fields: Any
 ) -> Trajectory:
-    """``tokens``: numbers, those sampled with a point behind them. log mu of token i is -i / 64; row t of the routing
-    is ``routing`` and t."""
+    """Return a trajectory of ``tokens``: numbers, of which sampled ones have a point behind them. log mu of token i is
+    -i / 64; row t of the routing is ``routing`` and 100 + t."""
     mask = [token.endswith(".") for token in tokens.split()]
     ids = [int(token.rstrip(".")) for token in tokens.split()]
     columns: dict[str, Any] = {
@@ -50,12 +50,13 @@ def turns(
     return Trajectory(0, 0, np.array(ids), np.array(mask), columns, **fields)
 
 
-# Of the second branch token 3 was sampled in the first: here it is given.
-FIRST = turns("1 2 3. 4. 5 6 7.", [1, 1, 2], 1, prompt_tokens=2 + 6)
-SECOND = turns("8 3 9 10.", [3], 2, prompt_tokens=3, cached_tokens=1, verify_steps=2)
+# Token 3 was sampled in the first branch. In the second branch it is context.
+FIRST = make_branch("1 2 3. 4. 5 6 7.", [1, 1, 2], 1, prompt_tokens=2 + 6)
+SECOND = make_branch("8 3 9 10.", [3], 2, prompt_tokens=3, cached_tokens=1, verify_steps=2)
 
 
 def joined(**fields: Any) -> Trajectory:
+    """Return the response of both branches, with ``fields`` replaced."""
     return replace(Trajectory.of_branches([FIRST, SECOND]), **fields)
 
 
@@ -68,7 +69,7 @@ def test_each_sampled_token_has_the_loss_mask_once_and_context_never():
     assert (t.prompt_ids.tolist(), t.prompt_tokens, t.cached_tokens) == ([1, 2], 11, 1)
     assert t.verify_steps == 2
     packed = pack([t])
-    # Token t stands where it is predicted: 3 and 4 at 2 and 3, 7 at 6, 10 at 9, in no other branch.
+    # The loss mask is at the token before a sampled one: 2 and 3 predict 3 and 4, 6 predicts 7, and 9 predicts 10.
     predicting = packed.loss_mask.nonzero().squeeze(1)
     assert packed.token_ids[predicting].tolist() == [2, 3, 6, 9]
     assert packed.target_ids[predicting].tolist() == [3, 4, 7, 10]
@@ -83,13 +84,13 @@ def test_branches_are_cut_as_they_were_joined():
 
 
 def test_a_branch_is_a_sequence_and_its_positions_begin_at_0():
-    other = replace(turns("11 12.", [1], 3), sample_index=1)
+    other = replace(make_branch("11 12.", [1], 3), sample_index=1)
     batch = pack([joined(), other], indices=[4, 7], sequence_multiple=2, pad_multiple=4)
     assert batch.cu_seqlens.tolist() == [0, 8, 12, 14, 16]
     assert batch.sequence_index.tolist() == [4, 4, 7, -1]
     assert batch.position_ids.tolist() == [*range(8), *range(4), 0, 1, 0, 1]
     routing = batch.column("routed_experts")[batch.valid["routed_experts"], 0].tolist()
-    # The row of a branch's last token, which nothing is predicted by, is none; 1 and 2 are another version's.
+    # The last token of a branch predicts nothing and has no row. Rows 1 and 2 are of another weight version.
     first = [[1, 100 + t] for t in (0, 3, 4, 5)]
     assert routing == [*first, [2, 100], [2, 101], [2, 102], [3, 100]]
     log_probs = batch.column("rollout_log_probs")[batch.loss_mask]
@@ -97,7 +98,7 @@ def test_a_branch_is_a_sequence_and_its_positions_begin_at_0():
 
 
 def test_rows_hold_by_the_version_of_their_own_branch():
-    """The last version of the first branch is 2, of the second 3: tokens of version 1 lack their rows, 2 and 3 not."""
+    """Rows are of the last version of their branch: 2 in the first, 3 in the second. Tokens of version 1 lack rows."""
     t = joined()
     assert t.columns["routing_version"].tolist() == [2, 2, 2, 3]
     assert usable_rows(t.loss_mask, t.columns).tolist() == [i not in (1, 2) for i in range(10)]
@@ -107,7 +108,7 @@ def test_rows_hold_by_the_version_of_their_own_branch():
 
 
 def test_rules_of_whole_responses_see_all_branches_as_one():
-    other = turns("11 12. 13.", [1, 1], 3)
+    other = make_branch("11 12. 13.", [1, 1], 3)
     batch = pack([joined(), other], pad_multiple=16)
     assert sequence_ids(batch, branch_ids(batch)).tolist() == [0] * 11 + [1] * 3 + [2] * 2
     stats = policy_stats(torch.zeros(16, V), batch.target_ids, vocab_size=V)
@@ -117,25 +118,26 @@ def test_rules_of_whole_responses_see_all_branches_as_one():
 
 
 def test_rules_of_a_prefix_see_the_tokens_before_in_their_own_branch():
-    """An agent's main conversation goes on after its sub-agent's: what stands before the latter was sampled later."""
-    main = turns("1 2. 3 4.", [1, 1], 3)
-    batch = pack([Trajectory.of_branches([main, turns("5 6.", [1], 3)])], pad_multiple=8)
+    """An agent's main conversation may continue after that of a sub-agent. Then tokens that precede the sub-agent's in
+    the response were sampled later."""
+    main = make_branch("1 2. 3 4.", [1, 1], 3)
+    batch = pack([Trajectory.of_branches([main, make_branch("5 6.", [1], 3)])], pad_multiple=8)
     stats = policy_stats(torch.zeros(8, V), batch.target_ids, vocab_size=V)
     x = inputs_from(stats, batch)
-    own = x.branch_ids[batch.loss_mask]
-    assert own.tolist() == [0, 0, 1]
+    token_branches = x.branch_ids[batch.loss_mask]
+    assert token_branches.tolist() == [0, 0, 1]
     assert x.sequence_ids[batch.loss_mask].tolist() == [0, 0, 0]
     ratios = torch.tensor([1.0, 0.1, 1.0])
     log_mu = x.log_probs.detach().clone()
     log_mu[batch.loss_mask] -= ratios.log()
     x = replace(x, rollout_log_probs=log_mu)
-    # r_t times the smallest ratio before: 1, .1 x 1, and 1, as nothing stands before it in its branch.
+    # r_t times the smallest earlier ratio of the branch: 1, .1 x 1, and 1 for the first token of the second branch.
     weights = decide(build_algorithm("minpro"), x).capped[batch.loss_mask]
     assert weights.tolist() == pytest.approx([1.0, 0.1, 1.0], rel=1e-5)
     weight, before = position_weights(with_branches_as_sequences(x), weight_min=0.2)
     assert weight[batch.loss_mask].tolist() == pytest.approx([1.0, 0.2, 1.0])
     assert before[batch.loss_mask].tolist() == pytest.approx([0.0, 1.0, 0.0])
-    # D = 0, .4, .1 with A > 0 and d = .15: the second is beyond it, and no debt of the third.
+    # D = 0, .4, .1 with A > 0 and d = .15: the second token is masked, and does not reduce the budget of the third.
     pi = x.log_probs.detach().clone()
     mu = pi.clone()
     pi[batch.loss_mask] = torch.tensor([0.5, 0.9, 0.6]).log()
@@ -146,10 +148,10 @@ def test_rules_of_a_prefix_see_the_tokens_before_in_their_own_branch():
 
 
 def test_what_the_loss_saw_goes_back_to_the_response():
-    batch = pack([joined(), turns("11 12.", [1], 3)], indices=[3, 1])
+    batch = pack([joined(), make_branch("11 12.", [1], 3)], indices=[3, 1])
     rows = torch.arange(batch.num_tokens, dtype=torch.float32)
     columns = by_response(batch, {"loss_log_probs": rows})
-    # Rows of the tokens that predict them; the second response's prompt stands at 11.
+    # Values are at the rows of the tokens that predict; the second response begins at row 11.
     assert {p: c["loss_log_probs"].tolist() for p, c in columns.items()} == {
         3: [1, 2, 5, 9],
         1: [11],
@@ -163,7 +165,7 @@ def test_what_the_loss_saw_goes_back_to_the_response():
 
 
 def test_a_response_is_planned_whole_and_counts_once():
-    """Two groups of two; branches of 7 and 4 tokens are 8 and 4 by twos, their cost that of each, not of 12 tokens."""
+    """There are two groups of two. Branches of 7 and 4 tokens are padded to 8 and 4, and cost 8^2 + 4^2, not 12^2."""
     batch = [joined(), FIRST, FIRST, SECOND]
     config = Config(
         AlgorithmConfig(aggregation="sequence-mean-token-sum"),
@@ -194,19 +196,19 @@ def test_a_file_and_a_seal_keep_branches(tmp_path):
     assert t.stamp is not None
     assert "branch" in t.stamp.digests
     save_batch(tmp_path, 1, [t, FIRST])
-    loaded, alone = load_batch(tmp_path, 1)
+    loaded, single = load_batch(tmp_path, 1)
     assert loaded.digests() == t.stamp.digests
     assert [b.token_ids.tolist() for b in loaded.branches] == [
         b.token_ids.tolist() for b in (FIRST, SECOND)
     ]
-    assert alone.branch_lengths == (7,)
-    # One that was cut elsewhere is another batch.
+    assert single.branch_lengths == (7,)
+    # The same tokens with another cut are another batch.
     moved = loaded.with_columns(branch=np.array([0] * 8 + [1] * 2, np.uint16))
     assert moved.digests() != t.stamp.digests
 
 
 def test_an_update_recomputes_the_tokens_of_its_branch():
-    interrupted = turns("8 3 9 10. 11. 12.", [3, 3, 4])
+    interrupted = make_branch("8 3 9 10. 11. 12.", [3, 3, 4])
     assert interrupted.interruptions == (5,)
     assert Trajectory.of_branches([FIRST, interrupted]).interruptions == (5,)
 
@@ -217,7 +219,7 @@ def test_a_branch_that_begins_with_a_sampled_token_is_refused():
 
 
 def test_a_response_has_one_reward_and_one_place_in_its_group():
-    """Rewards 1.5, 0 in a group of two: A = 0.75, -0.75, of each token in every branch."""
+    """The rewards of a group of two are 1.5 and 0, so A is 0.75 and -0.75 for each token of every branch."""
     batch = [joined(turn_rewards=(0.5, 0.0, 0.0)), FIRST]
     scored = with_rewards(batch, [Score(1.0), Score(0.0)], 2, AlgorithmConfig(), most_tokens=16)
     assert [(t.reward, t.advantage) for t in scored] == [(1.5, 0.75), (0.0, -0.75)]
@@ -226,7 +228,8 @@ def test_a_response_has_one_reward_and_one_place_in_its_group():
 
 
 def test_a_turn_answers_for_what_was_earned_after_it_in_time():
-    """Turns lie as 1st, 3rd | 2nd and earned 0.5, 1 | 0.25, and the last one 2 more, of which truncation took 1."""
+    """The branches have the turns 1, 3 | 2, which earned 0.5, 1 | 0.25. The response earned 2 at its end, of which
+    truncation took 1."""
     t = joined(turn_rewards=(0.5, 1.0, 0.25), turn_times=(0, 2, 1), reward=2.75)
     assert returns_by_turn(t, 2.0, -1.0) == [2.75, 1.0 + 2 - 1, 0.25 + 1 + 2 - 1]
     in_order = replace(t, turn_times=())

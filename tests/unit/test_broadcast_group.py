@@ -1,4 +1,4 @@
-"""The broadcast group of a weight update: error mode, time limit and end, as far as a CPU shows them."""
+"""The broadcast group of a weight update: error mode, time limit and end, as far as CPUs can show them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_dppo.system.network import free_port, listening_store
 from megatron_dppo.weight_sync import broadcast_group as weight_groups
 from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 
-ENGINE = """
+ENGINE_PROGRAM = """
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -67,8 +67,8 @@ except RuntimeError:
 
 
 @pytest.fixture
-def joined(monkeypatch):
-    """A group of this process, and a process of an engine rank that waits in its first broadcast."""
+def join_engine(monkeypatch):
+    """A function that joins this process and the process of an engine rank, which waits in its first broadcast."""
     engines: list[subprocess.Popen[str]] = []
     groups: list[BroadcastGroup] = []
 
@@ -79,7 +79,7 @@ def joined(monkeypatch):
         groups.append(group)
         words = [group.address, str(group.port), group.name]
         engine = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, *words], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", ENGINE_PROGRAM, *words], stdout=subprocess.PIPE, text=True
         )
         engines.append(engine)
         assert engine.stdout is not None
@@ -100,20 +100,20 @@ def next_line(engine: subprocess.Popen[str]) -> str:
     return engine.stdout.readline().strip()
 
 
-def test_an_engine_frees_itself_at_the_limit_in_the_groups_name(joined):
-    """SGLang itself gives the group 30 minutes."""
-    _, engine = joined(limit_s=1.0)
+def test_an_engine_frees_itself_at_the_limit_in_the_groups_name(join_engine):
+    """SGLang's own limit of the group is 30 minutes."""
+    _, engine = join_engine(limit_s=1.0)
     assert next_line(engine) == "freed"
 
 
-def test_the_trainers_abort_frees_an_engine_over_gloo(joined):
-    group, engine = joined()
+def test_the_trainers_abort_frees_an_engine_over_gloo(join_engine):
+    group, engine = join_engine()
     group.abort()
     assert next_line(engine) == "freed"
 
 
-def test_a_bucket_is_received(joined):
-    group, engine = joined()
+def test_a_bucket_is_received(join_engine):
+    group, engine = join_engine()
     group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8)).result(60)
     assert next_line(engine) == "received"
 
@@ -132,7 +132,7 @@ def test_an_abort_tells_the_engines_before_it_breaks_the_group(monkeypatch):
 
 @pytest.mark.parametrize("value", [None, "3"])
 def test_an_nccl_group_is_made_with_an_error_mode_that_ends_no_process(monkeypatch, value):
-    """torch reads the variable in the constructor; this class is one that says what it read."""
+    """torch reads the variable in the constructor of the group. Here the constructor records the value."""
     seen: list[str | None] = []
     monkeypatch.delenv(ERROR_MODE, raising=False)
     if value is not None:
@@ -148,7 +148,7 @@ def test_an_nccl_group_is_made_with_an_error_mode_that_ends_no_process(monkeypat
     group = BroadcastGroup.__new__(BroadcastGroup)
     group.backend, group.address, group.name = "nccl", "127.0.0.1", "weights"
     group._backend_limit, group._store = timedelta(seconds=1), torch.distributed.HashStore()
-    with suppress(TypeError):  # the class can't be hashed into torch's table
+    with suppress(TypeError):  # torch's table of groups can't hash the result
         group._join(2)
     assert seen == [ABORT_GROUP]
     assert os.environ.get(ERROR_MODE) == value
@@ -195,8 +195,8 @@ def test_a_name_carries_its_limit():
     assert limit_of("weights") is None
 
 
-def watched(monkeypatch):
-    """A rendezvous, the groups of a rank that watches it, whether it aborted one, and the thread."""
+def start_watch(monkeypatch):
+    """Start the watch of a rank's group. Return the rendezvous, the groups, an event of the abort, and the thread."""
     monkeypatch.setattr(broadcast_group, "_POLL_S", 0.01)
     monkeypatch.setattr(broadcast_group, "_CONNECT_S", 0.05)
     store = [listening_store("127.0.0.1", 0, 2, timedelta(seconds=5), wait_for_workers=False)]
@@ -209,8 +209,8 @@ def watched(monkeypatch):
 
 
 def test_a_call_has_an_engine_abort_its_own_side(monkeypatch):
-    """Over NVLink the abort of another rank frees nobody."""
-    store, groups, aborted, thread = watched(monkeypatch)
+    """Over NVLink, the abort of another rank does not free an engine."""
+    store, groups, aborted, thread = start_watch(monkeypatch)
     assert not aborted.wait(0.1)
     call_off("127.0.0.1", store[0].port)
     assert aborted.wait(60)
@@ -220,7 +220,7 @@ def test_a_call_has_an_engine_abort_its_own_side(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_nccl_groups_alone_are_watched(monkeypatch, backend):
-    """A gloo group that aborts its own side would not be woken by its peers any more."""
+    """Peers free a rank in a gloo group, but not after it has aborted its own side."""
     started: list[str] = []
     limits: list[timedelta] = []
     monkeypatch.setattr(GroupWatch, "start", lambda watch: started.append(watch._name))
@@ -240,7 +240,7 @@ def test_nccl_groups_alone_are_watched(monkeypatch, backend):
 
 
 def test_a_watch_ends_with_the_group(monkeypatch):
-    _, groups, aborted, thread = watched(monkeypatch)
+    _, groups, aborted, thread = start_watch(monkeypatch)
     assert not aborted.wait(0.1)
     del groups["weights"]
     thread.join(30)
@@ -249,7 +249,7 @@ def test_a_watch_ends_with_the_group(monkeypatch):
 
 
 def test_a_trainer_that_is_gone_frees_its_engines(monkeypatch):
-    store, groups, aborted, thread = watched(monkeypatch)
+    store, groups, aborted, thread = start_watch(monkeypatch)
     assert not aborted.wait(0.1)
     store.clear()
     assert aborted.wait(60)
@@ -260,10 +260,10 @@ def test_a_trainer_that_is_gone_frees_its_engines(monkeypatch):
 class Stream:
     def __init__(self, error: RuntimeError | None) -> None:
         self.error = error
-        self.waited = 0
+        self.waits = 0
 
     def synchronize(self) -> None:
-        self.waited += 1
+        self.waits += 1
         if self.error is not None:
             raise self.error
 
@@ -274,12 +274,12 @@ def test_on_a_gpu_a_bucket_is_answered_when_its_bytes_are_there(monkeypatch, err
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     success, _ = wait_for_bytes((True, "loaded"), SimpleNamespace(device="cuda"), [])
     assert success is (error is None)
-    assert stream.waited == 1
+    assert stream.waits == 1
     assert wait_for_bytes((True, "loaded"), SimpleNamespace(device="cpu"), []) == (True, "loaded")
-    assert stream.waited == 1
+    assert stream.waits == 1
 
 
-SGLANG = """
+SGLANG_PROGRAM = """
 import logging
 from datetime import timedelta
 from types import SimpleNamespace
@@ -308,7 +308,7 @@ print(join(updater, "127.0.0.1", store.port, 1, 3, name, "gloo")[0])
 
 
 def test_a_server_does_not_join_where_no_trainer_listens():
-    """torch would try to connect until its limit, and the server would answer nothing meanwhile."""
+    """Otherwise torch would try to connect until its limit, and the server would answer no request meanwhile."""
     updater = SimpleNamespace(_model_update_group={})
     calls: list[tuple[Any, ...]] = []
 
@@ -325,10 +325,8 @@ def test_a_server_does_not_join_where_no_trainer_listens():
 
 
 def test_sglangs_own_group_gets_the_limit_by_the_hook():
-    """Its rendezvous, too: it gives up where another rank of the group does not come."""
-    done = subprocess.run(
-        [sys.executable, "-c", SGLANG], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.splitlines()[-4:] == ["True", "0:00:07", "True", "False"], done.stderr[
-        -2000:
-    ]
+    """The limit also ends the rendezvous of the group if another rank does not join."""
+    command = [sys.executable, "-c", SGLANG_PROGRAM]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    last_lines = result.stdout.splitlines()[-4:]
+    assert last_lines == ["True", "0:00:07", "True", "False"], result.stderr[-2000:]

@@ -46,43 +46,47 @@ def hf(model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def carried(hf: Path) -> dict[str, torch.Tensor]:
+def carried_tensors(hf: Path) -> dict[str, torch.Tensor]:
     return add_carried_tensors(hf)
 
 
-def test_they_are_no_part_of_what_is_trained_and_sent(hf: Path, carried) -> None:
+def test_they_are_no_part_of_what_is_trained_and_sent(hf: Path, carried_tensors) -> None:
     shape = load_model_shape(hf)
     planned = {tensor.name for tensor in gather_plan(shape, Layout())}
     for names in (hf_tensors(shape).keys(), planned, EngineTensors(shape).parts.keys()):
-        assert not names & carried.keys()
+        assert not names & carried_tensors.keys()
     with open_checkpoint(hf) as reader:
         reader.check(shape)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_they_are_certified_and_come_back_in_their_own_types(hf, carried, tmp_path, dtype) -> None:
+def test_they_are_certified_and_come_back_in_their_own_types(
+    hf, carried_tensors, tmp_path, dtype
+) -> None:
     certificate = hf_to_megatron(hf, tmp_path / "megatron", dtype=dtype)
-    assert list(certificate.tensors)[-3:] == sorted(carried)
+    assert list(certificate.tensors)[-3:] == sorted(carried_tensors)
     assert verify(hf, tmp_path / "megatron").keys() == certificate.tensors.keys()
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", dtype="bfloat16")
     assert same_bytes(hf, tmp_path / "back")
     with open_checkpoint(tmp_path / "back") as reader:
-        assert all(torch.equal(reader.read(name), values) for name, values in carried.items())
+        assert all(
+            torch.equal(reader.read(name), values) for name, values in carried_tensors.items()
+        )
     if dtype is None:
         digests = [tensor_digests(folder) for folder in (hf, tmp_path / "megatron")]
         assert combined_digest(digests[:1]) == combined_digest(digests[1:])
         assert load_certificate(tmp_path / "back").tensors == certificate.tensors
 
 
-def test_several_files_of_an_export_hold_them_too(hf, carried, tmp_path) -> None:
+def test_several_files_of_an_export_hold_them_too(hf, carried_tensors, tmp_path) -> None:
     hf_to_megatron(hf, tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=50_000)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
-    assert carried.keys() <= index["weight_map"].keys()
+    assert carried_tensors.keys() <= index["weight_map"].keys()
     assert same_bytes(hf, tmp_path / "back")
 
 
-def test_an_altered_one_is_named(hf, carried, tmp_path) -> None:
+def test_an_altered_one_is_named(hf, carried_tensors, tmp_path) -> None:
     hf_to_megatron(hf, tmp_path / "megatron")
     path = tmp_path / "megatron" / "release" / "carried" / "model.safetensors"
     flip_byte(path, path.stat().st_size - 1)
@@ -92,7 +96,7 @@ def test_an_altered_one_is_named(hf, carried, tmp_path) -> None:
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
-def test_a_lost_one_is_named(hf, carried, tmp_path) -> None:
+def test_a_lost_one_is_named(hf, carried_tensors, tmp_path) -> None:
     hf_to_megatron(hf, tmp_path / "megatron")
     folder = tmp_path / "megatron" / "release" / "carried"
     (folder / "model.safetensors").unlink()
@@ -102,7 +106,9 @@ def test_a_lost_one_is_named(hf, carried, tmp_path) -> None:
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
-def test_a_checkpoint_of_a_run_takes_them_from_its_start_model(hf, carried, tmp_path) -> None:
+def test_a_checkpoint_of_a_run_takes_them_from_its_start_model(
+    hf, carried_tensors, tmp_path
+) -> None:
     hf_to_megatron(hf, tmp_path / "megatron")
     run = tmp_path / "megatron" / "release"
     for path in (run / "carried").iterdir():
@@ -119,7 +125,7 @@ def test_without_them_a_checkpoint_is_whole(hf, tmp_path) -> None:
     assert same_bytes(hf, tmp_path / "back")
 
 
-def test_other_unknown_tensors_are_still_refused(hf, carried, tmp_path) -> None:
+def test_other_unknown_tensors_are_still_refused(hf, carried_tensors, tmp_path) -> None:
     path = hf / "model.safetensors"
     save_file({**load_file(path), "model.layers.1.eh_proj.weight": torch.ones(2)}, path)
     with pytest.raises(CheckpointError, match=r"1 unknown, first model\.layers\.1\.eh_proj"):

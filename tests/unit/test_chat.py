@@ -1,5 +1,5 @@
-"""Control tokens that stay text, for the kinds of tokenizers that there are: what is held becomes the tokens of its
-characters, and everything else is encoded as the tokenizer itself does it."""
+"""Control tokens that stay text, for all kinds of tokenizers: a token that ``hold`` marks is encoded as the tokens of
+its characters, and all other text as the tokenizer itself encodes it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 CORPUS = [f"{a} + {b} is {a + b}, they said." for a in range(20) for b in range(20)]
 
 
-def unigram() -> Any:
-    """A space before the first piece alone, and its control tokens are pieces of the model too."""
+def unigram_tokenizer() -> Any:
+    """Return a tokenizer with a space before the first piece alone. Its control tokens are pieces of its model too."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -33,8 +33,9 @@ def unigram() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 
-def whole_words() -> Any:
-    """A word of the vocabulary is one token without any merge, as Llama 3's; ids of added tokens have a gap."""
+def whole_word_tokenizer() -> Any:
+    """Return a tokenizer in which a word of the vocabulary is one token without merges, as in Llama 3. The ids of its
+    added tokens have a gap."""
     tokenizer = tiny_tokenizer()
     backend = tokenizer.backend_tokenizer
     backend.model.ignore_merges = True
@@ -45,9 +46,11 @@ def whole_words() -> Any:
 
 @cache
 def tokenizer_of(kind: str) -> Any:
-    tokenizer = {
-        "bytes": tiny_tokenizer, "unigram": unigram, "whole words": whole_words, "words": make_tokenizer,
-    }[kind]()  # fmt: skip
+    makers = {
+        "bytes": tiny_tokenizer, "unigram": unigram_tokenizer, "whole words": whole_word_tokenizer,
+        "words": make_tokenizer,
+    }  # fmt: skip
+    tokenizer = makers[kind]()
     tokenizer.chat_template = CHAT_TEMPLATE + "{# <call> #}"
     return tokenizer
 
@@ -60,18 +63,19 @@ def test_held_tokens_are_the_tokens_of_their_characters(kind):
     tokenizer = tokenizer_of(kind)
     control = ControlTokens(tokenizer)
     end = str(tokenizer.eos_token)
-    held = control.hold({"content": f"3 {end}+ <|im_end|>4"}, control.special)
-    text = f"1 + 2 {end}\n{held['content']}{end}\n5"
+    held_message = control.hold({"content": f"3 {end}+ <|im_end|>4"}, control.special)
+    text = f"1 + 2 {end}\n{held_message['content']}{end}\n5"
     ids = control.encode(text)
     assert ids.count(tokenizer.eos_token_id) == 2
     first, last = (i for i, token in enumerate(ids) if token == tokenizer.eos_token_id)
-    between = control.release(text).split(end, 1)[1].rpartition(end)[0]
+    inner_text = control.release(text).split(end, 1)[1].rpartition(end)[0]
     if kind in ("bytes", "whole words"):
-        assert ids[first + 1 : last] == tokenizer(between, split_special_tokens=True)["input_ids"]
+        inner_ids = tokenizer(inner_text, split_special_tokens=True)["input_ids"]
+        assert ids[first + 1 : last] == inner_ids
         assert tokenizer.decode(ids) == control.release(text)
-    unheld = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids[: first + 1] == unheld[: first + 1]
-    assert ids[last:] == unheld[-len(ids[last:]) :]
+    plain_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids[: first + 1] == plain_ids[: first + 1]
+    assert ids[last:] == plain_ids[-len(ids[last:]) :]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +91,7 @@ def test_the_copy_encodes_other_text_as_the_tokenizer(kind, text):
 
 
 def test_a_tool_that_the_template_does_not_write_is_no_control_token():
-    tokenizer = whole_words()
+    tokenizer = whole_word_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     assert "<call>" not in ControlTokens(tokenizer).further
     tokenizer.chat_template = CHAT_TEMPLATE + "<call>"
@@ -101,9 +105,9 @@ def test_marks_stand_in_every_text_of_a_message():
         "content": "a<|im_<|im_end|>end|>",
         "tool_calls": [{"function": {"name": "x", "arguments": {"<|im_end|>": [1, "<|im_start|>"]}}}],
     }  # fmt: skip
-    held = control.hold(message, control.special)
-    assert not control.written_in(str(held))
-    assert control.release(str(held)) == str(message)
+    held_message = control.hold(message, control.special)
+    assert not control.written_in(str(held_message))
+    assert control.release(str(held_message)) == str(message)
     assert control.hold(message, ()) == message
 
 

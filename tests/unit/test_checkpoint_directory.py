@@ -1,4 +1,4 @@
-"""Publication and retention on the disk, without a trainer: killed at every step of the way."""
+"""Checkpoints are published and pruned on the disk without a trainer, also if a kill ends the process at any step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_dppo.trainer.checkpoint.directory import (
 
 
 def save(directory: CheckpointDirectory, step: int) -> Path:
-    """A checkpoint of two files that say which step they are of."""
+    """Save a checkpoint of two files whose texts name the step."""
     partial = directory.begin(step)
     files = {
         name: write_hashed(partial.path / name, f"{name} of step {step}".encode())
@@ -38,12 +38,12 @@ def save(directory: CheckpointDirectory, step: int) -> Path:
 
 
 def steps(directory: CheckpointDirectory) -> list[int]:
-    """Steps of the complete checkpoints, after checking every byte of them."""
-    found = directory.complete()
-    for stored in found:
+    """Return the steps of the complete checkpoints, after a check of all their bytes."""
+    checkpoints = directory.complete()
+    for stored in checkpoints:
         check_content(stored.path, read_manifest(stored.path)["files"])
         assert (stored.path / "a").read_text() == f"a of step {stored.step}"
-    return [stored.step for stored in found]
+    return [stored.step for stored in checkpoints]
 
 
 def names(folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def edit_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text(text.replace('"step": 2', '"step": 3'))
 
 
-def newer_format(folder: Path) -> None:
+def set_newer_format(folder: Path) -> None:
     content = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**content, "format": 9}))
 
@@ -105,7 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), r"manifest.json: there is none"),
     "cut manifest": (cut_manifest, r"manifest.json: damaged"),
     "edited manifest": (edit_manifest, r"manifest.json: altered"),
-    "newer format": (newer_format, r"manifest.json: format is 9, this version reads 1"),
+    "newer format": (set_newer_format, r"manifest.json: format is 9, this version reads 1"),
     "missing file": (lambda f: (f / "b").unlink(), r"step_000002/b: missing"),
     "cut file": (lambda f: os.truncate(f / "b", 3), r"step_000002/b: has 3 bytes, expected 11"),
 }
@@ -141,10 +141,12 @@ def test_altered_bytes_of_the_same_size_are_found(tmp_path: Path) -> None:
 
 
 def die_at(call: int) -> None:
-    """Kill this process at the ``call``-th change of the disk; a deletion is then half done."""
+    """Let this process be killed at its ``call``-th change of the disk; a deletion is half done then."""
     count = 0
 
-    def counted(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+    def count_calls(
+        function: Callable[..., Any], before: Callable[..., None]
+    ) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
@@ -155,16 +157,16 @@ def die_at(call: int) -> None:
 
         return wrapper
 
-    def half(folder: Path, *_: Any) -> None:
-        next(path for path in sorted(folder.iterdir(), reverse=True)).unlink()
+    def delete_last_file(folder: Path, *_: Any) -> None:
+        max(folder.iterdir()).unlink()
 
     for name in ("rename", "fsync", "mkdir"):
-        setattr(os, name, counted(getattr(os, name), lambda *args: None))
-    shutil.rmtree = counted(shutil.rmtree, half)  # type: ignore[assignment]
+        setattr(os, name, count_calls(getattr(os, name), lambda *args: None))
+    shutil.rmtree = count_calls(shutil.rmtree, delete_last_file)  # type: ignore[assignment]
 
 
-def killed_save(directory: CheckpointDirectory, step: int, call: int) -> bool:
-    """Save in a child that dies at its ``call``-th change of the disk; False where it lived."""
+def save_until_kill(directory: CheckpointDirectory, step: int, call: int) -> bool:
+    """Save in a child that is killed at its ``call``-th change of the disk; return whether the kill came."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -185,13 +187,13 @@ def test_killed_anywhere_a_complete_checkpoint_is_left(tmp_path: Path, step: int
         directory = CheckpointDirectory(tmp_path / str(deaths), keep=2)
         save(directory, 20)
         save(directory, 40)
-        if not killed_save(directory, step, deaths + 1):
+        if not save_until_kill(directory, step, deaths + 1):
             break
         deaths += 1
-        left = steps(directory)
+        kept_steps = steps(directory)
         # Between the two renames of a replacement the old checkpoint of the step is gone.
-        assert left in ([20, 40], [20, 40, 60], [40, 60], [20]), (deaths, left)
-        assert left != [20] or step == 40
+        assert kept_steps in ([20, 40], [20, 40, 60], [40, 60], [20]), (deaths, kept_steps)
+        assert kept_steps != [20] or step == 40
         save(directory, 80)
         assert steps(directory)[-1] == 80
         assert all("." not in name for name in names(directory.directory))

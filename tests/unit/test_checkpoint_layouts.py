@@ -1,4 +1,4 @@
-"""Layouts of checkpoints that others write: read as transformers reads them, or refused with the way out."""
+"""Checkpoint layouts of other programs: they are read as transformers reads them, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 32
 
 
 def model(folder: Path, change: Callable[[Tensors], object], **options: object) -> Path:
-    """A tiny model whose tensors ``change`` alters in place."""
+    """Save a tiny model whose tensors ``change`` alters in place."""
     hf = save_tiny_model(folder, **options)  # type: ignore[arg-type]
     tensors = load_file(hf / "model.safetensors")
     change(tensors)
@@ -38,7 +38,7 @@ def tensors_of(folder: Path) -> Tensors:
 
 
 def fuse(tensors: Tensors) -> None:
-    """Experts as transformers 5 holds them: gates before ups."""
+    """Fuse the experts of a layer as transformers 5 does: gates before ups."""
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts."
         pairs = [
@@ -51,7 +51,7 @@ def fuse(tensors: Tensors) -> None:
 
 
 def quantize(tensors: Tensors) -> None:
-    """8-bit weights in blocks of ``BLOCK`` x ``BLOCK``, each with its own scale."""
+    """Make the weights 8-bit, in blocks of ``BLOCK`` x ``BLOCK`` with a scale each."""
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         rows, columns = tensors[name].shape
@@ -60,7 +60,7 @@ def quantize(tensors: Tensors) -> None:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
 
 
-def say_fp8(folder: Path, **changes: object) -> None:
+def declare_fp8(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     scheme = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], **changes}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": scheme}))
@@ -73,9 +73,9 @@ def test_experts_in_one_tensor_are_converted_to_the_same_bytes(tmp_path):
     assert certificates[0].tensors == certificates[1].tensors
     verify(fused, tmp_path / "m-plain")
     megatron_to_hf(tmp_path / "m-fused", tmp_path / "back")
-    expected, found = tensors_of(plain), tensors_of(tmp_path / "back")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected, exported = tensors_of(plain), tensors_of(tmp_path / "back")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_expert_is_where_transformers_looks_for_it(tmp_path):
@@ -115,13 +115,13 @@ def test_experts_that_do_not_fit_are_refused(tmp_path, change):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_8_bit_weights_are_what_transformers_makes_of_them(tmp_path, family):
     hf = model(tmp_path / "hf", quantize, family=family)
-    say_fp8(hf)
+    declare_fp8(hf)
     certificate = hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")
     assert certificate.source_dtype == "float32+float8_e4m3fn"
     verify(hf, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
-    stored, found = tensors_of(hf), tensors_of(tmp_path / "back")
-    for name, tensor in found.items():
+    stored, exported = tensors_of(hf), tensors_of(tmp_path / "back")
+    for name, tensor in exported.items():
         expected = stored[name]
         if name + "_scale_inv" in stored:
             rule = Fp8Dequantize(None)._dequantize_one
@@ -136,7 +136,7 @@ def test_8_bit_weights_are_what_transformers_makes_of_them(tmp_path, family):
 
 @pytest.mark.parametrize(("start", "count"), [(0, 96), (0, 1), (31, 2), (40, 30), (95, 1)])
 def test_blocks_that_do_not_divide_a_matrix_are_cut_at_its_end(tmp_path, start, count):
-    """96 x 40 in blocks of 64 x 32: a block is cut in both directions."""
+    """The matrix is 96 x 40 in blocks of 64 x 32, so the last block is cut in both directions."""
     weight = torch.randn(96, 40).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     tensors = {"w.weight": weight, "w.weight_scale_inv": scales}
@@ -179,7 +179,7 @@ BAD_SCALES: dict[str, tuple[Callable[[Tensors], object], dict[str, object], str]
 @pytest.mark.parametrize(("change", "scheme", "words"), BAD_SCALES.values(), ids=BAD_SCALES)
 def test_scales_that_do_not_fit_are_refused(tmp_path, change, scheme, words):
     hf = model(tmp_path / "hf", lambda t: (quantize(t), change(t)), family="qwen3")
-    say_fp8(hf, **scheme)
+    declare_fp8(hf, **scheme)
     with pytest.raises(CheckpointError, match=words):
         hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")
     assert not (tmp_path / "m").exists()
@@ -187,23 +187,23 @@ def test_scales_that_do_not_fit_are_refused(tmp_path, change, scheme, words):
 
 def test_8_bit_weights_want_a_type_and_are_no_start_of_a_run(tmp_path):
     hf = model(tmp_path / "hf", quantize, family="qwen3")
-    say_fp8(hf)
+    declare_fp8(hf)
     with pytest.raises(CheckpointError, match=r"float8_e4m3fn.*--dtype"):
         hf_to_megatron(hf, tmp_path / "m")
     with pytest.raises(UnsupportedModelError, match=r"quantization_config.*hf-to-megatron"):
         load_model_shape(hf)
-    say_fp8(hf, quant_method="awq")
+    declare_fp8(hf, quant_method="awq")
     with pytest.raises(UnsupportedModelError, match=r"quantization_config.*'awq'"):
         hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")
 
 
-def low(tensors: Tensors) -> None:
-    """bfloat16 with norms in float32."""
+def cast_all_but_norms(tensors: Tensors) -> None:
+    """Make the weights bfloat16, except norms, which stay float32."""
     tensors.update({n: t.bfloat16() for n, t in tensors.items() if "norm" not in n})
 
 
 def test_several_types_are_cast_to_the_one_that_is_asked_for(tmp_path):
-    hf = model(tmp_path / "hf", low, family="qwen3")
+    hf = model(tmp_path / "hf", cast_all_but_norms, family="qwen3")
     with pytest.raises(CheckpointError, match=r"several dtypes.*--dtype"):
         hf_to_megatron(hf, tmp_path / "m")
     for dtype in (torch.bfloat16, torch.float32):
@@ -212,26 +212,26 @@ def test_several_types_are_cast_to_the_one_that_is_asked_for(tmp_path):
         assert certificate.source_dtype == "bfloat16+float32"
         verify(hf, tmp_path / name)
         megatron_to_hf(tmp_path / name, tmp_path / f"back-{name}")
-        found = tensors_of(tmp_path / f"back-{name}")
+        exported = tensors_of(tmp_path / f"back-{name}")
         for tensor_name, tensor in tensors_of(hf).items():
-            assert torch.equal(found[tensor_name], tensor.to(dtype))
+            assert torch.equal(exported[tensor_name], tensor.to(dtype))
 
 
 def test_a_run_starts_from_several_types(tmp_path):
-    hf = model(tmp_path / "hf", low, family="qwen3")
+    hf = model(tmp_path / "hf", cast_all_but_norms, family="qwen3")
     with open_checkpoint(hf) as reader:
         reader.check(load_model_shape(hf))
         assert reader.read("model.norm.weight").dtype == torch.float32
 
 
-def with_frequencies(tensors: Tensors) -> None:
+def add_frequencies(tensors: Tensors) -> None:
     for layer in range(2):
         tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
 
 
 def test_rotary_frequencies_are_left_out(tmp_path):
     plain = model(tmp_path / "plain", lambda tensors: None, family="llama")
-    hf = model(tmp_path / "hf", with_frequencies, family="llama")
+    hf = model(tmp_path / "hf", add_frequencies, family="llama")
     certificate = hf_to_megatron(hf, tmp_path / "m")
     assert certificate.tensors == hf_to_megatron(plain, tmp_path / "m-plain").tensors
     verify(hf, tmp_path / "m")
@@ -239,10 +239,10 @@ def test_rotary_frequencies_are_left_out(tmp_path):
         reader.check(load_model_shape(hf))
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_weights_that_are_no_numbers_are_named(tmp_path, wrong):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers_are_named(tmp_path, value):
     def spoil(tensors: Tensors) -> None:
-        tensors["model.layers.1.mlp.down_proj.weight"][7, 3] = wrong
+        tensors["model.layers.1.mlp.down_proj.weight"][7, 3] = value
 
     hf = model(tmp_path / "hf", spoil, family="qwen3")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight\[7, 3\]"):

@@ -1,6 +1,7 @@
-"""Every element of a checkpoint is written by one rank: real modules and optimizers of every rank, one after another.
+"""Every element of a checkpoint is written by exactly one rank.
 
-Torch's fake process group stands for the world, so that one process can be each of its ranks.
+The tests build the real modules and optimizers of every rank. Torch's fake process group stands for the world, so that
+one process can be each of its ranks, one after another.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch.distributed as dist
 
 from tests.tiny_models import save_tiny_model
 
-# parallel section, world size
+# The section ``parallel`` of the configuration, and the world size.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "DP3": ({}, 3),
     "EP2 of DP4": ({"expert": 2}, 4),
-    # As many replicas of dense parameters as of experts, but other ranks.
+    # Dense parameters and experts have equally many replicas, but on different ranks.
     "TP2 EP2 of 4": ({"tensor": 2, "expert": 2}, 4),
     "TP2 ETP2 PP2 VPP2": ({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, 4),
 }
 
 
 def test_groups_of_which_a_rank_has_nothing_count_no_steps():
-    """Transformer Engine's FusedAdam leaves them out of its steps; a resumed run must save again."""
+    """Transformer Engine's FusedAdam does not count steps of empty groups, and a resumed run must be able to save."""
     from megatron_dppo.trainer.checkpoint.state import optimizer_steps, set_steps
 
     full, empty = {"params": [torch.zeros(1)]}, {"params": []}
@@ -38,14 +39,14 @@ def test_groups_of_which_a_rank_has_nothing_count_no_steps():
     set_steps(optimizer, 5)
     full["step"] += 1
     assert optimizer_steps(optimizer) == {6}
-    # Of a group that another layout left empty, too.
+    # The count that another layout saved for a group that is empty here does not matter.
     empty["step"] = 5
     assert optimizer_steps(optimizer) == {6}
 
 
 @contextmanager
-def rank_of(layout: Any, rank: int) -> Iterator[None]:
-    """This process as ``rank`` of a world whose collectives do nothing."""
+def as_rank(layout: Any, rank: int) -> Iterator[None]:
+    """Make this process ``rank`` of a world whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_dppo.trainer import platform
@@ -61,8 +62,8 @@ def rank_of(layout: Any, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def built(config: Any, shape: Any, layout: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The chunks and the optimizer of this process's rank; ``options`` are Megatron's of the optimizer."""
+def build(config: Any, shape: Any, layout: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the chunks and the optimizer of this process's rank. ``options`` are Megatron's optimizer options."""
     from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
     from megatron_dppo.trainer.model import build_chunks, wrap_chunks
     from megatron_dppo.trainer.optimizer import build_optimizer
@@ -78,12 +79,12 @@ def built(config: Any, shape: Any, layout: Any, options: dict[str, Any]) -> tupl
     return chunks, optimizer
 
 
-def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
-    """What ``rank`` holds and writes, of a model that no step has trained."""
+def state_of(config: Any, shape: Any, layout: Any, rank: int) -> Any:
+    """Return the blocks that ``rank`` has, and its share that it writes, of a model before its first step."""
     from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
 
-    with rank_of(layout, rank):
-        chunks, optimizer = built(config, shape, layout, {})
+    with as_rank(layout, rank):
+        chunks, optimizer = build(config, shape, layout, {})
         return rank_state(model_state(chunks), optimizer)
 
 
@@ -113,9 +114,9 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
     written: dict[str, np.ndarray] = {}
     shares = []
     for rank in range(world):
-        held = held_by(config, shape, layout, rank)
-        assert {id(one) for one in held.share} <= {id(one) for one in held.blocks}
-        for block, values in held.share:
+        content = state_of(config, shape, layout, rank)
+        assert {id(block) for block in content.share} <= {id(block) for block in content.blocks}
+        for block, values in content.share:
             count = written.setdefault(block.key, np.zeros(block.dims, np.int8))
             box = tuple(
                 slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True)
@@ -123,7 +124,7 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
             count[box] += 1
             assert values.shape == block.box.sizes
             assert values.is_contiguous()
-        shares.append(sum(block.bytes for block, _ in held.share))
+        shares.append(sum(block.bytes for block, _ in content.share))
     prefixes = {key.rsplit(".", 1)[0].split(".decoder")[0] for key in written if "optimizer" in key}
     assert len(prefixes) > 2
     weights = [key for key in written if not key.startswith("optimizer.")]
@@ -134,10 +135,10 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
     for key, count in written.items():
         assert (count == 1).all(), key
     assert max(shares) < 1.6 * min(shares)
-    assert torch.is_tensor(held.blocks[0].values)
+    assert torch.is_tensor(content.blocks[0].values)
 
 
-def hybrid(folder: Path) -> tuple[Any, Any, Any]:
+def hybrid_model(folder: Path) -> tuple[Any, Any, Any]:
     """Configuration, shape and layout of a bfloat16 model whose delta nets have a float32 norm, on one rank."""
     from megatron_dppo.config.schema import ParallelConfig
     from megatron_dppo.model.families import load_model_shape
@@ -151,10 +152,10 @@ def hybrid(folder: Path) -> tuple[Any, Any, Any]:
 
 
 def test_each_parameter_has_its_own_state_in_a_model_of_two_types(tmp_path: Path) -> None:
-    """The norm of a delta net is float32 in a bfloat16 model, and in one group of Adam with bfloat16 parameters."""
-    config, shape, layout = hybrid(tmp_path)
-    held = held_by(config, shape, layout, 0)
-    values = {(block.key, block.box): tensor for block, tensor in held.blocks}
+    """The norm of a delta net is float32 in a bfloat16 model, and shares a group of Adam with bfloat16 parameters."""
+    config, shape, layout = hybrid_model(tmp_path)
+    content = state_of(config, shape, layout, 0)
+    values = {(block.key, block.box): tensor for block, tensor in content.blocks}
     weights = {key: tensor for key, tensor in values.items() if not key[0].startswith("optimizer.")}
     float32_keys = {key for (key, _), tensor in weights.items() if tensor.dtype is torch.float32}
     assert float32_keys == {"decoder.layers.0.self_attention.out_norm.weight"}
@@ -182,9 +183,9 @@ def test_an_offloaded_optimizer_steps_on_the_float32_weights_that_were_loaded(
 ) -> None:
     from megatron_dppo.trainer.checkpoint.state import model_state, rank_state, synchronize_masters
 
-    config, shape, layout = hybrid(tmp_path)
-    with rank_of(layout, 0):
-        chunks, optimizer = built(config, shape, layout, {"optimizer_cpu_offload": True})
+    config, shape, layout = hybrid_model(tmp_path)
+    with as_rank(layout, 0):
+        chunks, optimizer = build(config, shape, layout, {"optimizer_cpu_offload": True})
         (norm,) = [
             p for name, p in chunks[0].named_parameters() if name.endswith("out_norm.weight")
         ]

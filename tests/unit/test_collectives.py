@@ -1,4 +1,4 @@
-"""What a rank says of a failed action that all ranks share, in a group of one."""
+"""The errors that a rank reports of a failed action of all ranks, in a group of one rank."""
 
 from __future__ import annotations
 

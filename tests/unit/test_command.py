@@ -1,4 +1,4 @@
-"""The command ``megatron-dppo``: its table, and that it hands over what it is given."""
+"""The command ``megatron-dppo``: its table of commands, and that it passes arguments and exit codes on."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ EXTRAS = (
     *("datasets", "gem", "mlflow", "openai", "openenv", "reasoning_gym"),
     *("sglang", "smg", "trackio", "verifiers", "wandb"),
 )
-"""What only those runs import that ask for it; servers are other processes."""
+"""Modules that only the runs import whose configuration needs them. Servers import theirs in other processes."""
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,18 +29,20 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def imported_by(statement: str, names: Sequence[str]) -> tuple[list[str], str]:
-    """Those of ``names`` that a fresh interpreter has after ``statement``, which holds, and its output before."""
+    """Return which of ``names`` a fresh interpreter has imported after ``statement``, and its output before."""
     code = f"import sys; {statement}; print(*(n for n in {tuple(names)!r} if n in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *output, found = done.stdout.splitlines()
-    return found.split(), "\n".join(output)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    *output, imported = result.stdout.splitlines()
+    return imported.split(), "\n".join(output)
 
 
 def test_help_names_every_command_and_imports_nothing_heavy():
     statement = "from megatron_dppo.__main__ import main; assert main(['--help']) == 0"
-    found, output = imported_by(statement, [*HEAVY, *EXTRAS])
-    assert found == []
+    imported, output = imported_by(statement, [*HEAVY, *EXTRAS])
+    assert imported == []
     assert [name for name in COMMANDS if f"\n  {name} " not in output] == []
 
 
@@ -82,8 +84,8 @@ def test_each_command_has_a_help_of_its_own_under_its_name(name, capsys):
 
 
 def test_the_exit_code_is_the_commands():
-    refused = run("train", "nowhere.yaml")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: ")
-    assert "nowhere.yaml" in refused.stderr
+    result = run("train", "nowhere.yaml")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "nowhere.yaml" in result.stderr
     assert run("status", "--help").returncode == 0

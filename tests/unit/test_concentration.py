@@ -1,4 +1,4 @@
-"""The index of how alike a group's responses are: by hand, against the whole vocabulary, and at both of its ends."""
+"""The concentration, an index of how alike a group's responses are: by hand, against gradients, and at its extremes."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ V = 12
 
 
 def drawn(mu: torch.Tensor, tokens: list[int], k: int = V) -> Trajectory:
-    """A response to one prompt under ``mu`` [n, V], with its TopK of ``k``."""
+    """Return a response of ``tokens`` to one prompt, with log-probabilities and ``k`` TopK entries of ``mu`` [n, V]."""
     top = mu.log().topk(k, -1)
     own = mu.log()[torch.arange(len(tokens)), tokens]
     return Trajectory.of_response(
@@ -31,18 +31,19 @@ def policies(count: int, length: int, spread: float = 1.0) -> torch.Tensor:
 
 
 def test_two_responses_by_hand():
-    """mu = (1/2, 1/2): v = (1/2, -1/2) of token 0, the reverse of token 1. Equal ones: 2; opposite ones: 0."""
+    """With mu = (1/2, 1/2), v is (1/2, -1/2) for token 0, and -v for token 1. The index of two equal responses is 2,
+    that of two opposite ones 0."""
     half = torch.full((1, 2), 0.5, dtype=torch.float64)
     first, second = drawn(half, [0], 2), drawn(half, [1], 2)
     assert concentration_of([first, first]) == pytest.approx(2)
     assert concentration_of([first, second]) == pytest.approx(0)
-    # |(1/2, -1/2) 2|^2 / (1/2 + 1/2 + 1/2) of three, one of them the other way: (1/2) / (3/2).
+    # Two equal responses and an opposite one: |v + v - v|^2 / 3 |v|^2 = (1/2) / (3/2).
     assert concentration_of([first, first, second]) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("k", [V, 4])
 def test_it_is_that_of_the_gradients_by_a_bias_of_the_logits(k):
-    """With all of the vocabulary exactly; with TopK(mu), what it leaves out is taken as 0."""
+    """With the whole vocabulary the index is exact. With TopK(mu), the other tokens count as 0."""
     mu = policies(5, 6, spread=2.0)
     tokens = torch.multinomial(mu.flatten(0, 1), 1).view(5, 6)
     group = [drawn(m, t.tolist(), k) for m, t in zip(mu, tokens, strict=True)]
@@ -52,9 +53,9 @@ def test_it_is_that_of_the_gradients_by_a_bias_of_the_logits(k):
         log_p = (m.log() + bias).log_softmax(-1)[torch.arange(6), t].sum()
         (gradient,) = torch.autograd.grad(log_p, bias)
         if k < V:
-            kept = torch.zeros(6, V, dtype=torch.bool).scatter_(1, m.topk(k).indices, True)
-            kept[torch.arange(6), t] = True
-            gradient = gradient + torch.where(kept, 0.0, m).sum(0)
+            is_in_topk = torch.zeros(6, V, dtype=torch.bool).scatter_(1, m.topk(k).indices, True)
+            is_in_topk[torch.arange(6), t] = True
+            gradient = gradient + torch.where(is_in_topk, 0.0, m).sum(0)
         gradients.append(gradient)
     v = torch.stack(gradients)
     expected = v.sum(0).square().sum() / v.square().sum()
@@ -79,19 +80,23 @@ def test_it_is_a_figure_of_the_batch_only_where_every_response_has_topk():
     row = GroupRow.of(group)
     assert GroupRow(*row).concentration == concentration_of(group)
     assert generated_figures([row])[names.CONCENTRATION] == row.concentration
-    bare = [t.without("topk_ids") for t in group]
-    for without in (bare, [group[0], bare[1]], [Outline.of(t) for t in group]):
-        assert GroupRow.of(without).concentration is None
-    assert names.CONCENTRATION not in generated_figures([GroupRow.of(bare)])
-    both = generated_figures([row, GroupRow.of(bare)])
+    without_topk = [t.without("topk_ids") for t in group]
+    for incomplete_group in (
+        without_topk,
+        [group[0], without_topk[1]],
+        [Outline.of(t) for t in group],
+    ):
+        assert GroupRow.of(incomplete_group).concentration is None
+    assert names.CONCENTRATION not in generated_figures([GroupRow.of(without_topk)])
+    both = generated_figures([row, GroupRow.of(without_topk)])
     assert both[names.CONCENTRATION] == row.concentration
-    # A certain policy has no direction, and its group no index.
+    # If mu is 1 for every sampled token, each v is 0, and the group has no index.
     certain = torch.eye(V, dtype=torch.float64)[:1]
     assert concentration_of([drawn(certain, [0], 1)] * 3) is None
 
 
 def test_a_group_of_equal_responses_is_a_warning_of_the_step():
-    """Three equal ones: 3, above the normal range; 1/3 where one of them goes the other way."""
+    """Three equal responses have the index 3, above the normal range; with one opposite response it is 1/3."""
     half = torch.full((1, 2), 0.5, dtype=torch.float64)
     equal, opposite = drawn(half, [0], 2), drawn(half, [1], 2)
     for group, is_normal in (([equal] * 3, False), ([equal, equal, opposite], True)):

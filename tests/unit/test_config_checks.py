@@ -1,5 +1,4 @@
-"""Every cross-section check: the smallest change of a valid configuration that it refuses, and its
-words."""
+"""Every check across sections: the smallest change of a valid configuration that it refuses, and its message."""
 
 import json
 
@@ -435,29 +434,29 @@ REFUSED = [
     ("overrides", "problem"), REFUSED, ids=[p.split(",")[0] for _, p in REFUSED]
 )
 def test_what_is_refused(problems, overrides, problem):
-    found = problems(*overrides)
-    assert any(line.startswith(problem) for line in found), found
+    faults = problems(*overrides)
+    assert any(line.startswith(problem) for line in faults), faults
 
 
 def test_a_password_in_a_url_is_in_no_message(problems):
     urls = "['http://rob:hunter2@a:3000', 'http://rob:hunter2@a:3000', 'http://:hunter2@b']"
-    found = problems(f"engine.urls={urls}")
-    assert len(found) == 3
-    assert "hunter2" not in "".join(found)
+    faults = problems(f"engine.urls={urls}")
+    assert len(faults) == 3
+    assert "hunter2" not in "".join(faults)
 
 
 def test_texts_for_the_model_may_have_lines(problems):
-    (found,) = problems(
+    (fault,) = problems(
         "rollout.top_k=50",
         r'data.system_prompt="Think.\nThen answer."',
         r'data.prompt_template="Q:\t{prompt}\n"',
         r'rollout.stop=["\n\n", "Q:"]',
     )
-    assert found.startswith("rollout.top_k")
-    (found,) = problems(r'data.system_prompt="\0"')
-    assert found.startswith("data.system_prompt: got '\\x00' (str)")
-    (found,) = problems(r'run.directory="a\nb"')
-    assert found.startswith("run.directory: got 'a\\nb' (str)")
+    assert fault.startswith("rollout.top_k")
+    (fault,) = problems(r'data.system_prompt="\0"')
+    assert fault.startswith("data.system_prompt: got '\\x00' (str)")
+    (fault,) = problems(r'run.directory="a\nb"')
+    assert fault.startswith("run.directory: got 'a\\nb' (str)")
 
 
 REFUSED_FOR_DENSE = [
@@ -483,8 +482,8 @@ def test_what_is_refused_for_a_dense_model(problems, overrides, problem):
 
 
 def test_a_dense_mlp_must_split(problems):
-    (found,) = problems(WORLD + "2", "parallel.tensor=2", model=DENSE | {"intermediate_size": 129})
-    assert mentions(found, "parallel.tensor", 2, 129)
+    (fault,) = problems(WORLD + "2", "parallel.tensor=2", model=DENSE | {"intermediate_size": 129})
+    assert mentions(fault, "parallel.tensor", 2, 129)
 
 
 def test_a_dense_model_needs_no_sequence_parallelism(check):
@@ -492,10 +491,10 @@ def test_a_dense_model_needs_no_sequence_parallelism(check):
 
 
 def test_all_problems_are_one_error(problems):
-    found = problems(
+    faults = problems(
         "rollout.top_p=0.9", WORLD + "3", "model.hf_checkpoint=nowhere", "megatron.bf16=true"
     )
-    keys = [line.split(":")[0] for line in found]
+    keys = [line.split(":")[0] for line in faults]
     assert keys == [
         "rollout.prompts_per_step",
         "rollout.top_p",
@@ -510,14 +509,14 @@ def test_missing_files_of_a_checkpoint(tmp_path, problems):
     key = f"model.hf_checkpoint={model}"
     assert problems(key)[0].startswith(f"model.hf_checkpoint: {model}/config.json: ")
     (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
-    found = "\n".join(problems(key))
-    assert mentions(found, model, "model.safetensors", "model.safetensors.index.json")
-    assert mentions(found, model, "tokenizer.json", "tokenizer.model")
-    assert mentions(found, f"{model}/config.json", "model_type", None, "'llama'")
+    text = "\n".join(problems(key))
+    assert mentions(text, model, "model.safetensors", "model.safetensors.index.json")
+    assert mentions(text, model, "tokenizer.json", "tokenizer.model")
+    assert mentions(text, f"{model}/config.json", "model_type", None, "'llama'")
     (model / "config.json").write_text(json.dumps({**MOE, "hidden_size": 0, "vocab_size": "x"}))
-    found = problems(key)
+    faults = problems(key)
     for value in ("hidden_size is 0", "vocab_size is 'x'"):
-        assert any(f"{model}/config.json: {value}" in problem for problem in found)
+        assert any(f"{model}/config.json: {value}" in problem for problem in faults)
     (model / "config.json").write_text("{")
     assert mentions(problems(key)[0], "model.hf_checkpoint", f"{model}/config.json", "JSON")
 
@@ -537,9 +536,9 @@ def test_a_missing_shard_is_named(tmp_path, problems):
     model = tmp_path / "model"
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     (model / "m-1.safetensors").touch()
-    (found,) = problems()
-    assert mentions(found, 1, 2, "m-2.safetensors")
-    assert "m-1" not in found
+    (fault,) = problems()
+    assert mentions(fault, 1, 2, "m-2.safetensors")
+    assert "m-1" not in fault
 
 
 def test_experts_under_their_other_name(check):
@@ -585,7 +584,7 @@ def test_the_engine_s_split_divides_the_heads(problems, check):
     check("sglang.tp_size=4")  # 4 heads; each of 2 key-value heads is on two ranks
     problem, *others = problems("sglang.tp_size=3")
     assert mentions(problem, "sglang.tp_size", 3, 4)
-    # Nor does it divide the width of the experts.
+    # 3 does not divide the width of the experts either.
     assert all(other.startswith("sglang.tp_size: got 3") for other in others)
 
 
