@@ -110,6 +110,13 @@ def is_the_answer(response: str, answer: str) -> float:
     return float(response == answer)
 
 
+def append_line(response: str, answer: str) -> float:
+    """Append a line to the file ``answer``, so that a test can count the calls."""
+    with Path(answer).open("a") as file:
+        file.write("called\n")
+    return 1.0
+
+
 def end_at_once(response: str, answer: str) -> float:
     """A reward function whose call ends its worker process."""
     os._exit(3)

@@ -250,7 +250,15 @@ def test_an_outage_is_nothing_that_an_answer_is_dropped_for(run_data):
     assert mentions(str(caught.value), 1, 4, "nobody")
 
 
-def test_each_different_answer_is_checked_once(run_data):
+def test_each_different_answer_is_checked_once(run_data, tmp_path):
+    paths = [tmp_path / "first", tmp_path / "second"]
+    name = "tests.unit.planted_rewards:append_line"
+    data = run_data([row(str(path)) for path in paths * 25], reward=name)
+    assert bad_answers({"f": data.train}, RewardConfig(name=name, workers=1)) == {"f": []}
+    assert [path.read_text() for path in paths] == ["called\n"] * 2
+
+
+def test_equal_answers_have_the_same_error(run_data):
     name = "tests.unit.planted_rewards:sleep_and_echo"
     settings = RewardConfig(name=name, timeout_s=0.3, workers=1)
     data = run_data([row("0.9")] * 50, reward=name)

@@ -28,7 +28,7 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
 @pytest.fixture(scope="module")
-def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def valid_tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A valid configuration of a tiny model. The modules are imported here, so that no test measures the imports."""
     folder = tmp_path_factory.mktemp("fuzz")
     save_tiny_model(folder / "model", "qwen3_moe", vocab_size=515)

@@ -585,6 +585,7 @@ def test_the_engine_s_split_divides_the_heads(problems, check):
     problem, *others = problems("sglang.tp_size=3")
     assert mentions(problem, "sglang.tp_size", 3, 4)
     # 3 does not divide the width of the experts either.
+    assert others
     assert all(other.startswith("sglang.tp_size: got 3") for other in others)
 
 
