@@ -235,8 +235,7 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
                 return check_code
             if options.hosts is not None:
                 return _run_on_hosts(config, options.hosts)
-            # None if the run replays saved batches and so needs no servers.
-            sections = ServerSections.of(config).where_generated
+            sections = ServerSections.needed_by(config)
             return run_local(
                 config.run, config.parallel, resolved_yaml(config), sections, MODULE, machine
             )

@@ -95,12 +95,12 @@ class ServerSections:
     def of(cls, config: schema.TrainConfig) -> ServerSections:
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
-    @property
-    def where_generated(self) -> ServerSections | None:
-        """The sections themselves, or None if the run replays saved batches and needs no server."""
-        if self.rollout.replay_from is not None:
+    @classmethod
+    def needed_by(cls, config: schema.TrainConfig) -> ServerSections | None:
+        """Return the sections of a run that needs servers; None if the run replays saved batches."""
+        if config.rollout.replay_from is not None:
             return None
-        return self
+        return cls.of(config)
 
     @property
     def sequence_tokens(self) -> int:

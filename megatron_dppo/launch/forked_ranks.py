@@ -150,8 +150,7 @@ def share_imports(servers: SharedForkServers, config: TrainConfig, output: int) 
 
     The fork servers have this process's environment variables, and write to the descriptor ``output``.
     """
-    # None if the run needs no servers, because it replays saved batches.
-    sections = ServerSections.of(config).where_generated
+    sections = ServerSections.needed_by(config)
     ranks = config.parallel.world_size
     if shares_imports(ranks, gpus=0):
         variables = ranks_environment(ranks, cores_of_ranks(sections))

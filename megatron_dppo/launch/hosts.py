@@ -288,8 +288,7 @@ def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
 
     Raises LaunchError if the roles do not fit, a name has no address, or the run's folder is taken.
     """
-    # None if the run needs no servers, because it replays saved batches.
-    sections = ServerSections.of(config).where_generated
+    sections = ServerSections.needed_by(config)
     placement = place(Roles.of(config.parallel.world_size, sections), hosts.allocation())
     python = hosts.python or sys.executable
     shell = RemoteShell(hosts.shell, python, hosts.environment)

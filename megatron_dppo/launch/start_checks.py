@@ -64,8 +64,7 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
         from megatron_dppo.environments.over_http import absent_services
 
         faults += absent_services(config)
-    # None if the run needs no servers, because it replays saved batches.
-    sections = ServerSections.of(config).where_generated
+    sections = ServerSections.needed_by(config)
     try:
         local_placement(config.parallel.world_size, sections, machine)
     except PlacementError as error:

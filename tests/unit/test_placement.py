@@ -171,7 +171,7 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
     def machine(gpus: int) -> Machine:
         return Machine(cores=2, gpus=gpus, memory_bytes=2**33, open_files=1024)
 
-    ranks, servers = settings.parallel.world_size, ServerSections.of(settings).where_generated
+    ranks, servers = settings.parallel.world_size, ServerSections.needed_by(settings)
     local_placement(ranks, servers, machine(needed))
     if needed > 1:
         with pytest.raises(PlacementError, match=r"do not fit on one host|on hosts of 3, expected"):

@@ -360,7 +360,7 @@ def test_the_recipe_fits_the_gpus(gpus, ranks, shares_the_gpu, dtype):
     if gpus:
         hosts = (Host("here", "127.0.0.1", gpus),)
         placement = place(
-            Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
+            Roles.of(config.parallel.world_size, ServerSections.needed_by(config)),
             Allocation(hosts, first_port=None),
         )
         assert [rank.device for rank in placement.ranks] == list(range(ranks))

@@ -625,7 +625,7 @@ def facts_of(
 
 def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
     """Return the ranks and servers of a run, placed as in ``schedule``. The configuration may place them otherwise."""
-    sections = ServerSections.of(config).where_generated
+    sections = ServerSections.needed_by(config)
     if sections is not None:
         engine = sections.engine.model_copy(update={"placement": schedule.placement})
         sections = replace(sections, engine=engine)

@@ -254,7 +254,7 @@ class Rehearsal:
         for number in range(self.options.nodes):
             name = f"node{number}"
             hosts.append(Host(name, name, self.options.gpus_per_node))
-        sections = ServerSections.of(config).where_generated
+        sections = ServerSections.needed_by(config)
         roles = Roles.of(config.parallel.world_size, sections)
         try:
             return place(roles, Allocation(tuple(hosts)))

@@ -387,7 +387,7 @@ class Submission:
         """Place the run on ``nodes`` nodes; None: on as many nodes as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
-        roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
+        roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
         devices = site.devices({})
         rank_nodes = 0
         filled_roles = roles
@@ -679,5 +679,5 @@ def _checked(
         # The rehearsal's model is tiny: the memory of the recipe's model does not matter.
         if not rehearses:
             faults += memory_faults
-    faults += server_option_faults(ServerSections.of(config).where_generated, site)
+    faults += server_option_faults(ServerSections.needed_by(config), site)
     return submission, memory, faults

@@ -358,7 +358,7 @@ class Start:
     _unfit_nodes: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._sections = ServerSections.of(self.config).where_generated
+        self._sections = ServerSections.needed_by(self.config)
         self._book = AttemptBook(self.directory.path)
 
     def run(self) -> Decision:
@@ -519,7 +519,7 @@ def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) 
     Without GPUs, each server is on one host and has at most ``devices`` devices. The servers do not use the recipe's
     port, because a rehearsal's configuration has no port.
     """
-    sections = ServerSections.of(recipe).where_generated
+    sections = ServerSections.needed_by(recipe)
     roles = Roles.of(recipe.parallel.world_size, sections)
     if on_gpus:
         return roles

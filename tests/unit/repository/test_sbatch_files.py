@@ -33,7 +33,7 @@ def test_it_asks_for_what_its_recipe_fills_and_ends_in_the_supervisor(path):
     for wanted in ("##SBATCH --account=", "##SBATCH --partition=", "# export MEGATRON_DPPO_SITE="):
         assert f"\n{wanted}" in text  # to be put in by whoever needs it
     config = load_config(ROOT / "examples" / "recipes" / f"{path.stem}.yaml")
-    roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
+    roles = Roles.of(config.parallel.world_size, ServerSections.needed_by(config))
     nodes, gpus = int(options["nodes"]), int(options["gpus-per-node"])
     hosts = tuple(Host(f"n{i}", f"n{i}", gpus) for i in range(nodes))
     assert place(roles, Allocation(hosts)).unused == ()
