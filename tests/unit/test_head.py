@@ -282,18 +282,18 @@ BAD = {
 def test_bad_input_is_named(case):
     changes, factor, message = BAD[case]
     pairs, ids, *_ = problem()
-    given = {"hidden": pairs[0][0], "weight": pairs[0][1], **factor}
+    fields = {"hidden": pairs[0][0], "weight": pairs[0][1], **factor}
     arguments = {"target_ids": ids, "vocab_size": V, **changes}
     with pytest.raises(ValueError, match=message):
-        head_stats([HeadFactor(**given)], **arguments)
+        head_stats([HeadFactor(**fields)], **arguments)
 
 
 @pytest.mark.parametrize("dims", [((T - 1, 3), (COLUMNS, 3)), ((T, 3), (COLUMNS - 1, 3))])
 def test_a_second_factor_of_another_length_is_named(dims):
     pairs, ids, *_ = problem()
-    other = HeadFactor(*(torch.zeros(d) for d in dims))
+    second_factor = HeadFactor(*(torch.zeros(d) for d in dims))
     with pytest.raises(ValueError, match=mentioning(T, COLUMNS)):
-        head_stats([HeadFactor(*pairs[0]), other], ids, vocab_size=V)
+        head_stats([HeadFactor(*pairs[0]), second_factor], ids, vocab_size=V)
 
 
 def test_rows_that_are_no_distribution_are_counted():

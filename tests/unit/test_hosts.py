@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -32,10 +33,7 @@ def wait_for(condition) -> None:
 
 @pytest.fixture
 def start_ranks(tmp_path, monkeypatch):
-    """Return a function that starts four ranks on two hosts. After the test they are killed.
-
-    Its first argument says how the ranks end (``forked_rank.py``).
-    """
+    """Return a function that starts four ranks on two hosts; ``how`` says how they end (``forked_rank.py``)."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HF_TOKEN", "hf-4711")
     all_ranks = []
@@ -117,8 +115,10 @@ def test_the_kubernetes_example_is_whole():
     assert service["spec"]["selector"] == template["metadata"]["labels"]
     assert pods["serviceName"] == service["metadata"]["name"]
     assert template["spec"]["serviceAccountName"] == parts["ServiceAccount"]["metadata"]["name"]
-    verbs = {(r, v) for rule in parts["Role"]["rules"] for r in rule["resources"] for v in rule["verbs"]}  # fmt: skip
-    assert ("pods/exec", "create") in verbs
+    permissions = set()
+    for rule in parts["Role"]["rules"]:
+        permissions |= set(itertools.product(rule["resources"], rule["verbs"]))
+    assert ("pods/exec", "create") in permissions
     (container,) = template["spec"]["containers"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}

@@ -287,8 +287,8 @@ def test_the_state_of_a_delta_net_begins_anew_at_every_sequence() -> None:
     start = 0
     for length in LENGTHS:
         rows = slice(start, start + length)
-        alone = [x[rows] for x in (q, k, v, g, beta)]
-        expected, _ = engine_delta_net.delta_rule(*alone, torch.zeros(2, 6, 4))
+        sequence = [x[rows] for x in (q, k, v, g, beta)]
+        expected, _ = engine_delta_net.delta_rule(*sequence, torch.zeros(2, 6, 4))
         torch.testing.assert_close(found[rows], expected, atol=1e-5, rtol=1e-5)
         start += length
 
@@ -308,8 +308,8 @@ def test_the_convolution_sees_no_token_of_another_sequence() -> None:
     found = packed_convolution(x, weight, BOUNDS)
     start = 0
     for length in LENGTHS:
-        alone = torch.nn.functional.pad(x[start : start + length].T[None], (3, 0))
-        sums = torch.nn.functional.conv1d(alone, weight, groups=6)[0].T
+        padded = torch.nn.functional.pad(x[start : start + length].T[None], (3, 0))
+        sums = torch.nn.functional.conv1d(padded, weight, groups=6)[0].T
         expected = torch.nn.functional.silu(sums)
         torch.testing.assert_close(found[start : start + length], expected)
         start += length
@@ -360,8 +360,8 @@ def test_the_engine_decodes_as_it_reads_prompts() -> None:
             outputs.append(output)
         return torch.cat(convolved, 1), torch.cat(outputs, 1)
 
-    whole, parts = run_engine([(0, 9)]), run_engine([(0, 4), (4, 7), (7, 8), (8, 9)])
-    for expected, found in zip(whole, parts, strict=True):
+    at_once, in_steps = run_engine([(0, 9)]), run_engine([(0, 4), (4, 7), (7, 8), (8, 9)])
+    for expected, found in zip(at_once, in_steps, strict=True):
         torch.testing.assert_close(found, expected)
 
 

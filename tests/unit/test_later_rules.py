@@ -340,13 +340,13 @@ def cppo_by_loop(distances, outward, d, low, high, weight_min):
     over = ordered[min(math.floor(place) + 1, count - 1)]
     budget = min(max(under + (place - math.floor(place)) * (over - under), low), high)
     spent = weights_before = 0.0
-    kept = []
+    decisions = []
     for t in range(count):
         w = 1 - (1 - weight_min) * t / max(count - 1, 1)
         z = w * distances[t]
-        kept.append(not outward[t] or z <= min(d, d + budget * weights_before - spent))
+        decisions.append(not outward[t] or z <= min(d, d + budget * weights_before - spent))
         spent, weights_before = spent + z, weights_before + w
-    return kept
+    return decisions
 
 
 def responses(seed, count=5, longest=14):
@@ -402,12 +402,12 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
         lowest = [min([math.exp(v) for v in logs[:t]], default=1.0) for t in range(len(rows))]
         expected = [min(math.exp(v) * low, 5) for v, low in zip(logs, lowest, strict=True)]
         assert minpro[rows].tolist() == pytest.approx(expected)
-        whole = {
+        of_whole_responses = {
             "max": (largest, max(v * v / 2 for v in logs) <= 0.1),
             "mean": (mean, average([math.expm1(v) - v for v in logs]) <= 0.03),
             "drift": (drifted, a >= 0 or -average(logs) <= 0.02),
         }
-        for name, (found, loop) in whole.items():
+        for name, (found, loop) in of_whole_responses.items():
             assert [found[i] for i in rows] == [loop] * len(rows), name
         old = [math.exp(x.recomputed_log_probs[i]) for i in rows]
         mismatch = [math.log(p / mu[i]) for p, i in zip(old, rows, strict=True)]
@@ -416,8 +416,8 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
         band = 0.9 <= math.exp(average(mismatch)) <= 1.1
         assert [geometric[i] for i in rows] == [band and not c for c in clipped]
         near = average([abs(math.expm1(m)) for m in mismatch]) <= 0.15
-        kept = [(near or a * m <= 0) and not c for m, c in zip(mismatch, clipped, strict=True)]
-        assert [vaco[i] for i in rows] == kept
+        loop = [(near or a * m <= 0) and not c for m, c in zip(mismatch, clipped, strict=True)]
+        assert [vaco[i] for i in rows] == loop
 
 
 def test_the_random_responses_fall_on_both_sides():
@@ -432,9 +432,9 @@ def test_the_random_responses_fall_on_both_sides():
     }  # fmt: skip
     for seed in range(8):
         x = responses(seed)[0]
-        for name, given in options.items():
-            of_masked = torch.tensor(trains(name, x, **given))[x.loss_mask]
-            found.setdefault(name, []).append(of_masked)
+        for name, numbers in options.items():
+            decisions = torch.tensor(trains(name, x, **numbers))[x.loss_mask]
+            found.setdefault(name, []).append(decisions)
     for name, parts in found.items():
         assert 0.1 < float(torch.cat(parts).double().mean()) < 0.95, name
 
@@ -448,9 +448,9 @@ def test_a_responses_numbers_do_not_depend_on_what_it_is_packed_with(name):
     for number in range(len(of_responses)):
         rows = torch.nonzero(x.sequence_ids == number).flatten()
         fields = {f: getattr(x, f) for f in x.__dataclass_fields__}
-        alone = {f: None if v is None else v[rows] for f, v in fields.items()}
-        alone["sequence_ids"] = torch.zeros_like(rows)
-        found = decide(algorithm, TokenInputs(**alone))
+        response = {f: None if v is None else v[rows] for f, v in fields.items()}
+        response["sequence_ids"] = torch.zeros_like(rows)
+        found = decide(algorithm, TokenInputs(**response))
         assert torch.equal(found.weight, whole.weight[rows])
         assert torch.equal(found.trains, whole.trains[rows])
 
@@ -502,12 +502,12 @@ def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
 
 def cut_by_sorting(values, limit):
     """Return how many of the smallest values have a mean of at most ``limit``. Equal values all count, or none does."""
-    ordered, kept = sorted(values), 0
+    ordered, count_within = sorted(values), 0
     for count in range(1, len(ordered) + 1):
         is_last_of_equals = count == len(ordered) or ordered[count] != ordered[count - 1]
         if is_last_of_equals and sum(ordered[:count]) <= limit * count:
-            kept = count
-    return kept
+            count_within = count
+    return count_within
 
 
 def level_by_sorting(values, limit):
@@ -582,12 +582,12 @@ def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
     log_ratio[:20] = log_ratio[20:40]  # equal values
     cut = step_rules.second_moment_cut(log_ratio, SIGNS, ONE_REPLICA, second_moment=limit)
     values = log_ratio.square().double()
-    kept = cut_by_sorting(values.tolist(), limit)
-    assert int((values <= cut).sum()) == kept
-    if 0 < kept < 200:
-        below, above = values.sort().values[kept - 1 : kept + 1].tolist()
+    count_within = cut_by_sorting(values.tolist(), limit)
+    assert int((values <= cut).sum()) == count_within
+    if 0 < count_within < 200:
+        below, above = values.sort().values[count_within - 1 : count_within + 1].tolist()
         assert cut == pytest.approx((below + above) / 2, abs=1e-3 * (above - below))
-    assert (kept == 200) == (cut == math.inf) == (limit == 1)
+    assert (count_within == 200) == (cut == math.inf) == (limit == 1)
 
 
 def test_a_step_by_hand_as_areal_reads_it():
@@ -745,18 +745,18 @@ def test_centering_is_nothing_on_policy_and_adds_no_value():
 def test_the_centering_of_a_token_that_does_not_train_has_no_gradient():
     """Centering moves two tokens. The second is blocked because its log mu is -inf, or it is outside the loss mask."""
     pi, mu = two_policies(6)
-    both = centered_inputs(
+    x = centered_inputs(
         pi.expand(2, -1), mu.expand(2, -1), torch.tensor([1, 1]), 3, torch.ones(2, dtype=F64)
     )
     algorithm = build_algorithm("score-centering", {"ratio_cap": 0.5})
-    (twice,) = torch.autograd.grad(policy_loss(algorithm, both).loss, pi, retain_graph=True)
+    (twice,) = torch.autograd.grad(policy_loss(algorithm, x).loss, pi, retain_graph=True)
     once = twice / 2
-    topk = rules.centering(both, 0.5)
+    topk = rules.centering(x, 0.5)
     assert (topk.abs().sum(-1) > 0.01).all()
     mask = torch.tensor([True, False])
-    with_infinity = both.rollout_log_probs.clone()
+    with_infinity = x.rollout_log_probs.clone()
     with_infinity[1] = -math.inf
-    for blocked in (replace(both, loss_mask=mask), replace(both, rollout_log_probs=with_infinity)):
+    for blocked in (replace(x, loss_mask=mask), replace(x, rollout_log_probs=with_infinity)):
         loss = policy_loss(algorithm, blocked).loss
         (found,) = torch.autograd.grad(loss, pi, retain_graph=True)
         torch.testing.assert_close(found, once)

@@ -64,20 +64,20 @@ def test_every_module_has_a_layer():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_down(path):
-    here = part_of(path)
+    own_part = part_of(path)
     for name in imported(path):
         parts = name.split(".")
         if (
             parts[0] != "megatron_dppo"
             or len(parts) < 2
             or parts[1] not in LEVEL
-            or parts[1] == here
+            or parts[1] == own_part
         ):
             continue
-        there = parts[1]
-        is_below = LEVEL[there] < LEVEL[here]
+        imported_part = parts[1]
+        is_below = LEVEL[imported_part] < LEVEL[own_part]
         assert is_below, (
-            f"{path.relative_to(PACKAGE)} ({here}) imports {name}: {there} is not below {here}"
+            f"{path.relative_to(PACKAGE)} ({own_part}) imports {name}: {imported_part} is not below {own_part}"
         )
 
 

@@ -66,23 +66,19 @@ class WatchedLearner:
                 "training": config.training.model_copy(update={"prompts_per_mini_batch": 1}),
             }
         )
-        built_algorithm = build_algorithm(algorithm, options or {})
-        self.trainer = Trainer(
-            self.config, StatsSpec(topk=built_algorithm.reads_topk, entropy=True)
-        )
-        self.learner = Learner(self.config, self.trainer, built_algorithm, 0)
+        rule = build_algorithm(algorithm, options or {})
+        self.trainer = Trainer(self.config, StatsSpec(topk=rule.reads_topk, entropy=True))
+        self.learner = Learner(self.config, self.trainer, rule, 0)
         self.steps: list[tuple[dict[str, Any], Any]] = []
         train = self.trainer.train_mini_batch
 
-        def train_and_record(
-            micro_batches: Any, loss: Any, denominator: float, **keywords: Any
-        ) -> Any:
+        def record_step(micro_batches: Any, loss: Any, denominator: float, **keywords: Any) -> Any:
             arguments = {"micro_batches": micro_batches, "denominator": denominator, **keywords}
             result = train(micro_batches, loss, denominator, **keywords)
             self.steps.append((arguments, result))
             return result
 
-        self.trainer.train_mini_batch = train_and_record  # type: ignore[method-assign]
+        self.trainer.train_mini_batch = record_step  # type: ignore[method-assign]
 
     def plan(self, data: list[Trajectory], **figures: float) -> PlannedBatch:
         batch = RolloutBatch([Outline.of(t) for t in data], dict(enumerate(data)), figures, {})

@@ -138,8 +138,10 @@ def _is_zombie(pid: int) -> bool:
 
 
 def test_another_process_under_the_holders_id_is_not_the_holder(tmp_path: Path) -> None:
-    own = Holder.of_this_process()
-    LeaseFiles(tmp_path).install(replace(own, nonce="0" * 16, pid_start=own.pid_start - 1))
+    this_process = Holder.of_this_process()
+    LeaseFiles(tmp_path).install(
+        replace(this_process, nonce="0" * 16, pid_start=this_process.pid_start - 1)
+    )
     with Lease(tmp_path) as lease:
         lease.fence.check()
 
@@ -152,15 +154,16 @@ def test_of_racing_starts_exactly_one_wins(starters: Starters, before: str) -> N
         starters.start_holder().kill()
         starters.all[0].wait()
     begin = time.time() + 1.0
-    racing = [starters.start(begin) for _ in range(6)]
+    racers = [starters.start(begin) for _ in range(6)]
     winners = []
-    for process in racing:
+    for process in racers:
         assert process.stdout is not None
         line = process.stdout.readline()
-        winners += [line.split()[1]] if line.startswith("taken") else []
+        if line.startswith("taken"):
+            winners.append(line.split()[1])
     assert len(winners) == 1
     assert json.loads((starters.folder / "lease.json").read_text())["nonce"] == winners[0]
-    refusals = [process.communicate()[1] for process in racing]  # closes the winner's input
+    refusals = [process.communicate()[1] for process in racers]  # closes the winner's input
     assert sum(text.startswith("refused: ") for text in refusals) == 5
 
 
@@ -213,13 +216,13 @@ def test_an_earlier_attempt_of_the_same_job_is_succeeded_at_once(
 
 
 def test_a_start_that_died_between_its_claim_and_the_lease_is_succeeded(tmp_path: Path) -> None:
-    own = Holder.of_this_process()
-    dead = replace(own, nonce="0" * 16, pid_start=own.pid_start - 1)
+    this_process = Holder.of_this_process()
+    dead = replace(this_process, nonce="0" * 16, pid_start=this_process.pid_start - 1)
     dead_claimant = replace(dead, nonce="1" * 16)
     files = LeaseFiles(tmp_path)
     files.install(dead)
     assert files.claim(dead, dead_claimant)
-    assert not files.claim(dead, own)
+    assert not files.claim(dead, this_process)
     with Lease(tmp_path) as lease:
         lease.fence.check()
         # The files of earlier starts are gone. The only file is the holder's own beat.
@@ -242,11 +245,11 @@ def test_ranks_of_an_earlier_start_under_the_same_lease_are_fenced(tmp_path: Pat
 
 
 def test_a_living_claimant_is_the_one_in_the_way(tmp_path: Path, starters: Starters) -> None:
-    own = Holder.of_this_process()
+    this_process = Holder.of_this_process()
     files = LeaseFiles(tmp_path)
-    files.install(replace(own, nonce="0" * 16, pid_start=own.pid_start - 1))
-    files.claim(files.holder(), replace(own, nonce="1" * 16))
-    with pytest.raises(LeaseError, match=f"process {own.pid} "):
+    files.install(replace(this_process, nonce="0" * 16, pid_start=this_process.pid_start - 1))
+    files.claim(files.holder(), replace(this_process, nonce="1" * 16))
+    with pytest.raises(LeaseError, match=f"process {this_process.pid} "):
         Lease(tmp_path).take()
 
 
@@ -255,9 +258,9 @@ def test_a_claim_on_a_lease_that_was_replaced_meanwhile_is_given_up(
 ) -> None:
     """In a race of two starts, the slow one claims the lease after the winner has removed its own claim. So the second
     claim succeeds too, but the slow start finds the winner and gives up."""
-    own = Holder.of_this_process()
-    dead = replace(own, nonce="0" * 16, pid_start=own.pid_start - 1)
-    winner = replace(own, nonce="1" * 16)
+    this_process = Holder.of_this_process()
+    dead = replace(this_process, nonce="0" * 16, pid_start=this_process.pid_start - 1)
+    winner = replace(this_process, nonce="1" * 16)
     LeaseFiles(tmp_path).install(dead)
     claim = LeaseFiles.claim
 

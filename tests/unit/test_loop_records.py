@@ -71,8 +71,8 @@ def test_a_runs_end_names_the_environment_that_failed(tmp_path, caplog):
     found = json.loads((tmp_path / "summary.json").read_text())["environment_faults"]
     assert [fault["environment"] for fault in found] == [name] * len(found)
     counts = {fault["reason"]: fault["count"] for fault in found}
-    shown = {f"reason {i}": 1 for i in range(19)}
-    assert counts == {"crashed": 40, "other reasons": 11, "too long": 1, **shown}
+    listed_reasons = {f"reason {i}": 1 for i in range(19)}
+    assert counts == {"crashed": 40, "other reasons": 11, "too long": 1, **listed_reasons}
     assert found[0]["reason"] == "crashed"
     *_, warning, last_line = [record.getMessage() for record in caplog.records]
     assert warning == (
@@ -115,8 +115,8 @@ def test_a_later_evaluation_shows_at_its_step_everywhere(tmp_path, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [["1/2", "0.125"], ["1/2", "0.500"], ["2/2", "0.250"]]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (shown,) = events.Scalars("evaluation/sums/accuracy")
-    assert (shown.step, shown.value) == (1, 0.5)
+    (accuracy,) = events.Scalars("evaluation/sums/accuracy")
+    assert (accuracy.step, accuracy.value) == (1, 0.5)
     assert [event.step for event in events.Scalars(names.REWARD)] == [1, 2]
 
 
@@ -428,8 +428,8 @@ def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path, content, cap
         (tmp_path / "metrics.jsonl").write_text(content)
     with recorder_of(config(tmp_path), 0, 2) as recorder:
         assert not recorder.lacks_evaluation(since=0)
-        held = 1 if content and content.endswith("\n") else 0
-        assert f"metrics.jsonl holds {held} of the 3 records before step 3" in caplog.text
+        count = 1 if content and content.endswith("\n") else 0
+        assert f"metrics.jsonl holds {count} of the 3 records before step 3" in caplog.text
         recorder.finish(None)
     assert "no trained step is recorded" in caplog.text
     assert not (tmp_path / "summary.json").exists()

@@ -36,13 +36,13 @@ def test_what_travels_comes_back():
             "loss_trains": np.ones(count, np.bool_),
         }
 
-    sent = {9: columns(2), 3: columns(1)}
-    received = _decoded(_encoded(sent))
-    assert set(received) == {9, 3}
-    for position, expected in sent.items():
+    by_position = {9: columns(2), 3: columns(1)}
+    decoded = _decoded(_encoded(by_position))
+    assert set(decoded) == {9, 3}
+    for position, expected in by_position.items():
         for name, array in expected.items():
-            assert np.array_equal(received[position][name], array)
-            assert received[position][name].dtype == array.dtype
+            assert np.array_equal(decoded[position][name], array)
+            assert decoded[position][name].dtype == array.dtype
     assert _decoded(_encoded({})) == {}
 
 
@@ -77,8 +77,8 @@ def test_every_preset_records_what_its_mask_compared(name):
         )  # fmt: skip
         loss(stats, batch)
     found = {}
-    for batch, seen in record._parts:
-        found |= by_response(batch, seen)
+    for batch, values in record._parts:
+        found |= by_response(batch, values)
     assert sorted(found) == [0, 1, 2, 4]
     for position, columns in found.items():
         response = trajectories[position].with_columns(**columns)  # fails on another shape or dtype

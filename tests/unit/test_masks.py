@@ -70,9 +70,9 @@ def test_divergence_exactly_at_the_threshold_trains():
 def test_every_divergence_has_a_threshold_for_each_sign(mask, distance):
     # The sampled token rises from mu = 1/2 to 3/4, or falls to 1/4. TopK(mu) is the other token, so nothing is left for
     # "other".
-    rest = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    other_pi = torch.tensor([0.25, 0.75], dtype=torch.float64)
     x = inputs([0.75, 0.25], [0.5, 0.5], [1.0, -1.0],
-               topk_log_probs=torch.stack([rest, 1 - rest], 1).log(),
+               topk_log_probs=torch.stack([other_pi, 1 - other_pi], 1).log(),
                rollout_topk_log_probs=torch.full((2, 2), 0.5, dtype=torch.float64).log(),
                topk_valid=torch.ones(2, 2, dtype=torch.bool))  # fmt: skip
     kind = mask.split("_")[1]

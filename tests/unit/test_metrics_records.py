@@ -113,7 +113,8 @@ def test_a_fresh_run_starts_the_file_anew(tmp_path):
 
 def test_every_row_names_a_divisor_and_a_panel_that_there_are():
     assert {row.divisor for row in METRICS.values()} - {None} <= set(METRICS)
-    panels = {panel for row in METRICS.values() if row.line and (panel := row.line.panel)}
+    lines = [row.line for row in METRICS.values() if row.line]
+    panels = {line.panel for line in lines if line.panel}
     assert panels == {"gap", "masked", "entropy", "reward", "length", "memory", "tflops", "mfu",
                      "update seconds", "update bytes", "age", "waiting", "turns", "prefix", "accepted"}  # fmt: skip
 

@@ -193,11 +193,11 @@ def test_a_bar_on_a_terminal_counts_and_leaves_no_line():
     with progress("generate", 8, console=output) as tracker:
         tracker.update(completed=7, note="slowest")
         tracker.advance()
-    shown = output.file.getvalue()
-    assert "8/8" in shown
-    assert "slowest" in shown
-    assert shown.endswith("\x1b[2K")  # the line is erased
-    assert "(done)" not in shown
+    text = output.file.getvalue()
+    assert "8/8" in text
+    assert "slowest" in text
+    assert text.endswith("\x1b[2K")  # the line is erased
+    assert "(done)" not in text
 
 
 def test_bars_may_be_nested():
@@ -209,9 +209,9 @@ def test_bars_may_be_nested():
         inner.advance(3)
         time.sleep(0.5)  # both are drawn by the outer bar's own thread, ten times a second
         outer.advance(2)
-    shown = output.file.getvalue()
-    assert "3/8" in shown
-    assert "2/2" in shown
+    text = output.file.getvalue()
+    assert "3/8" in text
+    assert "2/2" in text
 
 
 def test_a_quiet_rank_shows_nothing():

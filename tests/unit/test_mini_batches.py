@@ -62,6 +62,11 @@ def make_plans(batch, config, layout):
     return learning.plan_mini_batches(batch, *sections, layout)
 
 
+def responses_of(plan):
+    """Return the positions of all responses of a mini-batch, in order."""
+    return sorted(i for rank in plan.positions for rows in rank for i in rows)
+
+
 def answers(truncated=()):
     return [
         Trajectory.of_response(
@@ -129,8 +134,7 @@ def test_every_response_has_one_place_and_the_denominator_is_global(dp_size):
     plans = make_plans(answers(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
     assert [plan.denominator for plan in plans] == [11, 21]
     for plan, expected in zip(plans, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
-        placed = [i for rank in plan.positions for rows in rank for i in rows]
-        assert sorted(placed) == expected
+        assert responses_of(plan) == expected
         assert len({len(rank) for rank in plan.positions}) == 1
 
 
@@ -234,9 +238,7 @@ def test_a_mini_batch_is_whole_groups_and_tells_its_cost():
         AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1, micro_batch_tokens=8)
     )
     plans = make_plans(answers(), one_prompt, BatchLayout(0, 2))
-    assert [sorted(i for rank in p.positions for rows in rank for i in rows) for p in plans] == [
-        [0, 1], [2, 3], [4, 5], [6, 7],
-    ]  # fmt: skip
+    assert [responses_of(plan) for plan in plans] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [plan.cost for plan in plans] == [12, 7, 12, 17]
     # Both replicas have one sequence. In the first mini-batch they work 5 and 7: 2 of 2 x 7 are idle.
     assert [plan.idle for plan in plans] == pytest.approx([1 / 7, 1 / 8, 0, 1 / 18])

@@ -1,4 +1,4 @@
-"""The model's arithmetic in a second, and its share of what a GPU can do."""
+"""The model's FLOPs in a second, and their share of a GPU's peak."""
 
 import pytest
 

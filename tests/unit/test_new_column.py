@@ -120,14 +120,16 @@ def exchange_worker() -> dict[str, Any]:
     layout = Layout(data=2)
     init_distributed(layout.world_size)
     topology = init_topology(layout)
-    own = batch()[topology.dp_rank]
-    outlines, held = announce([own], topology, 1, range(2))
-    delivery = ColumnExchange(topology, {"width": WIDTH}).deliver(outlines, held, [{1}, {0}])
+    own_trajectory = batch()[topology.dp_rank]
+    outlines, own_trajectories = announce([own_trajectory], topology, 1, range(2))
+    delivery = ColumnExchange(topology, {"width": WIDTH}).deliver(
+        outlines, own_trajectories, [{1}, {0}]
+    )
     other = 1 - topology.dp_rank
     expected = batch()[other].columns["hidden"]
     packed = pack([delivery.trajectories[other]], indices=[other], forms=delivery.forms)
     return {
-        "before": list(held),
+        "before": list(own_trajectories),
         "after": list(delivery.trajectories),
         "unchanged": same_column(delivery.trajectories[other].columns["hidden"], expected),
         "form": [delivery.forms["hidden"].dtype, list(delivery.forms["hidden"].trailing)],

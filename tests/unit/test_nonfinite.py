@@ -261,12 +261,9 @@ def test_what_rounding_makes_and_what_is_not_valid_is_accepted():
 
 def test_token_inputs_still_take_any_shape():
     x = complete_inputs()
+    fields = {name: getattr(x, name) for name in x.__dataclass_fields__}
     shaped = TokenInputs(
-        **{
-            name: value.view(3, 8, *value.shape[1:])
-            for name in x.__dataclass_fields__
-            if (value := getattr(x, name)) is not None
-        }
+        **{n: v.view(3, 8, *v.shape[1:]) for n, v in fields.items() if v is not None}
     )
     for name in PRESETS:
         flat, square = (policy_loss(build_algorithm(name), v).loss for v in (x, shaped))

@@ -67,8 +67,8 @@ def test_a_tool_s_output_between_two_turns_trains_nothing():
     assert batch.loss_mask.int().tolist() == [1, 1, 0, 0, 1, 0, 1, 0, 0, 0]
     assert batch.advantages.tolist() == [2, 2, 0, 0, 2, 0, 1, 0, 0, 0]
     assert batch.columns["rollout_log_probs"].tolist() == [-1, -2, 0, 0, -3, 0, -0.5, 0, 0, 0]
-    own, other = unpack_sampled([turns, sample([4], [5])], batch.target_ids)
-    assert (own.tolist(), other.tolist()) == ([21, 22, 23], [5])
+    first, second = unpack_sampled([turns, sample([4], [5])], batch.target_ids)
+    assert (first.tolist(), second.tolist()) == ([21, 22, 23], [5])
 
 
 def test_no_padding_sequence_where_the_tokens_fill_the_multiple():
@@ -239,7 +239,7 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(batch_and_trains, parts
         for t in trajectories
     ]
     options = {"trains": trains, "pad_multiple": parts * multiple}
-    whole = pack(routed, **options)
+    undivided = pack(routed, **options)
     shares = [
         pack(
             routed,
@@ -250,11 +250,11 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(batch_and_trains, parts
     ]
     if trajectories:
         for packed in shares:  # a column with a row for each sampled token is not divided
-            assert torch.equal(*(p.columns["rollout_log_probs"] for p in (packed, whole)))
+            assert torch.equal(*(p.columns["rollout_log_probs"] for p in (packed, undivided)))
         for tensors in ("columns", "valid"):
             rows = [getattr(packed, tensors)["routed_experts"] for packed in shares]
-            assert {len(r) for r in rows} == {whole.num_tokens // parts}
-            assert torch.equal(torch.cat(rows), getattr(whole, tensors)["routed_experts"])
+            assert {len(r) for r in rows} == {undivided.num_tokens // parts}
+            assert torch.equal(torch.cat(rows), getattr(undivided, tensors)["routed_experts"])
 
 
 def test_a_batch_with_further_columns_keeps_its_own():
