@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from megatron_dppo.model.shape import TRAINER_PARTS
 from megatron_dppo.trainer import parking, platform
-from megatron_dppo.trainer.parking import ParkedError, Parker
+from megatron_dppo.trainer.parking import ParkedError, Parker, drop_quantised_weights
 from tests.messages import mentioning
 
 
@@ -120,8 +120,6 @@ def test_what_never_changes_is_copied_once(tensors: TrainerTensors, parker: Park
 
 
 def test_quantised_copies_of_weights_are_dropped() -> None:
-    from megatron_dppo.trainer.parking import drop_quantised_weights
-
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     copies = {"weight": torch.zeros(16, dtype=torch.uint8)}
     model[1]._fp8_workspaces = copies  # type: ignore[assignment]

@@ -16,8 +16,8 @@ from tests.unit.config_files import minimal
 
 
 def hosts(count: int, devices: int | None = 8) -> Allocation:
-    names = range(1, count + 1)
-    return Allocation(tuple(Host(f"n{i}", f"10.0.0.{i}", devices) for i in names), 21000)
+    numbers = range(1, count + 1)
+    return Allocation(tuple(Host(f"n{i}", f"10.0.0.{i}", devices) for i in numbers), 21000)
 
 
 def servers_of(placement) -> list[tuple[str, int, int]]:
@@ -188,9 +188,9 @@ def test_a_machine_without_gpus_takes_everything(tmp_path):
 
 
 def two_groups(first: int, second: int, devices: int = 8) -> Allocation:
-    names = range(1, first + second + 1)
+    numbers = range(1, first + second + 1)
     return Allocation(
-        tuple(Host(f"n{i}", f"10.0.0.{i}", devices, int(i > first)) for i in names), 21000
+        tuple(Host(f"n{i}", f"10.0.0.{i}", devices, int(i > first)) for i in numbers), 21000
     )
 
 

@@ -65,9 +65,9 @@ def test_the_table_in_the_docs_is_the_golden_copy():
 
 def test_every_algorithm_that_a_help_or_a_page_has_somebody_ask_for_is_a_row():
     texts = [p.read_text() for p in (*DOCS.parent.rglob("*.md"), *PACKAGE.rglob("*.py"))]
-    asked = {name for t in texts for name in re.findall(r"--algorithm ([a-z][\w.-]*)", t)}
-    assert "cppo-binary-tv" in asked
-    assert asked <= set(PRESETS)
+    mentioned_names = {name for t in texts for name in re.findall(r"--algorithm ([a-z][\w.-]*)", t)}
+    assert "cppo-binary-tv" in mentioned_names
+    assert mentioned_names <= set(PRESETS)
 
 
 def test_every_name_that_the_configuration_takes_is_implemented():
@@ -78,11 +78,11 @@ def test_every_name_that_the_configuration_takes_is_implemented():
 
 def test_a_row_measures_what_its_mask_compares():
     """Otherwise a step's records contain another divergence than the one that the mask bounds."""
-    measured = {name: row.divergence for name, row in PRESETS.items() if row.divergence}
-    bounded = {n for n, row in PRESETS.items() if {"tv_threshold", "kl_threshold"} & set(row.stability)}  # fmt: skip
-    assert set(measured) == bounded
-    masks = {name: PRESETS[name].mask for name in measured}
-    exceptions = {n: (masks[n], measured[n]) for n in measured if masks[n] != measured[n]}
+    divergences = {name: row.divergence for name, row in PRESETS.items() if row.divergence}
+    thresholds = {"tv_threshold", "kl_threshold"}
+    assert set(divergences) == {n for n, row in PRESETS.items() if thresholds & set(row.stability)}
+    masks = {name: PRESETS[name].mask for name in divergences}
+    exceptions = {n: (masks[n], divergences[n]) for n in divergences if masks[n] != divergences[n]}
     assert exceptions == {
         "cppo-binary-tv": ("prefix_budget", "binary_tv"),
         "cppo-topk-tv": ("prefix_budget", "topk_tv"),
@@ -95,18 +95,18 @@ def test_a_row_measures_what_its_mask_compares():
         "kpop": ("kpop", "binary_kl_both_ways"),
     }
     assert all(
-        PRESETS[n].fixed["measure"] == measured[n] for n in exceptions if n.startswith("cppo")
+        PRESETS[n].fixed["measure"] == divergences[n] for n in exceptions if n.startswith("cppo")
     )
 
 
 def test_what_each_algorithm_costs_is_declared():
-    built = {name: build_algorithm(name) for name in PRESETS}
-    assert {n for n, a in built.items() if a.needs_recomputed} == {
+    algorithms = {name: build_algorithm(name) for name in PRESETS}
+    assert {n for n, a in algorithms.items() if a.needs_recomputed} == {
         "minirl", "minirl-tis", "dppo-decoupled-binary-tv", "dppo-decoupled-binary-kl",
         "mask-0.5-recompute", "icepop", "recomputed-exact-tv", "recomputed-exact-kl",
         "geometric-mask", "vaco", "triage",
     }  # fmt: skip
-    assert {n: a.topk for n, a in built.items() if a.topk} == {
+    assert {n: a.topk for n, a in algorithms.items() if a.topk} == {
         **dict.fromkeys(
             [
                 *("dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "cppo-topk-kl"),
@@ -116,24 +116,27 @@ def test_what_each_algorithm_costs_is_declared():
         ),
         "score-centering": 32,
     }
-    assert {n for n, a in built.items() if a.needs_full_distribution} == {
+    assert {n for n, a in algorithms.items() if a.needs_full_distribution} == {
         "dppo-exact-tv",
         "dppo-exact-kl",
         "pdm-exact",
     }
-    assert {n for n, a in built.items() if a.needs_recomputed_distribution} == {
+    assert {n for n, a in algorithms.items() if a.needs_recomputed_distribution} == {
         "recomputed-exact-tv",
         "recomputed-exact-kl",
     }
-    assert {n for n, a in built.items() if a.reads_topk} == {
+    assert {n for n, a in algorithms.items() if a.reads_topk} == {
         n for n in PRESETS if any(word in n for word in ("topk", "exact", "pdm", "center", "troll"))
     }
-    assert {n for n, a in built.items() if a.step_bound} == {"m2po", "m2po-areal"}
-    assert {n for n, a in built.items() if a.needs_sum_squares} == {"pdm-tail"}
+    assert {n for n, a in algorithms.items() if a.step_bound} == {"m2po", "m2po-areal"}
+    assert {n for n, a in algorithms.items() if a.needs_sum_squares} == {"pdm-tail"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.projects} == {"troll"}
-    assert {n for n, a in built.items() if a.needs_topk_gradient} == {"score-centering", "troll"}
-    assert {n for n, a in built.items() if a.correction} == {"triage"}
+    assert {n for n, a in algorithms.items() if a.needs_topk_gradient} == {
+        "score-centering",
+        "troll",
+    }
+    assert {n for n, a in algorithms.items() if a.correction} == {"triage"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
         "gspo", "cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "gmpo", "minpro",
         "trm-max", "trm-mean", "geometric-mask", "vaco", "off-policy-sequence-mask",

@@ -24,9 +24,9 @@ def test_the_step_that_was_asked_for_has_a_trace(tmp_path):
     (trace,) = (tmp_path / "profile").iterdir()
     assert trace.name == "step2-rank0.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    named = [event.get("name") for event in events]
-    assert named.count("aten::mm") == 1
-    assert "[memory]" in named
+    names = [event.get("name") for event in events]
+    assert names.count("aten::mm") == 1
+    assert "[memory]" in names
 
 
 def test_other_ranks_trace_nothing(tmp_path):

@@ -57,15 +57,15 @@ def test_the_projection_is_the_one_of_a_plain_solver(seed, k):
     pi, mu = logits.softmax(-1), mu_logits.softmax(-1)
     order = mu.argsort(descending=True).tolist()
     for sampled in range(7):
-        kept = order[:k] + ([] if sampled in order[:k] else [sampled])
-        rest = [i for i in range(7) if i not in kept]
-        buckets = [[i] for i in kept] + ([rest] if rest else [])
+        kept_ids = order[:k] + ([] if sampled in order[:k] else [sampled])
+        rest = [i for i in range(7) if i not in kept_ids]
+        buckets = [[i] for i in kept_ids] + ([rest] if rest else [])
         masses = [[float(p[b].sum()) for b in buckets] for p in (pi, mu)]
         p = solve_projection(*masses, BOUND)
-        found = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
-        at = kept.index(sampled)
-        assert found.log_ratio.exp().item() == pytest.approx(p[at] / masses[1][at], rel=1e-9)
-        assert found.distance.item() == pytest.approx(kl(masses[0], p), rel=1e-6, abs=1e-12)
+        result = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
+        at = kept_ids.index(sampled)
+        assert result.log_ratio.exp().item() == pytest.approx(p[at] / masses[1][at], rel=1e-9)
+        assert result.distance.item() == pytest.approx(kl(masses[0], p), rel=1e-6, abs=1e-12)
         assert kl(p, masses[1]) <= BOUND * (1 + 1e-9)
 
 
@@ -83,9 +83,9 @@ def test_a_policy_within_the_bound_is_left_as_it_is():
     troll = build_algorithm("troll", {"kl_bound": distance * 1.001, "topk": 7})
     leaf = logits.clone().requires_grad_()
     x = tokens_of(leaf, mu_logits, range(7), 7)
-    (found,) = torch.autograd.grad(policy_loss(troll, x).loss, leaf, retain_graph=True)
+    (gradient,) = torch.autograd.grad(policy_loss(troll, x).loss, leaf, retain_graph=True)
     (plain,) = torch.autograd.grad(policy_loss(build_algorithm("pg-is"), x).loss, leaf)
-    assert torch.equal(found, plain)
+    assert torch.equal(gradient, plain)
 
 
 def objective(logits, mu_logits, sampled, k, advantage, fixed, regression):
@@ -93,14 +93,14 @@ def objective(logits, mu_logits, sampled, k, advantage, fixed, regression):
 
     ``fixed`` is the projection at the logits where the gradient is tested: the regression has no gradient through it.
     """
-    found = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
+    result = projection.projected(tokens_of(logits, mu_logits, [sampled], k), BOUND)
     mu = mu_logits.softmax(-1)
     order = mu.argsort(descending=True).tolist()
-    kept = order[:k] + ([] if sampled in order[:k] else [sampled])
+    kept_ids = order[:k] + ([] if sampled in order[:k] else [sampled])
     pi = logits.softmax(-1)
-    masses = [float(pi[i]) for i in kept]
+    masses = [float(pi[i]) for i in kept_ids]
     masses.append(max(1 - sum(masses), 4 * torch.finfo(F64).eps))
-    return -advantage * found.log_ratio.exp().item() + regression * kl(masses, fixed)
+    return -advantage * result.log_ratio.exp().item() + regression * kl(masses, fixed)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,17 @@ def test_the_gradient_goes_through_the_projection_and_its_constraint(seed, sampl
     logits, mu_logits = policies(seed + 10, spread=2.0)
     pi, mu = logits.softmax(-1), mu_logits.softmax(-1)
     order = mu.argsort(descending=True).tolist()
-    kept = order[:k] + ([] if sampled in order[:k] else [sampled])
+    kept_ids = order[:k] + ([] if sampled in order[:k] else [sampled])
     masses = []
     for p in (pi, mu):
-        inside = [float(p[i]) for i in kept]
-        masses.append([*inside, max(1 - sum(inside), 4 * torch.finfo(F64).eps)])
+        kept_masses = [float(p[i]) for i in kept_ids]
+        masses.append([*kept_masses, max(1 - sum(kept_masses), 4 * torch.finfo(F64).eps)])
     assert kl(*masses) > 1.1 * BOUND
     fixed = solve_projection(*masses, BOUND)
     leaf = logits.clone().requires_grad_()
     algorithm = build_algorithm("troll", {"topk": k, "regression": 0.7})
     sums = policy_loss(algorithm, tokens_of(leaf, mu_logits, [sampled], k, advantage))
-    (found,) = torch.autograd.grad(sums.loss, leaf)
+    (gradient,) = torch.autograd.grad(sums.loss, leaf)
     value = objective(logits, mu_logits, sampled, k, advantage, fixed, 0.7)
     assert sums.loss.item() == pytest.approx(value)
     penalty = sums.metrics.values()["loss/penalty"]
@@ -134,7 +134,7 @@ def test_the_gradient_goes_through_the_projection_and_its_constraint(seed, sampl
             for s in (1, -1)
         ]
         expected = (ends[0] - ends[1]) / 2e-5
-        assert found[i].item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+        assert gradient[i].item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
 def test_the_regression_draws_pi_into_the_ball():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -130,8 +131,6 @@ def test_a_written_config_says_the_type_of_its_weights(tmp_path: Path) -> None:
 
 
 def test_a_float32_decay_of_a_bfloat16_checkpoint_is_kept_by_conversion(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     hf = save_tiny_model(tmp_path / "hf", "qwen3_5_moe", dtype=torch.bfloat16)
     tensors = tensors_of(hf)
     for name in tensors:

@@ -44,15 +44,16 @@ def read_keys(path: Path) -> list[int]:
 
 
 def test_a_response_is_read_as_it_was_kept(path: Path) -> None:
-    found = list(read_frames(path))
-    for number, kept in enumerate(found):
+    responses = list(read_frames(path))
+    assert len(responses) == 3
+    for number, stored in enumerate(responses):
         expected = response(number)
-        assert kept.key == (number, 1)
-        assert Score(**kept.score) == Score(**expected.score)
-        assert kept.trajectory.digests() == expected.trajectory.digests()
-        assert kept.trajectory.stamp == expected.trajectory.stamp
-        assert kept.trajectory.text == expected.trajectory.text
-        assert kept.trajectory.version_spans == expected.trajectory.version_spans
+        assert stored.key == (number, 1)
+        assert Score(**stored.score) == Score(**expected.score)
+        assert stored.trajectory.digests() == expected.trajectory.digests()
+        assert stored.trajectory.stamp == expected.trajectory.stamp
+        assert stored.trajectory.text == expected.trajectory.text
+        assert stored.trajectory.version_spans == expected.trajectory.version_spans
 
 
 def test_a_torn_frame_ends_the_file_and_is_replaced_by_the_next(path: Path) -> None:

@@ -220,8 +220,8 @@ def test_the_weighted_sum_by_hand():
         1.5, timed_out=True, components={"right": 1.0, "short": -2.0, "short/tokens": 7.0},
         reason="right: it is 3",
     )  # fmt: skip
-    alone = weighted_sum({"short": scores["short"]}, {"short": 0.5})
-    assert (alone.value, alone.components) == (-1.0, {"tokens": 7.0})
+    single = weighted_sum({"short": scores["short"]}, {"short": 0.5})
+    assert (single.value, single.components) == (-1.0, {"tokens": 7.0})
     with_unavailable = scores | {"judge": Score.without_value("refused")}
     total = weighted_sum(with_unavailable, dict.fromkeys(with_unavailable, 1.0))
     assert math.isnan(total.value)
@@ -230,8 +230,8 @@ def test_the_weighted_sum_by_hand():
         with_unavailable | {"x": Score(0.0, refusal="no")}, dict.fromkeys("x", 1.0)
     )
     assert refused.refusal == "reward x: no"
-    beyond = weighted_sum({"x": Score(1e18), "y": Score(1.0)}, {"x": 1e300, "y": 2.0})
-    assert mentions(beyond.refusal or "", "x 1e+18 * 1e+300", "y 1 * 2", "inf")
+    too_large = weighted_sum({"x": Score(1e18), "y": Score(1.0)}, {"x": 1e300, "y": 2.0})
+    assert mentions(too_large.refusal or "", "x 1e+18 * 1e+300", "y 1 * 2", "inf")
 
 
 def test_several_rewards_of_a_run():

@@ -122,14 +122,14 @@ def test_whoever_is_given_up_leaves_no_other_without_a_word(first_is_given_up):
         (first if first_is_given_up else second).cancel()
         await asyncio.sleep(0)
         service.may_answer.set()
-        ended = await asyncio.gather(first, second, return_exceptions=True)
+        results = await asyncio.gather(first, second, return_exceptions=True)
         if first_is_given_up:
-            assert isinstance(ended[0], asyncio.CancelledError)
-            assert "an equal request was given up" in str(ended[1])
+            assert isinstance(results[0], asyncio.CancelledError)
+            assert "an equal request was given up" in str(results[1])
             assert (await judge(RewardInput("1"))).value == 0.1
         else:
-            assert ended[0].value == 0.1
-            assert isinstance(ended[1], asyncio.CancelledError)
+            assert results[0].value == 0.1
+            assert isinstance(results[1], asyncio.CancelledError)
 
     run_with_judge(work)
 
@@ -284,16 +284,17 @@ def test_a_redirect_is_not_followed_and_names_both_addresses():
     """After a redirect another server would set the reward."""
 
     async def run() -> None:
-        elsewhere, service = Service(judge_answer), Service(lambda _: "moved")
-        async with serve(elsewhere) as other, serve(service) as url:
+        other_service, service = Service(judge_answer), Service(lambda _: "moved")
+        async with serve(other_service) as other_url, serve(service) as url:
             for status in (301, 302, 303, 307, 308):
-                service.status, service.headers = status, {"Location": f"{other}/chat/completions"}
+                service.status = status
+                service.headers = {"Location": f"{other_url}/chat/completions"}
                 judge = Judge(url=url, model="m")
                 with pytest.raises(ValueError, match=re.escape(url)) as error:
                     await judge(RewardInput("1"))
-                assert other in str(error.value)
+                assert other_url in str(error.value)
                 await judge._endpoint.close()
-        assert not elsewhere.bodies
+        assert not other_service.bodies
 
     asyncio.run(run())
 

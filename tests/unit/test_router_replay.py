@@ -154,14 +154,14 @@ def run_routers(
 ) -> Any:
     """Run a forward pass of chunk ``number``. Return the experts that its routers choose, by layer, and the output."""
     scores = torch.tensor([[0.0, 0.1, 0.2, 0.3]]).expand(tokens, -1).clone().requires_grad_()
-    chosen = []
+    choices = []
 
     def run() -> Tensor:
-        found = [choose(layer.mlp.router.router_replay, scores) for layer in part.decoder.layers]
-        chosen.extend(experts.tolist() for _, experts in found)
-        return torch.stack([weights for weights, _ in found]).sum()
+        results = [choose(layer.mlp.router.router_replay, scores) for layer in part.decoder.layers]
+        choices.extend(experts.tolist() for _, experts in results)
+        return torch.stack([weights for weights, _ in results]).sum()
 
-    return chosen, replay.forward(number, micro_batch, run)
+    return choices, replay.forward(number, micro_batch, run)
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def test_each_micro_batch_replays_its_own_in_both_passes_and_is_compared_once() 
     replay.load([batch(first), batch(second), batch(None)])
     # The last token has no row, so its router chooses.
     by_layer = [[*EXPERTS[:, layer].tolist(), [3, 2]] for layer in (0, 1)]
-    chosen, output = run_routers(replay, part, 0, 4)
-    assert chosen == by_layer
+    choices, output = run_routers(replay, part, 0, 4)
+    assert choices == by_layer
     assert run_routers(replay, part, 1, 4)[0] == by_layer[::-1]
     assert run_routers(replay, part, 2, 4)[0] == [[[3, 2]] * 4] * 2
     # Each of 2 x 3 x 2 recorded choices is compared; none is the natural (3, 2).
@@ -190,10 +190,12 @@ def test_each_micro_batch_replays_its_own_in_both_passes_and_is_compared_once() 
     # The backward pass of the first micro-batch recomputes its routing after the other forward passes.
     recomputed: list[Any] = []
     for layer in part.decoder.layers:
-        replayed = layer.mlp.router.router_replay
-        output.register_hook(
-            lambda _, r=replayed: recomputed.append(choose(r, torch.zeros(4, 4))[1][:3].tolist())
-        )
+
+        def note_choices(_: Tensor, router: LayerReplay = layer.mlp.router.router_replay) -> None:
+            _, experts = choose(router, torch.zeros(4, 4))
+            recomputed.append(experts[:3].tolist())
+
+        output.register_hook(note_choices)
     output.backward()
     assert recomputed == [rows[:3] for rows in by_layer]
     assert replay.agreement().values()["r3/compared"] == 12

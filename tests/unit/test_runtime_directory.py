@@ -91,18 +91,18 @@ def test_what_a_killed_process_leaves_is_removed_and_nothing_else(temporary: Pat
     directory, socket, memory = process.stdout.readline().split()
     name = Path(directory).name[:-8]
     shared = Path("/dev/shm")
-    left = [*shared.glob(f"{name}*"), *shared.glob(f"sem.{name}*"), Path(directory)]
-    assert len(left) == 3
-    assert shared / memory in left
+    left_paths = [*shared.glob(f"{name}*"), *shared.glob(f"sem.{name}*"), Path(directory)]
+    assert len(left_paths) == 3
+    assert shared / memory in left_paths
     assert Path(socket).parent == Path(directory)
     assert stat.S_IMODE(Path(directory).stat().st_mode) == 0o700
     assert stat.S_IMODE((shared / memory).stat().st_mode) == 0o600
     remove_left_behind()
-    assert all(path.exists() for path in left)
+    assert all(path.exists() for path in left_paths)
     os.killpg(process.pid, 9)  # this also kills its resource tracker, which would remove the files
     process.communicate()
     remove_left_behind()
-    assert not any(path.exists() for path in left)
+    assert not any(path.exists() for path in left_paths)
 
 
 def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
